@@ -16,8 +16,7 @@ from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
 from sgpu_magic.packages.node.store import Built, Store, read_built
 from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.views.tables import aligned
-from sgpu_magic.views.units import count_of, format_clock
+from sgpu_magic.views.units import aligned, count_of, format_clock
 
 _DAY_S = 24 * 3600.0
 _SHORTEST_PREFIX = 4

@@ -20,8 +20,7 @@ from sgpu_magic.cli.arguments import Parser, positive
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
-from sgpu_magic.views.tables import aligned
-from sgpu_magic.views.units import format_clock
+from sgpu_magic.views.units import aligned, format_clock
 from sgpu_magic.wire.ids import is_valid_id, short
 from sgpu_magic.wire.pool_status import process_start
 

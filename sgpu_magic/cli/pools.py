@@ -17,7 +17,7 @@ from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.runs import pools_status
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views.pool_tables import status_text
-from sgpu_magic.views.tables import aligned
+from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.costs import format_money, read_prices
 from sgpu_magic.wire.devices import CPU, interconnect_of, memory_of
 from sgpu_magic.wire.pool_status import PoolStatus

@@ -21,8 +21,7 @@ from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.views.stacks import stacks_text
-from sgpu_magic.views.tables import aligned
-from sgpu_magic.views.units import TIMES, format_clock
+from sgpu_magic.views.units import TIMES, aligned, format_clock
 from sgpu_magic.wire.costs import cost_so_far, format_money
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import RunSummary

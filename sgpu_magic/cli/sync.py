@@ -26,7 +26,7 @@ from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.tracking.sync import Sent, Unsent
 from sgpu_magic.views.run_notes import run_name
-from sgpu_magic.views.tables import aligned
+from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.ids import short
 
 _CREDENTIALS = ("MLFLOW_TRACKING_", "MLFLOW_AUTH", "DATABRICKS_")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from sgpu_magic.cli.arguments import Parser
 from sgpu_magic.client.ledger import Usage, Use, read_usage
 from sgpu_magic.config import load_settings
-from sgpu_magic.views.tables import aligned
+from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.costs import HOUR_S, format_money
 
 

@@ -54,7 +54,7 @@ class EnvironmentMagics(Magics):
 
         # only who asks needs what reads metadata and files
         from sgpu_magic.runs.environment_report import report
-        from sgpu_magic.views.tables import environment_html, environment_text
+        from sgpu_magic.views.pool_tables import environment_html, environment_text
 
         place = workplace()
         found = report(place.current_settings(), registry.all_sessions(), compared_to)

@@ -29,8 +29,7 @@ from sgpu_magic.runs.environment_report import report, since_connected, stale_wo
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.views.pool_tables import status_text
-from sgpu_magic.views.tables import environment_text
+from sgpu_magic.views.pool_tables import environment_text, status_text
 from sgpu_magic.views.units import count_of
 
 OWN_PACKAGES = "this notebook's packages"

@@ -17,7 +17,8 @@ from sgpu_magic.packages.mismatches import find_mismatches, packages_of
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
 from sgpu_magic.packages.snapshot import changes, process_began_at, stale_modules, versions
-from sgpu_magic.views.tables import EnvironmentReport, Row
+from sgpu_magic.views.pool_tables import EnvironmentReport
+from sgpu_magic.views.units import Row
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.sessions.session import Session

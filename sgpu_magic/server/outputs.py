@@ -7,12 +7,12 @@ from pathlib import Path
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled
-from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import mime_bundle
 from sgpu_magic.views.failure import last_part
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.output_items import DisplayItem, segments
-from sgpu_magic.views.remote_error import remote_exception
+from sgpu_magic.views.output import segments
+from sgpu_magic.views.output_buffer import DisplayItem
+from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.ids import short
@@ -73,20 +73,7 @@ def _last_word(view: RunView, ended: RunEnded, directory: Path) -> Sequence[Outp
 
 
 def _failure(view: RunView, ended: RunEnded, failure: Failure) -> Output:
-    last_output = view.last_lines.get(failure.rank, "") if failure.rank is not None else ""
-    error = remote_exception(
-        failure,
-        ended.others,
-        view.run_id,
-        view.ranks,
-        ended.starting_s + ended.running_s,
-        None,
-        cell=view.spec.cell,
-        last_output=ansi.plain(last_output),
-        stacks=ended.stacks,
-        spec=view.spec,
-        output_limit=view.output_limit,
-    )
+    error = run_exception(view, ended, failure)
     if failure.kind is FailureKind.USER_CODE:
         return _error(last_part(failure.type_name) or type(error).__name__, error, failure.message)
     return _error(type(error).__name__, error)

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import functools
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import msgspec
 from jupyter_core.utils import ensure_async
@@ -31,6 +28,7 @@ from sgpu_magic.panel.messages import PanelOrder, Rest, Said, Told, Watch, order
 from sgpu_magic.panel.orders import Page, obey_once
 from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunRow, RunsTold
 from sgpu_magic.panel.watch import Watchers, whole
+from sgpu_magic.server.run_handlers import RESOURCE, THREADS, answer, in_thread
 
 _MAX_SAID = 100
 
@@ -40,39 +38,31 @@ class Outbox:
 
     def __init__(self) -> None:
         self._said: deque[Said] = deque(maxlen=_MAX_SAID)
-        self._pools: PoolsTold | None = None
-        self._pool: PoolTold | None = None
-        self._runs: RunsTold | None = None
+        # the newest of each kind
+        self._pictures: dict[type[Told], Told] = {}
 
     def put(self, told: Told) -> None:
         """Add a message; it takes the place of one of its kind that has not been sent."""
-        match told:
-            case Said():
-                self._said.append(told)
-            case PoolsTold():
-                self._pools = told
-            case PoolTold():
-                self._pool = told
-            case RunsTold():
-                self._runs = told if self._runs is None else merged(self._runs, told)
+        if isinstance(told, Said):
+            self._said.append(told)
+            return
+        before = self._pictures.get(type(told))
+        if isinstance(told, RunsTold) and isinstance(before, RunsTold):
+            told = merged(before, told)
+        self._pictures[type(told)] = told
 
     def take(self) -> Told | None:
         """Return the next message, None when nothing waits."""
         if self._said:
             return self._said.popleft()
-        if self._pools is not None:
-            pools, self._pools = self._pools, None
-            return pools
-        if self._pool is not None:
-            pool, self._pool = self._pool, None
-            return pool
-        runs, self._runs = self._runs, None
-        return runs
+        waiting = (kind for kind in (PoolsTold, PoolTold, RunsTold) if kind in self._pictures)
+        kind = next(waiting, None)
+        return self._pictures.pop(kind) if kind is not None else None
 
     def clear(self) -> None:
         """Nobody waits for them any more."""
         self._said.clear()
-        self._pools = self._pool = self._runs = None
+        self._pictures.clear()
 
 
 def merged(earlier: RunsTold, later: RunsTold) -> RunsTold:
@@ -87,17 +77,8 @@ def merged(earlier: RunsTold, later: RunsTold) -> RunsTold:
     return RunsTold(pool=later.pool, whole=earlier.whole, changed=changed, gone=still_gone)
 
 
-# who may see a kernel may see its pool, and who may interrupt it may cancel runs
-_RESOURCE = "kernels"
 _MAX_ORDER_BYTES = 10_000
 _FORBIDDEN = "You may look at this server's pools and not change anything there."
-
-
-# not the loop's own, which the rest of the server needs
-_threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="sgpu-panel-requests")
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def add_panel_handlers(server_app: Any) -> None:
@@ -120,7 +101,7 @@ def add_panel_handlers(server_app: Any) -> None:
 class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
     """`sgpu/panel`: a websocket, or the same once for a page that polls: `{"pools": .., "pool": .., "runs": ..}`."""
 
-    auth_resource = _RESOURCE
+    auth_resource = RESOURCE
 
     def initialize(self, watchers: Watchers) -> None:
         self.watchers = watchers
@@ -176,7 +157,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
             self.ping_callback.stop()
         if self._page is not None:
             # it waits for what is being done for the page
-            self._loop.run_in_executor(_threads, self._page.close)
+            self._loop.run_in_executor(THREADS, self._page.close)
         self._outbox.clear()
         super().on_close()
 
@@ -184,13 +165,13 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         """Watch or rest as the page wanted last: files are read for that, and locks taken."""
         while (order := self._wanted) is not None:
             self._wanted = None
-            await _in_thread(page.obey, order)
+            await in_thread(page.obey, order)
 
     async def _obey(self, page: Page, order: PanelOrder) -> None:
         if not await self._may("write"):
             self._put(Said(text=_FORBIDDEN, ok=False))
             return
-        said = await _in_thread(page.obey, order)
+        said = await in_thread(page.obey, order)
         if said is not None:
             self._put(said)
 
@@ -222,21 +203,21 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if not self.check_origin():
             raise web.HTTPError(404)
         pool = self.get_query_argument("pool", "")
-        pools = await _in_thread(self.watchers.pools.now)
-        seen = await _in_thread(self.watchers.look, pool)
+        pools = await in_thread(self.watchers.pools.now)
+        seen = await in_thread(self.watchers.look, pool)
         if seen is None:
             raise web.HTTPError(503, "the pool can't be looked at now. Try again.")
         picture, runs = whole(seen)
-        _finish_json(self, {"pools": pools, "pool": picture, "runs": runs})
+        answer(self, {"pools": pools, "pool": picture, "runs": runs})
 
     async def _may(self, action: str) -> bool:
-        return bool(await ensure_async(self.authorizer.is_authorized(self, self.current_user, action, _RESOURCE)))
+        return bool(await ensure_async(self.authorizer.is_authorized(self, self.current_user, action, RESOURCE)))
 
 
 class OrdersHandler(APIHandler):
     """`POST sgpu/panel/orders`: one order of a page that has no websocket."""
 
-    auth_resource = _RESOURCE
+    auth_resource = RESOURCE
 
     def initialize(self, watchers: Watchers) -> None:
         self.watchers = watchers
@@ -248,12 +229,7 @@ class OrdersHandler(APIHandler):
             order = _order(self.request.body)
         except ValueError as error:
             raise web.HTTPError(400, str(error)) from None
-        _finish_json(self, await _in_thread(obey_once, self.watchers, order))
-
-
-async def _in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call what may block."""
-    return await asyncio.get_running_loop().run_in_executor(_threads, functools.partial(call, *args, **kwargs))
+        answer(self, await in_thread(obey_once, self.watchers, order))
 
 
 def _order(raw: bytes) -> PanelOrder:
@@ -263,10 +239,3 @@ def _order(raw: bytes) -> PanelOrder:
         return orders.decode(raw)
     except msgspec.DecodeError as error:
         raise ValueError(f"This is no order: {error}.") from None
-
-
-def _finish_json(handler: web.RequestHandler, record: object) -> None:
-    handler.set_header("Content-Type", "application/json")
-    handler.set_header("Cache-Control", "no-store")
-    handler.set_header("X-Content-Type-Options", "nosniff")
-    handler.finish(msgspec.json.encode(record))

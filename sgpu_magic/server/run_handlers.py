@@ -27,15 +27,18 @@ from sgpu_magic.server.kernel_runs import OwnedRuns
 from sgpu_magic.server.outputs import Output
 from sgpu_magic.server.run_places import Elsewhere
 from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, RunNotHere
-from sgpu_magic.views.live.messages import questions, to_json
+from sgpu_magic.views.live.messages import questions
 
 MAX_WAIT_S = 20.0
 _LOOK_EVERY_S = 0.25
 _DROP_EVERY_MS = 15_000
 _MAX_QUESTION_BYTES = 10_000
 
-# not the loop's own: what waits for a pool that can't be reached is not to hold up the rest of the server
-_threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="sgpu-requests")
+RESOURCE = "kernels"
+"""Who may see a kernel may see its runs and its pool, and who may interrupt it may cancel them."""
+
+THREADS = ThreadPoolExecutor(max_workers=24, thread_name_prefix="sgpu-requests")
+"""Not the loop's own: what waits for a pool that can't be reached is not to hold up the rest of the server."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,11 +71,23 @@ def add_handlers(server_app: Any) -> None:
     PeriodicCallback(followers.drop_idle, _DROP_EVERY_MS).start()
 
 
+async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call what may block."""
+    return await asyncio.get_running_loop().run_in_executor(THREADS, functools.partial(call, *args, **kwargs))
+
+
+def answer(handler: web.RequestHandler, record: object) -> None:
+    """Finish a request with a record as JSON."""
+    handler.set_header("Content-Type", "application/json")
+    handler.set_header("Cache-Control", "no-store")
+    handler.set_header("X-Content-Type-Options", "nosniff")
+    handler.finish(msgspec.json.encode(record))
+
+
 class _Handler(APIHandler):
     """What the requests share: the followers, threads for what may block, and errors as sentences."""
 
-    # who may see a kernel may see its runs, and who may interrupt it may cancel them
-    auth_resource = "kernels"
+    auth_resource = RESOURCE
 
     def initialize(self, runs: OwnedRuns, followers: Followers) -> None:
         self.runs = runs
@@ -84,9 +99,8 @@ class _Handler(APIHandler):
         Raises:
             HTTPError: The run is not here, or its files can't be read.
         """
-        waiting = asyncio.get_running_loop().run_in_executor(_threads, functools.partial(call, *args, **kwargs))
         try:
-            return await waiting
+            return await in_thread(call, *args, **kwargs)
         except RunNotHere as error:
             raise web.HTTPError(404, str(error)) from None
         except (PoolError, OSError, ValueError, msgspec.DecodeError) as error:
@@ -96,14 +110,8 @@ class _Handler(APIHandler):
         """Return the follower of a run; all requests get the same."""
         return await self.in_thread(self.followers.get, run_id)
 
-    def send(self, data: bytes) -> None:
-        self.set_header("Content-Type", "application/json")
-        self.set_header("Cache-Control", "no-store")
-        self.finish(data)
-
     def send_outputs(self, follower: Follower, outputs: list[Output]) -> None:
-        count = follower.spec.cell.execution_count
-        self.send(msgspec.json.encode({"outputs": outputs, "execution_count": count}))
+        answer(self, {"outputs": outputs, "execution_count": follower.spec.cell.execution_count})
 
 
 class RunsHandler(_Handler):
@@ -115,8 +123,7 @@ class RunsHandler(_Handler):
         kernel = self.get_query_argument("kernel")
         if not kernel:
             raise web.HTTPError(400, "which kernel's runs? Say kernel=ID.")
-        found = await self.in_thread(self.runs.of_kernel, kernel)
-        self.send(msgspec.json.encode(found))
+        answer(self, await self.in_thread(self.runs.of_kernel, kernel))
 
 
 class NewsHandler(_Handler):
@@ -140,7 +147,7 @@ class NewsHandler(_Handler):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), _LOOK_EVERY_S)
         if not self._gone.is_set():
-            self.send(msgspec.json.encode(news if news is not None else follower.no_news(known)))
+            answer(self, news if news is not None else follower.no_news(known))
 
     def on_connection_close(self) -> None:
         super().on_connection_close()
@@ -167,7 +174,7 @@ class AskHandler(_Handler):
             question = questions.decode(self.request.body)
         except msgspec.DecodeError as error:
             raise web.HTTPError(400, f"this is no question: {error}") from None
-        self.send(to_json(await self.in_thread(follower.answer, question)))
+        answer(self, await self.in_thread(follower.answer, question))
 
 
 class OutputsHandler(_Handler):

@@ -6,6 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,13 @@ class RunPlace(ABC):
         """Return why nobody can be at the run any more, whatever its last event was; "" while somebody may be."""
 
     @abstractmethod
+    def linked(self, wish: str = "") -> AbstractContextManager[Pool]:
+        """Return the run's pool; `wish` is what the run is wanted for where it must not have ended.
+
+        Raises:
+            PoolError: It can't be asked.
+        """
+
     def cancel(self) -> str:
         """Cancel the run and return a sentence.
 
@@ -73,15 +81,18 @@ class RunPlace(ABC):
             UsageError: Its pool has no such run any more.
             PoolError: Its pool can't be asked.
         """
+        pressed, said = stop_words(self.spec)
+        with self.linked() as pool:
+            pool.cancel(self.spec.run_id, pressed)
+        return said
 
-    @abstractmethod
     def stacks(self) -> Sequence[str]:
-        """Return where every rank is, as lines.
+        """Return where every rank is, as lines; for the rest see `cancel`."""
+        from sgpu_magic.views.stacks import stacks_text
 
-        Raises:
-            UsageError: Its pool has no such run any more.
-            PoolError: Its pool can't be asked.
-        """
+        with self.linked("whose ranks could be looked at") as pool:
+            answer = pool.stacks(self.spec.run_id)
+        return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
 
 
 class RunHere(RunPlace):
@@ -111,21 +122,14 @@ class RunHere(RunPlace):
         self._over = self._over + 1 if row is not None and row.state.is_final else 0
         return ledger.LOST if self._over > 1 else ""
 
-    def cancel(self) -> str:
+    def linked(self, wish: str = "") -> AbstractContextManager[Pool]:
         # the client's half is heavy, and few servers are ever asked
+        from sgpu_magic.client.find_run import pool_of
         from sgpu_magic.client.pool import Pool
 
-        pool = Pool(self._settings)
-        try:
-            return _cancel(pool, self.spec)
-        finally:
-            pool.close()
-
-    def stacks(self) -> Sequence[str]:
-        from sgpu_magic.client.find_run import pool_of
-
-        with pool_of(self._settings, self.spec.run_id, "whose ranks could be looked at", going_on=True) as pool:
-            return _stacks(pool, self.spec)
+        if wish:
+            return pool_of(self._settings, self.spec.run_id, wish, going_on=True)
+        return closing(Pool(self._settings))
 
 
 class RunElsewhere(RunPlace):
@@ -170,18 +174,8 @@ class RunElsewhere(RunPlace):
             return ""
         return f"the pool {self.pool} does not have this run any more, so nothing is known of its end."
 
-    def cancel(self) -> str:
-        return _cancel(self._ask(), self.spec)
-
-    def stacks(self) -> Sequence[str]:
-        return _stacks(self._ask(), self.spec)
-
-
-def _stacks(pool: Pool, spec: RunSpec) -> Sequence[str]:
-    from sgpu_magic.views.stacks import stacks_text
-
-    answer = pool.stacks(spec.run_id)
-    return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
+    def linked(self, wish: str = "") -> AbstractContextManager[Pool]:
+        return nullcontext(self._ask())
 
 
 def run_here(settings: Settings, run_id: str) -> RunHere | None:
@@ -191,12 +185,6 @@ def run_here(settings: Settings, run_id: str) -> RunHere | None:
         return None
     spec = read_spec(settings.runs_path / run_id)
     return None if spec is None else RunHere(settings, spec)
-
-
-def _cancel(pool: Pool, spec: RunSpec) -> str:
-    pressed, said = stop_words(spec)
-    pool.cancel(spec.run_id, pressed)
-    return said
 
 
 # of the runs that have ended, so many of each pool are asked for

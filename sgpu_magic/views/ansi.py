@@ -38,6 +38,14 @@ _BASIC = (
     "#a1a6b2",
 )
 _LEVELS = (0, 95, 135, 175, 215, 255)
+_FLAGS = {
+    1: ("weight", "font-weight:bold"),
+    2: ("dim", "opacity:.65"),
+    3: ("italic", "font-style:italic"),
+    4: ("line", "text-decoration:underline"),
+    9: ("line", "text-decoration:line-through"),
+}
+_FLAG_ENDS = {22: ("weight", "dim"), 23: ("italic",), 24: ("line",), 29: ("line",)}
 
 
 def plain(text: str) -> str:
@@ -117,31 +125,18 @@ class _Style:
         match code:
             case 0:
                 self._reset()
-            case 1:
-                self._flags["weight"] = "font-weight:bold"
-            case 2:
-                self._flags["dim"] = "opacity:.65"
-            case 3:
-                self._flags["italic"] = "font-style:italic"
-            case 4:
-                self._flags["line"] = "text-decoration:underline"
-            case 7:
-                self._inverse = True
-            case 9:
-                self._flags["line"] = "text-decoration:line-through"
-            case 22:
-                self._flags.pop("weight", None)
-                self._flags.pop("dim", None)
-            case 23:
-                self._flags.pop("italic", None)
-            case 24 | 29:
-                self._flags.pop("line", None)
-            case 27:
-                self._inverse = False
+            case 7 | 27:
+                self._inverse = code == 7
             case 39:
                 self._front = ""
             case 49:
                 self._back = ""
+            case _ if code in _FLAGS:
+                name, style = _FLAGS[code]
+                self._flags[name] = style
+            case _ if code in _FLAG_ENDS:
+                for name in _FLAG_ENDS[code]:
+                    self._flags.pop(name, None)
             case _ if 30 <= code <= 37 or 90 <= code <= 97:
                 self._front = _BASIC[code - 30 if code < 90 else code - 82]
             case _ if 40 <= code <= 47 or 100 <= code <= 107:

@@ -9,10 +9,10 @@ from sgpu_magic.views.failure import error_line
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_segment_html
 from sgpu_magic.views.html_style import BOX, SOFT, safe
-from sgpu_magic.views.output_items import TextSegment
+from sgpu_magic.views.output import TextSegment
+from sgpu_magic.views.summary_words import usage_record
 from sgpu_magic.views.text import render_segment_text
 from sgpu_magic.views.units import format_seconds
-from sgpu_magic.views.usage_words import usage_record
 from sgpu_magic.views.words import header_line, returned_bytes
 from sgpu_magic.wire.states import RunKind, RunState
 
@@ -24,6 +24,7 @@ RECORD_VERSION = 1
 _MAX_USAGE_RANKS = 64
 _MAX_LISTED = 64
 _MAX_SENTENCE_CHARS = 1000
+_DURATIONS = ("queued_s", "starting_s", "running_s", "total_s")
 
 
 def mime_bundle(
@@ -108,7 +109,7 @@ def run_record(view: RunView) -> dict[str, object]:
         "session": view.spec.session,
         "pool": view.pool,
         "host": view.host,
-        "lines": view.total_lines,
+        "lines": view.output.total_lines,
         "attempt": view.attempt,
         "attempts": view.attempts,
         "directory": view.directory,
@@ -134,12 +135,7 @@ def run_record(view: RunView) -> dict[str, object]:
             "simulated": lease.simulated,
         }
     if ended is not None:
-        record["durations"] = {
-            "queued_s": round(ended.queued_s, 6),
-            "starting_s": round(ended.starting_s, 6),
-            "running_s": round(ended.running_s, 6),
-            "total_s": round(ended.total_s, 6),
-        }
+        record["durations"] = {name: round(getattr(ended, name), 6) for name in _DURATIONS}
         if ended.gpu_s is not None:
             record["gpu_s"] = round(ended.gpu_s, 3)
         if ended.cost is not None:

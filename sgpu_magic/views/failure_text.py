@@ -22,8 +22,7 @@ from sgpu_magic.views.failure import (
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
 from sgpu_magic.views.stacks import group_lines, group_stacks, summary, verdict
-from sgpu_magic.views.tables import aligned
-from sgpu_magic.views.units import count_of, format_gb, format_seconds
+from sgpu_magic.views.units import aligned, count_of, format_gb, format_seconds
 from sgpu_magic.wire.failures import Failure, RankMemory, TensorUse
 from sgpu_magic.wire.states import FailureKind, RunState
 
@@ -141,7 +140,7 @@ def culprits_last_words(view: RunView) -> list[str]:
     failure = view.failure
     if failure is None or failure.rank is None:
         return []
-    return last_words(failure, view.spec.cell, ansi.plain(view.last_lines.get(failure.rank, "")))
+    return last_words(failure, view.spec.cell, ansi.plain(view.output.last_lines.get(failure.rank, "")))
 
 
 def failed_line(view: RunView, brief: bool = False) -> str:

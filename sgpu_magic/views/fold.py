@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views.failure import attempt_note
 from sgpu_magic.views.output import RunOutput
-from sgpu_magic.views.output_items import DisplayItem, GapItem, Item, LineItem
+from sgpu_magic.views.output_buffer import DisplayItem, GapItem, Item, LineItem
 from sgpu_magic.views.rank_models import RankModels
 from sgpu_magic.views.run_notes import SessionState, renewal_note, restart_note, run_name, unstopped_note
-from sgpu_magic.views.steady_clock import heard_at, steady_time
+from sgpu_magic.views.units import heard_at, steady_time
 from sgpu_magic.views.usage import RunUsage
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.devices import Lease
@@ -86,6 +86,7 @@ class RunView:
         environment: How far its packages are, None while nothing has to be said of them.
         tracked: Its place in MLflow, None until known.
         silence: That its pool is not heard, "" as long as it is.
+        output: What its ranks have said.
         models: Widgets of its ranks; of a session's cells those of the session.
         left: Why nobody follows it here any more while it goes on, "" while somebody does.
         ended: The run's last word, None while it goes on.
@@ -129,7 +130,7 @@ class RunView:
         self._starting_at: float | None = None
         self._metered_at: float | None = None
         self._notes: list[str] = []
-        self._output = RunOutput(output_limit)
+        self.output = RunOutput(output_limit)
         self._cached: tuple[int, list[Item]] = (-1, [])
 
     def apply(self, event: Event, frames: Sequence[bytes] = ()) -> None:
@@ -137,7 +138,7 @@ class RunView:
         self.version += 1
         match event.body:
             case OutputWritten() as body:
-                self._output.write(body)
+                self.output.write(body)
             case StateChanged(state=state, reason=reason):
                 self.state, self.reason = state, reason
                 self._starting_at = heard_at(event.at) if state is RunState.STARTING else self._starting_at
@@ -154,11 +155,11 @@ class RunView:
             case RanksStarted(warm=warm):
                 self.warm, self._started_at = warm, heard_at(event.at)
             case DisplayPublished() as body:
-                self._output.display(body)
+                self.output.display(body)
             case CommsMoved() as body:
                 self.models.apply(body, frames)
             case OutputCleared() as body:
-                self._output.clear(body)
+                self.output.clear(body)
             case RankFailed(failure=failure):
                 self.rank_failures.setdefault(-1 if failure.rank is None else failure.rank, failure)
             case Noted(text=text):
@@ -283,42 +284,15 @@ class RunView:
     def items(self) -> list[Item]:
         """The output in order of arrival, bounded by `output_limit`. Not to be changed."""
         if self._cached[0] != self.version:
-            self._cached = (self.version, self._output.items)
+            self._cached = (self.version, self.output.items)
         return self._cached[1]
-
-    @property
-    def total_lines(self) -> int:
-        """Lines that ranks have finished, shown or not."""
-        return self._output.total_lines
-
-    @property
-    def rank_lines(self) -> dict[int, int]:
-        """The same by rank, of those that have finished any. Not to be changed."""
-        return self._output.rank_lines
-
-    @property
-    def live_lines(self) -> dict[int, str]:
-        """The unfinished line of each rank that has one, such as its progress bar."""
-        return self._output.live_lines
-
-    @property
-    def last_lines(self) -> dict[int, str]:
-        """What each rank has said last: its unfinished line, else its last finished one."""
-        return self._output.last_lines
-
-    def take_items(self) -> list[Item]:
-        """Return the items since the last call; the first call returns all that are kept.
-
-        An update of a display comes again as an item of its own.
-        """
-        return self._output.take_items()
 
     def _note(self, text: str) -> None:
         if text and text not in self._notes and len(self._notes) < _MAX_NOTES:
             self._notes.append(text)
 
     def _start_again(self, body: AttemptFailed, at: float) -> None:
-        self._output.finish_lines()
+        self.output.finish_lines()
         # a rank may die before all are there
         began = self._started_at or self._starting_at
         seconds = max(at - began, 0.0) if began is not None else 0.0
@@ -335,7 +309,7 @@ class RunView:
             self.rank_failures.pop(rank, None)
 
     def _end(self, body: RunEnded) -> None:
-        self._output.finish_lines()
+        self.output.finish_lines()
         if body.state in (RunState.SUCCEEDED, RunState.CANCELLED) or body.stacks:
             self.stalled = None
         self.usage.ended()

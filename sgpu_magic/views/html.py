@@ -5,29 +5,40 @@ Read with all styles stripped it is still the same sentences in the same order.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import other_lines
+from sgpu_magic.views.failure_text import cut_lines, failure_block, stall_lines
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.html_failure import failure_html, stall_html
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
-from sgpu_magic.views.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, PANEL, PRE, SOFT, WARN, safe
-from sgpu_magic.views.live.schema import Tone
-from sgpu_magic.views.output_items import (
+from sgpu_magic.views.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
+from sgpu_magic.views.live.schema import FailureLine, MemoryBlock, MemoryTensor, Tone
+from sgpu_magic.views.output import TextSegment, segments
+from sgpu_magic.views.output_buffer import (
+    HEAD_SHARE,
     DisplayItem,
     GapItem,
     LineItem,
-    TextSegment,
     display_text,
     gap_lines,
-    segments,
+    text_bytes,
     trim,
 )
-from sgpu_magic.views.session_words import is_quiet, quiet_html, session_meta, standing_warnings
+from sgpu_magic.views.summary_words import (
+    billed_text,
+    busy_text,
+    cost_text,
+    idle_lines,
+    is_quiet,
+    quiet_html,
+    session_meta,
+    standing_warnings,
+)
 from sgpu_magic.views.units import count_of, format_clock, format_seconds, format_span
-from sgpu_magic.views.usage_words import billed_text, busy_text, cost_text, idle_lines
 from sgpu_magic.views.words import (
     attempt_text,
     label_text,
@@ -41,7 +52,7 @@ from sgpu_magic.views.words import (
     tracked_text,
     values_left_there,
 )
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.states import FailureKind, RunState
 
 __all__ = ["render_html", "render_segment_html", "segments"]
 
@@ -156,21 +167,15 @@ def _warnings(sentences: list[str]) -> str:
 def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
     if live and len(segment.items) > _MAX_LIVE_LINES:
         segment = replace(segment, items=_newest(segment.items))
-    drawn = {at: _line(item.rank, item.text) for at, item in enumerate(segment.items) if isinstance(item, LineItem)}
-    # ASCII is the rule, so that measuring costs nothing
-    sizes = [
-        0 if (text := drawn.get(at)) is None else 1 + (len(text) if text.isascii() else len(text.encode()))
-        for at in range(len(segment.items))
-    ]
-    kept = trim(segment.items, sizes, room, head_share=0.0 if live else 0.4)
-    head = next((at for at, item in enumerate(kept) if isinstance(item, GapItem)), len(kept))
-    tail = len(kept) - head - 1
-    lines = [drawn[at] for at in range(head)]
-    if head < len(kept):
-        gap = kept[head]
-        if isinstance(gap, GapItem):
-            lines += [f'<span style="{FAINT}">{line}</span>' for line in gap_lines(gap, view.short_id)]
-        lines += [drawn[at] for at in range(len(segment.items) - tail, len(segment.items))]
+    # by the object that each line is: those that are kept are drawn once
+    drawn = {id(item): _line(item.rank, item.text) for item in segment.items if isinstance(item, LineItem)}
+    sizes = [1 + text_bytes(drawn[id(item)]) if isinstance(item, LineItem) else 0 for item in segment.items]
+    lines: list[str] = []
+    for item in trim(segment.items, sizes, room, head_share=0.0 if live else HEAD_SHARE):
+        if isinstance(item, GapItem):
+            lines += [f'<span style="{FAINT}">{line}</span>' for line in gap_lines(item, view.short_id)]
+        elif isinstance(item, LineItem):
+            lines.append(drawn[id(item)])
     if segment.next_rank is not None:
         lines.append(f'<span style="{FAINT}">[{segment.next_rank}] displays:</span>')
     newline = "\n"
@@ -195,8 +200,8 @@ def _footer(view: RunView) -> str:
     parts += values_left_there(view)
     if not view.is_final or view.state is RunState.SUCCEEDED:
         parts += [returned_text(view), shipped_text(view), label_text(view), packages_text(view)]
-    if not view.is_final and view.total_lines:
-        parts.append(count_of(view.total_lines, "line"))
+    if not view.is_final and view.output.total_lines:
+        parts.append(count_of(view.output.total_lines, "line"))
     if view.left:
         parts.append(view.left)
     elif view.is_final and view.state is RunState.FAILED:
@@ -221,3 +226,113 @@ def _tracked(view: RunView) -> list[str]:
     url, text = escape(link.url), safe(link.text)
     style = "color:inherit;text-decoration:underline"
     return [f'<a href="{url}" target="_blank" rel="noopener noreferrer" style="{style}">{text}</a>']
+
+
+_MAX_EXCERPT_CHARS = 12_000
+_MAX_WHOLE_CHARS = 40_000
+_NAMED = re.compile(r"[A-Za-z][\w.]*:")
+
+
+def failure_html(view: RunView) -> str:
+    """Return the culprit with the cell's own lines, "" for a run that has not failed."""
+    failure = view.failure
+    if failure is None or view.state is RunState.SUCCEEDED:
+        return ""
+    block = failure_block(view, failure, _MAX_EXCERPT_CHARS, _MAX_WHOLE_CHARS)
+    lines = [_form_line(line, failure.kind) for line in block.lines]
+    whole = ""
+    if block.whole:
+        body = "\n".join(_form_line(line, failure.kind) for line in block.whole)
+        whole = (
+            f'<details style="padding:0 12px 6px;font-size:12px"><summary style="cursor:pointer;{SOFT}">'
+            f'the whole traceback</summary><pre style="{PRE};padding:4px 0 0">{body}</pre></details>'
+        )
+    newline = "\n"
+    return (
+        f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {BAD}">'
+        f'<pre style="{PRE};padding-left:9px">{newline.join(lines)}</pre>{whole}{_memory(block.memory)}</div>'
+    )
+
+
+def stall_html(view: RunView) -> str:
+    """Return where the ranks of a run wait in which nothing moves, "" while it moves."""
+    newline = "\n"
+    lines = [escape(line, quote=False) for line in cut_lines(stall_lines(view), _MAX_EXCERPT_CHARS)]
+    if not lines:
+        return ""
+    lines[0] = f'<b style="font-weight:600;color:{WARN}">{lines[0]}</b>'
+    return (
+        f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {WARN}">'
+        f'<pre style="{PRE};padding-left:9px">{newline.join(lines)}</pre></div>'
+    )
+
+
+def _form_line(line: FailureLine, failure: FailureKind) -> str:
+    safe = escape(line.text, quote=False)
+    match line.kind:
+        case "title" if failure is FailureKind.USER_CODE:
+            name, _, where = safe.partition(" ")
+            return f'<b style="font-weight:600;color:{BAD}">{name}</b> {where}'
+        case "culprit":
+            return f'<span style="color:{BAD}">{safe}</span>'
+        case "error" if _NAMED.match(safe):
+            name, _, rest = safe.partition(":")
+            return f'<span style="color:{BAD}">{name}</span>:{rest}'
+        case _:
+            return safe
+
+
+# what tensors hold, what torch's allocator keeps besides, what others hold
+_BAR_OPACITIES = (0.85, 0.45, 0.2)
+_BAR_NAMES = ("used", "reserved besides", "of others")
+_TABLE = "border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;font-size:12px"
+_CELL = "padding:1px 14px 1px 0;white-space:nowrap;border:0;background:none;font-variant-numeric:tabular-nums"
+_NUMBERS = range(2, 6)
+
+
+def _memory(block: MemoryBlock | None) -> str:
+    """Return the ranks' memory as a table with bars, and the culprit's largest tensors; "" where nobody has looked."""
+    if block is None:
+        return ""
+    heads = "".join(
+        _cell(head, at in _NUMBERS, f";font-weight:400;{SOFT}", "th") for at, head in enumerate(block.heads)
+    )
+    rows = ""
+    for row in block.rows:
+        colour = f";color:{BAD};font-weight:600" if row.culprit else ""
+        cells = _cell(f"{row.rank}", False, colour)
+        cells += "".join(_cell(cell, at + 1 in _NUMBERS) for at, cell in enumerate(row.cells))
+        rows += f'<tr style="background:none">{cells}<td style="{_CELL};width:160px">{_bar(row.shares)}</td></tr>'
+    more = f'<div style="{SOFT}">{escape(block.more)}</div>' if block.more else ""
+    drawn = (
+        f'<div>{block.title}</div><table style="{_TABLE}"><thead style="border:0"><tr>{heads}<th></th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>{more}"
+    )
+    if block.tensors:
+        named = "".join(map(_tensor, block.tensors))
+        drawn += f'<div style="padding-top:4px">{escape(block.largest)}</div>'
+        drawn += f'<table style="{_TABLE}"><tbody>{named}</tbody></table>'
+    box = f"padding:4px 12px 8px 9px;font-size:12px;border-top:1px solid {LINE};overflow-x:auto"
+    return f'<div style="{box}">{drawn}</div>'
+
+
+def _tensor(tensor: MemoryTensor) -> str:
+    shape, dtype, size = tensor.cells
+    style = f"{_CELL};{MONO};text-align:left;white-space:normal;overflow-wrap:anywhere"
+    name = f'<td style="{style}">{escape(tensor.name)}</td>'
+    told = _cell(shape, False, f";{SOFT}") + _cell(dtype, False, f";{SOFT}") + _cell(size, True)
+    return f'<tr style="background:none">{name}{told}</tr>'
+
+
+def _cell(text: str, right: bool, style: str = "", tag: str = "td") -> str:
+    align = "right" if right else "left"
+    return f'<{tag} style="{_CELL};text-align:{align}{style}">{escape(text)}</{tag}>'
+
+
+def _bar(shares: Sequence[float]) -> str:
+    parts = "".join(
+        f'<div style="width:{share * 100:.1f}%;background:currentColor;opacity:{opacity}" title="{name}"></div>'
+        for share, opacity, name in zip(shares, _BAR_OPACITIES, _BAR_NAMES, strict=True)
+        if share > 0
+    )
+    return f'<div style="display:flex;height:8px;border-radius:2px;overflow:hidden;background:{LINE}">{parts}</div>'

@@ -13,11 +13,11 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import last_part
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe, sparkline
-from sgpu_magic.views.output_items import DisplayItem, LineItem, count_fitting
+from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting
 from sgpu_magic.views.run_notes import restart_command
+from sgpu_magic.views.summary_words import curve_text, is_low, measured_lines, whole_text
 from sgpu_magic.views.units import count_of
 from sgpu_magic.views.usage import use_text
-from sgpu_magic.views.usage_words import curve_text, is_low, measured_lines, whole_text
 from sgpu_magic.views.words import new_host
 from sgpu_magic.wire.states import RunState
 
@@ -34,7 +34,7 @@ _drawn: WeakKeyDictionary[RunView, tuple[int, str]] = WeakKeyDictionary()
 
 def live_ranks_html(view: RunView) -> str:
     """Return the grid of ranks with what each uses and has said last."""
-    said, usage = view.last_lines, view.usage.ranks
+    said, usage = view.output.last_lines, view.usage.ranks
     dead = view.session.dead if view.session is not None else ()
     if view.state is not RunState.RUNNING or not (said or view.rank_failures or usage or dead):
         return ""
@@ -83,7 +83,7 @@ def ended_ranks_html(view: RunView) -> str:
 
 def _ended(view: RunView) -> str:
     measured = any(usage.latest is not None for usage in view.usage.ranks.values())
-    if not view.is_final or len(view.rank_numbers) == 1 or not (measured or view.total_lines > _MANY_LINES):
+    if not view.is_final or len(view.rank_numbers) == 1 or not (measured or view.output.total_lines > _MANY_LINES):
         return ""
     limit = int(view.output_limit * _SHARE)
     shows = Counter(item.rank for item in view.items if isinstance(item, DisplayItem))
@@ -133,7 +133,7 @@ class _Parts:
         usage = view.usage.ranks.get(rank)
         state, colour = _state(view, rank)
         label = view.labels[rank] if rank < len(view.labels) else ""
-        count = view.rank_lines.get(rank, 0)
+        count = view.output.rank_lines.get(rank, 0)
         use = escape(whole_text(usage)) if usage is not None else ""
         said = [state, use, count_of(count, "line") if count else ""]
         curve = ""

@@ -1,11 +1,12 @@
-"""Pieces of the static HTML: colours, fonts, boxes, curves. Inline style only, in the theme's colours if it has any."""
+"""Pieces of static HTML: colours, boxes, tables, curves. Inline style only, in the theme's colours where it has any."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from sgpu_magic.views import ansi
+from sgpu_magic.views.units import Row
 from sgpu_magic.views.usage import thinned
 
 # greys that are right on light and dark alike need no theme; the rest asks JupyterLab, then VS Code
@@ -31,6 +32,45 @@ def safe(text: str) -> str:
     a text of its own here.
     """
     return escape(ansi.plain(text)).replace("$", "<span>$</span>")
+
+
+def table(heads: Row, rows: Sequence[Row], right: tuple[int, ...] = ()) -> str:
+    """Return heads and rows as an HTML table with inline style; the columns of `right` to the right."""
+
+    def cells(row: Row, tag: str, style: str) -> str:
+        drawn = ""
+        for column, cell in enumerate(row):
+            align = "right" if column in right else "left"
+            colour = f";color:{BAD}" if cell in ("failed", "timed out") else ""
+            drawn += (
+                f'<{tag} style="text-align:{align};padding:2px 12px;white-space:nowrap;'
+                f'font-variant-numeric:tabular-nums{style}{colour}">{safe(cell)}</{tag}>'
+            )
+        return f"<tr>{drawn}</tr>"
+
+    head = cells(heads, "th", f";font-weight:400;{SOFT}")
+    body = "".join(cells(row, "td", "") for row in rows)
+    return (
+        f'<table style="border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;'
+        f"border-top:1px solid {LINE};"
+        f'font-size:12.5px"><thead>{head}</thead><tbody>{body}</tbody></table>'
+    )
+
+
+def titled_box(title: str, beside: str, body: str, style: str = SOFT) -> str:
+    """Return a box of HTML with a title, a few words of that style beside it, and `body`, which is HTML, below."""
+    edge = f";border-bottom:1px solid {LINE}" if body else ""
+    return (
+        f'<div style="display:inline-block;min-width:420px;max-width:100%;border:1px solid {LINE};'
+        f'border-radius:6px;overflow:auto;{SANS};font-size:13px;line-height:1.45">'
+        f'<div style="padding:6px 12px;background:{PANEL}{edge}">'
+        f'<b style="font-weight:600">{safe(title)}</b> <span style="{style}">{safe(beside)}</span></div>{body}</div>'
+    )
+
+
+def sentences(lines: Iterable[str], style: str = "") -> str:
+    """Return lines for a box, one below the other."""
+    return "".join(f'<div style="padding:3px 12px{";" * bool(style)}{style}">{safe(line)}</div>' for line in lines)
 
 
 WIDTH = 132

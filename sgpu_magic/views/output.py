@@ -1,13 +1,18 @@
-"""What the ranks of a run have said, folded from its events: their text as lines, and displays. No I/O."""
+"""What the ranks of a run have said, folded from its events: text as lines, and displays; cut at these. No I/O."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.output_buffer import OutputStore
-from sgpu_magic.views.output_items import GapItem, Item, LineItem
+from sgpu_magic.views.output_buffer import DisplayItem, GapItem, Item, LineItem, OutputStore
 from sgpu_magic.wire.rank_events import DisplayPublished, OutputCleared, OutputWritten
+
+if TYPE_CHECKING:
+    from sgpu_magic.views.fold import RunView
 
 MAX_LINE_CHARS = 16_384
 
@@ -149,8 +154,7 @@ class RunOutput:
 
     def write(self, body: OutputWritten) -> None:
         rank = body.rank
-        if rank in self._clear_before_next:
-            self._clear_if_due(rank)
+        self._clear_if_due(rank)
         assembler = self._assembler(rank, body.stream)
         text = body.text
         if body.skipped_lines:
@@ -225,3 +229,45 @@ def _decode(raw: bytes, rank: int) -> dict[str, object]:
         return _mime.decode(raw)
     except msgspec.DecodeError as error:
         return {"text/plain": f"(rank {rank} displayed something that is no MIME bundle: {error})"}
+
+
+_BEFORE_FIRST = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TextSegment:
+    """Lines (and perhaps the gap) between two displays, or the first display's caption.
+
+    Args:
+        items: Lines and at most one gap.
+        after: The serial of the display before it, 0 for the first segment, -1 for the first display's caption.
+        next_rank: The rank whose display follows, None when none does or there is one rank only.
+    """
+
+    items: tuple[LineItem | GapItem, ...]
+    after: int
+    next_rank: int | None = None
+
+
+def segments(view: RunView) -> list[TextSegment | DisplayItem]:
+    """Cut a run's output at its displays. The first and the last are text, for the header and the footer.
+
+    The first display's caption is a segment of its own. A live view stands where the first text will stand, the caption
+    below it; so a run is cut alike whether its displays were shown while it went on or not.
+    """
+    cut: list[TextSegment | DisplayItem] = []
+    lines: list[LineItem | GapItem] = []
+    after = 0
+    for item in view.items:
+        if isinstance(item, DisplayItem):
+            next_rank = item.rank if len(view.rank_numbers) > 1 else None
+            if not cut and next_rank is not None:
+                cut += [TextSegment(tuple(lines), 0), TextSegment((), _BEFORE_FIRST, next_rank)]
+            elif lines or not cut or next_rank is not None:
+                cut.append(TextSegment(tuple(lines), after, next_rank))
+            cut.append(item)
+            lines, after = [], item.serial
+        else:
+            lines.append(item)
+    cut.append(TextSegment(tuple(lines), after))
+    return cut

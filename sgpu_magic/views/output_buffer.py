@@ -1,21 +1,116 @@
-"""Keeps a run's output within bounds: its beginning and its end are kept, the middle is counted."""
+"""What a run's output is made of, in order of arrival, and what keeps it within bounds: the middle is counted."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
-from sgpu_magic.views.output_items import (
-    HEAD_SHARE,
-    LINE_OVERHEAD,
-    DisplayItem,
-    GapItem,
-    Item,
-    LineItem,
-    count_fitting,
-    line_bytes,
-)
+HEAD_SHARE = 0.4
+LINE_OVERHEAD = 5  # bytes of "[0] " and the newline
+
+
+class LineItem(NamedTuple):
+    """One finished line of a rank; colour codes are kept in `text`."""
+
+    rank: int
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class DisplayItem:
+    """Something rich that a rank displayed.
+
+    Args:
+        rank: The rank.
+        bundle: The MIME bundle, for Jupyter's own renderers only.
+        metadata: Its metadata.
+        display_id: The rank's id for updates, "" when none.
+        serial: Unique in the run, 1, 2, 3 ...; stays when an update replaces the bundle.
+    """
+
+    rank: int
+    bundle: dict[str, object]
+    metadata: dict[str, object]
+    display_id: str
+    serial: int
+
+
+class GapItem(NamedTuple):
+    """What is left out: lines of so many ranks (they are in the log), old displays (they are not)."""
+
+    lines: int
+    ranks: int
+    displays: int = 0
+
+
+Item = LineItem | DisplayItem | GapItem
+
+
+def display_text(item: DisplayItem) -> str:
+    """Return the plain form of a display, or its types where it has none."""
+    text = item.bundle.get("text/plain")
+    return text if isinstance(text, str) and text else f"<{', '.join(item.bundle) or 'an empty display'}>"
+
+
+def gap_lines(gap: GapItem, short_id: str) -> list[str]:
+    """Return the sentences that stand for what a gap leaves out."""
+    told: list[str] = []
+    if gap.lines:
+        lines = f"{gap.lines:,} line{'' if gap.lines == 1 else 's'}"
+        ranks = f"{gap.ranks} rank{'' if gap.ranks == 1 else 's'}"
+        told.append(f"... {lines} of {ranks} in the run's log: sgpu logs {short_id}")
+    if gap.displays:
+        told.append(f"... the first {gap.displays:,} displays were dropped: there are too many to keep")
+    return told
+
+
+def trim(items: Sequence[Item], sizes: Sequence[int], limit: int, head_share: float = HEAD_SHARE) -> list[Item]:
+    """Return `items` of at most `limit` bytes: the middle's lines join the one gap.
+
+    Args:
+        items: Lines and at most one gap; no displays.
+        sizes: Bytes of each as drawn.
+        limit: Bytes allowed.
+        head_share: The share of `limit` that the beginning gets; 0 keeps only the end.
+    """
+    if sum(sizes) <= limit:
+        return list(items)
+    at = next((i for i, item in enumerate(items) if isinstance(item, GapItem)), None)
+    gap = items[at] if at is not None else None
+    known = gap if isinstance(gap, GapItem) else GapItem(0, 0)
+    before = range(len(items)) if at is None else range(at)
+    after = range(len(items)) if at is None else range(at + 1, len(items))
+    head = count_fitting((sizes[i] for i in before), int(limit * head_share))
+    head_bytes = sum(sizes[i] for i in before[:head])
+    tail = min(count_fitting((sizes[i] for i in reversed(after)), limit - head_bytes), len(after))
+    dropped = [items[i] for i in range(head, len(items) - tail) if i != at]
+    ranks = {item.rank for item in dropped if isinstance(item, LineItem)}
+    merged = GapItem(known.lines + len(dropped), max(known.ranks, len(ranks)), known.displays)
+    return [*items[:head], merged, *items[len(items) - tail :]]
+
+
+def count_fitting(sizes: Iterable[int], limit: int) -> int:
+    """Return how many of `sizes`, from the first on, fit into `limit`."""
+    count = 0
+    for total in accumulate(sizes):
+        if total > limit:
+            break
+        count += 1
+    return count
+
+
+def text_bytes(text: str) -> int:
+    """Return the bytes of a text; ASCII is the rule, so that measuring costs nothing."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def line_bytes(text: str) -> int:
+    return text_bytes(text) + LINE_OVERHEAD
+
 
 MAX_DISPLAYS = 1000
 MAX_DISPLAY_BYTES = 64_000_000
@@ -90,7 +185,7 @@ class OutputStore:
                 self._head.append(_Lines(rank, stream, lines, size))
                 self._head_size += size
                 return
-            fitting = _fitting(lines, self._head_limit - self._head_size)
+            fitting = count_fitting(map(line_bytes, lines), self._head_limit - self._head_size)
             if fitting:
                 self._head.append(_Lines(rank, stream, lines[:fitting], 0))
                 lines = lines[fitting:]
@@ -208,20 +303,10 @@ def _expand(chunk: _Chunk, into: list[Item]) -> None:
 
 
 def _size(lines: Sequence[str]) -> int:
-    text = "".join(lines)
-    return (len(text) if text.isascii() else len(text.encode())) + LINE_OVERHEAD * len(lines)
-
-
-def _fitting(lines: Sequence[str], room: int) -> int:
-    return count_fitting((line_bytes(line) for line in lines), room)
+    return text_bytes("".join(lines)) + LINE_OVERHEAD * len(lines)
 
 
 def _covering(lines: Sequence[str], excess: int) -> int:
-    """Return how many of the first lines must go to free `excess` bytes."""
-    count = 0
-    for line in lines:
-        if excess <= 0:
-            break
-        excess -= line_bytes(line)
-        count += 1
-    return count
+    """Return how many of the first lines must go to free `excess` bytes, which is more than none of them have."""
+    freed = accumulate(map(line_bytes, lines))
+    return next((count for count, size in enumerate(freed, 1) if size >= excess), len(lines))

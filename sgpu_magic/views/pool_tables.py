@@ -1,12 +1,14 @@
-"""`%sgpu_status`: devices, queue, running and recent runs, as text and as HTML tables."""
+"""`%sgpu_status` and `%sgpu_env` as text and as HTML: a pool's devices, queue and runs; a kernel's packages."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from sgpu_magic.views.html_style import LINE, PANEL, SANS, SOFT, WARN, safe
+from sgpu_magic.views.html_style import BAD, SOFT, WARN, safe, sentences, table, titled_box
 from sgpu_magic.views.pool_words import (
     HOLDING,
     NODE_HEADS,
@@ -21,9 +23,8 @@ from sgpu_magic.views.pool_words import (
     problem_words,
     type_words,
 )
-from sgpu_magic.views.session_words import idle_since
-from sgpu_magic.views.tables import Row, aligned, sentences, table, titled_box
-from sgpu_magic.views.units import TIMES, count_of, format_clock, format_seconds
+from sgpu_magic.views.summary_words import idle_since
+from sgpu_magic.views.units import TIMES, Row, aligned, count_of, format_clock, format_seconds
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.costs import cost_so_far, format_money
 from sgpu_magic.wire.devices import Device
@@ -41,6 +42,20 @@ _MAX_TOPS = 60
 _MAX_WAITING = 20
 
 
+_Table = tuple[list[Row], tuple[int, ...]]
+"""Rows below their heads, and the columns that stand at the right."""
+
+
+class _Drawn(NamedTuple):
+    """What is shown of a pool: a line, further sentences, those that are loud, its devices or nodes, its runs."""
+
+    headline: str
+    quiet: list[str]
+    loud: list[str]
+    devices: _Table
+    runs: _Table
+
+
 def status_text(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
     """Return the pool as text.
 
@@ -49,44 +64,31 @@ def status_text(status: PoolStatus, now: float | None = None, notice: str = "") 
         now: Wall-clock time, seconds since the epoch; the present when left out.
         notice: What the pool wants to be known, "" when nothing.
     """
-    now = time.time() if now is None else now
-    lines = [
-        _headline(status),
-        *_of_types(status),
-        *_waiting(status),
-        *idle_words(status, now),
-        *budget_words(status, nearly_used=False),
-        *_remarks(status),
-        *([notice] if notice else []),
-    ]
-    (heads, *devices), right = _devices(status)
-    runs = _run_rows(status, now)
-    if devices:
-        lines += ["", *aligned([heads, *devices], right)]
-    if runs:
-        lines += ["", *aligned(*_with_heads(runs, users=_several_users(status)))]
-    else:
-        lines.append("no runs yet")
-    return "\n".join(lines)
+    drawn = _drawn(status, now, notice)
+    lines = [drawn.headline, *drawn.quiet, *drawn.loud]
+    for rows, right in (drawn.devices, drawn.runs):
+        lines += ["", *aligned(rows, right)] if len(rows) > 1 else []
+    return "\n".join(lines if status.runs else [*lines, "no runs yet"])
 
 
 def status_html(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
     """Return the pool as tables with inline style; arguments as for `status_text`."""
-    now = time.time() if now is None else now
-    quiet = [*_of_types(status), *_waiting(status), *idle_words(status, now), *budget_words(status, nearly_used=False)]
-    loud = [*_remarks(status), *([notice] if notice else [])]
-    parts = [sentences(quiet), sentences(loud, f"color:{WARN}")]
-    (heads, *devices), right = _devices(status)
-    runs = _run_rows(status, now)
-    if devices:
-        parts.append(table(heads, devices, right=right))
-    if runs:
-        (heads, *rows), right = _with_heads(runs, users=_several_users(status))
-        parts.append(table(heads, rows, right=right))
-    else:
-        parts.append(sentences(["no runs yet"], SOFT))
-    name, _, rest = _headline(status).partition(" · ")
+    drawn = _drawn(status, now, notice)
+    parts = [sentences(drawn.quiet), sentences(drawn.loud, f"color:{WARN}")]
+    for (heads, *rows), right in (drawn.devices, drawn.runs):
+        parts += [table(heads, rows, right=right)] if rows else []
+    parts += [] if status.runs else [sentences(["no runs yet"], SOFT)]
+    name, _, rest = drawn.headline.partition(" · ")
     return titled_box(name, rest, "".join(parts))
+
+
+def _drawn(status: PoolStatus, now: float | None, notice: str) -> _Drawn:
+    now = time.time() if now is None else now
+    types = type_words(status) if _has_nodes(status) else []
+    quiet = [*types, *_waiting(status), *idle_words(status, now), *budget_words(status, nearly_used=False)]
+    loud = [*problem_words(status), *budget_words(status, nearly_used=True), *([notice] if notice else [])]
+    runs = _with_heads(_run_rows(status, now), users=_several_users(status))
+    return _Drawn(_headline(status), quiet, loud, _devices(status), runs)
 
 
 def away_text(name: str, why: str) -> str:
@@ -101,11 +103,7 @@ def away_text(name: str, why: str) -> str:
 
 def away_html(name: str, why: str) -> str:
     """Return a pool that has told nothing as `status_html` would; arguments as for `away_text`."""
-    return (
-        f'<div style="display:inline-block;min-width:420px;max-width:100%;border:1px solid {LINE};border-radius:6px;'
-        f'overflow:auto;{SANS};font-size:13px;line-height:1.45"><div style="padding:6px 12px;background:{PANEL}">'
-        f'<b style="font-weight:600">{safe(name)}</b> <span style="color:{WARN}">{safe(why)}</span></div></div>'
-    )
+    return titled_box(name, why, "", f"color:{WARN}")
 
 
 def _headline(status: PoolStatus) -> str:
@@ -149,20 +147,12 @@ def _several_users(status: PoolStatus) -> bool:
     return len({run.user for run in status.runs if run.user}) > 1
 
 
-def _remarks(status: PoolStatus) -> list[str]:
-    return [*problem_words(status), *budget_words(status, nearly_used=True)]
-
-
-def _of_types(status: PoolStatus) -> list[str]:
-    return type_words(status) if _has_nodes(status) else []
-
-
 def _has_nodes(status: PoolStatus) -> bool:
     return bool(status.inventory.nodes or status.inventory.elastic)
 
 
-def _devices(status: PoolStatus) -> tuple[list[Row], tuple[int, ...]]:
-    """Return what there is below its heads, and the columns that stand at the right; of many nodes a row each."""
+def _devices(status: PoolStatus) -> _Table:
+    """Return a row for each device; of a pool with nodes a row for each of these."""
     if _has_nodes(status):
         return [NODE_HEADS, *node_rows(status)], NODE_RIGHT
     return [("device", "use", "memory", "run"), *_device_rows(status)], (1, 2)
@@ -222,8 +212,8 @@ def _run_rows(status: PoolStatus, now: float) -> list[Row]:
     return rows
 
 
-def _with_heads(rows: Sequence[Row], *, users: bool) -> tuple[list[Row], tuple[int, ...]]:
-    """Return the rows below their heads, and the columns that stand at the right; costs only where there are any."""
+def _with_heads(rows: Sequence[Row], *, users: bool) -> _Table:
+    """Return the rows with their heads, users and costs only where there are any."""
     heads: Row = ("run", "name", "user", "ranks", "state", "for", "cost", "")
     left_out = {"user": not users, "cost": not any(row[heads.index("cost")] for row in rows)}
     columns = [column for column, head in enumerate(heads) if not left_out.get(head)]
@@ -266,3 +256,73 @@ def _run_row(run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, i
     cost = cost_so_far(run, now)
     paid = "" if cost is None else format_money(cost, run.currency)
     return ids.short(run.run_id), name, run.user, ranks, _state(run, cells, now), duration, paid, failure_line(run)
+
+
+# ---------------------------------------------------------------- a kernel's packages
+
+_MOST_ROWS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentReport:
+    """What `%sgpu_env` shows.
+
+    Args:
+        title: Python and its version.
+        facts: Short texts beside the title.
+        lines: Sentences that nobody has to act on.
+        pending: What is installed but not used yet, with the remedy.
+        broken: What will not work, with the remedy.
+        compared_to: What the differences are to, "" when nothing was compared.
+        differences: Rows of package, its version here, its version there, and a remark.
+    """
+
+    title: str
+    facts: tuple[str, ...]
+    lines: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+    broken: tuple[str, ...] = ()
+    compared_to: str = ""
+    differences: tuple[Row, ...] = ()
+
+
+def environment_text(report: EnvironmentReport) -> str:
+    """Return the report as text."""
+    lines = [" · ".join((report.title, *report.facts)), *report.lines, *report.pending, *report.broken]
+    if report.compared_to:
+        lines += ["", _compared(report)]
+        if report.differences:
+            lines += aligned([_package_heads(report), *report.differences[:_MOST_ROWS]])
+            lines += _more(report)
+    return "\n".join(lines)
+
+
+def environment_html(report: EnvironmentReport) -> str:
+    """Return the report as HTML with inline style."""
+    parts = [
+        sentences(report.lines),
+        sentences(report.pending, f"color:{WARN}"),
+        sentences(report.broken, f"color:{BAD}"),
+    ]
+    if report.compared_to:
+        parts.append(f'<div style="padding:6px 12px 3px">{safe(_compared(report))}</div>')
+        if report.differences:
+            parts.append(table(_package_heads(report), report.differences[:_MOST_ROWS]))
+            parts.append(sentences(_more(report), SOFT))
+    return titled_box(report.title, " · ".join(report.facts), "".join(parts))
+
+
+def _compared(report: EnvironmentReport) -> str:
+    if not report.differences:
+        return f"no difference to {report.compared_to}"
+    count = len(report.differences)
+    return f"{count} difference{'s' * (count > 1)} to {report.compared_to}"
+
+
+def _package_heads(report: EnvironmentReport) -> Row:
+    return ("package", "here", report.compared_to, "")
+
+
+def _more(report: EnvironmentReport) -> list[str]:
+    more = len(report.differences) - _MOST_ROWS
+    return [f"and {more} more"] if more > 0 else []

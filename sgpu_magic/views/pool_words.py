@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.tables import Row
-from sgpu_magic.views.units import count_of, format_seconds
+from sgpu_magic.views.units import Row, count_of, format_seconds
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.costs import format_money
 from sgpu_magic.wire.devices import Device

@@ -130,15 +130,14 @@ class SweepProgress:
             self._write(picture)
 
     def _write(self, picture: SweepPicture) -> None:
+        over = "\r\x1b[K" if self._is_terminal else ""
         line = ansi.plain(progress_line(picture))
-        if not self._is_terminal:
-            self._stream.write("".join(f"{text}\n" for text in (line, *failure_list(picture))))
-        elif picture.is_final:
-            self._stream.write("".join(f"{text}\n" for text in (f"\r\x1b[K{line}", *failure_list(picture))))
-        else:
+        if self._is_terminal and not picture.is_final:
             # a line that wraps could not be written over
             columns = shutil.get_terminal_size().columns - 1
-            self._stream.write(f"\r\x1b[K{f'{_bar(picture)} {line}'[:columns]}")
+            self._stream.write(over + f"{_bar(picture)} {line}"[:columns])
+        else:
+            self._stream.write("".join(f"{text}\n" for text in (over + line, *failure_list(picture))))
         self._stream.flush()
 
     def _publish(self, picture: SweepPicture) -> None:

@@ -12,8 +12,9 @@ from typing import Protocol, TextIO
 from sgpu_magic.views.bundle import mime_bundle
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import SANS, SOFT
-from sgpu_magic.views.output_items import DisplayItem, TextSegment, segments
-from sgpu_magic.views.terminal import TerminalPublisher
+from sgpu_magic.views.output import TextSegment, segments
+from sgpu_magic.views.output_buffer import DisplayItem
+from sgpu_magic.views.text import TerminalPublisher
 from sgpu_magic.wire.events import Event
 
 FIRST_AFTER_S = 0.1

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic import errors
+from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import (
     death_sentence,
     error_line,
@@ -16,9 +17,11 @@ from sgpu_magic.views.failure import (
     timeout_sentence,
 )
 from sgpu_magic.views.failure_text import cut_lines
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.stacks import group_lines, group_stacks, stack_lines, stacks_text, verdict
 from sgpu_magic.views.units import format_ranks, format_seconds
 from sgpu_magic.wire import ids
+from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import FailureKind
@@ -34,6 +37,31 @@ class _Drawing:
 
     def __call__(self) -> list[str]:
         return list(self.lines)
+
+
+def run_exception(
+    view: RunView,
+    ended: RunEnded,
+    failure: Failure,
+    exception: BaseException | None = None,
+    notebook_names: Container[str] = (),
+) -> BaseException:
+    """Return the exception to raise for a run that has ended with a failure; the rest as for `remote_exception`."""
+    last_output = view.output.last_lines.get(failure.rank, "") if failure.rank is not None else ""
+    return remote_exception(
+        failure,
+        ended.others,
+        view.run_id,
+        view.ranks,
+        ended.starting_s + ended.running_s,
+        exception,
+        notebook_names,
+        cell=view.spec.cell,
+        last_output=ansi.plain(last_output),
+        stacks=ended.stacks,
+        spec=view.spec,
+        output_limit=view.output_limit,
+    )
 
 
 def remote_exception(
@@ -100,7 +128,7 @@ def remote_exception(
         words = last_words(failure, cell, last_output) if failure.kind is FailureKind.WORKER_DIED else []
         words += [*map(_one_line, group_lines(group_stacks(stacks, source))), *verdict(stacks, source)]
         message = _message(failure, seconds, ranks, words, more, run)
-        raised = _for_kind(failure.kind, message)
+        raised = _ERRORS.get(failure.kind, errors.InternalError)(message)
         trace = plain if failure.kind is FailureKind.INTERNAL else ""
         lines = (trace, f"{type(raised).__name__}: {message}")
     lines = (*lines, errors.see(errors.topic_of(failure.kind, out_of_memory=failure.out_of_memory)))
@@ -127,24 +155,15 @@ def _dressed(exception: Exception, attributes: dict[str, object]) -> Exception:
     return exception
 
 
-def _for_kind(kind: FailureKind, message: str) -> Exception:
-    match kind:
-        case FailureKind.SERIALIZATION:
-            return errors.SerializationError(message)
-        case FailureKind.ENVIRONMENT:
-            return errors.EnvironmentFailed(message)
-        case FailureKind.CAPACITY:
-            return errors.CapacityError(message)
-        case FailureKind.WORKER_DIED:
-            return errors.WorkerDied(message)
-        case FailureKind.SESSION:
-            return errors.SessionError(message)
-        case FailureKind.NODE_LOST:
-            return errors.NodeLost(message)
-        case FailureKind.TIMEOUT:
-            return errors.RunTimeout(message)
-        case _:
-            return errors.InternalError(message)
+_ERRORS: dict[FailureKind, type[errors.SgpuError]] = {
+    FailureKind.SERIALIZATION: errors.SerializationError,
+    FailureKind.ENVIRONMENT: errors.EnvironmentFailed,
+    FailureKind.CAPACITY: errors.CapacityError,
+    FailureKind.WORKER_DIED: errors.WorkerDied,
+    FailureKind.SESSION: errors.SessionError,
+    FailureKind.NODE_LOST: errors.NodeLost,
+    FailureKind.TIMEOUT: errors.RunTimeout,
+}
 
 
 def _one_line(text: str) -> str:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from html import escape
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.html_style import LINE, MONO, PANEL, SANS, SOFT, WARN
-from sgpu_magic.views.tables import aligned
-from sgpu_magic.views.units import format_ranks
+from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, SOFT, WARN
+from sgpu_magic.views.units import aligned, format_ranks
 from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.run import CellSource
@@ -226,18 +225,12 @@ def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
 def stack_lines(frames: Sequence[StackFrame], cell: CellSource) -> list[str]:
     """Return a stack as a traceback has it, the most recent call last, from the notebook's first line on."""
     sources = Sources(cell)
-    own = list(reversed(sources.own_frames(frames)))
-    lines: list[str] = []
-    if len(own) > _MAX_FRAMES:
+    entries = [sources.entry(frame) for frame in reversed(sources.own_frames(frames))]
+    if (left_out := len(entries) - _MAX_FRAMES) > 0:
         # recursion: its beginning and its end tell
-        left_out = len(own) - _MAX_FRAMES
-        for frame in own[: _MAX_FRAMES // 2]:
-            lines += sources.entry(frame)
-        lines.append(f"... {left_out:,} more frames ...")
-        own = own[-(_MAX_FRAMES // 2) :]
-    for frame in own:
-        lines += sources.entry(frame)
-    return lines
+        half = _MAX_FRAMES // 2
+        entries = [*entries[:half], [f"... {left_out:,} more frames ..."], *entries[-half:]]
+    return [line for entry in entries for line in entry]
 
 
 def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
@@ -293,8 +286,7 @@ def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
         rows += f'<div style="padding:3px 12px;color:{WARN}">{safe(sentence)}</div>'
     head = f"run {short(run_id)}" + ("" if groups else " has no ranks now")
     return (
-        f'<div style="border:1px solid {LINE};border-radius:6px;overflow:hidden;{SANS};font-size:13px;'
-        f'line-height:1.45;margin:2px 0"><div style="padding:6px 12px;background:{PANEL};'
+        f'<div style="{BOX}"><div style="padding:6px 12px;background:{PANEL};'
         f'border-bottom:1px solid {LINE}"><b style="font-weight:600">{safe(head)}</b></div>{rows}</div>'
     )
 

@@ -1,42 +1,45 @@
-"""The text forms: for terminals, headless runs, and the text/plain of every saved output."""
+"""The text forms: for headless runs, for the text/plain of every saved output, and for terminals as a run goes on."""
 
 from __future__ import annotations
+
+import os
+import unicodedata
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple, TextIO
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import (
     other_lines,
 )
-from sgpu_magic.views.failure_text import failed_line, failure_lines, stall_lines
+from sgpu_magic.views.failure_text import ending_stacks, failed_line, failure_lines, memory_lines, stall_lines
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.output_items import (
+from sgpu_magic.views.output import TextSegment
+from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
     DisplayItem,
     GapItem,
     LineItem,
-    TextSegment,
     display_text,
     gap_lines,
     line_bytes,
-    segments,
     trim,
 )
-from sgpu_magic.views.session_words import is_quiet, quiet_line, session_meta, session_summary, standing_warnings
-from sgpu_magic.views.units import format_seconds, format_span
-from sgpu_magic.views.usage_words import billed_text, busy_text, cost_text, idle_lines
+from sgpu_magic.views.summary_words import (
+    billed_text,
+    busy_text,
+    cost_text,
+    idle_lines,
+    is_quiet,
+    quiet_line,
+    session_meta,
+    session_summary,
+    standing_warnings,
+)
+from sgpu_magic.views.units import count_of, format_seconds, format_span
 from sgpu_magic.views.words import attempt_text, header_line, packages_text, returned_text, state_word, tracked_text
+from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.states import RunState
-
-
-def render_text(view: RunView) -> str:
-    """Return the whole run as text: header, lines with their ranks, summary or failure."""
-    parts = segments(view)
-    drawn: list[str] = []
-    for at, part in enumerate(parts):
-        if isinstance(part, DisplayItem):
-            drawn.append(display_lines(part))
-        else:
-            drawn.append(render_segment_text(view, part, at == 0, at == len(parts) - 1))
-    return "\n".join(text for text in drawn if text)
 
 
 def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
@@ -78,9 +81,9 @@ def summary_line(view: RunView) -> str:
         return session_summary(view)
     duration = format_seconds(view.elapsed_s())
     if view.state is RunState.SUCCEEDED:
-        parts = (f"succeeded in {duration}", billed_text(view), busy_text(view.usage), returned_text(view))
-        return " · ".join(part for part in (*parts, *_name_words(view)) if part)
-    return " · ".join([failed_line(view, brief=True), *_bill_words(view), *_name_words(view)])
+        used = (billed_text(view), busy_text(view.usage), returned_text(view))
+        return " · ".join([f"succeeded in {duration}", *filter(None, used), *_name_words(view)])
+    return " · ".join([failed_line(view, brief=True), *_last_words(view)])
 
 
 def live_line(view: RunView) -> str:
@@ -111,14 +114,9 @@ def live_line(view: RunView) -> str:
     return " · ".join(part for part in words if part)
 
 
-def display_lines(item: DisplayItem) -> str:
-    """Return a display's text with its rank before every line."""
-    return "\n".join(f"[{item.rank}] {ansi.plain(line)}" for line in display_text(item).split("\n"))
-
-
 def _ending(view: RunView) -> list[str]:
     if not view.is_final:
-        live = [f"[{rank}] {ansi.plain(text)}" for rank, text in view.live_lines.items()]
+        live = [f"[{rank}] {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
         return [*live, *stall_lines(view), summary_line(view)]
     problems = [
         f"rank {result.rank}: the last expression's value stayed there: {result.value_problem}"
@@ -130,7 +128,7 @@ def _ending(view: RunView) -> list[str]:
     lines = failure_lines(view)
     if view.session is not None:
         return [*lines, " · ".join([*session_meta(view), *_name_words(view)])]
-    last = " · ".join([*_bill_words(view), *_name_words(view)])
+    last = " · ".join(_last_words(view))
     if len(lines) == 1 or other_lines(view.others, view.failure.rank)[-1:] == lines[-1:]:
         lines[-1] += f" · {last}"
     else:
@@ -138,10 +136,192 @@ def _ending(view: RunView) -> list[str]:
     return lines
 
 
-def _bill_words(view: RunView) -> list[str]:
-    return [text for text in (billed_text(view),) if text]
+def _last_words(view: RunView) -> list[str]:
+    """Return what a run that has not succeeded was billed, and how it is found again."""
+    return [*filter(None, [billed_text(view)]), *_name_words(view)]
 
 
 def _name_words(view: RunView) -> list[str]:
     """Return how the run is found again: in MLflow, and here."""
-    return [text for text in (tracked_text(view), f"run {view.short_id}") if text]
+    return [*filter(None, [tracked_text(view)]), f"run {view.short_id}"]
+
+
+REDRAW_S = 0.1
+HEADER_AFTER_S = 0.1
+
+
+class _Line(NamedTuple):
+    """A line to write, and whether a rank has printed it to its standard output."""
+
+    text: str
+    is_output: bool = False
+
+
+class TerminalPublisher:
+    """Writes a run to a text stream.
+
+    The header comes once, then finished lines and the text of displays, each with its rank, last the summary.
+    On a terminal each rank's unfinished line is drawn below and erased again; elsewhere it is written when
+    it is finished.
+
+    Args:
+        view: The run.
+        stream: A terminal, a file, a notebook's stdout.
+        errors: Takes what ranks write to standard error and what is said about the run, where `stream` is for what
+            they print alone; None where both go to one place.
+    """
+
+    def __init__(self, view: RunView, stream: TextIO, errors: TextIO | None = None) -> None:
+        self._view = view
+        self._stream = stream
+        self._errors = errors
+        self._is_terminal = stream.isatty()
+        self._live: list[str] = []
+        self._live_at = 0.0
+        self._began: float | None = None
+        self._has_header = False
+        self._notes = 0
+        self._waited = ""
+        self._stall: list[str] = []
+        self._warned: list[str] = []
+        self._finished = False
+        self._pending = _fresh_lines(view)
+
+    def applied(self, event: Event) -> None:
+        pass
+
+    def tick(self, now: float, final: bool = False) -> None:
+        """Write what is new.
+
+        Args:
+            now: Monotonic time in seconds.
+            final: The run is over: also write unfinished lines and the summary. Once.
+        """
+        if self._finished:
+            return
+        self._began = now if self._began is None else self._began
+        self._finished = final
+        lines = self._new_lines(now, final)
+        if self._errors is not None:
+            _write_apart(lines, self._stream, self._errors)
+            return
+        live = [] if final or not self._is_terminal else self._live_lines()
+        redraw = bool(lines) or final or (live != self._live and now - self._live_at >= REDRAW_S)
+        if not redraw:
+            return
+        erase = f"\x1b[{len(self._live)}A\r\x1b[J" if self._live else ""
+        text = "".join(f"{line.text}\n" for line in lines)
+        self._stream.write(erase + text + "".join(f"{line}\n" for line in live))
+        self._stream.flush()
+        self._live, self._live_at = live, now
+
+    def _new_lines(self, now: float, final: bool) -> list[_Line]:
+        began = now if self._began is None else self._began
+        view = self._view
+        fresh = self._pending + _fresh_lines(view)
+        self._pending = []
+        if is_quiet(view):
+            return [_Line(summary_line(view))] if final else []
+        lines: list[str] = []
+        after: list[str] = []
+        placed = view.lease is not None
+        if not self._has_header and (placed or fresh or final):
+            self._has_header = True
+            lines.append(header_line(view))
+        elif not self._has_header and not self._is_terminal and now - began >= HEADER_AFTER_S:
+            lines.extend(self._queue_line())
+        if self._has_header:
+            notes = view.notes
+            lines.extend(f"note: {ansi.plain(note)}" for note in notes[self._notes :])
+            self._notes = len(notes)
+            lines.extend(self._session_lines())
+        draw = ansi.colours_only if self._is_terminal else ansi.plain
+        printed = [line._replace(text=draw(line.text)) for line in fresh]
+        if not final and not self._is_terminal:
+            after.extend(self._stall_lines())
+        if final:
+            if not view.is_final:
+                after.extend(f"[{rank}] {ansi.plain(text)}" for rank, text in view.output.live_lines.items())
+            after.extend(memory_lines(view, view.failure))
+            after.extend(ending_stacks(view))
+            after.append(summary_line(view))
+        return [*map(_Line, lines), *printed, *map(_Line, after)]
+
+    def _session_lines(self) -> list[str]:
+        """Return that its link is silent, and which ranks of a session are dead, when that has changed."""
+        told = standing_warnings(self._view)
+        if told == self._warned:
+            return []
+        self._warned = told
+        return [f"note: {line}" for line in told]
+
+    def _stall_lines(self) -> list[str]:
+        """Return where the ranks wait when that has changed, and that they have gone on."""
+        told = stall_lines(self._view)
+        if told == self._stall:
+            return []
+        self._stall = told
+        return told or ["it goes on"]
+
+    def _queue_line(self) -> list[str]:
+        """Return the place in the queue when it has changed."""
+        line = f"{self._view.name} · {live_line(self._view)}"
+        if line == self._waited or not self._view.waiting_for:
+            return []
+        self._waited = line
+        return [line]
+
+    def _live_lines(self) -> list[str]:
+        size = _terminal_size(self._stream)
+        view = self._view
+        if not self._has_header:
+            lines = [f"{view.name} · {live_line(view)}"] if view.waiting_for else []
+        else:
+            lines = [f"[{rank}] {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
+            lines += stall_lines(view)
+        room = max(size.lines - 2, 1)
+        if len(lines) > room:
+            lines = [*lines[: room - 1], f"... and {count_of(len(lines) - room + 1, 'more rank')}"]
+        return [_fit(line, size.columns - 1) for line in lines]
+
+
+def _terminal_size(stream: TextIO) -> os.terminal_size:
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except OSError:  # no descriptor (io.UnsupportedOperation is one) or none of a terminal
+        return os.terminal_size((80, 24))
+    return os.terminal_size((size.columns or 80, size.lines or 24))
+
+
+def _fit(line: str, columns: int) -> str:
+    """Cut a line to the terminal's width: one that wraps could not be erased again."""
+    line = line.replace("\t", "    ")
+    if line.isascii():
+        return line[:columns]
+    used = 0
+    for at, char in enumerate(line):
+        used += 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        if used > columns:
+            return line[:at]
+    return line
+
+
+def _fresh_lines(view: RunView) -> list[_Line]:
+    """Return the lines that were finished since the last call, prefixed `[0] `; displays as their text."""
+    lines: list[_Line] = []
+    for item in view.output.take_items():
+        match item:
+            case LineItem(rank=rank, stream=stream, text=text):
+                lines.append(_Line(f"[{rank}] {text}", stream == "stdout"))
+            case DisplayItem(rank=rank):
+                lines.extend(_Line(f"[{rank}] {line}", True) for line in display_text(item).split("\n"))
+            case GapItem():
+                lines.extend(map(_Line, gap_lines(item, view.short_id)))
+    return lines
+
+
+def _write_apart(lines: list[_Line], out: TextIO, errors: TextIO) -> None:
+    for is_output, group in groupby(lines, key=attrgetter("is_output")):
+        stream = out if is_output else errors
+        stream.write("".join(f"{line.text}\n" for line in group))
+        stream.flush()

@@ -1,10 +1,33 @@
-"""Numbers with their units, as every view writes them."""
+"""Numbers with their units and in columns, as every view writes them, and the clock that views count by.
+
+What a run has cost so far, how long it has run and what is left of its time are differences between now and an event's
+time. Both are told by this clock, which goes on with the monotonic one: a step of the wall clock is in none of them. An
+event from before a step that is heard after it, as by `%sgpu_attach`, still counts by the wall clock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
+
+from sgpu_magic.views import ansi
 
 TIMES = "\u00d7"  # the multiplication sign of a number of devices
+# what two readings of clocks differ by that were not set
+_STEP_S = 0.01
+
+_began = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    """Return the seconds since the epoch, as the wall clock had them when this process began to count."""
+    return _began + time.monotonic()
+
+
+def heard_at(at: float) -> float:
+    """Return an event's wall-clock time by the steady clock. To be asked when the event is heard."""
+    set_by = time.time() - steady_time()
+    return at if abs(set_by) < _STEP_S else at - set_by
 
 
 def format_gb(count: float) -> str:
@@ -60,3 +83,19 @@ def format_ranks(ranks: Iterable[int]) -> str:
 def count_of(number: int, noun: str) -> str:
     """Return `1 rank`, `4 ranks`, `204,816 lines`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+Row = tuple[str, ...]
+
+
+def aligned(rows: Sequence[Row], right: tuple[int, ...] = ()) -> list[str]:
+    """Return the rows with their columns below each other, those in `right` at the right."""
+    rows = [tuple(ansi.plain(cell) for cell in row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "   ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

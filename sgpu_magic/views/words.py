@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -150,45 +152,31 @@ _MAX_NAMED = 4
 _MAX_CHARS = 60
 
 
-def hosts(view: RunView) -> tuple[str, ...]:
-    """Return each rank's node in rank order; empty where all are on one."""
-    shares = view.lease.shares if view.lease is not None else ()
-    if len(shares) < 2:
-        return ()
-    return tuple(ansi.plain(share.host)[:_MAX_CHARS] for share in shares for _ in range(share.ranks))
-
-
-def host_of(view: RunView, rank: int) -> str:
-    """Return the rank's node, "" where all are on one."""
-    found = hosts(view)
-    return found[rank] if rank < len(found) else ""
-
-
 def new_host(view: RunView, ranks: Sequence[int], at: int) -> str:
     """Return the node of the rank that is listed at this place, "" when the one before it is there too."""
-    host = host_of(view, ranks[at])
-    # two nodes may have one name
-    before = _share_of(view, ranks[at - 1]) if at else -1
-    return host if _share_of(view, ranks[at]) != before else ""
+    hosts = _hosts(view)
+    if not hosts or view.lease is None:
+        return ""
+    ends = list(accumulate(share.ranks for share in view.lease.shares))
+    # by number: two nodes may have one name
+    node = bisect_right(ends, ranks[at])
+    is_new = at == 0 or bisect_right(ends, ranks[at - 1]) != node
+    return hosts[node] if is_new and node < len(hosts) else ""
 
 
 def hosts_text(view: RunView) -> str:
     """Return `2 nodes: ml-1, ml-2`, of many only how many, "" for one."""
-    shares = view.lease.shares if view.lease is not None else ()
-    if len(shares) < 2:
+    hosts = _hosts(view)
+    if not hosts:
         return ""
-    count = count_of(len(shares), "node")
-    named = ", ".join(ansi.plain(share.host)[:_MAX_CHARS] for share in shares)
-    return f"{count}: {named}" if len(shares) <= _MAX_NAMED else count
+    count = count_of(len(hosts), "node")
+    return f"{count}: {', '.join(hosts)}" if len(hosts) <= _MAX_NAMED else count
 
 
-def _share_of(view: RunView, rank: int) -> int:
-    first = 0
-    for number, share in enumerate(view.lease.shares if view.lease is not None else ()):
-        first += share.ranks
-        if rank < first:
-            return number
-    return 0
+def _hosts(view: RunView) -> list[str]:
+    """Return the nodes' names in the order of their ranks; none where all ranks are on one."""
+    shares = view.lease.shares if view.lease is not None else ()
+    return [ansi.plain(share.host)[:_MAX_CHARS] for share in shares] if len(shares) > 1 else []
 
 
 class StateWord(NamedTuple):

@@ -20,7 +20,7 @@ import websocket
 from homes import Home
 from jupyter_servers import JupyterServer
 from process_table import level
-from test_server_extension import RunningCell, ServerKernel
+from server_kernels import RunningCell, ServerKernel, loaded_kernel
 from waiting import eventually
 
 from sgpu_magic.config import Settings
@@ -120,11 +120,8 @@ def server(place: Home) -> Iterator[JupyterServer]:
 
 @pytest.fixture(scope="module")
 def kernel(server: JupyterServer) -> Iterator[ServerKernel]:
-    made = ServerKernel(server)
-    made.run("%load_ext sgpu_magic")
-    made.run("%%distributed -n 2 --type a10 --ui none\npass")
-    yield made
-    made.close()
+    with loaded_kernel(server, "--type a10") as made:
+        yield made
 
 
 @pytest.fixture
@@ -147,7 +144,7 @@ def open_page(server: JupyterServer) -> Iterator[Callable[..., ServedPage]]:
 def running(
     place: Home, kernel: ServerKernel, server: JupyterServer, request: pytest.FixtureRequest
 ) -> Iterator[RunningCell]:
-    cell = RunningCell(place, kernel, server, f"p{abs(hash(request.node.name)):x}"[:9], "--type a10")
+    cell = RunningCell(place, kernel, f"p{abs(hash(request.node.name)):x}"[:9], "--type a10")
     yield cell
     if server.get(f"{cell.path}/outputs").status != 200:
         cell.end()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from pool_client import ClientRun, PoolClient
 from served_pools import SGPU, RemoteUser, ServedPool, served_pool
+from stories import render_text
 from tcp_proxy import Proxy
 from waiting import eventually
 
@@ -24,8 +25,7 @@ from sgpu_magic.errors import KeyRefused, PoolError, RunUnknown
 from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
-from sgpu_magic.views.terminal import TerminalPublisher
-from sgpu_magic.views.text import render_text
+from sgpu_magic.views.text import TerminalPublisher
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.run import Owner
 from sgpu_magic.wire.states import OWNER_GONE, RunState

@@ -14,7 +14,7 @@ from jupyter_servers import JupyterServer
 from listed_pools import list_pools
 from process_table import descriptors
 from served_pools import ServedPool, served_pool
-from test_server_extension import RICH, UNTIL_TOLD, ServerKernel, ask, same, spec_of
+from server_kernels import RICH, RunningCell, ServerKernel, ask, loaded_kernel, same, spec_of
 from waiting import eventually
 
 from sgpu_magic.client.mirror import SENT, note_sent, sent_run, sent_run_ids
@@ -47,32 +47,8 @@ def server(place: Home) -> Iterator[JupyterServer]:
 
 @pytest.fixture(scope="module")
 def kernel(server: JupyterServer) -> Iterator[ServerKernel]:
-    made = ServerKernel(server)
-    made.run("%load_ext sgpu_magic")
-    made.run("%%distributed -n 2 --pool team --ui none\npass")
-    yield made
-    made.close()
-
-
-class FarCell:
-    """A cell whose run goes on in the pool until it is told to end; its kernel is busy meanwhile."""
-
-    def __init__(self, place: Home, pool: ServedPool, kernel: ServerKernel, name: str) -> None:
-        self._word = place.work / name
-        self._kernel = kernel
-        code = UNTIL_TOLD.format(name=str(self._word))
-        self._message = kernel.start(f"%%distributed -n 2 --pool team --name {name}\n{code}", cell=f"cell-{name}")
-        self.run_id = eventually(lambda: pool.home.run_named(name), 30, "the run does not start")
-        eventually(lambda: "step 3" in pool.home.log(self.run_id, 1), 30, "the run prints nothing")
-        self.path = f"sgpu/runs/{self.run_id}"
-
-    def end(self) -> list[dict[str, Any]]:
-        self._word.touch()
-        return self.wait()
-
-    def wait(self) -> list[dict[str, Any]]:
-        """Wait for the end that it comes to by itself."""
-        return self._kernel.finish(self._message)
+    with loaded_kernel(server, "--pool team") as made:
+        yield made
 
 
 class Page:
@@ -115,7 +91,7 @@ class Page:
 def test_it_is_listed_followed_and_its_outputs_are_the_kernels(
     server: JupyterServer, kernel: ServerKernel, place: Home, pool: ServedPool
 ):
-    cell = FarCell(place, pool, kernel, "followed")
+    cell = RunningCell(place, kernel, "followed", "--pool team", pool.home)
     (listed,) = [run for run in server.get(f"sgpu/runs?kernel={kernel.id}").body if run["run_id"] == cell.run_id]
     assert (listed["cell"], listed["state"], listed["final"]) == ("cell-followed", "running", False)
     page = Page(server, cell.path)
@@ -150,7 +126,7 @@ def test_outputs_of_a_run_that_ended_while_nobody_looked(
 
 
 def test_cancel_reaches_the_pool(server: JupyterServer, kernel: ServerKernel, place: Home, pool: ServedPool):
-    cell = FarCell(place, pool, kernel, "cancelled")
+    cell = RunningCell(place, kernel, "cancelled", "--pool team", pool.home)
     answer = ask(server, cell.path, kind="cancel")
     assert "is being stopped" in answer["lines"][0]
     kernels = cell.wait()
@@ -163,7 +139,7 @@ def test_cancel_reaches_the_pool(server: JupyterServer, kernel: ServerKernel, pl
 def test_a_killed_pool_service_is_told_and_the_next_one_followed(
     server: JupyterServer, kernel: ServerKernel, place: Home, pool: ServedPool
 ):
-    cell = FarCell(place, pool, kernel, "killed")
+    cell = RunningCell(place, kernel, "killed", "--pool team", pool.home)
     page = Page(server, cell.path)
     page.until(lambda: len(page.rows) > 10, 20, "few lines")
     pool.kill()

@@ -21,10 +21,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import websocket
 from homes import Home
 from jupyter_servers import JupyterServer
 from process_table import descriptors
+from server_kernels import RICH, RunningCell, ServerKernel, ask, loaded_kernel, same, spec_of
 from waiting import eventually
 
 from sgpu_magic.config import Settings
@@ -32,114 +32,9 @@ from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.server.run_places import Elsewhere, RunHere, run_here
 from sgpu_magic.server.runs import IDLE_S, Followers, RunNotHere
-from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import Noted, Submitted
-from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 
 ROOT = Path(__file__).parents[2]
-
-UNTIL_TOLD = """\
-import os, time
-print('begun on', rank, flush=True)
-step = 0
-while not os.path.exists({name!r}):
-    step += 1
-    print('step', step, flush=True)
-    time.sleep(0.05)
-print('last words of', rank)
-"""
-
-
-class ServerKernel:
-    """A kernel of a Jupyter server, driven over its websocket as a notebook's page does."""
-
-    def __init__(self, server: JupyterServer) -> None:
-        self._server = server
-        answer = server.post("api/kernels", {"name": "python3"})
-        assert answer.status == 201, answer
-        self.id: str = answer.body["id"]
-        address = (
-            f"ws{server.url.removeprefix('http')}/api/kernels/{self.id}/channels?session_id=page&token={server.token}"
-        )
-        self._socket = websocket.create_connection(address, timeout=60)
-        self._count = 0
-
-    def start(self, code: str, cell: str = "") -> str:
-        """Send a cell and return the message's id."""
-        self._count += 1
-        message = {
-            "header": {
-                "msg_id": f"m{self._count}",
-                "msg_type": "execute_request",
-                "session": "page",
-                "username": "",
-                "version": "5.3",
-                "date": "",
-            },
-            "parent_header": {},
-            "metadata": {"cellId": cell} if cell else {},
-            "content": {
-                "code": code,
-                "silent": False,
-                "store_history": True,
-                "allow_stdin": False,
-                "user_expressions": {},
-                "stop_on_error": False,
-            },
-            "channel": "shell",
-            "buffers": [],
-        }
-        self._socket.send(json.dumps(message))
-        return message["header"]["msg_id"]
-
-    def finish(self, message_id: str) -> list[dict[str, Any]]:
-        """Return the outputs that a cell has at its end, as a notebook saves them."""
-        outputs: list[dict[str, Any]] = []
-        shown: dict[str, dict[str, Any]] = {}
-        missing = {"idle", "reply"}
-        while missing:
-            message = json.loads(_text(self._socket.recv()))
-            content, kind = message["content"], message["header"]["msg_type"]
-            display = content.get("transient", {}).get("display_id", "")
-            if kind == "update_display_data" and display in shown:
-                shown[display] |= {"data": content["data"], "metadata": content["metadata"]}
-            if message["parent_header"].get("msg_id") != message_id:
-                continue
-            if kind in ("display_data", "execute_result", "error"):
-                output = {key: value for key, value in content.items() if key != "transient"}
-                outputs.append({"output_type": kind, **output})
-                shown[display] = outputs[-1]
-            elif kind == "execute_reply":
-                missing.discard("reply")
-            elif kind == "status" and content["execution_state"] == "idle":
-                missing.discard("idle")
-        # places that the kernel has left empty
-        return [output for output in outputs if output.get("data") != {"text/plain": ""}]
-
-    def run(self, code: str, cell: str = "") -> list[dict[str, Any]]:
-        return self.finish(self.start(code, cell))
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-class RunningCell:
-    """A cell that runs until it is told to end; its kernel is busy meanwhile."""
-
-    def __init__(self, home: Home, kernel: ServerKernel, server: JupyterServer, name: str, options: str) -> None:
-        self._word = home.work / name
-        self._kernel = kernel
-        self._message = kernel.start(
-            f"%%distributed -n 2 --name {name} {options}\n{UNTIL_TOLD.format(name=name)}", cell=f"cell-{name}"
-        )
-        self.run_id = eventually(lambda: home.run_named(name), 30, "the run does not start")
-        eventually(lambda: "step 3" in home.log(self.run_id, 1), 30, "the run prints nothing")
-        self.path = f"sgpu/runs/{self.run_id}"
-
-    def end(self) -> list[dict[str, Any]]:
-        """Let it end, and return the outputs that the kernel has given it."""
-        self._word.touch()
-        return self._kernel.finish(self._message)
 
 
 @pytest.fixture(scope="module")
@@ -159,41 +54,18 @@ def server(place: Home) -> Iterator[JupyterServer]:
 
 @pytest.fixture(scope="module")
 def kernel(server: JupyterServer) -> Iterator[ServerKernel]:
-    made = ServerKernel(server)
-    made.run("%load_ext sgpu_magic")
-    made.run("%%distributed -n 2 --ui none\npass")
-    yield made
-    made.close()
+    with loaded_kernel(server) as made:
+        yield made
 
 
 @pytest.fixture
 def running(
     place: Home, kernel: ServerKernel, server: JupyterServer, request: pytest.FixtureRequest
 ) -> Iterator[RunningCell]:
-    cell = RunningCell(place, kernel, server, f"w{abs(hash(request.node.name)):x}"[:9], "")
+    cell = RunningCell(place, kernel, f"w{abs(hash(request.node.name)):x}"[:9])
     yield cell
     if server.get(f"{cell.path}/outputs").status != 200:
         cell.end()
-
-
-def same(of_server: list[dict[str, Any]], of_kernel: list[dict[str, Any]]) -> None:
-    """Compare the outputs of a cell, part by part: the whole of two pages of HTML says nothing."""
-    assert [output["output_type"] for output in of_server] == [output["output_type"] for output in of_kernel]
-    for ours, theirs in zip(of_server, of_kernel, strict=True):
-        for key in {**ours, **theirs}:
-            if key == "data":
-                assert list(ours["data"]) == list(theirs["data"])
-                for kind, content in theirs["data"].items():
-                    assert ours["data"][kind] == content, kind
-            else:
-                assert ours.get(key) == theirs.get(key), key
-
-
-def ask(server: JupyterServer, path: str, **question: object) -> dict[str, Any]:
-    answer = server.post(f"{path}/ask", {"n": 7, **question})
-    assert answer.status == 200, answer
-    assert answer.body["n"] == 7
-    return answer.body
 
 
 # ------------------------------------------------------------ what is there
@@ -322,16 +194,6 @@ def test_outputs_are_refused_while_the_run_goes_on(server: JupyterServer, runnin
     assert refused.body["message"] == "the run goes on."
 
 
-RICH = """
-from IPython.display import HTML, display
-print('before', rank)
-if rank == 0:
-    display(HTML('<b>rich</b>'))
-print('after', rank)
-rank * 10
-"""
-
-
 @pytest.mark.parametrize(
     ("name", "body"),
     [
@@ -441,18 +303,6 @@ def test_no_file_of_a_run_stays_open(server: JupyterServer, running: RunningCell
     running.end()
     eventually(lambda: server.get(f"{running.path}/outputs").status == 200, 10)
     assert [name for name in descriptors(server.pid) if running.run_id in str(name)] == []
-
-
-def spec_of(run_id: str) -> RunSpec:
-    return RunSpec(
-        run_id=run_id,
-        name="t",
-        cell=CellSource(body="pass"),
-        placement=Placement(ranks=1, device_type="cpu"),
-        outputs=(),
-        owner=Owner(pid=1, host="h", user="u"),
-        timeout_s=1.0,
-    )
 
 
 def test_runs_that_nobody_looks_at_are_forgotten(tmp_path: Path):
@@ -581,7 +431,3 @@ def test_an_installed_package_has_both_extensions_where_jupyter_looks(tmp_path: 
         config = json.loads(archive.read(data["etc/jupyter/jupyter_server_config.d/sgpu_magic.json"]))
     assert f"{lab}/{manifest['jupyterlab']['_build']['load']}" in data
     assert config["ServerApp"]["jpserver_extensions"] == {"sgpu_magic.server": True}
-
-
-def _text(frame: str | bytes) -> str:
-    return frame if isinstance(frame, str) else frame.decode()

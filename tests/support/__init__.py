@@ -37,6 +37,7 @@ ray_pool              a pool service with the Ray engine in the foreground
 ray_traces            what a run's own Ray cluster leaves on a machine, or does not
 scheduler_requests    what the scheduler is given, and what it answers, in the words of its tests
 served_pools          pools that are really served on a TCP port, and clients of other machines
+server_kernels        kernels of a Jupyter server as a page drives them, and cells that run in them while it looks
 shared_homes          homes with a pool and a kernel that the modules of one test process share
 simulated_cluster     inventories of many nodes, and a scheduler that hands out their devices
 small_disks           a real file system of a few megabytes that a test fills, makes read-only and frees again

@@ -8,8 +8,11 @@ import math
 import msgspec
 
 from sgpu_magic.config import host_name
+from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.output_items import LineItem
+from sgpu_magic.views.output import segments
+from sgpu_magic.views.output_buffer import DisplayItem, LineItem, display_text
+from sgpu_magic.views.text import render_segment_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.devices import Lease, NodeShare, Placement
@@ -563,3 +566,15 @@ FORMS = {
         out_of_memory_on_cpu, priced_and_tracked, priced_in_a_file_store, too_dear, making_packages,
     )
 }  # fmt: skip
+
+
+def render_text(view: RunView) -> str:
+    """Return the whole run as text: header, lines with their ranks, summary or failure."""
+    parts = segments(view)
+    drawn: list[str] = []
+    for at, part in enumerate(parts):
+        if isinstance(part, DisplayItem):
+            drawn += [f"[{part.rank}] {ansi.plain(line)}" for line in display_text(part).split("\n")]
+        else:
+            drawn.append(render_segment_text(view, part, at == 0, at == len(parts) - 1))
+    return "\n".join(text for text in drawn if text)

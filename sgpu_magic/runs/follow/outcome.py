@@ -12,9 +12,8 @@ from sgpu_magic.client.run import Run
 from sgpu_magic.errors import NodeLost, RunCancelled, SgpuError
 from sgpu_magic.runs.follow.run_loop import HISTORY_PATIENCE_S, Ending, Followed, follow
 from sgpu_magic.runs.follow.stop import Interrupts, RestartWatch, after_interrupt, cancel, not_yet_stopped
-from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.remote_error import remote_exception
+from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import unstopped_note
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.ids import short
@@ -185,21 +184,8 @@ def deliver(
     failure = ended.failure
     if failure is None:
         raise NodeLost(f"run {short(run.run_id)} ended without saying why.", run_id=run.run_id)
-    last_output = view.last_lines.get(failure.rank, "") if failure.rank is not None else ""
-    raise remote_exception(
-        failure,
-        ended.others,
-        run.run_id,
-        run.spec.placement.ranks,
-        ended.starting_s + ended.running_s,
-        run.load_exception(failure.exception, frames, namespace),
-        notebook_names=namespace,
-        cell=run.spec.cell,
-        last_output=ansi.plain(last_output),
-        stacks=ended.stacks,
-        spec=run.spec,
-        output_limit=view.output_limit,
-    ) from None
+    exception = run.load_exception(failure.exception, frames, namespace)
+    raise run_exception(view, ended, failure, exception, namespace) from None
 
 
 def _result(

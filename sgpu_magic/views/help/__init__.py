@@ -8,7 +8,7 @@ from importlib import resources
 
 from sgpu_magic import errors
 from sgpu_magic.errors import UsageError
-from sgpu_magic.views.tables import aligned
+from sgpu_magic.views.units import aligned
 
 _ENDING = ".md"
 _STRONG = re.compile(r"\*\*(.+?)\*\*", re.DOTALL)

@@ -6,9 +6,8 @@ messages      what goes between them: told, asked, answered, as JSON
 feed          a run's events -> at most 10 messages a second
 answers       a front end's question -> its answer
 
-snapshot      `RunView` -> `Snapshot`: what is drawn but for the log's lines
+snapshot      `RunView` -> `Snapshot`: what is drawn but for the log's lines, small enough for one message
 rank_cards    its grid of ranks, with progress bars read from text
-fitting       makes it small enough for one message
 
 log_index     which line of which rank is the n-th of all; the newest lines
 log_reader    any lines of a run's logs, without reading all of them

@@ -13,7 +13,7 @@ from sgpu_magic.views.live.log_index import Piece, RecentLines
 from sgpu_magic.views.live.messages import HelloAnswer, NewLines, Told
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
-from sgpu_magic.views.steady_clock import steady_time
+from sgpu_magic.views.units import steady_time
 from sgpu_magic.wire.events import Event, RunEnded
 from sgpu_magic.wire.rank_events import OutputWritten
 

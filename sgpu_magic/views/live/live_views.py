@@ -28,7 +28,7 @@ from sgpu_magic.views.publisher import (
     Publisher,
     publisher_for,
 )
-from sgpu_magic.views.session_words import is_quiet
+from sgpu_magic.views.summary_words import is_quiet
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.states import RunKind
 
@@ -225,11 +225,8 @@ class LiveViews:
         view.models = widgets.models
         publisher = self._publisher_for(ui, view, stream, buttons, widgets)
         if view.spec.kind is RunKind.SESSION and widgets.stays:
-            return SessionWidgets(publisher, widgets, lambda: self._session_over(view.run_id))
+            return SessionWidgets(publisher, widgets, lambda: self._of_sessions.pop(view.run_id, None))
         return publisher
-
-    def _session_over(self, run_id: str) -> None:
-        self._of_sessions.pop(run_id, None)
 
     def _widgets_for(self, view: RunView, buttons: Buttons) -> RankWidgets:
         """Return what speaks for the widgets of a run's ranks: in a session what speaks for those of all its cells."""

@@ -184,11 +184,6 @@ questions = msgspec.json.Decoder[Question](Question)
 _encoder = msgspec.json.Encoder()
 
 
-def to_json(message: Message) -> bytes:
-    """Return a record as JSON."""
-    return _encoder.encode(message)
-
-
 def json_bytes(value: object) -> int:
     """Return how long a value is as JSON."""
     return len(_encoder.encode(value))

@@ -10,7 +10,7 @@ from sgpu_magic.views.failure import died_of, error_line, last_part
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import Bar, Curve, RankCard, Tone
 from sgpu_magic.views.run_notes import restart_command
-from sgpu_magic.views.usage import Drawn, RankUsage, detail_lines, use_text
+from sgpu_magic.views.usage import Drawn, detail_lines, use_text
 from sgpu_magic.views.words import new_host
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.states import FailureKind, RunState
@@ -31,7 +31,7 @@ def rank_cards(view: RunView) -> tuple[RankCard, ...]:
     failures |= {rank: failure for rank, failure in view.rank_failures.items() if rank >= 0}
     if view.failure is not None and view.failure.rank is not None and view.state is not RunState.SUCCEEDED:
         failures[view.failure.rank] = view.failure
-    said = view.last_lines
+    said = view.output.last_lines
     return tuple(
         _card(view, at, failures.get(rank), ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]))
         for at, rank in enumerate(view.rank_numbers)
@@ -53,7 +53,7 @@ def _card(view: RunView, at: int, failure: Failure | None, last: str) -> RankCar
         use=use_text(latest) if latest is not None else "",
         details=tuple(ansi.plain(line)[:200] for line in detail_lines(latest)) if latest is not None else (),
         curves=tuple(map(_curve, usage.curves())) if usage is not None else (),
-        idle=_idle(usage),
+        idle=ansi.plain(usage.idle_text)[:200] if usage is not None else "",
         host=new_host(view, view.rank_numbers, at),
     )
 
@@ -82,15 +82,10 @@ def _last(rank: int, state: str, failure: Failure | None, last: str) -> str:
     """Return what the rank has said last, or what is to be known of it first."""
     if state == "dead":
         return restart_command((rank,))
-    return ansi.plain(_why(failure)) if failure is not None and state == "failed" else last
-
-
-def _why(failure: Failure) -> str:
-    return error_line(failure) if failure.message or failure.kind is not FailureKind.WORKER_DIED else died_of(failure)
-
-
-def _idle(usage: RankUsage | None) -> str:
-    return ansi.plain(usage.idle_text)[:200] if usage is not None else ""
+    if failure is None or state != "failed":
+        return last
+    silent = failure.kind is FailureKind.WORKER_DIED and not failure.message
+    return ansi.plain(died_of(failure) if silent else error_line(failure))
 
 
 def _curve(drawn: Drawn) -> Curve:

@@ -8,22 +8,14 @@ from __future__ import annotations
 import json
 import secrets
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 from sgpu_magic.views.live.comm import Channels
-from sgpu_magic.views.output_items import DisplayItem
+from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, Publisher
-from sgpu_magic.views.rank_models import (
-    WIDGET_MIME,
-    Moved,
-    RankModels,
-    references,
-    with_prefix,
-    without_prefix,
-)
-from sgpu_magic.views.widget_forms import ModelKey
+from sgpu_magic.views.rank_models import REFERENCE, WIDGET_MIME, ModelKey, Moved, RankModels, refers
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.ids import short
@@ -231,7 +223,7 @@ class SessionWidgets:
         ended: Called when it is not followed any more.
     """
 
-    def __init__(self, publisher: Publisher, widgets: RankWidgets, ended: Callable[[], None]) -> None:
+    def __init__(self, publisher: Publisher, widgets: RankWidgets, ended: Callable[[], object]) -> None:
         self._publisher = publisher
         self._widgets = widgets
         self._ended = ended
@@ -246,3 +238,35 @@ class SessionWidgets:
             self._ended()
         else:
             self._widgets.tick(now)
+
+
+def references(value: object) -> Iterator[str]:
+    """Yield the ids of the widgets that a state refers to."""
+    if refers(value):
+        yield cast("str", value).removeprefix(REFERENCE)
+    elif isinstance(value, dict):
+        for each in cast("dict[str, object]", value).values():
+            yield from references(each)
+    elif isinstance(value, list):
+        for each in cast("list[object]", value):
+            yield from references(each)
+
+
+def with_prefix(value: Any, prefix: str) -> Any:
+    """Return a state in which widgets are referred to by their ids with a prefix."""
+    return _replaced(value, REFERENCE, REFERENCE + prefix)
+
+
+def without_prefix(value: Any, prefix: str) -> Any:
+    """Undo `with_prefix`."""
+    return _replaced(value, REFERENCE + prefix, REFERENCE)
+
+
+def _replaced(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, str):
+        return new + value[len(old) :] if value.startswith(old) else value
+    if isinstance(value, dict):
+        return {key: _replaced(each, old, new) for key, each in cast("dict[str, object]", value).items()}
+    if isinstance(value, list):
+        return [_replaced(each, old, new) for each in cast("list[object]", value)]
+    return value

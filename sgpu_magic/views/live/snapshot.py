@@ -1,8 +1,9 @@
-"""`RunView` -> `Snapshot`: everything that is drawn of a run but the lines of its log. No I/O."""
+"""`RunView` -> `Snapshot`: what is drawn of a run but the lines of its log, as much as one message takes. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -11,13 +12,20 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import other_lines
 from sgpu_magic.views.failure_text import cut_lines, failure_block, stall_lines
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.live.fitting import fitted
+from sgpu_magic.views.live.messages import json_bytes
 from sgpu_magic.views.live.rank_cards import bar_of_all, rank_cards
-from sgpu_magic.views.live.schema import VERSION, Cost, FailureBlock, FailureLine, Link, Snapshot
-from sgpu_magic.views.session_words import session_meta, standing_warnings
-from sgpu_magic.views.steady_clock import steady_time
-from sgpu_magic.views.units import format_clock, format_seconds
-from sgpu_magic.views.usage_words import billed_text, busy_text, cost_text, idle_lines, mark
+from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, Link, RankCard, Snapshot
+from sgpu_magic.views.summary_words import (
+    billed_text,
+    busy_text,
+    cost_text,
+    idle_lines,
+    mark,
+    session_meta,
+    standing_warnings,
+)
+from sgpu_magic.views.units import format_clock, format_seconds, steady_time
+from sgpu_magic.views.usage import thinned
 from sgpu_magic.views.words import (
     attempt_text,
     device_words,
@@ -154,10 +162,10 @@ def _failure(view: RunView, failure: Failure | None) -> FailureBlock | None:
     if failure is None:
         return None
     block = failure_block(view, failure, _MAX_EXCERPT_CHARS, _MAX_WHOLE_CHARS)
-    return replace(block, lines=_cut(block.lines), whole=_cut(block.whole))
+    return replace(block, lines=_begun(block.lines), whole=_begun(block.whole))
 
 
-def _cut(lines: tuple[FailureLine, ...]) -> tuple[FailureLine, ...]:
+def _begun(lines: tuple[FailureLine, ...]) -> tuple[FailureLine, ...]:
     return tuple(replace(line, text=line.text[:_MAX_LINE_CHARS]) for line in lines)
 
 
@@ -228,3 +236,88 @@ def _patience(view: RunView, now: float) -> str:
         return ""
     left = view.submitted_at + view.spec.wait_s - now
     return f"gives up in {format_clock(left)} (--wait)"
+
+
+# ---------------------------------------------------------------- small enough for one message
+
+MAX_SNAPSHOT_BYTES = 60_000
+# the rest is for the cards
+_MAX_TEXT_BYTES = 30_000
+# lines of each list, characters of each line
+_TEXT_LEVELS = ((200, 400), (60, 200), (20, 120), (8, 80))
+_TEXTS = ("meta", "preparing", "idle", "notes", "stall", "others", "footer")
+
+T = TypeVar("T")
+
+
+def fitted(snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with as much of its texts and cards as one message takes."""
+    for lines, characters in _TEXT_LEVELS:
+        if json_bytes(replace(snapshot, ranks=())) <= _MAX_TEXT_BYTES:
+            break
+        snapshot = _shorter(snapshot, lines, characters)
+    for smaller in _SMALLER_CARDS:
+        snapshot = replace(snapshot, ranks=tuple(map(smaller, snapshot.ranks)))
+        if json_bytes(snapshot) <= MAX_SNAPSHOT_BYTES:
+            return snapshot
+    return _fewer(snapshot)
+
+
+def _shorter(snapshot: Snapshot, lines: int, characters: int) -> Snapshot:
+    """Cut every list of texts to its beginning and its end, and every text to its beginning."""
+
+    def cut(block: tuple[FailureLine, ...]) -> tuple[FailureLine, ...]:
+        kept = _ends(block, lines, FailureLine(text="...", kind="text"))
+        return tuple(replace(line, text=_cut(line.text, characters)) for line in kept)
+
+    failure = snapshot.failure
+    if failure is not None:
+        failure = replace(failure, lines=cut(failure.lines), whole=cut(failure.whole))
+    texts = {name: _ends(getattr(snapshot, name), lines, "...") for name in _TEXTS}
+    cut_texts = {name: tuple(_cut(text, characters) for text in kept) for name, kept in texts.items()}
+    return replace(snapshot, failure=failure, **cut_texts)
+
+
+def _ends(items: tuple[T, ...], most: int, between: T) -> tuple[T, ...]:
+    if len(items) <= most:
+        return items
+    return (*items[: most // 2], between, *items[-(most // 2) :])
+
+
+def _cut(text: str, characters: int) -> str:
+    return text if len(text) <= characters else f"{text[:characters]} ..."
+
+
+# each step of what the one before has left: curves and their points, the last line, details
+_SMALLER_CARDS: tuple[Callable[[RankCard], RankCard], ...] = (
+    lambda card: card,
+    lambda card: replace(card, curves=card.curves[:2]),
+    lambda card: replace(card, curves=tuple(_coarse(curve, 60) for curve in card.curves[:1]), last=card.last[:100]),
+    lambda card: replace(card, curves=tuple(_coarse(curve, 30) for curve in card.curves)),
+    lambda card: replace(card, details=()),
+    lambda card: replace(card, curves=(), last=card.last[:40]),
+)
+
+
+def _fewer(snapshot: Snapshot) -> Snapshot:
+    """Leave out cards from the end until it fits, those that have something to say last."""
+    cards = list(snapshot.ranks)
+    while len(cards) > 1:
+        dull = [card for card in cards if card.tone not in ("bad", "warn") and not card.idle]
+        gone = {card.rank for card in (dull or cards)[-max(len(cards) // 8, 1) :]}
+        cards = [card for card in cards if card.rank not in gone]
+        left_out = len(snapshot.ranks) - len(cards)
+        note = f"{left_out} of {len(snapshot.ranks)} ranks are not drawn: they are too many for one view"
+        smaller = replace(snapshot, ranks=tuple(cards), notes=(*snapshot.notes, note))
+        if json_bytes(smaller) <= MAX_SNAPSHOT_BYTES:
+            return smaller
+    return replace(snapshot, ranks=tuple(cards))
+
+
+def _coarse(curve: Curve, most: int) -> Curve:
+    """Return a curve of at most `most` points, each the mean of several."""
+    means, every = thinned(curve.values, most)
+    if every == 1:
+        return curve
+    values = tuple(None if mean is None else round(mean, 1) for mean in means)
+    return replace(curve, values=values, step_s=curve.step_s * every)

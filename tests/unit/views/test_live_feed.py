@@ -28,8 +28,8 @@ from sgpu_magic.views.live.messages import (
     Question,
     Refusal,
     TextAnswer,
+    json_bytes,
     question_of,
-    to_json,
 )
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.wire import events as ev
@@ -75,7 +75,7 @@ class Clock:
             assert sum(at <= other < at + 0.9999 for other in times[index:]) <= 10
         lines = [at for at, message in self.told if isinstance(message, NewLines)]
         assert all(later - earlier > 0.0999 for earlier, later in pairwise(lines))
-        assert max(len(to_json(message)) for _, message in self.told) <= MOST_BYTES
+        assert max(json_bytes(message) for _, message in self.told) <= MOST_BYTES
         seqs = [snapshot.seq for snapshot in self.snapshots]
         assert seqs == sorted(set(seqs))
 
@@ -121,7 +121,7 @@ def test_a_flood_that_nobody_is_told_of_costs_no_memory(tmp_path: Path) -> None:
     assert run.feed.totals == (125_000,) * 4
     assert peak < 2_000_000
     (message,) = run.feed.told(0.0)
-    assert len(to_json(message)) <= MOST_BYTES
+    assert json_bytes(message) <= MOST_BYTES
 
 
 def test_what_is_skipped_in_too_many_places_is_not_told_at_all(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_what_is_skipped_in_too_many_places_is_not_told_at_all(tmp_path: Path) -
         run.feed.apply(ev.Event(run_id=run.view.run_id, seq=step + 10, at=0.0, body=body))
     (message,) = run.feed.told(1.0)
     assert isinstance(message, NewLines)
-    assert len(to_json(message)) <= MOST_BYTES
+    assert json_bytes(message) <= MOST_BYTES
     assert 1 < message.first < 40_001
     assert message.first + len(message.rows) == 40_001
 
@@ -243,7 +243,7 @@ def ask(run: LiveRun, kind: str, **fields: object) -> Answer:
     question = question_of({"kind": kind, "n": 5, **fields})
     answer = run.answers.answer(question)
     assert answer.n == 5
-    assert len(to_json(answer)) <= MOST_BYTES
+    assert json_bytes(answer) <= MOST_BYTES
     return answer
 
 

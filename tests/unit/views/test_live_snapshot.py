@@ -14,7 +14,7 @@ import pytest
 from live_log import LiveRun
 from stories import TRACKED
 
-from sgpu_magic.views.live.messages import to_builtins, to_json
+from sgpu_magic.views.live.messages import json_bytes, to_builtins
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.units import TIMES
@@ -253,7 +253,7 @@ def drawn(run: LiveRun) -> Snapshot:
 @pytest.mark.parametrize("name", STATES)
 def test_snapshots_are_as_written_down(name: str, tmp_path: Path) -> None:
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-    snapshot = json.loads(to_json(drawn(STATES[name](tmp_path))))
+    snapshot = json.loads(msgspec.json.encode(drawn(STATES[name](tmp_path))))
     if os.environ.get("SGPU_UPDATE_GOLDEN"):
         golden[name] = snapshot
         GOLDEN.write_text(json.dumps(golden, indent=1, ensure_ascii=False) + "\n")
@@ -359,7 +359,7 @@ def test_a_snapshot_of_64_busy_ranks_that_fail_fits_into_a_message(tmp_path: Pat
         run.tell(ev.DeviceIdle(rank=rank, seconds=60.0, waits_in=f"the DataLoader of a long name, number {rank}"))
         run.write(rank, f"\repoch 7/10:  62%|{'█' * 300}| 62/100 [00:02<00:01, 25.1it/s]".encode())
     running = drawn(run)
-    assert len(to_json(running)) <= 60_000
+    assert json_bytes(running) <= 60_000
     assert len(running.ranks) == 64
     assert all(card.curves and card.curves[0].values and card.use and card.bar for card in running.ranks)
     for number in range(60):
@@ -376,12 +376,12 @@ def test_a_snapshot_of_64_busy_ranks_that_fail_fits_into_a_message(tmp_path: Pat
         )  # fmt: skip
         run.tell(ev.RankFailed(failure=failure))
     snapshot = drawn(run)
-    assert len(to_json(snapshot)) <= 60_000
+    assert json_bytes(snapshot) <= 60_000
     assert len(snapshot.ranks) == 64
     assert snapshot.failure is not None
     others = tuple(failure for rank, failure in run.view.rank_failures.items() if rank)
     run.end(RunState.FAILED, failure=run.view.rank_failures[0], others=others)
-    assert len(to_json(drawn(run))) <= 60_000
+    assert json_bytes(drawn(run)) <= 60_000
 
 
 def test_of_a_thousand_ranks_those_are_drawn_that_have_something_to_say(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_of_a_thousand_ranks_those_are_drawn_that_have_something_to_say(tmp_path
     run.tell(ev.RankFailed(failure=Failure(kind=FailureKind.USER_CODE, message="no", rank=777, type_name="KeyError")))
     run.tell(ev.DeviceIdle(rank=888, seconds=60.0))
     snapshot = drawn(run)
-    assert len(to_json(snapshot)) <= 60_000
+    assert json_bytes(snapshot) <= 60_000
     drawn_ranks = [card.rank for card in snapshot.ranks]
     assert {0, 777, 888} <= set(drawn_ranks)
     assert drawn_ranks == sorted(drawn_ranks)

@@ -38,6 +38,7 @@ from stories import (
     loading,
     on_two_nodes,
     released,
+    render_text,
     result,
     stalled,
     started_again,
@@ -57,14 +58,13 @@ from sgpu_magic.views.bundle import RUN_MIME, mime_bundle
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.live.rank_cards import rank_cards
-from sgpu_magic.views.output import LineAssembler
-from sgpu_magic.views.output_items import DisplayItem, GapItem, LineItem, TextSegment, segments, trim
+from sgpu_magic.views.output import LineAssembler, TextSegment, segments
+from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, trim
 from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.publisher import NotebookPublisher, OutputSlots, SilentPublisher, publisher_for
 from sgpu_magic.views.remote_error import remote_exception
 from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
-from sgpu_magic.views.terminal import TerminalPublisher
-from sgpu_magic.views.text import render_text, summary_line
+from sgpu_magic.views.text import TerminalPublisher, summary_line
 from sgpu_magic.views.units import format_clock, format_ranks, format_seconds
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
@@ -315,10 +315,10 @@ def test_tqdm_is_one_line_per_rank() -> None:
         assert text.count("\r") > 100
         for at in range(0, len(text), 37):
             run.say(rank, text[at : at + 37], "stderr")
-            assert len(run.view.live_lines) <= rank + 1
+            assert len(run.view.output.live_lines) <= rank + 1
     assert len(run.lines) == 4
     assert all("100%" in line and line.startswith(f"rank {rank}:") for rank, line in enumerate(run.lines))
-    assert run.view.live_lines == {}
+    assert run.view.output.live_lines == {}
 
 
 def test_nested_tqdm_does_not_flood() -> None:
@@ -343,8 +343,8 @@ def test_order_is_of_arrival_and_equal_lines_are_kept() -> None:
 
 def test_partial_line_is_live_then_whole() -> None:
     run = Run().start().say(2, "ab").say(1, "x\n").say(2, "cd")
-    assert run.view.live_lines == {2: "abcd"}
-    assert run.view.last_lines == {1: "x", 2: "abcd"}
+    assert run.view.output.live_lines == {2: "abcd"}
+    assert run.view.output.last_lines == {1: "x", 2: "abcd"}
     assert run.lines == ["x"]
     assert run.end().lines == ["x", "abcd"]
 
@@ -380,7 +380,7 @@ def test_a_million_lines_stay_bounded() -> None:
     items = run.view.items
     gaps = [item for item in items if isinstance(item, GapItem)]
     assert len(gaps) == 1
-    assert gaps[0].lines + len(run.lines) == run.view.total_lines == 1_000_000
+    assert gaps[0].lines + len(run.lines) == run.view.output.total_lines == 1_000_000
     assert gaps[0].ranks == 4
     assert 190_000 < len(render_text(run.view).encode()) < 202_000
     html = render_html(run.view)
@@ -423,7 +423,7 @@ def test_skipped_lines_count_into_the_one_gap() -> None:
         LineItem(1, "stdout", "more"),
         LineItem(0, "stdout", "again"),
     ]
-    assert run.view.total_lines == 1505
+    assert run.view.output.total_lines == 1505
 
 
 def test_bytes_skipped_within_a_line_leave_a_mark() -> None:
@@ -479,7 +479,7 @@ def test_displays_stand_in_place_and_update_there() -> None:
 def test_display_comes_after_the_line_begun_before_it() -> None:
     run = Run().start().say(0, "loss: ").say(0, "\r 5%|", "stderr").show(0, text_plain="plot")
     assert [type(item) for item in run.view.items] == [LineItem, DisplayItem]
-    assert run.view.live_lines == {0: " 5%|"}
+    assert run.view.output.live_lines == {0: " 5%|"}
 
 
 def test_clear_output() -> None:

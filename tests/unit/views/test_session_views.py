@@ -27,6 +27,7 @@ from stories import (
     pushed,
     refused_by_session,
     released,
+    render_text,
     renewed,
     sent_by_auto,
     session,
@@ -46,10 +47,9 @@ from sgpu_magic.views.html import render_html
 from sgpu_magic.views.live.messages import AskLines, Refusal
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
-from sgpu_magic.views.output_items import TextSegment, segments
+from sgpu_magic.views.output import TextSegment, segments
 from sgpu_magic.views.pool_tables import status_html, status_text
-from sgpu_magic.views.terminal import TerminalPublisher
-from sgpu_magic.views.text import render_text
+from sgpu_magic.views.text import TerminalPublisher
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Device, Inventory

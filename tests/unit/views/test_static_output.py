@@ -10,14 +10,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from stories import CELL, FORMS, STUCK, Run, released, result, value_error
+from stories import CELL, FORMS, STUCK, Run, released, render_text, result, value_error
 
 from sgpu_magic.config import host_name
 from sgpu_magic.views.bundle import RUN_MIME, interrupted_bundle, mime_bundle, run_record
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.html_style import HEIGHT, WIDTH, sparkline
-from sgpu_magic.views.output_items import TextSegment, segments
-from sgpu_magic.views.text import render_text
+from sgpu_magic.views.output import TextSegment, segments
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.rank_events import RankSample
