@@ -21,6 +21,7 @@ listed_pools          served pools in a user's list
 live_log              ranks that write logs and say so in events as an agent does
 many_agents           a pool of several nodes on this machine: an agent for each, with an address of its own
 mlflow_servers        MLflow servers: the real one, its REST application alone, and a gateway that misbehaves
+mlflow_stores         MLflow stores that are copies of one that was made once
 npm_packages          a copy of the front end's sources with the packages of its lock file
 nvml_stub/            a stand-in for NVML's library, for processes that a test starts
 odd_messages          messages of a protocol that are well formed and mean nothing, for servers that must bear them
