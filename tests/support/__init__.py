@@ -1,6 +1,7 @@
 """What tests of several folders use. It is on their path: they import `homes`, not `support.homes`.
 
 agent_process         a real agent without a pool service: this process orders runs and hears what becomes of them
+bare_pages            a kernel's widget in Chromium with no server and no JupyterLab, which costs a tenth
 browsers              notebooks in Debian's Chromium, with a picture of what a person sees
 builds                real builders of environments, ordered as an agent orders them
 culprits              a culprit that fails when all others wait for it, and not before
