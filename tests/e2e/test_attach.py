@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nvml_stub as nvml
@@ -343,10 +343,18 @@ def test_a_run_of_a_blocked_notebook_is_kept_when_it_was_detached_and_the_kernel
 # ------------------------------------------------------------ restart
 
 
+@pytest.fixture(scope="module")
+def detaching(home: Home) -> Iterator[Kernel]:
+    """A kernel whose runs go on when it is restarted."""
+    made = Kernel(home, variables={"SGPU_DETACH_ON_RESTART": "1"})
+    yield made
+    made.close()
+
+
 def test_runs_go_on_when_the_kernel_is_restarted_and_the_setting_says_so(
-    home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
+    home: Home, kernel: Kernel, detaching: Kernel, word: Word
 ):
-    first = new_kernel(variables={"SGPU_DETACH_ON_RESTART": "1"})
+    first = detaching
     started(first, f"{word.body}value = 10", "--out value")
     pids = home.rank_pids()
     first.restart()
@@ -371,16 +379,13 @@ def test_runs_end_when_the_kernel_is_restarted_without_it(
     eventually(lambda: not any(is_alive(pid) for pid in pids), 8, "the ranks are gone")
 
 
-def test_an_interrupt_is_still_one_when_restarts_detach(
-    home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
-):
-    first = new_kernel(variables={"SGPU_DETACH_ON_RESTART": "1"})
-    cell, _ = started(first, word.body)
+def test_an_interrupt_is_still_one_when_restarts_detach(home: Home, detaching: Kernel, word: Word):
+    cell, _ = started(detaching, word.body)
     pressed = time.monotonic()
-    first.interrupt()
+    detaching.interrupt()
     assert cell.wait(10).ename == "RunCancelled"
     assert time.monotonic() - pressed < 3
-    first.check("%unload_ext sgpu_magic")
+    detaching.check("%unload_ext sgpu_magic\n%load_ext sgpu_magic")
 
 
 # ------------------------------------------------------------ the pool dies
@@ -391,31 +396,6 @@ def kill_pool(home: Home) -> int:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     return pid
-
-
-def test_a_cell_goes_on_when_its_pool_is_killed(new_home: Callable[..., Home]):
-    home = new_home()
-    kernel = Kernel(home)
-    try:
-        word = Word(home, "word")
-        kernel.check("import numpy as np\ndata = np.ones(300_000)")
-        cell, _ = started(kernel, f"{word.body}value = float(data.sum())", "--out value")
-        pids = home.rank_pids()
-        killed = kill_pool(home)
-        cell.until(lambda: home.pool_pid() not in (None, killed), 20, "there is another pool")
-        assert all(is_alive(pid) for pid in pids)
-        # and once more
-        killed = kill_pool(home)
-        cell.until(lambda: home.pool_pid() not in (None, killed), 20, "there is a third pool")
-        word.give()
-        reply = cell.wait()
-        assert reply.status == "ok", reply.story
-        assert reply.lines(0) == ["first 0", "last 0"]
-        assert reply.lines(1) == ["first 1", "last 1"]
-        assert kernel.value("value") == 300_000
-        assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
-    finally:
-        kernel.close()
 
 
 @pytest.mark.slow
