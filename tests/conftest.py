@@ -99,6 +99,14 @@ def kernel(home: Home, module_kernel: SharedKernel) -> Iterator[Kernel]:
     module_kernel.restore()
 
 
+@pytest.fixture(scope="module")
+def neighbour(home: Home) -> Iterator[Kernel]:
+    """Another notebook's kernel in the home; the module's tests share it, and none ends it."""
+    made = SharedKernel(home)
+    yield made.get()
+    made.close()
+
+
 @pytest.fixture
 def new_kernel(home: Home) -> Iterator[Callable[..., Kernel]]:
     """Makes further kernels in the module's home: `new_kernel(load=True, variables={})`."""
