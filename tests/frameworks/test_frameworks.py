@@ -116,6 +116,7 @@ def test_twice_in_a_session(session: Kernel, expected: Callable[[str], Path], na
         check_in_session(session, expected(name), name)
 
 
+@pytest.mark.timeout(240)
 def test_twice_one_after_the_other_in_a_session(session: Kernel, expected: Callable[[str], Path]):
     """The first of them destroys the ranks' group; the others, and itself, find one again."""
     for name in [name for name in trainings.LIGHT for _ in range(2)]:
