@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from headless_notebooks import install_kernel
 from kernels import Home, Kernel
+from mlflow_stores import make_store
 from npm_packages import copy_front_end
 from shared_homes import SharedHomes, SharedKernel
 
@@ -97,6 +99,14 @@ def kernel(home: Home, module_kernel: SharedKernel) -> Iterator[Kernel]:
     module_kernel.restore()
 
 
+@pytest.fixture(scope="module")
+def neighbour(home: Home) -> Iterator[Kernel]:
+    """Another notebook's kernel in the home; the module's tests share it, and none ends it."""
+    made = SharedKernel(home)
+    yield made.get()
+    made.close()
+
+
 @pytest.fixture
 def new_kernel(home: Home) -> Iterator[Callable[..., Kernel]]:
     """Makes further kernels in the module's home: `new_kernel(load=True, variables={})`."""
@@ -132,6 +142,13 @@ def new_home() -> Iterator[Callable[..., Home]]:
     yield make
     for home in made:
         home.close()
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The database of a new default MLflow store, one for all test processes; `mlflow_stores` copies it."""
+    own = tmp_path_factory.getbasetemp()
+    return make_store((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "empty-store")
 
 
 @pytest.fixture(scope="session")

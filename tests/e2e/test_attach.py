@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nvml_stub as nvml
@@ -76,7 +76,7 @@ def started(kernel: Kernel, body: str, options: str = "") -> tuple[Cell, str]:
 
 
 def test_a_detached_run_outlives_its_kernel_and_is_picked_up_whole(
-    home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
+    home: Home, neighbour: Kernel, new_kernel: Callable[..., Kernel], word: Word
 ):
     first = new_kernel()
     # large enough to lie in the kernel's memory
@@ -85,8 +85,7 @@ def test_a_detached_run_outlives_its_kernel_and_is_picked_up_whole(
     run = submit_detached(first, f"{word.body}total = int(table.sum()) + rank\nmine = rank", "--out total,mine:all")
     assert time.monotonic() - begun < 5
     first.kill()
-    second = new_kernel()
-    cell = second.start("result = %sgpu_attach")
+    cell = neighbour.start("result = %sgpu_attach")
     cell.until_shown("[0] first 0")
     cell.until_shown("[1] first 1")
     word.give()
@@ -95,7 +94,7 @@ def test_a_detached_run_outlives_its_kernel_and_is_picked_up_whole(
     assert reply.lines(0) == ["first 0", "last 0"]
     assert reply.lines(1) == ["first 1", "last 1"]
     assert "succeeded" in reply.text
-    assert second.value("[total, mine, result.run_id]") == [200_000 * 199_999 // 2, [0, 1], run]
+    assert neighbour.value("[total, mine, result.run_id]") == [200_000 * 199_999 // 2, [0, 1], run]
 
 
 def test_a_run_that_has_ended_is_shown_whole_and_brings_its_results(kernel: Kernel, home: Home):
@@ -110,9 +109,9 @@ def test_a_run_that_has_ended_is_shown_whole_and_brings_its_results(kernel: Kern
     assert kernel.check(f"%sgpu_attach {run} --ui none").result == f"run {run[:4]}: [42, 43]"
 
 
-def test_a_large_result_is_there_for_everybody_who_comes(kernel: Kernel, new_kernel: Callable[..., Kernel], home: Home):
+def test_a_large_result_is_there_for_everybody_who_comes(kernel: Kernel, neighbour: Kernel, home: Home):
     run = submit_detached(kernel, "import numpy as np\nbig = np.full(300_000, rank + 1)", "--out big:all")
-    for where in (kernel, new_kernel(), kernel):
+    for where in (kernel, neighbour, kernel):
         where.check(f"%sgpu_attach {run}")
         assert where.value("[int(each.sum()) for each in big]") == [300_000, 600_000]
     # their memory is free again, and they are still there
@@ -189,31 +188,27 @@ def test_without_a_run_the_one_that_goes_on_is_shown_although_a_newer_one_has_en
     assert cell.wait().lines(1) == ["first 1", "last 1"]
 
 
-def test_two_kernels_follow_one_run_live(kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word):
-    other = new_kernel()
+def test_two_kernels_follow_one_run_live(kernel: Kernel, neighbour: Kernel, word: Word):
     run = submit_detached(kernel, f"{word.body}value = 7", "--out value")
-    cells = [where.start(f"%sgpu_attach {run}") for where in (kernel, other)]
+    cells = [where.start(f"%sgpu_attach {run}") for where in (kernel, neighbour)]
     for cell in cells:
         cell.until_shown("[1] first 1")
     word.give()
-    for cell, where in zip(cells, (kernel, other), strict=True):
+    for cell, where in zip(cells, (kernel, neighbour), strict=True):
         reply = cell.wait()
         assert reply.status == "ok", reply.story
         assert reply.lines(0) == ["first 0", "last 0"]
         assert where.value("value") == 7
 
 
-def test_another_kernel_follows_a_cell_that_blocks_its_own(
-    kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
-):
-    other = new_kernel()
+def test_another_kernel_follows_a_cell_that_blocks_its_own(kernel: Kernel, neighbour: Kernel, word: Word):
     cell, run_id = started(kernel, f"{word.body}value = 8", "--out value")
-    watching = other.start(f"%sgpu_attach {run_id[:6]}")
+    watching = neighbour.start(f"%sgpu_attach {run_id[:6]}")
     watching.until_shown("[1] first 1")
     word.give()
     assert cell.wait().lines(0) == ["first 0", "last 0"]
     assert watching.wait().lines(0) == ["first 0", "last 0"]
-    assert [kernel.value("value"), other.value("value")] == [8, 8]
+    assert [kernel.value("value"), neighbour.value("value")] == [8, 8]
 
 
 def test_an_interrupt_only_stops_the_watching(kernel: Kernel, home: Home, word: Word):
@@ -290,14 +285,11 @@ def test_a_run_that_was_detached_later_outlives_its_kernel_and_its_pool_together
 
 
 @pytest.mark.slow
-def test_detaching_from_another_kernel_frees_the_cell(
-    kernel: Kernel, new_kernel: Callable[..., Kernel], home: Home, word: Word
-):
-    other = new_kernel()
+def test_detaching_from_another_kernel_frees_the_cell(kernel: Kernel, neighbour: Kernel, home: Home, word: Word):
     cell, run_id = started(kernel, f"{word.body}value = 9", "--out value")
     pids = home.rank_pids()
     asked = time.monotonic()
-    assert f"run {run_id[:4]} goes on without a notebook" in other.check(f"%sgpu_detach {run_id}").text
+    assert f"run {run_id[:4]} goes on without a notebook" in neighbour.check(f"%sgpu_detach {run_id}").text
     reply = cell.wait(10)
     assert time.monotonic() - asked < 3
     assert reply.status == "ok"
@@ -311,14 +303,11 @@ def test_detaching_from_another_kernel_frees_the_cell(
 
 
 @pytest.mark.slow
-def test_a_detached_runs_memory_is_not_written_again(
-    kernel: Kernel, new_kernel: Callable[..., Kernel], home: Home, word: Word
-):
+def test_a_detached_runs_memory_is_not_written_again(kernel: Kernel, neighbour: Kernel, home: Home, word: Word):
     """The ranks map what the notebook shipped: the next cell's variables must not appear in it."""
-    other = new_kernel()
     kernel.check("import numpy as np\ndata = np.zeros(500_000)")
     cell, run_id = started(kernel, f"{word.body}total = float(data.sum())", "--out total")
-    other.check(f"%sgpu_detach {run_id}")
+    neighbour.check(f"%sgpu_detach {run_id}")
     assert cell.wait(10).status == "ok"
     kernel.check("data = np.ones(500_000)")
     kernel.check("%%distributed -n 2 --ui none --out mine\nmine = float(data.sum())")
@@ -343,10 +332,18 @@ def test_a_run_of_a_blocked_notebook_is_kept_when_it_was_detached_and_the_kernel
 # ------------------------------------------------------------ restart
 
 
+@pytest.fixture(scope="module")
+def detaching(home: Home) -> Iterator[Kernel]:
+    """A kernel whose runs go on when it is restarted."""
+    made = Kernel(home, variables={"SGPU_DETACH_ON_RESTART": "1"})
+    yield made
+    made.close()
+
+
 def test_runs_go_on_when_the_kernel_is_restarted_and_the_setting_says_so(
-    home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
+    home: Home, kernel: Kernel, detaching: Kernel, word: Word
 ):
-    first = new_kernel(variables={"SGPU_DETACH_ON_RESTART": "1"})
+    first = detaching
     started(first, f"{word.body}value = 10", "--out value")
     pids = home.rank_pids()
     first.restart()
@@ -371,16 +368,13 @@ def test_runs_end_when_the_kernel_is_restarted_without_it(
     eventually(lambda: not any(is_alive(pid) for pid in pids), 8, "the ranks are gone")
 
 
-def test_an_interrupt_is_still_one_when_restarts_detach(
-    home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
-):
-    first = new_kernel(variables={"SGPU_DETACH_ON_RESTART": "1"})
-    cell, _ = started(first, word.body)
+def test_an_interrupt_is_still_one_when_restarts_detach(home: Home, detaching: Kernel, word: Word):
+    cell, _ = started(detaching, word.body)
     pressed = time.monotonic()
-    first.interrupt()
+    detaching.interrupt()
     assert cell.wait(10).ename == "RunCancelled"
     assert time.monotonic() - pressed < 3
-    first.check("%unload_ext sgpu_magic")
+    detaching.check("%unload_ext sgpu_magic\n%load_ext sgpu_magic")
 
 
 # ------------------------------------------------------------ the pool dies
@@ -391,31 +385,6 @@ def kill_pool(home: Home) -> int:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     return pid
-
-
-def test_a_cell_goes_on_when_its_pool_is_killed(new_home: Callable[..., Home]):
-    home = new_home()
-    kernel = Kernel(home)
-    try:
-        word = Word(home, "word")
-        kernel.check("import numpy as np\ndata = np.ones(300_000)")
-        cell, _ = started(kernel, f"{word.body}value = float(data.sum())", "--out value")
-        pids = home.rank_pids()
-        killed = kill_pool(home)
-        cell.until(lambda: home.pool_pid() not in (None, killed), 20, "there is another pool")
-        assert all(is_alive(pid) for pid in pids)
-        # and once more
-        killed = kill_pool(home)
-        cell.until(lambda: home.pool_pid() not in (None, killed), 20, "there is a third pool")
-        word.give()
-        reply = cell.wait()
-        assert reply.status == "ok", reply.story
-        assert reply.lines(0) == ["first 0", "last 0"]
-        assert reply.lines(1) == ["first 1", "last 1"]
-        assert kernel.value("value") == 300_000
-        assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
-    finally:
-        kernel.close()
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from waiting import eventually
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not has_browser(), reason="needs Debian's chromium"),
     # a page of JupyterLab takes seconds to load on two cores
     pytest.mark.timeout(240),
@@ -131,7 +132,6 @@ def test_first_use_is_connected_after_three_clicks(notebooks: Opener) -> None:
     notebook.picture("panel-disconnected")
 
 
-@pytest.mark.slow
 def test_a_kernel_without_the_extension_is_connected_after_three_clicks_too(notebooks: Opener) -> None:
     notebook = notebooks("bare", ["1"])
     shown = open_panel(notebook.page)
@@ -153,7 +153,6 @@ def test_a_kernel_without_the_extension_is_connected_after_three_clicks_too(note
     disconnect(shown)
 
 
-@pytest.mark.slow
 def test_it_follows_the_notebook_in_front_and_its_kernels_restart(notebooks: Opener, lab: JupyterServer) -> None:
     new_notebook(lab.home.work / "second.ipynb", "2")
     notebook = notebooks("follows", [LOAD])
@@ -184,7 +183,6 @@ def test_it_follows_the_notebook_in_front_and_its_kernels_restart(notebooks: Ope
     notebook.picture("panel-restarted")
 
 
-@pytest.mark.slow
 def test_a_lost_pool_is_said_and_started_again(notebooks: Opener, lab_home: Home) -> None:
     notebook = notebooks("lost", [LOAD])
     notebook.run(0)
@@ -203,7 +201,6 @@ def test_a_lost_pool_is_said_and_started_again(notebooks: Opener, lab_home: Home
     assert lab_home.pool_pid() not in (None, pid)
 
 
-@pytest.mark.slow
 def test_a_busy_kernels_run_is_watched_opened_and_cancelled_after_a_reload(notebooks: Opener) -> None:
     notebook = notebooks(
         "busy", [LOAD, f"%%distributed -n 2 --type a10 --name busy_one\nprint('begun', flush=True)\n{UNTIL_GO}"]
@@ -240,7 +237,6 @@ def test_a_busy_kernels_run_is_watched_opened_and_cancelled_after_a_reload(noteb
     expect(notebook.output(1)).to_contain_text("begun")
 
 
-@pytest.mark.slow
 def test_questions_are_answered_by_a_busy_kernel_which_stays_busy(notebooks: Opener) -> None:
     notebook = notebooks("asked", [LOAD, UNTIL_GO])
     notebook.run(0)
@@ -258,7 +254,6 @@ def test_questions_are_answered_by_a_busy_kernel_which_stays_busy(notebooks: Ope
     notebook.wait_done(1)
 
 
-@pytest.mark.slow
 def test_the_chip_and_the_commands(notebooks: Opener) -> None:
     notebook = notebooks("chip", [LOAD, "%sgpu_connect -n 2 --type h100"], dark=True)
     page = notebook.page
@@ -275,7 +270,6 @@ def test_the_chip_and_the_commands(notebooks: Opener) -> None:
     expect(chip(notebook)).to_be_hidden(timeout=10_000)
 
 
-@pytest.mark.slow
 def test_notebook_seven_has_a_button_for_it(browser: Browser) -> None:
     home = Home(VARIABLES)
     try:

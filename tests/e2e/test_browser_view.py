@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, Locator, expect
 from waiting import eventually
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not has_browser(), reason="needs Debian's chromium"),
     # a page of JupyterLab takes seconds to load on two cores
     pytest.mark.timeout(240),
@@ -67,7 +68,6 @@ def test_a_run_is_seen_while_it_goes_on_and_kept_when_it_is_over(opened: Callabl
     assert "application/vnd.sgpu.run.v1+json" in str(outputs)
 
 
-@pytest.mark.slow
 def test_cancel_and_stacks_work_while_the_cell_blocks(opened: Callable[..., OpenNotebook]):
     notebook = opened("buttons", ["%%distributed -n 2\nimport time\ndef wait():\n    time.sleep(600)\nwait()"])
     notebook.start(1)
@@ -89,7 +89,6 @@ def test_cancel_and_stacks_work_while_the_cell_blocks(opened: Callable[..., Open
     assert (stacks_s < 2.0, cancel_s < 2.0) == (True, True), (stacks_s, cancel_s)
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_stands_first(opened: Callable[..., OpenNotebook]):
     cell = "%%distributed -n 4\nimport time, torch, torch.distributed as dist\nx = torch.ones(1)\nif rank == 1:\n"
     fails = "    time.sleep(0.5)  # the others wait for it\n    raise ValueError('NaN in batch 118')\n"
@@ -102,7 +101,6 @@ def test_a_rank_that_fails_stands_first(opened: Callable[..., OpenNotebook]):
     assert text.index("failed") < text.index("released from all_reduce")
 
 
-@pytest.mark.slow
 def test_what_a_rank_prints_is_text(opened: Callable[..., OpenNotebook]):
     nasty = '<img src=x onerror="window.hurt=1"><script>window.hurt=2</script><b>bold</b>'
     notebook = opened("escaped", [f"%%distributed -n 2\nprint({nasty!r}, flush=True)\n{UNTIL_GO}"])
@@ -115,7 +113,6 @@ def test_what_a_rank_prints_is_text(opened: Callable[..., OpenNotebook]):
     assert notebook.page.evaluate("window.hurt") is None
 
 
-@pytest.mark.slow
 def test_sixteen_ranks_in_the_dark(opened: Callable[..., OpenNotebook]):
     bar = "from tqdm import tqdm\nbar = tqdm(total=100, desc='epoch 7/10')\nbar.update(40 + rank); bar.refresh()"
     notebook = opened("many", [f"%%distributed -n 16 --name sweep\n{bar}\n{UNTIL_GO}"], dark=True)
@@ -137,7 +134,6 @@ def test_sixteen_ranks_in_the_dark(opened: Callable[..., OpenNotebook]):
     notebook.picture("sixteen-dark-over", notebook.output(1))
 
 
-@pytest.mark.slow
 def test_displays_stand_below_the_view_with_their_rank(opened: Callable[..., OpenNotebook]):
     table = "<table><tr><td>of rank one</td></tr></table>"
     cell = f"from IPython.display import HTML, display\nif rank == 1: display(HTML('{table}'))"
@@ -152,7 +148,6 @@ def test_displays_stand_below_the_view_with_their_rank(opened: Callable[..., Ope
     expect(area.locator("td", has_text="of rank one")).to_be_visible()
 
 
-@pytest.mark.slow
 def test_a_million_lines_stay_small_and_can_be_searched(opened: Callable[..., OpenNotebook]):
     flood = "import sys\nfor k in range(250_000): print(f'step {k}  loss {k / 7:.4f}')\nsys.stdout.flush()"
     notebook = opened("flood", [f"%%distributed -n 4\n{flood}\n{UNTIL_GO}"])
@@ -185,7 +180,6 @@ def test_a_million_lines_stay_small_and_can_be_searched(opened: Callable[..., Op
     assert (grown < 150e6, after < 150e6) == (True, True), (grown, after)
 
 
-@pytest.mark.slow
 def test_a_restarted_kernel_leaves_the_way_back(opened: Callable[..., OpenNotebook]):
     notebook = opened("restart", [f"%%distributed -n 2\nprint('begun', flush=True)\n{UNTIL_GO}"])
     notebook.start(1)
@@ -196,7 +190,6 @@ def test_a_restarted_kernel_leaves_the_way_back(opened: Callable[..., OpenNotebo
     notebook.picture("restarted", notebook.output(1))
 
 
-@pytest.mark.slow
 def test_a_kernel_that_died_leaves_the_way_back(opened: Callable[..., OpenNotebook], lab_home: Home):
     notebook = opened("died", [f"%%distributed -n 2\nprint('begun', flush=True)\n{UNTIL_GO}"])
     notebook.start(1)
@@ -208,7 +201,6 @@ def test_a_kernel_that_died_leaves_the_way_back(opened: Callable[..., OpenNotebo
     notebook.picture("died", notebook.output(1))
 
 
-@pytest.mark.slow
 def test_the_status_is_live(opened: Callable[..., OpenNotebook]):
     notebook = opened(
         "status",
@@ -222,7 +214,6 @@ def test_the_status_is_live(opened: Callable[..., OpenNotebook]):
     expect(notebook.output(2)).to_contain_text("succeeded", timeout=15_000)
 
 
-@pytest.mark.slow
 def test_notebook_seven(browser: Browser):
     home = Home()
     try:
@@ -272,7 +263,6 @@ for _ in tqdm(range(1000), desc='steps'):
 print('left at', slider.value)"""
 
 
-@pytest.mark.slow
 def test_widgets_of_ranks_are_moved_and_leave_their_values(opened: Callable[..., OpenNotebook]):
     notebook = opened("widgets", [WIDGETS])
     notebook.start(1)

@@ -12,6 +12,8 @@ from kernels import Home, Kernel, eventually
 from pool_client import PoolClient
 from small_disks import SmallDisk, small_disk
 
+from sgpu_magic.cli import place_checks
+from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire.states import RunState
 
@@ -82,12 +84,9 @@ def test_a_disk_that_takes_nothing_costs_others_nothing(
                 assert (reply.status, reply.ename) == ("error", "PoolError"), reply.story
                 for word in ("can't record the run", str(home.state), kind, says, "SGPU_STATE_DIR"):
                     assert word in reply.evalue, reply.story
-            doctor = subprocess.run(
-                [sys.executable, "-m", "sgpu_magic.cli", "doctor"],
-                env=home.environ, capture_output=True, text=True, timeout=60, check=False,
-            )  # fmt: skip
-            line = next(line for line in doctor.stdout.splitlines() if "no run can be recorded" in line)
-            assert (doctor.returncode != 0, says in line, "disk" in line) == (True, True, True), doctor.stdout
+            (found,) = place_checks.state_directory(Settings(state_dir=str(home.state)))
+            assert (found.level, found.name, "no run can be recorded" in found.text) == (Level.PROBLEM, "disk", True)
+            assert says in found.text
             (home.work / "go on").touch()
             reply = kernel.check("%sgpu_attach")
             assert [reply.lines(rank)[-1] for rank in (0, 1)] == ["last line", "last line"]
@@ -115,6 +114,12 @@ def test_a_pool_that_can_not_start_for_its_disk_says_so(new_home: Callable[..., 
                 client.begin("1")
             for word in ("can't record the run", str(home.state), "is read-only", "SGPU_STATE_DIR"):
                 assert word in error.value.message
+            doctor = subprocess.run(
+                [sys.executable, "-m", "sgpu_magic.cli", "doctor"],
+                env=home.environ, capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            line = next(line for line in doctor.stdout.splitlines() if "no run can be recorded" in line)
+            assert (doctor.returncode != 0, "is read-only" in line, "disk" in line) == (True, True, True), doctor.stdout
             disk.freeze(False)
             assert client.begin("1").ended().state is RunState.SUCCEEDED
         finally:

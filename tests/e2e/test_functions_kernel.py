@@ -495,13 +495,13 @@ def test_a_handle_shows_its_run_below_the_cell(kernel: Kernel):
         assert "succeeded" in reply.text
 
 
-def test_a_run_is_picked_up_again_by_its_id(kernel: Kernel, new_kernel):
+def test_a_run_is_picked_up_again_by_its_id(kernel: Kernel, neighbour: Kernel):
     kernel.check(
         "@distributed(gpus=2, ui='none')\ndef made(rank):\n    print('kept')\n"
         "    return {'rank': rank}\nrun = made.distributed.submit()\nrun.result()"
     )
     run_id = kernel.value("run.run_id")
-    for one in (kernel, new_kernel()):
+    for one in (kernel, neighbour):
         one.check(f"from sgpu_magic import Run\nagain = Run.from_id({run_id[:7]!r})")
         assert one.value("(again.result(timeout=10), again.name, str(again.state))") == [
             [{"rank": 0}, {"rank": 1}],
@@ -513,17 +513,16 @@ def test_a_run_is_picked_up_again_by_its_id(kernel: Kernel, new_kernel):
     assert kernel.run("Run.from_id('0000000')").ename == "RunUnknown"
 
 
-def test_one_that_goes_on_is_picked_up_by_another_notebook_and_ends_there(kernel: Kernel, new_kernel):
+def test_one_that_goes_on_is_picked_up_by_another_notebook_and_ends_there(kernel: Kernel, neighbour: Kernel):
     kernel.check(
         "@distributed(gpus=2, ui='none')\ndef going(go, rank):\n"
         "    while not os.path.exists(go):\n        time.sleep(0.01)\n    return rank\n"
         "run = going.distributed.submit(os.path.abspath('go'))"
     )
-    other = new_kernel()
-    other.check(f"from sgpu_magic import Run\nagain = Run.from_id({kernel.value('run.run_id')!r})")
-    assert other.value("again.done()") is False
+    neighbour.check(f"from sgpu_magic import Run\nagain = Run.from_id({kernel.value('run.run_id')!r})")
+    assert neighbour.value("again.done()") is False
     kernel.check("open('go', 'w').close()")
-    assert other.value("again.result(timeout=10)") == [0, 1]
+    assert neighbour.value("again.result(timeout=10)") == [0, 1]
     assert kernel.value("run.result(timeout=10)") == [0, 1]
     kernel.check("os.unlink('go')")
 

@@ -84,10 +84,9 @@ def test_stand_in_runs_a_missing_type_on_cpu_and_says_so(kernel: Kernel):
     kernel.check("import os; del os.environ['SGPU_STAND_IN']")
 
 
-def test_second_kernel_waits_its_turn_and_runs(kernel: Kernel, new_kernel):
-    other = new_kernel()
+def test_second_kernel_waits_its_turn_and_runs(kernel: Kernel, neighbour: Kernel):
     first = held(kernel, "-n 2 --type h100", "go-1")
-    second = other.start("%%distributed -n 2 --type h100\nprint('my turn')")
+    second = neighbour.start("%%distributed -n 2 --type h100\nprint('my turn')")
     second.until_shown("queued")
     assert "position 1" in second.reply.text
     assert "my turn" not in second.reply.text
@@ -99,8 +98,8 @@ def test_second_kernel_waits_its_turn_and_runs(kernel: Kernel, new_kernel):
 
 
 @pytest.mark.slow
-def test_a_later_run_that_fits_passes_one_that_does_not(kernel: Kernel, new_kernel):
-    big, small = new_kernel(), new_kernel()
+def test_a_later_run_that_fits_passes_one_that_does_not(kernel: Kernel, neighbour: Kernel, new_kernel):
+    big, small = new_kernel(), neighbour
     first = held(kernel, "-n 3 --type a10", "go-2")
     waiting = big.start("%%distributed -n 4 --type a10\nprint('all four')")
     waiting.until_shown("queued")
@@ -111,30 +110,28 @@ def test_a_later_run_that_fits_passes_one_that_does_not(kernel: Kernel, new_kern
     assert waiting.wait().lines(3) == ["all four"]
 
 
-def test_wait_0_fails_at_once_when_busy(kernel: Kernel, new_kernel):
-    other = new_kernel()
+def test_wait_0_fails_at_once_when_busy(kernel: Kernel, neighbour: Kernel):
     first = held(kernel, "-n 2 --type h100", "go-3")
-    reply = other.run("%%distributed -n 1 --type h100 --wait 0\nprint('never')")
+    reply = neighbour.run("%%distributed -n 1 --type h100 --wait 0\nprint('never')")
     assert reply.ename == "CapacityError"
     assert "--wait" in reply.evalue or "free" in reply.evalue
     assert "sgpu_magic/" not in reply.traceback
-    reply = other.run("%%distributed -n 1 --type h100 --wait 200ms\nprint('never')")
+    reply = neighbour.run("%%distributed -n 1 --type h100 --wait 200ms\nprint('never')")
     assert reply.ename == "CapacityError"
     assert reply.seconds < 5
     release(kernel, "go-3")
     assert first.wait().status == "ok"
 
 
-def test_interrupt_takes_a_waiting_run_out_of_the_queue(kernel: Kernel, new_kernel):
-    other = new_kernel()
+def test_interrupt_takes_a_waiting_run_out_of_the_queue(kernel: Kernel, neighbour: Kernel):
     first = held(kernel, "-n 2 --type h100", "go-4")
-    second = other.start("%%distributed -n 2 --type h100\nprint('never')")
+    second = neighbour.start("%%distributed -n 2 --type h100\nprint('never')")
     second.until_shown("queued")
-    other.interrupt()
+    neighbour.interrupt()
     reply = second.wait(5)
     assert reply.status == "error"
     assert "sgpu_magic/" not in reply.traceback
-    assert "waiting" not in kernel_status(other)
+    assert "waiting" not in kernel_status(neighbour)
     release(kernel, "go-4")
     assert first.wait().status == "ok"
 
@@ -144,10 +141,9 @@ def kernel_status(kernel: Kernel) -> str:
     return kernel.check("%sgpu_status").text
 
 
-def test_status_shows_devices_and_who_holds_them(kernel: Kernel, new_kernel):
-    other = new_kernel()
+def test_status_shows_devices_and_who_holds_them(kernel: Kernel, neighbour: Kernel):
     first = held(kernel, "-n 1 --type h100 --name holder", "go-5")
-    text = kernel_status(other)
+    text = kernel_status(neighbour)
     assert "holder" in text
     assert re.search(r"H100 · \d.*holder", text), text
     assert "free" in text

@@ -6,15 +6,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from homes import Home
 from kernels import Kernel
 from mlflow_servers import Gateway, RestServer
+from mlflow_stores import lay_store
 from pool_client import ClientRun, PoolClient
 from process_table import is_alive, stop_process
-from tracking_writers import Runs, quiet_mlflow
+from tracking_writers import Runs
 from waiting import eventually
 
 from sgpu_magic.client.submitter import Attachments
@@ -60,10 +62,24 @@ class TrackedPool:
 
 
 @pytest.fixture
-def pool(new_home: Callable[..., Home]) -> Iterator[TrackedPool]:
-    made = TrackedPool(new_home({"SGPU_TRACK": "on"}))
-    yield made
-    made.client.close()
+def new_pool(new_home: Callable[..., Home], empty_store: Path) -> Iterator[Callable[[str], TrackedPool]]:
+    """Makes a pool of this test alone: `new_pool("auto")`."""
+    made: list[TrackedPool] = []
+
+    def make(track: str) -> TrackedPool:
+        home = new_home({"SGPU_TRACK": track})
+        lay_store(empty_store, home.state)
+        made.append(TrackedPool(home))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.client.close()
+
+
+@pytest.fixture
+def pool(new_pool: Callable[[str], TrackedPool]) -> TrackedPool:
+    return new_pool("on")
 
 
 WAIT = "import time, os\nwhile not os.path.exists('{go}'): time.sleep(0.02)"
@@ -169,8 +185,8 @@ def test_a_dead_server_costs_a_run_nothing_but_a_sentence(pool: TrackedPool):
 
 
 @pytest.mark.slow
-def test_credentials_of_one_notebook_reach_no_other_server(pool: TrackedPool, tmp_path: Any):
-    server = RestServer(tmp_path)
+def test_credentials_of_one_notebook_reach_no_other_server(pool: TrackedPool, empty_store: Path, tmp_path: Path):
+    server = RestServer(tmp_path, empty_store)
     gateways = [Gateway(server.port), Gateway(server.port)]
     tokens = ["t0ken-of-ann-12345", ""]
     runs = []
@@ -212,20 +228,6 @@ def test_credentials_of_one_notebook_reach_no_other_server(pool: TrackedPool, tm
         server.close()
 
 
-@pytest.mark.slow
-def test_the_address_of_the_default_store_is_public(pool: TrackedPool):
-    import sgpu_magic
-
-    assert not (pool.home.state / "mlflow").exists()
-    uri = sgpu_magic.tracking_uri()
-    assert uri == pool.store.uri
-    with quiet_mlflow() as mlflow:
-        client = mlflow.MlflowClient(uri)
-        assert [found.name for found in client.search_experiments()] == ["Default"]
-        location = client.get_experiment("0").artifact_location
-    assert location.startswith((pool.home.state / "mlflow" / "artifacts").as_uri())
-
-
 OWN_METRICS = """
 import mlflow
 for step in range(200):
@@ -250,30 +252,28 @@ USES_MLFLOW = "import mlflow\nmlflow.log_param('lr', 0.1)"
 
 
 @pytest.mark.slow
-def test_only_what_matters_is_tracked_by_itself(new_home: Callable[..., Home]):
-    pool = TrackedPool(new_home({"SGPU_TRACK": "auto"}))
+def test_only_what_matters_is_tracked_by_itself(new_pool: Callable[[str], TrackedPool]):
+    pool = new_pool("auto")
     auto = Tracking(experiment="nb", if_it_matters=True)
-    try:
-        short = pool.begin("print(1)", tracking=auto)
-        assert short.ended().state is RunState.SUCCEEDED
-        failed, uses = pool.begin("1 / 0", tracking=auto), pool.begin(USES_MLFLOW, tracking=auto)
-        long = pool.begin(WAIT.format(go=pool.home.work / "go"), tracking=auto)
-        assert pool.complete(failed).info.status == "FAILED"
-        assert pool.complete(uses).data.params["lr"] == "0.1"
-        long.wait_for(Tracked)
-        (pool.home.work / "go").touch()
-        assert pool.complete(long).info.status == "FINISHED"
-        assert not (pool.home.run_dir(short.run_id) / progress.TRACKING).exists()
-        pool.client.pool.tell(TrackRun(run_id=short.run_id, tracking=auto))
-        assert pool.complete(short).info.status == "FINISHED"
-        assert len(pool.store.all()) == 4
-    finally:
-        pool.client.close()
+    short = pool.begin("print(1)", tracking=auto)
+    assert short.ended().state is RunState.SUCCEEDED
+    failed, uses = pool.begin("1 / 0", tracking=auto), pool.begin(USES_MLFLOW, tracking=auto)
+    long = pool.begin(WAIT.format(go=pool.home.work / "go"), tracking=auto)
+    assert pool.complete(failed).info.status == "FAILED"
+    assert pool.complete(uses).data.params["lr"] == "0.1"
+    long.wait_for(Tracked)
+    (pool.home.work / "go").touch()
+    assert pool.complete(long).info.status == "FINISHED"
+    assert not (pool.home.run_dir(short.run_id) / progress.TRACKING).exists()
+    pool.client.pool.tell(TrackRun(run_id=short.run_id, tracking=auto))
+    assert pool.complete(short).info.status == "FINISHED"
+    assert len(pool.store.all()) == 4
 
 
 @pytest.mark.slow
-def test_asking_for_its_mlflow_run_makes_a_short_run_one(new_home: Callable[..., Home]):
+def test_asking_for_its_mlflow_run_makes_a_short_run_one(new_home: Callable[..., Home], empty_store: Path):
     home = new_home({"SGPU_TRACK": "auto"})
+    lay_store(empty_store, home.state)
     kernel = Kernel(home)
     try:
         kernel.check("%load_ext sgpu_magic")

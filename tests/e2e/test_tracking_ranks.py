@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
-from kernels import Kernel, Reply, eventually
+from kernels import Home, Kernel, Reply, eventually
+from mlflow_stores import lay_store
+from tracking_writers import Runs
 
-HOME_VARIABLES = {"SGPU_TRACK": "on"}
-# runs of the whole store are counted
-OWN_HOME = True
+from sgpu_magic.tracking import progress
 
-# what a notebook's reader would do, beside the notebook's own MLflow
-LOOK = """
-def look(run_id, uri=None):
-    import mlflow, sgpu_magic
-    client = mlflow.MlflowClient(uri or sgpu_magic.tracking_uri())
-    try:
-        run = client.get_run(run_id)
-    except mlflow.MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        # its id is known before the store has it
-        return {"status": "RUNNING", "artifacts": []}
-    experiment = client.get_experiment(run.info.experiment_id)
-    runs = client.search_runs([run.info.experiment_id], max_results=1000)
-    return {
-        "name": run.info.run_name,
-        "status": run.info.status,
-        "experiment": experiment.name,
-        "metrics": run.data.metrics,
-        "params": run.data.params,
-        "tags": run.data.tags,
-        "artifacts": [file.path for file in client.list_artifacts(run_id)],
-        "runs": [other.info.run_id for other in runs],
-    }
-"""
+TRACKS = {"SGPU_TRACK": "on"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def looker(home: Any) -> Any:
-    """A kernel that has MLflow, beside those of the tests, which mostly have not."""
-    made = Kernel(home, load=False)
-    made.check(LOOK)
-    # a new store takes longer than a rank waits, where everybody wants the processor
-    made.check("import sgpu_magic\nsgpu_magic.tracking_uri()", 120)
-    yield made
-    made.close()
+@pytest.fixture(scope="module")
+def store(home: Home, empty_store: Path) -> Runs:
+    """The home's default store. Making one takes longer than a rank waits, where everybody wants the processor."""
+    database = home.state / "mlflow" / "mlflow.db"
+    return Runs(f"sqlite:///{database if database.exists() else lay_store(empty_store, home.state)}")
+
+
+@pytest.fixture
+def kernel(kernel: Kernel, home: Home, store: Runs) -> Kernel:
+    """The home's kernel, whose runs are tracked for this test."""
+    kernel.check(f"import os\nos.environ.update({TRACKS!r})")
+    if not any("-m sgpu_magic.tracking " in process.command for process in home.processes().values()):
+        # a pool that has a writer keeps its socket and its output
+        kernel.check("%%distributed -n 2 --ui none\npass")
+        eventually(lambda: is_written(home, home.runs[-1]), 60, "the writer's first run")
+        home.has_settled(home.pool_pid() or 0)
+    return kernel
+
+
+def is_written(home: Home, run_id: str) -> bool:
+    found = progress.load(home.run_dir(run_id))
+    return found is not None and found.complete
 
 
 def run_id_of(kernel: Kernel, name: str = "r") -> str:
@@ -64,13 +53,14 @@ def run_id_of(kernel: Kernel, name: str = "r") -> str:
     return found
 
 
-def settled(looker: Kernel, run_id: str, uri: str = "") -> dict[str, Any]:
+def settled(store: Runs, run_id: str) -> Any:
     """What MLflow has of the run when it is over there."""
-    found: dict[str, Any] = {}
+    found: Any = None
 
     def over() -> bool:
-        found.update(looker.value(f"look({run_id!r}, {uri!r})"))
-        return found["status"] != "RUNNING" and "run.json" in found["artifacts"]
+        nonlocal found
+        found = store.get(run_id)
+        return found is not None and found.info.status != "RUNNING" and "run.json" in store.artifacts(run_id)
 
     eventually(over, 60, lambda: f"the end of MLflow run {run_id}: {found}")
     return found
@@ -85,7 +75,7 @@ def run(kernel: Kernel, body: str, line: str = "%%distributed -n 2", timeout_s: 
 # ---------------------------------------------------------------- a cell
 
 
-def test_what_ranks_log_is_in_the_one_run_of_the_cell(kernel: Kernel, looker: Kernel):
+def test_what_ranks_log_is_in_the_one_run_of_the_cell(kernel: Kernel, store: Runs):
     body = """
 import mlflow
 for step in range(200):
@@ -95,45 +85,39 @@ with mlflow.start_run(run_name="night", tags={"team": "x"}) as active:
     mlflow.log_text(f"from {rank}", f"notes/{rank}.txt")
 print(active.info.run_id, mlflow.get_tracking_uri())
 """
+    before = {made.info.run_id for made in store.all("notebook")}
     reply = run(kernel, body)
     run_id = run_id_of(kernel)
     assert [lines[0].split()[0] for lines in (reply.lines(0), reply.lines(1))] == [run_id, run_id]
-    found = settled(looker, run_id)
-    assert found["status"] == "FINISHED"
-    assert (found["name"], found["experiment"]) == ("night", "notebook")
-    assert found["metrics"]["loss/0"] == found["metrics"]["loss/1"] == 199.0
-    assert found["params"]["lr"] == "0.1"
-    assert found["tags"]["team"] == "x"
-    assert "notes" in found["artifacts"]
-    history = f"len(mlflow.MlflowClient(sgpu_magic.tracking_uri()).get_metric_history({run_id!r}, 'loss/1'))"
-    looker.check("import mlflow, sgpu_magic")
-    assert looker.value(history) == 200
-    assert len(found["runs"]) == len(set(found["runs"]))
+    found = settled(store, run_id)
+    assert (found.info.status, found.info.run_name) == ("FINISHED", "night")
+    assert found.data.metrics["loss/0"] == found.data.metrics["loss/1"] == 199.0
+    assert found.data.params["lr"] == "0.1"
+    assert found.data.tags["team"] == "x"
+    assert "notes" in store.artifacts(run_id)
+    assert len(store.history(run_id, "loss/1")) == 200
     # both ranks have started one, and there is one
-    assert found["runs"].count(run_id) == 1
+    made = [made.info.run_id for made in store.all("notebook")]
+    assert [found for found in made if found not in before] == [run_id]
 
 
-def test_a_cell_that_fails_keeps_what_it_has_logged(new_kernel: Any, looker: Kernel):
-    kernel = new_kernel()
+def test_a_cell_that_fails_keeps_what_it_has_logged(kernel: Kernel, store: Runs):
     reply = kernel.run("%%distributed -n 2\nimport mlflow\nmlflow.log_metric('last', rank)\n1 / 0")
     assert reply.ename == "ZeroDivisionError"
     assert kernel.value("'mlflow' in __import__('sys').modules") is False
-    run_id = ""
+    directory = kernel.home.run_dir(kernel.home.runs[-1])
 
-    def there() -> bool:
-        nonlocal run_id
-        path = kernel.home.run_dir(kernel.home.runs[-1]) / "tracking.json"
-        run_id = json.loads(path.read_text()).get("mlflow_run_id", "") if path.exists() else ""
-        return bool(run_id)
+    def made() -> str:
+        found = progress.load(directory)
+        return "" if found is None else found.mlflow_run_id
 
-    eventually(there, 60, "the failed run's MLflow id")
-    found = settled(looker, run_id)
-    assert found["status"] == "FAILED"
-    assert "last" in found["metrics"]
+    found = settled(store, eventually(made, 60, "the failed run's MLflow id"))
+    assert found.info.status == "FAILED"
+    assert "last" in found.data.metrics
 
 
 @pytest.mark.slow
-def test_workers_of_a_data_loader_log_to_the_run(kernel: Kernel, looker: Kernel):
+def test_workers_of_a_data_loader_log_to_the_run(kernel: Kernel, store: Runs):
     body = """
 import mlflow, torch
 class Data(torch.utils.data.Dataset):
@@ -147,8 +131,8 @@ sum(int(batch.sum()) for batch in torch.utils.data.DataLoader(Data(), batch_size
 """
     run(kernel, body)
     assert kernel.value("r.values") == [28, 28]
-    found = settled(looker, run_id_of(kernel))
-    assert {"read/0", "read/1", "begun"} <= set(found["metrics"])
+    found = settled(store, run_id_of(kernel))
+    assert {"read/0", "read/1", "begun"} <= set(found.data.metrics)
 
 
 @pytest.mark.slow
@@ -163,7 +147,7 @@ def test_no_track_leaves_mlflow_alone(kernel: Kernel):
     assert not (kernel.home.run_dir(kernel.value("r.run_id")) / "tracking.json").exists()
 
 
-def test_the_state_of_the_repository_is_told(kernel: Kernel, looker: Kernel):
+def test_the_state_of_the_repository_is_told(kernel: Kernel, store: Runs):
     work = kernel.home.work / "repository"
     work.mkdir()
     git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
@@ -181,7 +165,7 @@ def test_the_state_of_the_repository_is_told(kernel: Kernel, looker: Kernel):
         run(kernel, "import time\ntime.sleep(1)")
     finally:
         kernel.check(f"%cd -q {kernel.home.work}")
-    tags = settled(looker, run_id_of(kernel))["tags"]
+    tags = settled(store, run_id_of(kernel)).data.tags
     assert tags["mlflow.source.git.commit"] == commit.stdout.strip()
     assert tags["mlflow.source.git.branch"] == "main"
     assert tags["mlflow.source.git.dirty"] == "true"
@@ -192,7 +176,7 @@ def test_the_state_of_the_repository_is_told(kernel: Kernel, looker: Kernel):
 # ---------------------------------------------------------------- a session
 
 
-def test_each_cell_of_a_session_is_a_run_below_the_sessions(kernel: Kernel, looker: Kernel):
+def test_each_cell_of_a_session_is_a_run_below_the_sessions(kernel: Kernel, store: Runs):
     kernel.check("%sgpu_connect -n 2 --name trial", 90)
     try:
         cells: list[str] = []
@@ -205,26 +189,26 @@ def test_each_cell_of_a_session_is_a_run_below_the_sessions(kernel: Kernel, look
             cells.append(run_id_of(kernel))
             assert kernel.value("r.values") == [cells[-1]] * 2
         assert cells[0] != cells[1]
-        found = [settled(looker, run_id) for run_id in cells]
-        assert [one["metrics"]["n"] for one in found] == [1.0, 2.0]
-        parents = {one["tags"]["mlflow.parentRunId"] for one in found}
+        found = [settled(store, run_id) for run_id in cells]
+        assert [one.data.metrics["n"] for one in found] == [1.0, 2.0]
+        parents = {one.data.tags["mlflow.parentRunId"] for one in found}
         assert len(parents) == 1
         # a run as a value would be MLflow in the notebook, which then says where
         run(kernel, "mlflow.log_metric('n', 3)\nmlflow.active_run() is None", "%%distributed --no-track")
         assert kernel.value("r.mlflow_run_id") == ""
     finally:
         kernel.check("%sgpu_disconnect")
-    assert settled(looker, parents.pop())["name"] == "session trial"
+    assert settled(store, parents.pop()).info.run_name == "session trial"
 
 
 # ---------------------------------------------------------------- the notebook's own place
 
 
 @pytest.mark.slow
-def test_the_notebooks_own_mlflow_says_where(home: Any, new_kernel: Any, looker: Kernel):
-    kernel = new_kernel()
+def test_the_notebooks_own_mlflow_says_where(home: Home, new_kernel: Any):
+    kernel = new_kernel(variables=TRACKS)
     kernel.check("import mlflow\nmlflow.set_tracking_uri('sqlite:///mine.db')\nmlflow.set_experiment('mine')", 120)
-    uri = f"sqlite:///{home.work}/mine.db"
+    mine = Runs(f"sqlite:///{home.work}/mine.db")
     with_parent = "with mlflow.start_run(run_name='sweep') as sweep:\n    result = train.distributed(2)\n"
     kernel.check(
         "from sgpu_magic import distributed\n"
@@ -239,22 +223,21 @@ def test_the_notebooks_own_mlflow_says_where(home: Any, new_kernel: Any, looker:
     kernel.check(with_parent, 120)
     first, second = kernel.value("list(result)")
     assert first == second
-    found = settled(looker, first, uri)
-    assert found["experiment"] == "mine"
-    assert found["tags"]["mlflow.parentRunId"] == kernel.value("sweep.info.run_id")
-    assert found["metrics"]["lr"] == 2.0
+    found = settled(mine, first)
+    assert found.data.tags["mlflow.parentRunId"] == kernel.value("sweep.info.run_id")
+    assert found.data.metrics["lr"] == 2.0
     # what says nothing new changes nothing, and is not remarked on
-    assert set(found["runs"]) == {first, kernel.value("sweep.info.run_id")}
+    assert {made.info.run_id for made in mine.all("mine")} == {first, kernel.value("sweep.info.run_id")}
 
 
 @pytest.mark.slow
-def test_variables_say_where(home: Any, new_kernel: Any, looker: Kernel):
+def test_variables_say_where(home: Home, new_kernel: Any):
     uri = f"sqlite:///{home.work}/mine.db"
-    kernel = new_kernel(variables={"MLFLOW_TRACKING_URI": uri, "MLFLOW_EXPERIMENT_NAME": "by-variable"})
+    kernel = new_kernel(variables=TRACKS | {"MLFLOW_TRACKING_URI": uri, "MLFLOW_EXPERIMENT_NAME": "by-variable"})
     run(kernel, "import mlflow\nmlflow.active_run().info.run_id")
     run_id = run_id_of(kernel)
     assert kernel.value("r.values") == [run_id] * 2
-    assert settled(looker, run_id, uri)["experiment"] == "by-variable"
+    assert settled(Runs(uri), run_id).info.run_id in {made.info.run_id for made in Runs(uri).all("by-variable")}
 
 
 # ---------------------------------------------------------------- trouble
@@ -263,7 +246,7 @@ def test_variables_say_where(home: Any, new_kernel: Any, looker: Kernel):
 @pytest.fixture
 def without_server(new_home: Any) -> Any:
     """A kernel whose MLflow server is dead; the writer that waits for it is no other test's."""
-    made = Kernel(new_home(HOME_VARIABLES | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}))
+    made = Kernel(new_home(TRACKS | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}))
     yield made
     made.close()
 

@@ -23,9 +23,9 @@ from sgpu_magic.wire.tracking import Tracking
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RestServer]:
+def server(empty_store: Path) -> Iterator[RestServer]:
     folder = Path(tempfile.mkdtemp(prefix="sgt"))
-    made = RestServer(folder)
+    made = RestServer(folder, empty_store)
     yield made
     made.close()
     shutil.rmtree(folder)
@@ -102,10 +102,12 @@ def test_a_server_is_killed_in_the_middle_and_comes_back(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_same_with_the_whole_server(settings: Settings, new_writer: Callable[[], WriterProcess], tmp_path: Path):
+def test_the_same_with_the_whole_server(
+    settings: Settings, new_writer: Callable[[], WriterProcess], empty_store: Path, tmp_path: Path
+):
     folder = tmp_path / "served"
     folder.mkdir()
-    server = RestServer(folder, full_server_python(tmp_path / "venv"))
+    server = RestServer(folder, empty_store, full_server_python(tmp_path / "venv"))
     try:
         check_server_killed_and_back(server, settings, new_writer())
     finally:
@@ -173,6 +175,7 @@ def sgpu(settings: Settings, *arguments: str, **variables: str) -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=100)
 
 
+@pytest.mark.slow
 def test_sync_sends_what_was_left(
     server: RestServer, gateway: Gateway, settings: Settings, new_writer: Callable[[], WriterProcess]
 ):

@@ -459,6 +459,12 @@ def test_a_notebook_dataset_in_loader_workers(kernel: Kernel, method: str):
     assert out == [[[0, 10, 20, 30], [40, 50, 60, 70]]]
 
 
+def test_a_rank_does_not_look_like_somebodys_prompt(kernel: Kernel):
+    """Frameworks show other bars, and start processes otherwise, where they take it for one."""
+    reply = kernel.check("%%distributed -n 2\nimport sys\nprint(hasattr(sys, 'ps1'), sys.flags.interactive)")
+    assert reply.lines(0) == reply.lines(1) == ["False 0"]
+
+
 # ---------------------------------------------------------------- zygote and standby
 
 

@@ -30,20 +30,21 @@ print("out")"""
 
 
 class Connected:
-    """A notebook with a session in which something was trained.
+    """A notebook with a session in which something was done.
 
     Args:
         kernel: The notebook's.
         home: Its home.
+        work: What was done.
     """
 
-    def __init__(self, kernel: Kernel, home: Home) -> None:
+    def __init__(self, kernel: Kernel, home: Home, work: str = "%%distributed\nkept = rank + 1") -> None:
         self.kernel = kernel
         self.home = home
         (home.work / "go").unlink(missing_ok=True)
         self.name = f"work-{next(_numbers)}"
         kernel.check(f"%sgpu_connect --gpus {RANKS} --name {self.name} --ui none")
-        kernel.check(TRAINING)
+        kernel.check(work)
         self.run_id = home.run_named(self.name)
         self.ranks = ranks_of(home, self.run_id)
         assert len(self.ranks) == RANKS
@@ -58,7 +59,7 @@ class Connected:
         return cell, run_id
 
     def goes_on(self) -> None:
-        """Its ranks are the same processes and have what they had."""
+        """Its ranks are the same processes and have what they had in `TRAINING`."""
         reply = self.kernel.check(PROOF)
         assert [reply.lines(rank) for rank in range(RANKS)] == [["kept 1"], ["kept 2"]], reply.story
 
@@ -81,29 +82,43 @@ class Connected:
 
 
 @pytest.fixture
-def connected(new_kernel: Callable[..., Kernel], home: Home) -> Iterator[Connected]:
-    made = Connected(new_kernel(), home)
-    yield made
+def connected(kernel: Kernel, home: Home) -> Iterator[Connected]:
+    """A session of the home's kernel."""
+    yield Connected(kernel, home)
+    (home.work / "go").touch()
+
+
+@pytest.fixture
+def trained(kernel: Kernel, home: Home) -> Iterator[Connected]:
+    """One in which a model lies in its ranks' group."""
+    yield Connected(kernel, home, TRAINING)
+    (home.work / "go").touch()
+
+
+@pytest.fixture
+def mortal(new_kernel: Callable[..., Kernel], home: Home) -> Iterator[Connected]:
+    """One of a kernel that may end."""
+    yield Connected(new_kernel(), home)
     (home.work / "go").touch()
 
 
 @pytest.mark.slow
-def test_a_killed_pool_service_costs_a_session_nothing(connected: Connected):
-    kill(pid_of(connected.home, "pool"))
-    connected.goes_on()
-    connected.disconnect()
+def test_a_killed_pool_service_costs_a_session_nothing(trained: Connected):
+    kill(pid_of(trained.home, "pool"))
+    trained.goes_on()
+    trained.disconnect()
 
 
-def test_a_cell_goes_on_while_the_pool_service_is_killed(connected: Connected):
-    cell, _ = connected.start_waiting()
-    kill(pid_of(connected.home, "pool"))
+def test_a_cell_goes_on_while_the_pool_service_is_killed(trained: Connected):
+    cell, _ = trained.start_waiting()
+    kill(pid_of(trained.home, "pool"))
     cell.until_shown("another one was started", _SOON_S)
-    (connected.home.work / "go").touch()
+    (trained.home.work / "go").touch()
     reply = cell.wait(_SOON_S)
     assert reply.status == "ok", reply.story
     assert reply.lines(0) == ["in", "out"]
-    connected.goes_on()
-    connected.disconnect()
+    trained.goes_on()
+    trained.disconnect()
 
 
 @pytest.mark.parametrize("role", ["agent", pytest.param("zygote", marks=pytest.mark.slow)])
@@ -130,32 +145,32 @@ def test_a_killed_agent_ends_the_cell_that_runs(connected: Connected):
 @pytest.mark.parametrize(
     "busy", [pytest.param(False, id="idle", marks=pytest.mark.slow), pytest.param(True, id="in a cell")]
 )
-def test_a_killed_kernel_leaves_no_rank_and_no_lease(connected: Connected, busy: bool):
+def test_a_killed_kernel_leaves_no_rank_and_no_lease(mortal: Connected, busy: bool):
     if busy:
-        connected.start_waiting()
-    connected.kernel.kill()
-    all_gone(connected.ranks, _SOON_S)
+        mortal.start_waiting()
+    mortal.kernel.kill()
+    all_gone(mortal.ranks, _SOON_S)
     eventually(
-        lambda: connected.home.ledger()[connected.run_id].state == "cancelled",
+        lambda: mortal.home.ledger()[mortal.run_id].state == "cancelled",
         _SOON_S,
-        lambda: str(connected.home.ledger()[connected.run_id]),
+        lambda: str(mortal.home.ledger()[mortal.run_id]),
     )
 
 
-def test_a_restarted_kernel_ends_its_session(connected: Connected):
-    connected.kernel.restart()
-    all_gone(connected.ranks, _SOON_S)
-    assert connected.home.ledger()[connected.run_id].state == "cancelled"
+def test_a_restarted_kernel_ends_its_session(mortal: Connected):
+    mortal.kernel.restart()
+    all_gone(mortal.ranks, _SOON_S)
+    assert mortal.home.ledger()[mortal.run_id].state == "cancelled"
 
 
 @pytest.mark.slow
-def test_kernel_and_pool_service_killed_together_leave_nothing(connected: Connected):
-    pool = pid_of(connected.home, "pool")
-    connected.kernel.kill()
+def test_kernel_and_pool_service_killed_together_leave_nothing(mortal: Connected):
+    pool = pid_of(mortal.home, "pool")
+    mortal.kernel.kill()
     kill(pool)
     # nobody is left who could want the session: the agent ends with it
-    all_gone(connected.ranks, _SOON_S)
-    eventually(lambda: not connected.home.agent_pids(), _SOON_S, "the agent's end")
+    all_gone(mortal.ranks, _SOON_S)
+    eventually(lambda: not mortal.home.agent_pids(), _SOON_S, "the agent's end")
 
 
 @pytest.mark.slow

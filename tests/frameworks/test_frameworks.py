@@ -19,6 +19,8 @@ import trainings
 from executed_notebooks import NOTEBOOKS, execute, headings, saved
 from kernels import Home, Kernel
 
+pytestmark = pytest.mark.slow
+
 HOME_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     # nothing of these trainings is fetched from anywhere
@@ -26,14 +28,11 @@ HOME_VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-# `make test` has one training in each place
-LIGHT = [pytest.param(name, id=name, marks=[pytest.mark.slow] * (name != "own_group")) for name in trainings.LIGHT]
 HEAVY = [
     pytest.param(
         name,
         id=name,
         marks=[
-            pytest.mark.slow,
             pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed"),
         ],
     )
@@ -84,15 +83,13 @@ def check_like(kernel: Kernel, folder: Path) -> None:
     assert kernel.value("unlike") == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LIGHT + HEAVY)
+@pytest.mark.parametrize("name", [*trainings.LIGHT, *HEAVY])
 def test_in_a_cell(kernel: Kernel, expected: Callable[[str], Path], name: str):
     kernel.check(f"%%distributed -n 2 --out got:all\n{source_of(name)}\ngot = {name}()", _TIMEOUT_S)
     check_like(kernel, expected(name))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LIGHT + HEAVY)
+@pytest.mark.parametrize("name", [*trainings.LIGHT, *HEAVY])
 def test_in_a_function(kernel: Kernel, expected: Callable[[str], Path], name: str):
     kernel.check(f"from sgpu_magic import distributed\n{source_of(name)}")
     kernel.check(f"got = distributed(gpus=2, gpu_type='cpu')({name}).distributed()", _TIMEOUT_S)
@@ -107,27 +104,28 @@ def session(kernel: Kernel) -> Iterator[Kernel]:
     kernel.check("%sgpu_disconnect")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LIGHT + HEAVY)
+def check_in_session(session: Kernel, folder: Path, name: str) -> None:
+    session.check("got = None")
+    session.check(f"%%distributed --out got:all\n{source_of(name)}\ngot = {name}()", _TIMEOUT_S)
+    check_like(session, folder)
+
+
+@pytest.mark.parametrize("name", HEAVY)
 def test_twice_in_a_session(session: Kernel, expected: Callable[[str], Path], name: str):
     for _ in range(2):
-        session.check("got = None")
-        session.check(f"%%distributed --out got:all\n{source_of(name)}\ngot = {name}()", _TIMEOUT_S)
-        check_like(session, expected(name))
+        check_in_session(session, expected(name), name)
 
 
-@pytest.mark.slow
-def test_one_after_the_other_in_a_session(session: Kernel, expected: Callable[[str], Path]):
-    """The first of them destroys the ranks' group; the others find one again."""
-    for name in trainings.LIGHT:
-        session.check(f"%%distributed --out got:all\n{source_of(name)}\ngot = {name}()", _TIMEOUT_S)
-        check_like(session, expected(name))
+@pytest.mark.timeout(240)
+def test_twice_one_after_the_other_in_a_session(session: Kernel, expected: Callable[[str], Path]):
+    """The first of them destroys the ranks' group; the others, and itself, find one again."""
+    for name in [name for name in trainings.LIGHT for _ in range(2)]:
+        check_in_session(session, expected(name), name)
 
 
 # ---------------------------------------------------------------- what frameworks look at
 
 
-@pytest.mark.slow
 def test_the_variables_of_deepspeeds_launcher_are_set(kernel: Kernel):
     kernel.check(
         "%%distributed -n 2 --out set_here:all\n"
@@ -141,12 +139,6 @@ def test_the_variables_of_deepspeeds_launcher_are_set(kernel: Kernel):
     ]
 
 
-def test_a_rank_does_not_look_like_somebodys_prompt(kernel: Kernel):
-    reply = kernel.check("%%distributed -n 2\nimport sys\nprint(hasattr(sys, 'ps1'), sys.flags.interactive)")
-    assert reply.lines(0) == reply.lines(1) == ["False 0"]
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(
     not all(importlib.util.find_spec(package) for package in trainings.HEAVY.values()), reason="not all are installed"
 )

@@ -1,6 +1,7 @@
 """What tests of several folders use. It is on their path: they import `homes`, not `support.homes`.
 
 agent_process         a real agent without a pool service: this process orders runs and hears what becomes of them
+bare_pages            a kernel's widget in Chromium with no server and no JupyterLab, which costs a tenth
 browsers              notebooks in Debian's Chromium, with a picture of what a person sees
 builds                real builders of environments, ordered as an agent orders them
 culprits              a culprit that fails when all others wait for it, and not before
@@ -21,6 +22,7 @@ listed_pools          served pools in a user's list
 live_log              ranks that write logs and say so in events as an agent does
 many_agents           a pool of several nodes on this machine: an agent for each, with an address of its own
 mlflow_servers        MLflow servers: the real one, its REST application alone, and a gateway that misbehaves
+mlflow_stores         MLflow stores that are copies of one that was made once
 npm_packages          a copy of the front end's sources with the packages of its lock file
 nvml_stub/            a stand-in for NVML's library, for processes that a test starts
 odd_messages          messages of a protocol that are well formed and mean nothing, for servers that must bear them

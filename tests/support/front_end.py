@@ -39,6 +39,7 @@ class LiveView:
 
     Attributes:
         told: The number of the first line of each message of new lines, and how many those were.
+        hears: Called with each message as well: a page that draws it.
     """
 
     model_id: str
@@ -52,6 +53,7 @@ class LiveView:
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
     hello_seq: int | None = None
+    hears: Callable[[Mapping[str, Any]], None] | None = None
 
     @property
     def snapshot(self) -> dict[str, Any]:
@@ -75,6 +77,8 @@ class LiveView:
 
     def take(self, data: Mapping[str, Any], size: int, at: float) -> str:
         """Take a message of the kernel; return the kind of a custom one."""
+        if self.hears is not None:
+            self.hears(data)
         if data["method"] == "update":
             self.sent.append(Sent("update", dict(data), size, at))
             snapshot = data["state"].get("snapshot")
@@ -193,7 +197,7 @@ class FrontEnd:
         model.state.update(state)
         self._send(model.model_id, {"method": "update", "state": state, "buffer_paths": []}, over)
 
-    def say(self, model: Model, content: dict[str, Any], over: str = "shell") -> None:
+    def say(self, model: Model | LiveView, content: dict[str, Any], over: str = "shell") -> None:
         """Send a custom message, as a button does that is pressed."""
         self._send(model.model_id, {"method": "custom", "content": content}, over)
 

@@ -20,6 +20,10 @@ from lazy_modules import nbformat
 from waiting import eventually
 
 PACKAGE = Path(__file__).parents[2] / "sgpu_magic"
+_OTHERS = (
+    *("jupyter_lsp", "jupyter_server_terminals", "jupyterlab", "jupyterlab_jupytext"),
+    *("notebook", "notebook_shim"),
+)
 
 
 class Answer(NamedTuple):
@@ -53,7 +57,7 @@ class JupyterServer:
         self.token = secrets.token_hex(8) if token is None else token
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}{base_url.rstrip('/')}"
-        places = {} if command else _laid_out(home.path / "extensions")
+        places = {} if command else _laid_out(home.path / "extensions", application)
         self._log = open(home.path / f"{application}.log", "ab")  # noqa: SIM115  closed with the server
         self._process = subprocess.Popen(
             [
@@ -140,8 +144,12 @@ def new_notebook(path: Path, *cells: str) -> None:
     nbformat.write(notebook, path)
 
 
-def _laid_out(places: Path) -> dict[str, str]:
-    """Put this tree's extensions where `pip install` puts them, below a directory; the variables that name it."""
+def _laid_out(folder: Path, application: str) -> dict[str, str]:
+    """Put this tree's extensions where `pip install` puts them, below a folder; the variables that name it.
+
+    A server without pages has no other extension: those that are installed take it two seconds of processor.
+    """
+    places = folder / application
     labextensions = places / "share" / "jupyter" / "labextensions" / "@sgpu-magic"
     configuration = places / "etc" / "jupyter" / "jupyter_server_config.d"
     if not labextensions.exists():
@@ -149,6 +157,9 @@ def _laid_out(places: Path) -> dict[str, str]:
         configuration.mkdir(parents=True)
         (labextensions / "labextension").symlink_to(PACKAGE / "labextension")
         (configuration / "sgpu_magic.json").symlink_to(PACKAGE / "server" / "server_config.json")
+        if application == "jupyter_server":
+            off = {"ServerApp": {"jpserver_extensions": dict.fromkeys(_OTHERS, False)}}
+            (configuration / "others.json").write_text(json.dumps(off))
     return {
         "JUPYTER_PATH": str(places / "share" / "jupyter"),
         "JUPYTER_CONFIG_PATH": str(places / "etc" / "jupyter"),

@@ -151,6 +151,7 @@ class Kernel:
         variables: Further environment variables.
         wait: Wait until it is ready; else `ready` has to be called before anything is run.
         python: Whose kernel it is.
+        server_id: What a Jupyter server would know it by; "" for one that no server has started.
         greets: Its front end says hello to live views, as one that can draw them does.
     """
 
@@ -163,6 +164,7 @@ class Kernel:
         wait: bool = True,
         greets: bool = True,
         python: str = sys.executable,
+        server_id: str = "",
     ) -> None:
         self.home = home
         self._greets = greets
@@ -173,7 +175,7 @@ class Kernel:
             language="python",
             display_name="test",
         )
-        self._manager.connection_file = str(home.path / f"kernel-{os.urandom(4).hex()}.json")
+        self._manager.connection_file = str(home.path / f"kernel-{server_id or os.urandom(4).hex()}.json")
         self._log = open(home.path / "kernel.log", "ab")  # noqa: SIM115  closed with the kernel
         self._manager.start_kernel(
             env=home.environ | dict(variables or {}), cwd=str(home.work), stdout=self._log, stderr=self._log

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from free_ports import free_port
+from mlflow_stores import copy_store
 from waiting import eventually
 
 _SERVE = """
@@ -38,11 +39,13 @@ class RestServer:
 
     Args:
         folder: Where its database and artifacts are.
+        empty_store: What its database begins as: making one takes seconds.
         python: An interpreter that has the whole `mlflow`; "" serves the REST application with this one.
     """
 
-    def __init__(self, folder: Path, python: str = "") -> None:
+    def __init__(self, folder: Path, empty_store: Path, python: str = "") -> None:
         self._folder = folder
+        copy_store(empty_store, folder / "server.db", "mlflow-artifacts:")
         self._python = python
         self.port = free_port()
         self.uri = f"http://127.0.0.1:{self.port}"

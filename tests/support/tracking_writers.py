@@ -72,6 +72,16 @@ class Runs:
         assert len(found) == 1, found
         return found[0]
 
+    def get(self, mlflow_run_id: str) -> Any:
+        """The MLflow run, None while the store has none: its id is known before."""
+        with quiet_mlflow() as mlflow:
+            try:
+                return mlflow.MlflowClient(self.uri).get_run(mlflow_run_id)
+            except mlflow.MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return None
+
     def all(self, experiment: str = "nb") -> list[Any]:
         with quiet_mlflow() as mlflow:
             client = mlflow.MlflowClient(self.uri)

@@ -18,16 +18,18 @@ from agent_process import launch_order
 from process_table import is_alive, process_table
 
 from sgpu_magic.config import Settings
+from sgpu_magic.nodes.ray import agent_listener, uplink
 from sgpu_magic.nodes.ray.agent_listener import AgentListener, NodeLink
 from sgpu_magic.nodes.ray.uplink import AgentOrder, Uplink
 from sgpu_magic.system.secure_sockets import new_key_pair
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.node import Adopt, AgentReady, FromAgent, Launch, RunEvent
-from sgpu_magic.wire.node_link import SILENT_S
 from sgpu_magic.wire.rank_events import OutputWritten
 
 # a busy machine's loop may be late; one that waits for its agent is so for 15 s
 MOST_WAIT_S = 3.0
+# a third of what the link has: its silence is waited for
+BEAT_S, SILENT_S = 0.3, 1.2
 UNTIL_OVER = """
 import os, time
 print('here', flush=True)
@@ -135,7 +137,16 @@ class Node:
     async def silence(self) -> None:
         """Wait for so long that a side which says nothing is given up."""
         began = time.monotonic()
-        await self.until(lambda: time.monotonic() - began > SILENT_S + 1.5)
+        await self.until(lambda: time.monotonic() - began > SILENT_S + 2 * BEAT_S)
+
+
+@pytest.fixture(autouse=True)
+def quick_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    for end in (uplink, agent_listener):
+        monkeypatch.setattr(end, "BEAT_S", BEAT_S)
+        monkeypatch.setattr(end, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(agent_listener, "_TICK_S", BEAT_S / 2)
+    monkeypatch.setattr(agent_listener, "_STARVED_S", BEAT_S)
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,57 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from mlflow_stores import copy_store
 from ranks import Session, Zygote
+from tracking_writers import quiet_mlflow
 
 from sgpu_magic.wire.rank import AskTracking, Failed, FromRank, MetricsReported, Remarked, TrackingAnswered
 from sgpu_magic.wire.tracking import TrackedRun, Tracking, absolute_uri
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files")
-
-MAKE_STORE = """
-import json, logging, sys
-logging.disable(logging.INFO)
-import mlflow
-folder = sys.argv[1]
-mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
-client = mlflow.MlflowClient()
-experiment = client.create_experiment("notebook", artifact_location=f"{folder}/artifacts")
-run = client.create_run(experiment, run_name="cell")
-print(json.dumps([experiment, run.info.run_id, run.info.artifact_uri]))
-"""
-
-
-LOOKER = """
-import json, logging, sys
-logging.disable(logging.INFO)
-import mlflow
-for line in sys.stdin:
-    uri, body, value = json.loads(line)
-    client = mlflow.MlflowClient(uri)
-    names = {"client": client, "mlflow": mlflow}
-    exec(body, names)
-    print(json.dumps(eval(value, names)), flush=True)
-"""
-
-
-class Looker:
-    """A process that looks into stores: MLflow's import and a store's opening take seconds."""
-
-    def __init__(self) -> None:
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen([sys.executable, "-c", LOOKER], stdin=pipe, stdout=pipe, text=True)
-
-    def ask(self, uri: str, value: str, body: str) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([uri, body, value]) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        # MLflow's own exit takes seconds
-        self.process.kill()
-        self.process.communicate()
 
 
 class Place(NamedTuple):
@@ -70,11 +26,13 @@ class Place(NamedTuple):
     folder: Path
     uri: str
     tracked: TrackedRun
-    looker: Looker
 
     def ask(self, value: str, body: str = "") -> Any:
         """The value of an expression over `client`, beside the ranks."""
-        return self.looker.ask(self.uri, value, body)
+        with quiet_mlflow() as mlflow:
+            names = {"client": mlflow.MlflowClient(self.uri), "mlflow": mlflow}
+            exec(body, names)
+            return eval(value, names)
 
 
 def python(code: str, *arguments: str) -> str:
@@ -84,16 +42,22 @@ def python(code: str, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Place:
     folder = tmp_path_factory.mktemp("mlflow")
-    experiment, run_id, artifacts = json.loads(python(MAKE_STORE, str(folder)).splitlines()[-1])
+    copy_store(empty_store, folder / "mlflow.db", f"{folder}/artifacts")
     uri = f"sqlite:///{folder}/mlflow.db"
+    with quiet_mlflow() as mlflow:
+        client = mlflow.MlflowClient(uri)
+        experiment = client.create_experiment("notebook", artifact_location=f"{folder}/artifacts")
+        run = client.create_run(experiment, run_name="cell")
     tracked = TrackedRun(
-        uri=uri, mlflow_run_id=run_id, experiment_id=experiment, experiment="notebook", artifact_uri=artifacts
+        uri=uri,
+        mlflow_run_id=run.info.run_id,
+        experiment_id=experiment,
+        experiment="notebook",
+        artifact_uri=run.info.artifact_uri,
     )
-    looker = Looker()
-    yield Place(folder, uri, tracked, looker)
-    looker.close()
+    return Place(folder, uri, tracked)
 
 
 class Tracked:
@@ -404,7 +368,6 @@ def test_what_the_user_sets_counts(new_ranks: Tracked, tmp_path: Path):
     same = "import mlflow\nmlflow.set_tracking_uri('sqlite:///mlflow.db')\nmlflow.set_experiment('notebook')\n"
     assert ranks.run(same + "mlflow.active_run().info.run_id") == [run_id] * 2
     assert ranks.remarks(0) == []
-    # to make a new one takes many seconds
     shutil.copy(ranks.place.folder / "mlflow.db", tmp_path / "other.db")
     other = f"sqlite:///{tmp_path}/other.db"
     body = f"""

@@ -18,10 +18,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlflow_stores import lay_store
 from small_disks import small_disk
 from tracking_writers import Runs, ToldRun, WriterProcess, quiet_mlflow
 from waiting import eventually
 
+import sgpu_magic
+from sgpu_magic.cli.sync import sync
 from sgpu_magic.config import Settings
 from sgpu_magic.pool.retention import RunOnDisk, Why, choose_removals
 from sgpu_magic.tracking import progress
@@ -30,6 +33,7 @@ from sgpu_magic.tracking.runs import Batch, RunFold, in_chunks, key
 from sgpu_magic.tracking.system_metrics import SystemMetrics
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.rank_events import RankSample
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import MetricPoint, Tracking
@@ -174,19 +178,46 @@ def test_unsent_runs_stay_as_long_as_any_run_may():
     assert choose_removals(runs, settings, now) == [("00000003", Why.COUNT), ("00000002", Why.COUNT)]
 
 
+# ---------------------------------------------------------------- the default store
+
+
+def test_the_default_stores_address_is_public_and_what_lies_there_is_private(
+    empty_store: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # `empty_store` has asked for it where none was
+    folder = empty_store.parent
+    monkeypatch.setenv("SGPU_STATE_DIR", str(folder.parent))
+    uri = sgpu_magic.tracking_uri()
+    assert uri == f"sqlite:///{empty_store}"
+    with quiet_mlflow() as mlflow:
+        client = mlflow.MlflowClient(uri)
+        assert [found.name for found in client.search_experiments()] == ["Default"]
+        assert client.get_experiment("0").artifact_location.startswith((folder / "artifacts").as_uri())
+    assert_is_whole_and_private(folder)
+
+
+def assert_is_whole_and_private(folder: Path) -> None:
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "mlflow.db").stat().st_mode) == 0o600
+    with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as database:
+        assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert not list(folder.glob(".*.part*"))
+
+
 # ---------------------------------------------------------------- the process
 
 
 def new_settings() -> Settings:
     folder = Path(tempfile.mkdtemp(prefix="sgt"))
-    settings = Settings(state_dir=str(folder / "state"))
+    settings = Settings(state_dir=str(folder / "state"), runtime_dir=str(folder / "run"))
     settings.runs_path.mkdir(parents=True)
     return settings
 
 
 @pytest.fixture(scope="module")
-def settings() -> Iterator[Settings]:
+def settings(empty_store: Path) -> Iterator[Settings]:
     made = new_settings()
+    lay_store(empty_store, made.state_path)
     yield made
     remove(made)
 
@@ -418,12 +449,7 @@ def test_two_pools_make_the_store_at_once_and_it_is_private(tmp_path: Path):
         store = Runs(settings.default_store_uri)
         assert len({store.one(run.run_id).info.experiment_id for run in runs}) == 1
         assert [writer.end() for writer in writers] == ["", ""]
-        folder = settings.state_path / "mlflow"
-        assert stat.S_IMODE(settings.state_path.stat().st_mode) == stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert stat.S_IMODE((folder / "mlflow.db").stat().st_mode) == 0o600
-        with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as database:
-            assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-        assert not list(folder.glob(".*.part*"))
+        assert_is_whole_and_private(settings.state_path / "mlflow")
     finally:
         for writer in writers:
             writer.close()
@@ -458,6 +484,29 @@ os.remove(sys.argv[2])
 store.make(settings)
 print("made")
 """
+
+
+def test_sync_sends_what_no_writer_has(settings: Settings, store: Runs):
+    run = ToldRun(settings)
+    # as the pool leaves it
+    progress.save(run.directory, progress.opening(Tracking(experiment="nb")))
+    run.start()
+    run.metric(0, "loss", 0.5)
+    run.end()
+    listed, all_sent = sync(settings, run.run_id, only_list=True)
+    assert (short(run.run_id) in listed, all_sent) == (True, False)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SGPU_", "MLFLOW_"))}
+    places = {"SGPU_STATE_DIR": settings.state_dir, "SGPU_RUNTIME_DIR": settings.runtime_dir}
+    places["SGPU_CONFIG"] = f"{settings.state_dir}/no.toml"
+    done = subprocess.run(
+        [sys.executable, "-m", "sgpu_magic.cli", "sync", run.run_id],
+        env=environ | places, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"sent: {short(run.run_id)}\n"), done.stderr
+    assert sync(settings, run.run_id) == ("everything is in MLflow", True)
+    found = store.one(run.run_id)
+    assert store.history(found.info.run_id, "loss") == [(0, 0.5)]
+    assert found.info.status == "FINISHED"
 
 
 def test_a_store_of_another_mlflow_is_a_sentence(settings: Settings, module_writer: WriterProcess):

@@ -1,0 +1,113 @@
+"""A widget of a kernel in Chromium with no server and no JupyterLab: a page gives it what anywidget gives.
+
+A page of JupyterLab costs ten seconds of processor, this one a tenth of that. What the views are in JupyterLab and
+Notebook is for tests/e2e/test_browser_*.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from browsers import ARTEFACTS
+from front_end import LiveView
+from kernels import Cell, Kernel
+from playwright.sync_api import Browser, Page, Route
+
+_URL = "http://localhost/"
+_PAGE = """<!doctype html><title>one widget</title><body><script type="module">
+import widget from "/widget.js";
+
+globalThis.draw = (state) => {
+  const heard = new Map();
+  const tell = (name, ...values) => {
+    for (const callback of [...(heard.get(name) ?? [])]) callback(...values);
+  };
+  globalThis.fromKernel = (data) => {
+    if (data.method === "custom") {
+      tell("msg:custom", data.content, []);
+      return;
+    }
+    Object.assign(state, data.state);
+    for (const name of Object.keys(data.state)) tell(`change:${name}`);
+  };
+  const model = {
+    // JupyterLab's sends what widgets say to a subshell of its own
+    widget_manager: { kernel: { supportsSubshells: true } },
+    get: (name) => state[name],
+    send: (content) => void toKernel(content),
+    on: (name, callback) => void heard.set(name, (heard.get(name) ?? new Set()).add(callback)),
+    off: (name, callback) => void heard.get(name)?.delete(callback),
+  };
+  widget.render({ model, el: document.body });
+};
+</script>"""
+
+
+class BarePage:
+    """A page that draws one widget.
+
+    Args:
+        browser: Opens it.
+        kernel: The widget's; its messages reach the page while they are taken, as `Cell.until` does.
+        view: The widget.
+
+    Attributes:
+        errors: What went wrong in the page.
+    """
+
+    def __init__(self, browser: Browser, kernel: Kernel, view: LiveView) -> None:
+        self._kernel = kernel
+        self._view = view
+        # a question that comes from the page can't wait for it to be made
+        assert kernel.front_end.subshell
+        self.page: Page = browser.new_page(viewport={"width": 1000, "height": 900})
+        self.errors: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.expose_function("toKernel", self._say)
+        self.page.route(f"{_URL}**", self._serve)
+        self.page.goto(_URL)
+        self.page.wait_for_function("() => typeof draw === 'function'")
+        view.hears = self._pass_on
+        state = {name: value for name, value in view.state.items() if name != "_esm"}
+        self.page.evaluate("state => draw(state)", state)
+
+    def texts(self, selector: str) -> list[str]:
+        """What stands in all elements that there are now, and nobody waits for any."""
+        found = "selector => [...document.querySelectorAll(selector)].map((each) => each.innerText)"
+        return self.page.evaluate(found, selector)
+
+    def text(self, selector: str) -> str:
+        return "\n".join(self.texts(selector))
+
+    def press(self, cell: Cell, role: Any, name: str) -> None:
+        """Click what has this role and begins so, once it may be clicked; the cell's messages are taken meanwhile."""
+        found = self.page.get_by_role(role, name=re.compile(rf"^{re.escape(name)}\b"))
+        cell.until(lambda: found.count() and found.first.is_enabled(), 60, f"{role} {name}")
+        found.first.click()
+
+    def picture(self, name: str) -> None:
+        """Keep a screenshot for whoever wants to look at it."""
+        ARTEFACTS.mkdir(exist_ok=True)
+        self.page.screenshot(path=Path(ARTEFACTS, f"bare-{name}.png"))
+
+    def close(self) -> None:
+        self._view.hears = None
+        self.page.close()
+        self._kernel.front_end.drop_subshell()
+
+    def _say(self, content: dict[str, Any]) -> None:
+        self._kernel.front_end.say(self._view, content, "subshell")
+
+    def _pass_on(self, data: Mapping[str, Any]) -> None:
+        self.page.evaluate("data => fromKernel(data)", dict(data))
+
+    def _serve(self, route: Route) -> None:
+        if route.request.url == _URL:
+            route.fulfill(content_type="text/html", body=_PAGE)
+        elif route.request.url == f"{_URL}widget.js":
+            route.fulfill(content_type="text/javascript", body=self._view.state["_esm"])
+        else:
+            route.fulfill(status=404)

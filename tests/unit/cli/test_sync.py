@@ -1,0 +1,93 @@
+"""What `sgpu sync` says is left, and which store is shown the shell's credentials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sgpu_magic.cli import sync as command
+from sgpu_magic.cli.sync import Left, sync
+from sgpu_magic.config import Settings
+from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.sync import Sent
+from sgpu_magic.wire.ids import new_id, short
+from sgpu_magic.wire.tracking import Tracking
+
+ONE, OTHER = "http://one:5000", "http://other:5000"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    made = Settings(state_dir=str(tmp_path / "state"), runtime_dir=str(tmp_path / "run"))
+    made.runs_path.mkdir(parents=True)
+    return made
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The token that each store has been shown."""
+    found: dict[str, str] = {}
+
+    def send(settings: Settings, uri: str, items: Sequence[Left], environ: dict[str, str]) -> list[Sent]:
+        found[uri] = environ.get("MLFLOW_TRACKING_TOKEN", "")
+        return [Sent(directory.name) for directory, _ in items]
+
+    monkeypatch.setattr(command, "_send", send)
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t0ken")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return found
+
+
+def leave(settings: Settings, uri: str) -> str:
+    """A run of which the pool has written down where it is to go, and no more."""
+    directory = settings.runs_path / new_id()
+    directory.mkdir()
+    progress.save(directory, progress.opening(Tracking(uri=uri, experiment="nb")))
+    return directory.name
+
+
+def test_nothing_is_left(settings: Settings, shown: dict[str, str]):
+    assert sync(settings) == ("everything is in MLflow", True)
+    assert shown == {}
+
+
+def test_what_is_left_is_listed_without_the_users_of_its_stores(settings: Settings, shown: dict[str, str]):
+    first, second = leave(settings, ONE), leave(settings, "http://ann:pa55@other:5000")
+    said, all_sent = sync(settings, only_list=True)
+    assert not all_sent
+    for word in (short(first), short(second), ONE, OTHER):
+        assert word in said
+    assert "pa55" not in said
+    assert shown == {}
+
+
+def test_the_store_that_the_shell_names_sees_the_token_and_no_other(
+    settings: Settings, shown: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    runs = [leave(settings, uri) for uri in (ONE, OTHER)]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", OTHER)
+    said, all_sent = sync(settings)
+    assert all_sent
+    assert all(short(run) in said for run in runs)
+    assert shown == {ONE: "", OTHER: "t0ken"}
+
+
+@pytest.mark.parametrize(
+    ("stores", "expected"),
+    [
+        # the one server that there is
+        ([ONE], {ONE: "t0ken"}),
+        ([ONE, "sqlite:////data/runs.db", ""], {ONE: "t0ken", "sqlite:////data/runs.db": "", "": ""}),
+        # it may be meant for either
+        ([ONE, OTHER], {ONE: "", OTHER: ""}),
+    ],
+)
+def test_where_the_shell_names_none(
+    settings: Settings, shown: dict[str, str], stores: list[str], expected: dict[str, str]
+):
+    for uri in stores:
+        leave(settings, uri)
+    assert sync(settings)[1]
+    assert shown == expected
