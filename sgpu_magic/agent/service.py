@@ -114,14 +114,7 @@ class Agent:
         self._here = Surroundings(self._copier, settings, self._sampling, self._runs, self._far)
         self._run_ports = RunPorts(self._runs.get, self._send)
         self._environments = Environments(settings, self._groups.zygotes.keys)
-        self._launches = Launches(
-            self._groups,
-            self._runs,
-            self._reports,
-            self._here,
-            self._environments,
-            self._inputs,
-        )
+        self._launches = Launches(self._groups, self._runs, self._reports, self._here, self._environments, self._inputs)
         self._introduction = Introduction(settings, self._runs, self._far, self._groups, self._send)
         self._successor = Successor(settings.state_path / "pool.log")
         self._orphaned = Orphaned(

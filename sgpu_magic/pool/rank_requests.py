@@ -219,23 +219,13 @@ class Forwarding:
 
     # ------------------------------------------------------------ from clients
 
-    def opens(self, client: ConnectedClient, message: OpenStream) -> None:
-        """Have a stream opened, unless the run is none of the client's or has no such rank."""
-        run = self._find(client, message.run)
-        problem = run if isinstance(run, str) else self._why_not(client, run, message)
-        if problem or isinstance(run, str):
-            self._pool.server.send(client, StreamClosed(stream=message.stream, problem=problem))
+    def from_client(
+        self, client: ConnectedClient, message: OpenStream | StreamMessage, frames: Sequence[bytes]
+    ) -> None:
+        """Open a stream, or pass on what a client says of one of its own."""
+        if isinstance(message, OpenStream):
+            self._open(client, message)
             return
-        self._number += 1
-        ranks_of = run.spec.session if run.spec.in_session else run.run_id
-        forwarded = _Forwarded(client, message.stream, run.run_id, ranks_of, message.rank, message.watches)
-        self._streams[self._number] = forwarded
-        self._by_client[client.identity, message.stream] = self._number
-        order = msgspec.structs.replace(message, stream=self._number, run=ranks_of)
-        self._pool.engine.forward(ranks_of, message.rank, order, ())
-
-    def from_client(self, client: ConnectedClient, message: StreamMessage, frames: Sequence[bytes]) -> None:
-        """Pass on what a client says of one of its streams."""
         number = self._by_client.get((client.identity, message.stream))
         if number is None:
             return
@@ -276,6 +266,21 @@ class Forwarding:
                 self._pool.server.send(forwarded.client, StreamClosed(stream=forwarded.stream, problem=text))
 
     # ------------------------------------------------------------ within
+
+    def _open(self, client: ConnectedClient, message: OpenStream) -> None:
+        """Have a stream opened, unless the run is none of the client's or has no such rank."""
+        run = self._find(client, message.run)
+        problem = run if isinstance(run, str) else self._why_not(client, run, message)
+        if problem or isinstance(run, str):
+            self._pool.server.send(client, StreamClosed(stream=message.stream, problem=problem))
+            return
+        self._number += 1
+        ranks_of = run.spec.session if run.spec.in_session else run.run_id
+        forwarded = _Forwarded(client, message.stream, run.run_id, ranks_of, message.rank, message.watches)
+        self._streams[self._number] = forwarded
+        self._by_client[client.identity, message.stream] = self._number
+        order = msgspec.structs.replace(message, stream=self._number, run=ranks_of)
+        self._pool.engine.forward(ranks_of, message.rank, order, ())
 
     def _why_not(self, client: ConnectedClient, run: PoolRun, message: OpenStream) -> str:
         ranks = run.spec.placement.ranks

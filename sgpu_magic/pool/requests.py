@@ -159,9 +159,7 @@ class Requests:
                 self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, tell))
             case AskBlobs() | PutBlob() | ReadRunFile() | ListRunFiles():
                 self._files.heard(client, message, frames)
-            case OpenStream():
-                self.forwarding.opens(client, message)
-            case StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
+            case OpenStream() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
                 self.forwarding.from_client(client, message, frames)
             case StopPool():
                 self._stop_asked(client, message)
@@ -267,9 +265,8 @@ class Requests:
         names = ", ".join(short(run.run_id) for run in runs)
         verb = "goes" if len(runs) == 1 else "go"
         text = f"run{'s' * (len(runs) > 1)} {names} {verb} on without a notebook" if runs else "no run to detach"
-        self._pool.server.send(
-            client, Accepted(request=message.request, run_id=runs[0].run_id if runs else "", text=text)
-        )
+        first = runs[0].run_id if runs else ""
+        self._pool.server.send(client, Accepted(request=message.request, run_id=first, text=text))
 
     def _ask_stacks(self, client: ConnectedClient, message: AskStacks) -> None:
         if message.run:

@@ -12,7 +12,8 @@ from kernels import Home, Kernel, eventually
 from pool_client import PoolClient
 from small_disks import SmallDisk, small_disk
 
-from sgpu_magic.cli import place_checks
+from sgpu_magic.cli import doctor
+from sgpu_magic.cli.machine_checks import Level
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire.states import RunState
@@ -84,7 +85,7 @@ def test_a_disk_that_takes_nothing_costs_others_nothing(
                 assert (reply.status, reply.ename) == ("error", "PoolError"), reply.story
                 for word in ("can't record the run", str(home.state), kind, says, "SGPU_STATE_DIR"):
                     assert word in reply.evalue, reply.story
-            (found,) = place_checks.state_directory(Settings(state_dir=str(home.state)))
+            (found,) = doctor.state_directory(Settings(state_dir=str(home.state)))
             assert (found.level, found.name, "no run can be recorded" in found.text) == (Level.PROBLEM, "disk", True)
             assert says in found.text
             (home.work / "go on").touch()
