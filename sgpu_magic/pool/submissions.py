@@ -161,7 +161,7 @@ class Submissions:
     def _prepare(self, run: PoolRun) -> None:
         """A run that waits has its packages made ready meanwhile."""
         environment = run.submit.environment
-        if environment is not None and run.placed_at is None and self._pool.active.get(run.run_id) is run:
+        if environment is not None and not run.ordered and self._pool.active.get(run.run_id) is run:
             self._pool.engine.prepare(run.run_id, run.submit.interpreter, environment)
 
     def _has_session(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> bool:
