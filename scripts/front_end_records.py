@@ -10,6 +10,8 @@ such a record at run time. Literals, rows (tuples of fixed length), unions of re
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import json
 import re
 import types
@@ -83,9 +85,10 @@ class Declarations:
         owned = {module.__name__ for module in modules}
         self._names: dict[str, Any] = {}
         for module in modules:
+            assigned = _assigned(module)
             for name, value in vars(module).items():
                 if name[0] != "_" and (
-                    _is_alias(value) or getattr(value, "__module__", "") in owned or _is_constant(name)
+                    _is_alias(value) or getattr(value, "__module__", "") in owned or name in assigned
                 ):
                     self._names[name] = value
         self._aliases = {value: name for name, value in self._names.items() if _is_alias(value)}
@@ -158,6 +161,13 @@ def _is_record(value: Any) -> bool:
 
 def _is_alias(value: Any) -> bool:
     return typing.get_origin(value) in (typing.Literal, tuple, types.UnionType, typing.Union)
+
+
+def _assigned(module: types.ModuleType) -> set[str]:
+    """The constants that the module itself has, and does not import."""
+    body = ast.parse(inspect.getsource(module)).body
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    return {target.id for target in targets if isinstance(target, ast.Name) and _is_constant(target.id)}
 
 
 def _is_constant(name: str) -> bool:

@@ -11,10 +11,6 @@
 import { bool, kinds, list, nullable, num, oneOf, record, str } from "../shared/checks";
 import type { Of } from "../shared/checks";
 
-export const MOST_RANKS = 4096;
-
-export const ANY = "any";
-
 export const VERSION = 1;
 
 export const CHOICE_KEY = "sgpu";
