@@ -77,7 +77,7 @@ soak: $(VENV)/.ready-test
 	PYTHONPATH=tests:tests/support $(BIN)/python -m soak
 
 bench: $(VENV)/.ready-test
-	$(BIN)/python -m tests.benchmarks $(BENCH)
+	PYTHONPATH=tests/support $(BIN)/python -m tests.benchmarks $(BENCH)
 
 lint: $(VENV)/.ready-test
 	$(BIN)/python -m ruff format --check $(CODE)
