@@ -105,8 +105,7 @@ def test_one_that_ends_is_started_again_after_growing_pauses():
         assert kept.process.pid == kept.started[2].pid
         await until(lambda: len(kept.said) == 3)
         kept.process.end(EndTracker(), 10.0)
-        assert kept.started[2].poll() is not None
-        # those before it were killed, and are dead soon
+        # one that has left by itself is killed, and dead soon
         await until(lambda: all(child.poll() is not None for child in kept.started))
 
     asyncio.run(story())
