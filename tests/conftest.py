@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -145,10 +146,25 @@ def new_home() -> Iterator[Callable[..., Home]]:
 
 
 @pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The database of a new default MLflow store, one for all test processes; `mlflow_stores` copies it."""
+def coming_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Path]]:
+    """`empty_store` while it is made: for what can be started meanwhile."""
     own = tmp_path_factory.getbasetemp()
-    return make_store((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "empty-store")
+    with ThreadPoolExecutor(1) as executor:
+        shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+        yield executor.submit(make_store, shared / "empty-store")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def store_comes_early(request: pytest.FixtureRequest) -> None:
+    """Where several test processes share the store, the first begins it at once; no set-up waits for all of it."""
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
+        request.getfixturevalue("coming_store")
+
+
+@pytest.fixture(scope="session")
+def empty_store(coming_store: Future[Path]) -> Path:
+    """The database of a new default MLflow store, one for all test processes; `mlflow_stores` copies it."""
+    return coming_store.result()
 
 
 @pytest.fixture(scope="session")

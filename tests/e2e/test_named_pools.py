@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,13 +75,14 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    team = ServedPool({"SGPU_SIMULATE": "a10:2"})
-    cloud = ServedPool({"SGPU_SIMULATE": "a10:4,h100:2"})
     home = Home()
+    with ThreadPoolExecutor(3) as executor:
+        starting = [executor.submit(ServedPool, {"SGPU_SIMULATE": has}) for has in ("a10:2", "a10:4,h100:2")]
+        kernel = executor.submit(Kernel, home).result()
+        team, cloud = (pool.result() for pool in starting)
     keys = list_pools(
         home, [("cloud", cloud, {"prices": {"a10": 2.0, "h100": 5.0}}), ("team", team, {"reserved": True})]
     )
-    kernel = Kernel(home)
     try:
         # linked to all of them once: what that takes is no leak
         kernel.check("import os\nblob = os.urandom(2_000_000)")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kernels import Home, Kernel, Reply, eventually
 from mlflow_stores import lay_store
+from shared_homes import SharedKernel
 from tracking_writers import Runs
 
 from sgpu_magic.tracking import progress
@@ -17,10 +19,11 @@ TRACKS = {"SGPU_TRACK": "on"}
 
 
 @pytest.fixture(scope="module")
-def store(home: Home, empty_store: Path) -> Runs:
+def store(home: Home, coming_store: Future[Path], module_kernel: SharedKernel) -> Runs:
     """The home's default store. Making one takes longer than a rank waits, where everybody wants the processor."""
+    module_kernel.get()
     database = home.state / "mlflow" / "mlflow.db"
-    return Runs(f"sqlite:///{database if database.exists() else lay_store(empty_store, home.state)}")
+    return Runs(f"sqlite:///{database if database.exists() else lay_store(coming_store.result(), home.state)}")
 
 
 @pytest.fixture
