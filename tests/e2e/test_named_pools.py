@@ -76,9 +76,10 @@ class Scene:
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
     home = Home()
-    with ThreadPoolExecutor(3) as executor:
+    with ThreadPoolExecutor(2) as executor:
         starting = [executor.submit(ServedPool, {"SGPU_SIMULATE": has}) for has in ("a10:2", "a10:4,h100:2")]
-        kernel = executor.submit(Kernel, home).result()
+        # here: the event loop that jupyter_client makes for a thread is never closed
+        kernel = Kernel(home)
         team, cloud = (pool.result() for pool in starting)
     keys = list_pools(
         home, [("cloud", cloud, {"prices": {"a10": 2.0, "h100": 5.0}}), ("team", team, {"reserved": True})]
