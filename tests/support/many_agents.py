@@ -35,6 +35,7 @@ from sgpu_magic.wire.node import AgentReady, EndAgent, FromAgent, ToAgent
 
 NODE_PIDS = "node-pids.json"
 _REAP_S = 0.2
+_HEARD_S = 0.02
 
 
 class AgentHere(LocalAgent):
@@ -161,6 +162,10 @@ class NodesHere(Engine):
                 self._agents.pop(node).cut()
                 self._came.discard(node)
                 self.node_lost(node, "the test gave it up")
+            case _ if node in self._agents:
+                # it is dead, and that is not heard yet
+                if not processes.is_alive(self._agents[node].pid):
+                    self._loop.call_later(_HEARD_S, self.obey, line)
             case _:
                 self._start(node, look=True)
                 self._tell_pids()
