@@ -85,7 +85,10 @@ class BarePage:
     def press(self, cell: Cell, role: Any, name: str) -> None:
         """Click what has this role and begins so, once it may be clicked; the cell's messages are taken meanwhile."""
         found = self.page.get_by_role(role, name=re.compile(rf"^{re.escape(name)}\b"))
-        cell.until(lambda: found.count() and found.first.is_enabled(), 60, f"{role} {name}")
+        try:
+            cell.until(lambda: found.count() and found.first.is_enabled(), 60, f"{role} {name}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nin the page:\n{self.text('body')}\n{self.errors}") from None
         found.first.click()
 
     def picture(self, name: str) -> None:
