@@ -14,19 +14,7 @@ from __future__ import annotations
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.files import (
-    AskBlobs,
-    BlobsHeld,
-    BlobTaken,
-    ListRunFiles,
-    OpenStream,
-    PutBlob,
-    ReadRunFile,
-    RunFileRead,
-    RunFiles,
-    StreamMessage,
-    StreamOpened,
-)
+from sgpu_magic.wire.files import FileReply, FileRequest, FromStream, ToStream
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import CommMessage
@@ -207,34 +195,11 @@ class StopPool(Record, frozen=True, tag="stop-pool", kw_only=True):
     force: bool = False
 
 
-ClientMessage = (
-    Hello
-    | Warm
-    | Submit
-    | KeepEnvironment
-    | Describe
-    | TrackRun
-    | Cancel
-    | RestartRanks
-    | AskRank
-    | Attach
-    | Unfollow
-    | Detach
-    | AskStacks
-    | TellComms
-    | ReclaimPayload
-    | ResultsReceived
-    | AskStatus
-    | AskBlobs
-    | PutBlob
-    | ReadRunFile
-    | ListRunFiles
-    | Ping
-    | Goodbye
-    | OpenStream
-    | StreamMessage
-    | StopPool
-)
+SessionRequest = RestartRanks | AskRank
+FollowRequest = Attach | Unfollow | Detach | AskStacks
+ClientNews = TellComms | ReclaimPayload | ResultsReceived
+RunRequest = Submit | KeepEnvironment | Describe | TrackRun | Cancel | SessionRequest | FollowRequest | ClientNews
+ClientMessage = Hello | Warm | RunRequest | AskStatus | FileRequest | Ping | Goodbye | ToStream | StopPool
 
 # ---------------------------------------------------------------- pool -> client
 
@@ -302,21 +267,5 @@ class Notice(Record, frozen=True, tag="notice", kw_only=True):
     text: str
 
 
-PoolMessage = (
-    Welcome
-    | Accepted
-    | Attached
-    | Stacks
-    | RankAnswered
-    | Refused
-    | Pong
-    | Notice
-    | PoolStatus
-    | BlobsHeld
-    | BlobTaken
-    | RunFileRead
-    | RunFiles
-    | StreamOpened
-    | StreamMessage
-    | Event
-)
+Reply = Accepted | Attached | Stacks | RankAnswered | Refused
+PoolMessage = Welcome | Reply | Pong | Notice | PoolStatus | FileReply | FromStream | Event

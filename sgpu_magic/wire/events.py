@@ -4,19 +4,7 @@ from __future__ import annotations
 
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.rank_events import (
-    CommsMoved,
-    DeviceBusy,
-    DeviceIdle,
-    DisplayPublished,
-    MetricsLogged,
-    OutputCleared,
-    OutputWritten,
-    RankFailed,
-    Resumed,
-    Sampled,
-    Stalled,
-)
+from sgpu_magic.wire.rank_events import MetricsLogged, RankSaid, RankWatched
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import RankResult, RunSpec
 from sgpu_magic.wire.states import RunState
@@ -213,35 +201,12 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
     currency: str = ""
 
 
-EventBody = (
-    Submitted
-    | StateChanged
-    | QueueMoved
-    | Placed
-    | RanksStarted
-    | OutputWritten
-    | DisplayPublished
-    | OutputCleared
-    | CommsMoved
-    | RankFailed
-    | Noted
-    | AttemptFailed
-    | Detached
-    | Stalled
-    | Resumed
-    | Sampled
-    | DeviceIdle
-    | DeviceBusy
-    | SessionMoved
-    | GroupRenewed
-    | RanksRestarted
-    | EnvironmentMoved
-    | Described
-    | Tracked
-    | MetricsLogged
-    | PayloadReleased
-    | RunEnded
-)
+RunMoved = Submitted | StateChanged | QueueMoved | Placed | RanksStarted
+SessionEvent = SessionMoved | GroupRenewed | RanksRestarted
+RunLearned = EnvironmentMoved | Described | Tracked
+RunTold = Noted | AttemptFailed | Detached
+EndEvent = PayloadReleased | RunEnded
+EventBody = RunMoved | RankSaid | RunTold | RankWatched | SessionEvent | RunLearned | MetricsLogged | EndEvent
 
 
 class Event(Record, frozen=True, tag="event", kw_only=True):

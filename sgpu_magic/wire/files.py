@@ -121,6 +121,8 @@ class ListRunFiles(Record, frozen=True, tag="list-run-files", kw_only=True):
     under: str = ""
 
 
+FileRequest = AskBlobs | PutBlob | ReadRunFile | ListRunFiles
+
 # ---------------------------------------------------------------- pool -> client
 
 
@@ -183,6 +185,8 @@ class RunFiles(Record, frozen=True, tag="run-files", kw_only=True):
     more: bool = False
 
 
+FileReply = BlobsHeld | BlobTaken | RunFileRead | RunFiles
+
 # ---------------------------------------------------------------- agent -> pool
 
 
@@ -223,6 +227,8 @@ class StoreRunFile(Record, frozen=True, tag="store-run-file", kw_only=True):
     executable: bool = False
 
 
+NodeFileRequest = FetchBlob | StoreRunFile
+
 # ---------------------------------------------------------------- pool -> agent
 
 
@@ -239,6 +245,8 @@ class RunFileStored(Record, frozen=True, tag="run-file-stored", kw_only=True):
     request: int
     problem: str = ""
 
+
+NodeFileReply = BlobFetched | RunFileStored
 
 # ---------------------------------------------------------------- TCP connections
 
@@ -319,3 +327,7 @@ class StreamClosed(Record, frozen=True, tag="stream-closed", kw_only=True):
 
 StreamMessage = StreamData | StreamTaken | StreamEnded | StreamClosed
 """What both sides say of a stream that is open."""
+
+ToStream = OpenStream | StreamMessage
+FromStream = StreamOpened | StreamMessage
+"""What goes to the node of a stream's rank, and what comes from there."""

@@ -7,15 +7,7 @@ from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import EventBody
 from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.files import (
-    BlobFetched,
-    FetchBlob,
-    OpenStream,
-    RunFileStored,
-    StoreRunFile,
-    StreamMessage,
-    StreamOpened,
-)
+from sgpu_magic.wire.files import FromStream, NodeFileReply, NodeFileRequest, ToStream
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import Interpreter, RankContext, RunSpec
@@ -185,32 +177,12 @@ class EndAgent(Record, frozen=True, tag="end-agent", kw_only=True):
     """End every rank and exit. Without it an agent whose pool is gone waits for the next one."""
 
 
-ToAgent = (
-    WarmZygote
-    | Launch
-    | BuildEnvironment
-    | TrackingKnown
-    | MasterKnown
-    | PeerFailed
-    | PartsOver
-    | EndRun
-    | KillRanks
-    | RestartSessionRanks
-    | Question
-    | ReclaimPayload
-    | ResultsReceived
-    | TakeInventory
-    | TakeStacks
-    | EventsKept
-    | Adopt
-    | DetachRun
-    | TellComms
-    | BlobFetched
-    | RunFileStored
-    | OpenStream
-    | StreamMessage
-    | EndAgent
-)
+StartOrder = WarmZygote | Launch | BuildEnvironment
+RanksOrder = TrackingKnown | MasterKnown | PeerFailed | PartsOver | EndRun | KillRanks
+SessionOrder = RestartSessionRanks | Question
+ClientNews = ReclaimPayload | ResultsReceived
+PoolOrder = TakeInventory | TakeStacks | EventsKept | Adopt | DetachRun | TellComms
+ToAgent = StartOrder | RanksOrder | SessionOrder | ClientNews | PoolOrder | NodeFileReply | ToStream | EndAgent
 
 
 class HeldRun(Record, frozen=True, kw_only=True):
@@ -329,20 +301,7 @@ class TrackingAsked(Record, frozen=True, tag="tracking-asked", kw_only=True):
     run_id: str
 
 
-FromAgent = (
-    AgentReady
-    | InventoryTaken
-    | RunEvent
-    | PartEnded
-    | DevicesFree
-    | RanksGone
-    | StacksTaken
-    | SessionRanksRestarted
-    | Answered
-    | TrackingAsked
-    | MasterBound
-    | FetchBlob
-    | StoreRunFile
-    | StreamOpened
-    | StreamMessage
-)
+RanksReport = RunEvent | PartEnded | DevicesFree | RanksGone
+AgentReply = StacksTaken | SessionRanksRestarted | Answered
+RanksRequest = TrackingAsked | MasterBound
+FromAgent = AgentReady | InventoryTaken | RanksReport | AgentReply | RanksRequest | NodeFileRequest | FromStream

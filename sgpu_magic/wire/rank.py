@@ -202,18 +202,8 @@ class TellCollectives(Record, frozen=True, tag="tell-collectives", kw_only=True)
     request: int
 
 
-ToRank = (
-    Prepare
-    | Renew
-    | Execute
-    | AnswerQuestion
-    | Release
-    | Leave
-    | InPlace
-    | TrackingAnswered
-    | CommsHeard
-    | TellCollectives
-)
+CellOrder = Prepare | Renew | Execute | AnswerQuestion | Release | Leave
+ToRank = CellOrder | InPlace | TrackingAnswered | CommsHeard | TellCollectives
 
 
 # ---------------------------------------------------------------- rank -> agent
@@ -322,18 +312,6 @@ class MetricsReported(Record, frozen=True, tag="metrics-reported", kw_only=True)
     tags: tuple[tuple[str, str], ...] = ()
 
 
-FromRank = (
-    Joined
-    | Renewed
-    | Raised
-    | Remarked
-    | QuestionAnswered
-    | Displayed
-    | Cleared
-    | CommsSaid
-    | Finished
-    | Failed
-    | Collectives
-    | AskTracking
-    | MetricsReported
-)
+ShownByCell = Displayed | Cleared | CommsSaid
+CellReport = Joined | Renewed | Raised | Remarked | QuestionAnswered | ShownByCell | Finished | Failed
+FromRank = CellReport | Collectives | AskTracking | MetricsReported

@@ -186,3 +186,7 @@ class MetricsLogged(Record, frozen=True, tag="metrics", kw_only=True):
     metrics: tuple[MetricPoint, ...] = ()
     params: tuple[tuple[str, str], ...] = ()
     tags: tuple[tuple[str, str], ...] = ()
+
+
+RankSaid = OutputWritten | DisplayPublished | OutputCleared | CommsMoved | RankFailed
+RankWatched = Stalled | Resumed | Sampled | DeviceIdle | DeviceBusy
