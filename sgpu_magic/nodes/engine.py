@@ -14,8 +14,7 @@ from sgpu_magic.nodes.contract import EngineListener, NodeChannel
 from sgpu_magic.nodes.engine_runs import EngineRuns
 from sgpu_magic.nodes.merge_parts import merged_inventory
 from sgpu_magic.nodes.node_files import NodeFiles
-from sgpu_magic.nodes.returned_nodes import HeldParts, StaleRuns
-from sgpu_magic.nodes.run_on_nodes import RunOnNodes
+from sgpu_magic.nodes.run_on_nodes import HeldParts, RunOnNodes
 from sgpu_magic.packages.node.build_order import needs_build
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import Warm
@@ -87,7 +86,8 @@ class Engine(EngineRuns):
         self._hosts: dict[str, str] = {}
         self._awaited: set[str] = set(self._busy.known) if self.come_and_go else set()
         self._held = HeldParts()
-        self._stale = StaleRuns()
+        # runs that were given up while their node was away: it is used again once they are gone from it
+        self._stale: dict[str, set[str]] = {}
         self._begun = False
         self._settled = False
         self._patience: asyncio.TimerHandle | None = None
@@ -126,28 +126,14 @@ class Engine(EngineRuns):
 
     def node_said(self, node: str, message: FromAgent, frames: Sequence[bytes] = ()) -> None:
         """An agent has said something other than its first word."""
-        listener = self._listener
-        if listener is None:
-            return
         match message:
             case RunEvent() | PartEnded() | DevicesFree() | RanksGone() | MasterBound():
-                run_id = message.run_id
-                run = self._runs.get(run_id)
-                if self._stale.holds(node, run_id):
+                run = self._runs.get(message.run_id)
+                if message.run_id in self._stale.get(node, ()):
                     if isinstance(message, RanksGone):
-                        self._stale_gone(node, run_id)
-                elif run is None or (part := run.part_on(node)) is None:
-                    pass
-                elif isinstance(message, RunEvent):
-                    self._happened(run, part, message, frames)
-                elif isinstance(message, PartEnded):
-                    self._part_ended(run, part)
-                elif isinstance(message, DevicesFree):
-                    self._part_free(run, part)
-                elif isinstance(message, RanksGone):
-                    self._part_gone(run, part)
-                else:
-                    run.master_bound(part, message)
+                        self._stale_gone(node, message.run_id)
+                elif run is not None and (part := run.part_on(node)) is not None:
+                    self._part_said(run, part, message, frames)
             case InventoryTaken(inventory=inventory):
                 self._inventories[node] = inventory
                 self.inventory_changed()
@@ -156,19 +142,39 @@ class Engine(EngineRuns):
                 part = None if run is None else run.part_on(node)
                 joined = None if part is None else self._stacks.taken(request, part, stacks)
                 if joined is not None:
-                    listener.stacks_taken(request, joined)
+                    self._listener.stacks_taken(request, joined)
             case SessionRanksRestarted():
-                listener.session_ranks_restarted(message.request, message.session, message.problem)
+                self._listener.session_ranks_restarted(message.request, message.session, message.problem)
             case Answered():
-                listener.answered(message.request, message.answer)
+                self._listener.answered(message.request, message.answer)
             case TrackingAsked(run_id=run_id):
-                listener.tracking_asked(run_id)
+                self._listener.tracking_asked(run_id)
             case StreamOpened() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
-                listener.forwarded(message, frames)
+                self._listener.forwarded(message, frames)
             case FetchBlob() | StoreRunFile():
                 self._files.said(message, frames, lambda answer, data: self._send(node, answer, data))
-            case _:
+            case AgentReady():
                 pass
+
+    def _part_said(
+        self,
+        run: RunOnNodes,
+        part: int,
+        message: RunEvent | PartEnded | DevicesFree | RanksGone | MasterBound,
+        frames: Sequence[bytes],
+    ) -> None:
+        match message:
+            case RunEvent():
+                self._happened(run, part, message, frames)
+            case PartEnded():
+                run.part_ended(part)
+            case DevicesFree():
+                run.joint.part_free(part)
+                self._look_if_over(run)
+            case RanksGone():
+                self._part_gone(run, part)
+            case MasterBound():
+                run.master_bound(part, message)
 
     def node_lost(self, node: str, why: str) -> None:
         """A node is dead, or given up: its runs are lost, and what they have on other nodes is ended.
@@ -181,7 +187,7 @@ class Engine(EngineRuns):
         if channel is not None:
             channel.close()
         self._inventories.pop(node, None)
-        self._stale.node_lost(node)
+        self._stale.pop(node, None)
         self._awaited.discard(node)
         if self._settled:
             self._lost(node, [run for run in self._runs.values() if node in run.parts.values()], why)
@@ -195,13 +201,12 @@ class Engine(EngineRuns):
         if not self._settled:
             self._settle_if_all()
             return
-        inventory = self.inventory()
-        if inventory is not None and self._listener is not None:
+        if (inventory := self.inventory()) is not None:
             self._listener.inventory_taken(inventory)
 
     def inventory(self) -> Inventory | None:
         """What the nodes have together; None while that is not known."""
-        usable = {node: one for node, one in self._inventories.items() if not self._stale.has(node)}
+        usable = {node: one for node, one in self._inventories.items() if node not in self._stale}
         return merged_inventory(self._name, usable, self._addresses)
 
     # ------------------------------------------------------------ from the pool service
@@ -271,9 +276,8 @@ class Engine(EngineRuns):
 
     def _settle(self) -> None:
         """Who is not here by now is lost: give what is held to the pool service."""
-        listener = self._listener
         inventory = self.inventory()
-        if self._settled or listener is None:
+        if self._settled:
             return
         if inventory is None:
             # its subclass says when it is known
@@ -283,7 +287,7 @@ class Engine(EngineRuns):
         if self._patience is not None:
             self._patience.cancel()
         held = self._held.runs
-        listener.node_found(inventory, [run.whole for run in held.values()])
+        self._listener.node_found(inventory, [run.whole for run in held.values()])
         missing = {
             node: [self._runs[run_id] for run_id in held if run_id in self._runs and node in held[run_id].missing]
             for node in {node for run in held.values() for node in run.missing}
@@ -312,7 +316,7 @@ class Engine(EngineRuns):
 
     def _end_stale(self, node: str, run_id: str) -> None:
         """A node has ranks of a run that goes on without them, or not at all."""
-        self._stale.add(node, run_id)
+        self._stale.setdefault(node, set()).add(run_id)
         for order in (
             Adopt(run_id=run_id, number=_ALL_EVENTS),
             EndRun(run_id=run_id, state=RunState.CANCELLED, reason=_GIVEN_UP),
@@ -323,7 +327,9 @@ class Engine(EngineRuns):
 
     def _stale_gone(self, node: str, run_id: str) -> None:
         self._send(node, EventsKept(run_id=run_id, number=_ALL_EVENTS), ())
-        if self._stale.gone(node, run_id):
+        self._stale[node].discard(run_id)
+        if not self._stale[node]:
+            del self._stale[node]
             self.inventory_changed()
 
     def _lost(self, node: str, runs: Sequence[RunOnNodes], why: str) -> None:

@@ -12,8 +12,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener, NodeChannel
 from sgpu_magic.nodes.joint_run import Told
 from sgpu_magic.nodes.merge_parts import JointStacks
-from sgpu_magic.nodes.returned_nodes import BusyNodes
-from sgpu_magic.nodes.run_on_nodes import RunOnNodes, nodes_of
+from sgpu_magic.nodes.run_on_nodes import BusyNodes, RunOnNodes, nodes_of
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
@@ -53,10 +52,11 @@ class EngineRuns:
 
     far = True
     come_and_go = True
+    # since `start`: nothing is said before
+    _listener: EngineListener
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._listener: EngineListener | None = None
         self._channels: dict[str, NodeChannel] = {}
         self._busy = BusyNodes(settings.state_path / "busy-nodes.json")
         self._runs: dict[str, RunOnNodes] = {}
@@ -102,12 +102,12 @@ class EngineRuns:
         run = self._runs[spec.run_id] = RunOnNodes(launch, nodes, self._send)
         self._tidy()
         run.start(frames, self._channels.__contains__)
-        if not spec.in_session and self._listener is not None:
+        if not spec.in_session:
             self._listener.lease_granted(spec.run_id, launch.lease)
 
     def refuse_lease(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
         """A run that is being placed can't have its devices now: it goes back to the queue."""
-        if self._placing.pop(run_id, None) is not None and self._listener is not None:
+        if self._placing.pop(run_id, None) is not None:
             self._listener.lease_refused(run_id, uuids, why)
 
     # ------------------------------------------------------------ from the pool service
@@ -175,7 +175,7 @@ class EngineRuns:
         if run is not None and not run.over:
             self._stacks.ask(request, run_id, run.parts)
             run.take_stacks(request)
-        elif self._listener is not None:
+        else:
             launch = self._placing.get(run_id)
             ranks = () if launch is None else launch.spec.rank_numbers
             self._listener.stacks_taken(request, tuple(RankStack(rank=rank, problem=_NOT_STARTED) for rank in ranks))
@@ -183,13 +183,13 @@ class EngineRuns:
     def restart_session_ranks(self, request: int, session: str, ranks: tuple[int, ...]) -> None:
         """Replace ranks of a session by new processes, all of them when `ranks` is empty."""
         order = RestartSessionRanks(request=request, session=session, ranks=ranks)
-        if not self._order(session, order) and self._listener is not None:
+        if not self._order(session, order):
             self._listener.session_ranks_restarted(request, session, _NO_SESSION)
 
     def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
         """Ask an idle rank of a session."""
         order = Question(request=request, session=session, question=question)
-        if not self._order(session, order) and self._listener is not None:
+        if not self._order(session, order):
             self._listener.answered(request, RankAnswer(problem=_NO_SESSION))
 
     def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
@@ -222,14 +222,13 @@ class EngineRuns:
 
     def _lose(self, node: str, runs: Sequence[RunOnNodes], why: str, host: str) -> None:
         """The node is lost to these runs."""
-        listener = self._listener
-        if listener is None or not runs:
+        if not runs:
             return
         for run in runs:
             part = run.nodes.index(node)
             self._pass_on(run.joint.part_lost(part))
             self._part_silent(run, part)
-        listener.runs_lost([run.run_id for run in runs], why, host)
+        self._listener.runs_lost([run.run_id for run in runs], why, host)
         for run in runs:
             run.part_failed(run.nodes.index(node))
             # those that have finished wait for the others
@@ -237,26 +236,15 @@ class EngineRuns:
             self._look_if_over(run)
 
     def _pass_on(self, told: Sequence[Told]) -> None:
-        if self._listener is not None:
-            for event, frames in told:
-                self._listener.run_happened(event, frames)
+        for event, frames in told:
+            self._listener.run_happened(event, frames)
 
     def _part_silent(self, run: RunOnNodes, part: int) -> None:
         for request, stacks in self._stacks.part_silent(run.run_id, part):
-            if self._listener is not None:
-                self._listener.stacks_taken(request, stacks)
-
-    def _part_ended(self, run: RunOnNodes, part: int) -> None:
-        run.joint.part_ended(part)
-        if run.joint.all_ended:
-            run.all_ended()
-
-    def _part_free(self, run: RunOnNodes, part: int) -> None:
-        run.joint.part_free(part)
-        self._look_if_over(run)
+            self._listener.stacks_taken(request, stacks)
 
     def _look_if_over(self, run: RunOnNodes) -> None:
-        if run.over or self._listener is None:
+        if run.over:
             return
         if not run.joint.gone:
             if run.joint.free:
@@ -287,11 +275,10 @@ class EngineRuns:
     def _end_unstarted(self, launch: Launch, ended: RunEnded) -> None:
         """Say the last word of a run that never had ranks."""
         run_id = launch.spec.run_id
-        if self._listener is not None:
-            event = RunEvent(run_id=run_id, number=launch.number + 1, at=time.time(), body=ended)
-            self._listener.run_happened(event, ())
-            self._free_lease(run_id)
-            self._listener.ranks_gone(run_id)
+        event = RunEvent(run_id=run_id, number=launch.number + 1, at=time.time(), body=ended)
+        self._listener.run_happened(event, ())
+        self._free_lease(run_id)
+        self._listener.ranks_gone(run_id)
 
     def _free_lease(self, run_id: str) -> None:
         """No rank of the run is left. A session's lease stays held for the new processes that `--fresh` runs have."""

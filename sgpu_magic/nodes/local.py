@@ -121,8 +121,7 @@ class LocalEngine(Engine):
                 # left by a service of that version: its runs can't be followed
                 self._agent.end()
                 self._replace_agent()
-                if self._listener is not None:
-                    self._listener.nodes_lost("the agent on this machine was of another version of sgpu-magic")
+                self._listener.nodes_lost("the agent on this machine was of another version of sgpu-magic")
             case AgentReady(runs=runs):
                 for held in runs:
                     locks = self._agent.take_descriptors(held.locks)
@@ -150,8 +149,6 @@ class LocalEngine(Engine):
         worked = self._agent_has_worked or time.monotonic() - self._agent_since >= _SHORT_LIFE_S
         self._short_lives = 0 if worked else self._short_lives + 1
         why = "the agent on this machine ended unexpectedly"
-        if self._listener is None:
-            return
         if self._short_lives >= _SHORT_LIVES:
             self._listener.broken(f"{why} {_SHORT_LIVES} times in a row, as soon as it was started")
             return

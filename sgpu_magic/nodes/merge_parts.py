@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from sgpu_magic.agent.failures.reports_of_ranks import find_root_cause
-from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.devices import Inventory, Node
 from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
@@ -102,46 +101,40 @@ def _blame(parts: Sequence[PartEnd]) -> tuple[Failure | None, tuple[Failure, ...
 
 @dataclass(slots=True)
 class _Asked:
-    request: int
     run_id: str
     silent: set[int]
     stacks: list[RankStack] = field(default_factory=list[RankStack])
 
 
 class JointStacks:
-    """The requests that are under way, by number."""
+    """The requests for stacks that are under way, by number."""
 
     def __init__(self) -> None:
-        self._asked = Pending[int, _Asked]()
+        self._asked: dict[int, _Asked] = {}
 
     def ask(self, request: int, run_id: str, parts: Iterable[int]) -> None:
         """These parts of the run are asked."""
-        self._asked.add(request, _Asked(request, run_id, set(parts)))
+        self._asked[request] = _Asked(run_id, set(parts))
 
     def taken(self, request: int, part: int, stacks: tuple[RankStack, ...]) -> tuple[RankStack, ...] | None:
         """A part has answered. Returns the stacks of all ranks, None while others are awaited."""
-        asked = self._asked.get(request)
-        if asked is None:
+        if request not in self._asked:
             return None
-        asked.silent.discard(part)
-        asked.stacks += stacks
-        return self._finish(asked)
+        self._asked[request].stacks += stacks
+        return self._without(request, part)
 
     def part_silent(self, run_id: str, part: int) -> list[tuple[int, tuple[RankStack, ...]]]:
         """A part answers nothing any more. Returns the requests that this completes."""
-        done: list[tuple[int, tuple[RankStack, ...]]] = []
-        for asked in self._asked:
-            if asked.run_id == run_id and part in asked.silent:
-                asked.silent.discard(part)
-                stacks = self._finish(asked)
-                if stacks is not None:
-                    done.append((asked.request, stacks))
-        return done
+        waits = [request for request, asked in self._asked.items() if asked.run_id == run_id and part in asked.silent]
+        return [(request, stacks) for request in waits if (stacks := self._without(request, part)) is not None]
 
-    def _finish(self, asked: _Asked) -> tuple[RankStack, ...] | None:
+    def _without(self, request: int, part: int) -> tuple[RankStack, ...] | None:
+        """Nothing more is to come from a part. Returns the stacks when that was the last."""
+        asked = self._asked[request]
+        asked.silent.discard(part)
         if asked.silent:
             return None
-        self._asked.take(asked.request)
+        del self._asked[request]
         return tuple(sorted(asked.stacks, key=lambda stack: stack.rank))
 
 

@@ -1,12 +1,20 @@
-"""One attempt of a run on the nodes of its lease: what each is ordered, and ordered again after a lost link."""
+"""One attempt of a run on the nodes of its lease: what each is ordered, and ordered again after a lost link.
+
+Which nodes have runs is written down: a pool service that is started again waits for them, and for what their agents
+hold of each run, before it judges one.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.nodes.joint_run import JointRun
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived
 from sgpu_magic.wire.devices import Lease
@@ -16,6 +24,7 @@ from sgpu_magic.wire.node import (
     DetachRun,
     EndRun,
     EventsKept,
+    HeldRun,
     KillRanks,
     Launch,
     MasterBound,
@@ -81,12 +90,8 @@ class RunOnNodes:
 
     def node_of(self, rank: int) -> str:
         """The node of a rank; the first where there is no such rank."""
-        first = 0
-        for share in self.launch.lease.shares:
-            first += share.ranks
-            if rank < first:
-                return share.node
-        return self.nodes[0]
+        nodes = [share.node for share in self.launch.lease.shares for _ in range(share.ranks)]
+        return nodes[rank] if rank < len(nodes) else self.nodes[0]
 
     # ------------------------------------------------------------ orders
 
@@ -173,25 +178,26 @@ class RunOnNodes:
             else:
                 self.part_failed(index)
         elif isinstance(body, RunEnded) and body.state in (RunState.CANCELLED, RunState.TIMED_OUT):
-            self._part_stopped(index, body.state, body.reason)
+            # by its own agent, as when nobody wants the run any more
+            self._order_others(index, EndRun(run_id=self.run_id, state=body.state, reason=body.reason))
 
     def part_failed(self, index: int) -> None:
         """A rank of this part has failed, or its node is lost: free those on the others."""
-        failed = PeerFailed(run_id=self.run_id)
-        if failed not in self._standing:
-            self._standing.append(failed)
-            for other, node in self.parts.items():
-                if other != index:
-                    self._send(node, failed, ())
+        self._order_others(index, PeerFailed(run_id=self.run_id))
 
-    def _part_stopped(self, index: int, state: RunState, reason: str) -> None:
-        """A part was stopped by its own agent, as when nobody wants the run any more: stop the others."""
-        if not any(isinstance(order, EndRun) for order in self._standing):
-            stop = EndRun(run_id=self.run_id, state=state, reason=reason)
-            self._standing.append(stop)
+    def _order_others(self, index: int, order: PeerFailed | EndRun) -> None:
+        """Order this once of the parts that have ranks, but for one."""
+        if not any(isinstance(standing, type(order)) for standing in self._standing):
+            self._standing.append(order)
             for other, node in self.parts.items():
                 if other != index:
-                    self._send(node, stop, ())
+                    self._send(node, order, ())
+
+    def part_ended(self, index: int) -> None:
+        """A part has ended, and says its last word when its results are here."""
+        self.joint.part_ended(index)
+        if self.joint.all_ended:
+            self.all_ended()
 
     def all_ended(self) -> None:
         """Every part has ended: its ranks may leave. Those of a single one need not be told."""
@@ -218,3 +224,107 @@ def part_of(launch: Launch, index: int) -> Launch:
 def nodes_of(lease: Lease) -> tuple[str, ...]:
     """The nodes of a lease, in order of the parts; `HERE` in a pool of one machine."""
     return tuple(share.node for share in lease.shares) or (HERE,)
+
+
+# ---------------------------------------------------------------- when a pool service begins
+
+
+@dataclass(slots=True)
+class HeldRunParts:
+    """A run that agents of an earlier service hold.
+
+    Args:
+        nodes: Of each part of its lease.
+        parts: What is held of it, by part.
+    """
+
+    nodes: tuple[str, ...]
+    parts: dict[int, HeldRun] = field(default_factory=dict[int, HeldRun])
+
+    @property
+    def attempt(self) -> int:
+        return max(held.launch.attempt for held in self.parts.values())
+
+    @property
+    def missing(self) -> set[str]:
+        """Nodes whose part nobody has shown."""
+        return {node for index, node in enumerate(self.nodes) if index not in self.parts}
+
+    @property
+    def whole(self) -> HeldRun:
+        """As one agent would hold it."""
+        held = list(self.parts.values())
+        going = [one.state for one in held if not one.state.is_final]
+        first = held[0]
+        return msgspec.structs.replace(
+            first,
+            launch=msgspec.structs.replace(first.launch, part=None),
+            state=going[0] if going else first.state,
+            started_s=max(one.started_s for one in held),
+            gone=all(one.gone for one in held),
+            locks=0,
+        )
+
+
+class HeldParts:
+    """What the nodes that have come hold, until the pool takes it over."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, HeldRunParts] = {}
+
+    def add(self, node: str, held: Iterable[HeldRun]) -> list[tuple[str, str]]:
+        """A node holds these. Returns (node, run) where there is only a part of an attempt that is over."""
+        stale: list[tuple[str, str]] = []
+        # sessions first: what runs in them has their nodes
+        for one in sorted(held, key=lambda one: bool(one.launch.spec.session)):
+            spec = one.launch.spec
+            run_id = spec.run_id
+            index = one.launch.part.index if one.launch.part is not None else 0
+            run = self.runs.get(run_id)
+            if run is None or run.attempt < one.launch.attempt:
+                stale += [] if run is None else [(run.nodes[part], run_id) for part in run.parts]
+                run = self.runs[run_id] = HeldRunParts(nodes_of(one.launch.lease))
+            elif run.attempt > one.launch.attempt:
+                stale.append((node, run_id))
+                continue
+            run.parts[index] = one
+        return stale
+
+    @property
+    def awaited(self) -> set[str]:
+        """Nodes that must have more of these runs."""
+        return {node for run in self.runs.values() for node in run.missing}
+
+    def node_lost(self, node: str) -> None:
+        """A node that had come is gone again."""
+        for run_id, run in list(self.runs.items()):
+            for index, own in enumerate(run.nodes):
+                if own == node:
+                    run.parts.pop(index, None)
+            if not run.parts:
+                del self.runs[run_id]
+
+
+class BusyNodes:
+    """A file of node ids.
+
+    Args:
+        path: The file; its directory is there.
+
+    Attributes:
+        known: As last written, by this service or the one before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.known = frozenset[str]()
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            self.known = frozenset(msgspec.json.decode(path.read_bytes(), type=list[str]))
+
+    def write(self, nodes: Iterable[str]) -> None:
+        """Write down which have runs now. A full disk is of no account: nodes that come by themselves are heard."""
+        new = frozenset(nodes)
+        if new != self.known:
+            self.known = new
+            with contextlib.suppress(OSError):
+                write_whole(self._path, msgspec.json.encode(sorted(new)))

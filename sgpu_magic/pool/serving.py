@@ -16,7 +16,6 @@ import re
 import signal
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import zmq
 
@@ -30,7 +29,7 @@ from sgpu_magic.pool.parts import ServiceFault
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.service import PoolService
 from sgpu_magic.system import processes
-from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair, read_key_pair, write_key_pair
+from sgpu_magic.system.secure_sockets import KeyPair, kept_key_pair, reached_at
 from sgpu_magic.wire.client import Warm
 
 CLIENTS = "clients.toml"
@@ -68,11 +67,7 @@ def pool_keys(state: Path) -> KeyPair:
     Raises:
         UsageError: Their file can't be trusted, or written.
     """
-    path = state / _KEY
-    with contextlib.suppress(FileNotFoundError):
-        return read_key_pair(path)
-    write_key_pair(path, new_key_pair())
-    return read_key_pair(path)
+    return kept_key_pair(state / _KEY)
 
 
 def _presence(settings: Settings) -> PoolPresence:
@@ -126,10 +121,7 @@ async def _say_when_ready(settings: Settings, engine_name: str, service: PoolSer
 
 
 def _words(settings: Settings, engine: str, address: str, listening: Listening) -> str:
-    place = urlsplit(address)
-    anywhere = place.hostname in ("0.0.0.0", "::", None)
-    host = config.host_name() if anywhere else place.hostname or ""
-    reached = f"tcp://{f'[{host}]' if ':' in host else host}:{place.port}"
+    reached = reached_at(address, config.host_name())
     name, clients = settings.pool, settings.state_path / CLIENTS
     listing = "" if clients.exists() else f"\nnobody is let in yet: {clients} lists nobody"
     return (

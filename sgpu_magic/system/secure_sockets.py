@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils import z85
@@ -155,6 +156,20 @@ def read_key_pair(path: Path) -> KeyPair:
     return pair
 
 
+def kept_key_pair(path: Path) -> KeyPair:
+    """Return the pair in a file; one is made now if there is none.
+
+    Raises:
+        UsageError: The file can't be trusted, or written.
+    """
+    try:
+        return read_key_pair(path)
+    except FileNotFoundError:
+        pair = new_key_pair()
+        write_key_pair(path, pair)
+        return pair
+
+
 # ---------------------------------------------------------------- sockets
 
 
@@ -204,6 +219,14 @@ def _set_limits(socket: zmq.Socket[bytes]) -> None:
 def bound_to(socket: zmq.Socket[bytes]) -> str:
     """Return where a socket listens, `tcp://host:port`."""
     return _MAPPED.sub(r"\1", socket.get_string(zmq.LAST_ENDPOINT))
+
+
+def reached_at(address: str, host: str) -> str:
+    """Return where others reach a server that listens at `address`: at this machine's `host`, if it is at any."""
+    place = urlsplit(address)
+    if place.hostname not in ("0.0.0.0", "::", "*", None):
+        host = place.hostname
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{place.port}"
 
 
 def sender_of(frame: zmq.Frame) -> str:

@@ -6,7 +6,6 @@ record        the base of every record and message
 codec         encoding of messages, and their framing on a byte stream
 client        commands and replies between clients and the pool service; which link has its messages where
 node          the same between the pool service and its nodes' agents
-node_link     how these are carried to a node of another machine
 rank          orders to a rank and its reports, and what an idle rank is asked
 zygote        orders to a zygote and its replies, and what the descriptors beside them carry
 tracking      a run's place in MLflow, and what the pool service and its tracking process tell each other

@@ -6,6 +6,7 @@ Ray's own client blocks while the cluster is away, and ends its process when tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -37,7 +38,7 @@ from sgpu_magic.nodes.ray.driver import (
     Watch,
     to_cluster,
 )
-from sgpu_magic.nodes.ray.groups import RayError, ray
+from sgpu_magic.nodes.ray.groups import RayError
 from sgpu_magic.system.message_stream import MessageStream
 
 T = TypeVar("T")
@@ -98,6 +99,10 @@ class ClusterProcess:
     def _say(self, message: FromCluster) -> None:
         self._stream.send(message)
 
+    def _lost(self, error: Exception) -> None:
+        self._say(ClusterLost(why=str(error).strip() or type(error).__name__))
+        self._finish()
+
     # ------------------------------------------------------------ from the engine
 
     def _obey(self, message: ToCluster, frames: Sequence[bytes]) -> None:
@@ -112,9 +117,9 @@ class ClusterProcess:
                 self._asked.pop(run_id, None)
                 self._begin(self._drop(run_id))
             case StartAgent():
-                self._begin(self._start_agent(message))
+                self._begin(self._of_agents([message.order.node], cluster.start_agent, message))
             case EndAgents(nodes=nodes):
-                self._begin(self._end_agents(nodes))
+                self._begin(self._of_agents(nodes, cluster.end_agents, nodes))
             case EndAll():
                 self._begin(self._end_all())
 
@@ -141,8 +146,7 @@ class ClusterProcess:
             agents = await self._call(cluster.agent_nodes, self._namespace)
             leases = tuple(await self._call(groups.groups_named, self._prefix))
         except _RAYS as error:
-            self._say(ClusterLost(why=str(error).strip() or type(error).__name__))
-            self._finish()
+            self._lost(error)
             return
         types = cluster.type_names()
         self._say(ClusterFound(address=address, types=types, agents=agents, leases=leases))
@@ -154,18 +158,15 @@ class ClusterProcess:
             try:
                 await self._see()
             except _RAYS as error:
-                self._say(ClusterLost(why=str(error).strip() or type(error).__name__))
-                self._finish()
+                self._lost(error)
                 return
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s):
                     await self._seen_by.wait()
-            except TimeoutError:
-                continue
 
     async def _see(self) -> None:
         seen = await self._call(cluster.nodes, self._prefix, self._facts)
-        bringing = await self._call(cluster.coming, self._gcs()) if self._asked else ""
+        bringing = await self._call(cluster.coming) if self._asked else ""
         before, self._facts = self._facts, {facts.node: facts for facts in seen}
         # Ray's own view lags behind its groups for a moment: in use by others is what is so twice
         told = tuple(_steady(before.get(facts.node), facts) for facts in seen)
@@ -174,9 +175,6 @@ class ClusterProcess:
             if not facts.probed and not facts.problem and facts.node not in self._looking:
                 self._looking.add(facts.node)
                 self._begin(self._look_at(facts))
-
-    def _gcs(self) -> str:
-        return str(ray.get_runtime_context().gcs_address)
 
     async def _look_at(self, facts: NodeFacts) -> None:
         found = await self._call(cluster.look_at, facts)
@@ -232,8 +230,7 @@ class ClusterProcess:
             async with self._turn(run_id):
                 await self._call(groups.remove, self._name(run_id))
         except _RAYS as error:
-            self._say(ClusterLost(why=str(error).strip()))
-            self._finish()
+            self._lost(error)
 
     def _turn(self, run_id: str) -> asyncio.Lock:
         return self._turns.setdefault(run_id, asyncio.Lock())
@@ -243,16 +240,9 @@ class ClusterProcess:
 
     # ------------------------------------------------------------ agents
 
-    async def _start_agent(self, order: StartAgent) -> None:
-        node = order.order.node
+    async def _of_agents(self, nodes: Sequence[str], function: Callable[[Any], None], told: object) -> None:
         try:
-            await self._call(cluster.start_agent, order)
-        except _RAYS as error:
-            self._say(AgentFailed(node=node, why=str(error).strip().split("\n")[-1]))
-
-    async def _end_agents(self, nodes: Sequence[str]) -> None:
-        try:
-            await self._call(cluster.end_agents, nodes)
+            await self._call(function, told)
         except _RAYS as error:
             for node in nodes:
                 self._say(AgentFailed(node=node, why=str(error).strip().split("\n")[-1]))

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -46,44 +47,38 @@ class Holder:
         self._order = msgspec.structs.replace(self._order, settings=msgspec.json.encode(settings))
         # what an agent that was killed leaves becomes ours, and is killed below
         processes.become_subreaper()
-        self._started = threading.Event()
-        self._problem: BaseException | None = None
-        self._uplink: Uplink | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="sgpu-uplink", daemon=True)
+        begun = Future[Uplink]()
+        self._thread = threading.Thread(target=self._run, args=(begun,), name="sgpu-uplink", daemon=True)
         self._thread.start()
-        self._started.wait()
-        if self._problem is not None:
-            raise OSError(f"the agent can't be started: {self._problem}")
+        self._uplink = begun.result()
 
     @property
     def is_there(self) -> bool:
         """Whether the agent is."""
-        uplink = self._uplink
-        return self._thread.is_alive() and uplink is not None and not uplink.finished.done()
+        return self._thread.is_alive() and not self._uplink.finished.done()
 
     def end(self) -> None:
         """End the agent and what it has; waits for it."""
-        if self._uplink is not None:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._uplink.end)
+        with contextlib.suppress(RuntimeError):
+            self._uplink.finished.get_loop().call_soon_threadsafe(self._uplink.end)
         self._thread.join(_END_S)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+    def _run(self, begun: Future[Uplink]) -> None:
         try:
-            self._loop.run_until_complete(self._hold())
-        except OSError as error:
-            self._problem = error
+            asyncio.run(self._hold(begun))
         finally:
-            self._started.set()
-            self._loop.close()
+            # where it has not begun nobody is to wait for it any more
+            leaves = not begun.cancel() and begun.exception() is None
             processes.kill_descendants()
-            self._leave_nothing()
+            self._leave_nothing(leaves=leaves)
 
-    async def _hold(self) -> None:
-        uplink = self._uplink = Uplink(self._order, self._lock)
-        self._started.set()
+    async def _hold(self, begun: Future[Uplink]) -> None:
+        try:
+            uplink = Uplink(self._order, self._lock)
+        except OSError as error:
+            begun.set_exception(OSError(f"the agent can't be started: {error}"))
+            return
+        begun.set_result(uplink)
         try:
             await uplink.finished
         finally:
@@ -92,12 +87,12 @@ class Holder:
             # no service came for its runs: nobody else gives their devices back
             remove_groups_on(self._order.node, self._order.prefix)
 
-    def _leave_nothing(self) -> None:
+    def _leave_nothing(self, *, leaves: bool) -> None:
         shutil.rmtree(self._base, ignore_errors=True)
         os.close(self._lock)
         if self._unpacked:
             shutil.rmtree(self._unpacked, ignore_errors=True)
-        if self._problem is None:
+        if leaves:
             # Ray's own way out first; a worker that it does not end in time has nothing left to lose
             timer = threading.Timer(_LEAVE_S, os._exit, (0,))
             timer.daemon = True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,19 +20,7 @@ import zmq
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
-from sgpu_magic.system.secure_sockets import (
-    Admission,
-    KeyPair,
-    bound_to,
-    new_key_pair,
-    read_key_pair,
-    secure_server,
-    sender_of,
-    write_key_pair,
-)
-from sgpu_magic.wire import codec
-from sgpu_magic.wire.node import FromAgent, ToAgent
-from sgpu_magic.wire.node_link import (
+from sgpu_magic.nodes.ray.uplink import (
     BEAT_S,
     SILENT_S,
     Carried,
@@ -43,6 +31,16 @@ from sgpu_magic.wire.node_link import (
     LinkOpened,
     NodeLeaves,
 )
+from sgpu_magic.system.secure_sockets import (
+    Admission,
+    KeyPair,
+    bound_to,
+    new_key_pair,
+    secure_server,
+    sender_of,
+)
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.node import FromAgent, ToAgent
 from sgpu_magic.wire.record import Record
 
 _from_node = msgspec.msgpack.Decoder[FromNode](FromNode)
@@ -51,7 +49,8 @@ _TICK_S = BEAT_S / 2
 # a timer that comes so much later than it should tells of a busy pool, not of silent nodes
 _STARVED_S = 1.0
 _LINGER_MS = 1000
-_ANYWHERE = ("0.0.0.0", "[::]", "*")
+_PORT = "door-port"
+_Keys = dict[str, tuple[str, str]]
 
 
 @dataclass(eq=False, slots=True)
@@ -108,7 +107,6 @@ class AgentListener:
         on_message: Callable[[NodeLink, FromAgent, Sequence[bytes]], None],
         on_lost: Callable[[str, str, bool], None],
     ) -> None:
-        self.public_key = pair.public
         self._on_message = on_message
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
@@ -255,61 +253,72 @@ class AgentListener:
                 self.say(link, LinkBeat(link=link.link, sent=link.sent))
 
 
-class ListenerState:
-    """Files in a private directory.
+# ---------------------------------------------------------------- what is kept in a private directory
+
+
+class NodeKeys:
+    """A key pair for each node, kept: a pool service that is started again knows its agents by them.
 
     Args:
-        path: The directory.
-
-    Raises:
-        UsageError: The key can't be read or written.
+        path: A file of mode 0600; its directory is there.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.pair = self._pair()
-        self._host, self._port = "", 0
+        self._path = path
+        try:
+            self._pairs = msgspec.json.decode(path.read_bytes(), type=_Keys)
+        except (OSError, msgspec.DecodeError):
+            self._pairs: _Keys = {}
 
-    def address(self, listen: str) -> str:
-        """Where to listen: the setting, with the port of last time where it has none.
+    def of(self, node: str) -> KeyPair:
+        """The node's pair; made when it has none.
 
         Raises:
-            UsageError: It is not `tcp://host:port`.
+            OSError: It can't be written down.
         """
-        host, port = _split(listen)
-        if port == 0:
-            with contextlib.suppress(OSError, ValueError):
-                port = int((self.path / "door-port").read_text())
-        return f"tcp://{host}:{port}"
-
-    def keep_port(self, address: str) -> None:
-        """Write down where it listens now."""
-        self._host, self._port = _split(address)
-        write_whole(self.path / "door-port", str(self._port).encode())
-
-    def reached_at(self, host: str) -> str:
-        """The address for nodes, which reach this machine at `host` unless it listens at one address only."""
-        if self._host not in _ANYWHERE:
-            return f"tcp://{self._host}:{self._port}"
-        return f"tcp://[{host}]:{self._port}" if ":" in host else f"tcp://{host}:{self._port}"
-
-    def _pair(self) -> KeyPair:
-        path = self.path / "door.key"
-        try:
-            return read_key_pair(path)
-        except FileNotFoundError:
+        if node not in self._pairs:
             pair = new_key_pair()
-            write_key_pair(path, pair)
-            return pair
+            self._write({**self._pairs, node: (pair.public, pair.secret)})
+        return KeyPair(*self._pairs[node])
+
+    @property
+    def nodes(self) -> Mapping[str, str]:
+        """Node by public key."""
+        return {public: node for node, (public, _) in self._pairs.items()}
+
+    def forget_others(self, nodes: Collection[str]) -> None:
+        """Nodes that the cluster has no more never come again: Ray gives no id twice."""
+        left = {node: pair for node, pair in self._pairs.items() if node in nodes}
+        if left != self._pairs:
+            self._write(left)
+
+    def _write(self, pairs: _Keys) -> None:
+        write_whole(self._path, msgspec.json.encode(pairs))
+        self._pairs = pairs
 
 
-def _split(address: str) -> tuple[str, int]:
-    parts = urlsplit(address)
+def listen_address(listen: str, directory: Path) -> str:
+    """Where to listen: the setting, with the port of last time where it has none.
+
+    Raises:
+        UsageError: It is not `tcp://host:port`.
+    """
+    parts = urlsplit(listen)
     try:
-        if parts.scheme == "tcp" and parts.hostname and parts.port is not None:
-            return (f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname), parts.port
+        host, port = parts.hostname, parts.port
     except ValueError:
-        pass
-    raise UsageError(
-        f"the setting ray_node_listen is {address!r}; it must be tcp://address:port, with port 0 for any that is free."
-    )
+        host = port = None
+    if parts.scheme != "tcp" or not host or port is None:
+        raise UsageError(
+            f"the setting ray_node_listen is {listen!r}; it must be tcp://address:port, with port 0 for any that is "
+            "free."
+        )
+    if port == 0:
+        with contextlib.suppress(OSError, ValueError):
+            port = int((directory / _PORT).read_text())
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def keep_port(address: str, directory: Path) -> None:
+    """Write down where it listens now."""
+    write_whole(directory / _PORT, str(urlsplit(address).port).encode())

@@ -11,18 +11,18 @@ from typing import Any, cast
 
 import msgspec
 
-from sgpu_magic.nodes.ray import groups, on_node
-from sgpu_magic.nodes.ray.driver import AskLease, LeasePart, NodeFacts, StartAgent
+from sgpu_magic.nodes.ray import on_node
+from sgpu_magic.nodes.ray.driver import AskLease, LeasePart, NodeFacts, StartAgent, package_archive
 from sgpu_magic.nodes.ray.groups import (
     RayError,
     accelerators,
     autoscaler_status,
-    available_per_node,
+    groups_named,
     placement_groups,
     ray,
+    state,
     strategies,
 )
-from sgpu_magic.nodes.ray.node_agents import package_archive
 
 _TYPE_LABEL = "ray.io/accelerator-type"
 _TYPE_RESOURCE = "accelerator_type:"
@@ -74,7 +74,7 @@ def nodes(prefix: str, known: Mapping[str, NodeFacts]) -> tuple[NodeFacts, ...]:
         prefix: Of the names of the pool's placement groups, whose devices are not in others' use.
         known: What was told of them before, by id.
     """
-    free = available_per_node()
+    free = state.available_resources_per_node()
     ours = _held(prefix)
     found: list[NodeFacts] = []
     for row in cast("list[dict[str, Any]]", ray.nodes()):
@@ -104,7 +104,7 @@ def nodes(prefix: str, known: Mapping[str, NodeFacts]) -> tuple[NodeFacts, ...]:
 def _held(prefix: str) -> Counter[tuple[str, str]]:
     """What the pool's own groups hold, by node and resource."""
     held: Counter[tuple[str, str]] = Counter()
-    for row in groups.groups_named(prefix).values():
+    for row in groups_named(prefix).values():
         for bundle, node in row["bundles_to_node_id"].items():
             for name, amount in row["bundles"][bundle].items():
                 held[node, name] += amount
@@ -129,23 +129,22 @@ def look_at(node: NodeFacts) -> NodeFacts:
     return msgspec.convert({**msgspec.structs.asdict(node), **told, "probed": True, "problem": ""}, NodeFacts)
 
 
-def coming(address: str) -> str:
+def coming() -> str:
     """What an autoscaler is bringing, as a sentence without a full stop; "" when nothing, or there is none."""
     try:
-        status = autoscaler_status(address)
+        status = autoscaler_status()
     except (RayError, RuntimeError, ValueError, OSError):
         return ""
+    failed: Sequence[Any] = status.failed_launches
     launches: Counter[str] = Counter()
     for launch in status.pending_launches:
         launches[launch.ray_node_type_name] += launch.count
     for node in status.pending_nodes:
         launches[node.ray_node_type_name] += 1
     words = [f"{count} of {kind}" for kind, count in sorted(launches.items())]
-    text = f"the autoscaler is bringing {', '.join(words)}" if words else ""
-    failed = [f"{one.ray_node_type_name}: {one.details}" for one in status.failed_launches]
-    if failed:
-        text = f"{text}{'; ' if text else ''}the autoscaler could not bring {failed[-1]}"
-    return text
+    sentences = [f"the autoscaler is bringing {', '.join(words)}"] if words else []
+    sentences += [f"the autoscaler could not bring {one.ray_node_type_name}: {one.details}" for one in failed[-1:]]
+    return "; ".join(sentences)
 
 
 def type_names() -> tuple[str, ...]:
@@ -175,7 +174,7 @@ def start_agent(order: StartAgent) -> None:
     """
     deadline = time.monotonic() + _START_S
     while True:
-        was_there = _has_agent(order.order.node)
+        was_there = _agent(order.order.node) is not None
         try:
             if _start(order):
                 return
@@ -188,12 +187,11 @@ def start_agent(order: StartAgent) -> None:
         time.sleep(_AGAIN_S)
 
 
-def _has_agent(node: str) -> bool:
+def _agent(node: str) -> Any:
     try:
-        ray.get_actor(f"{_AGENT}{node}")
+        return ray.get_actor(f"{_AGENT}{node}")
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _start(order: StartAgent) -> bool:
@@ -214,22 +212,20 @@ def _start(order: StartAgent) -> bool:
 
 def end_agents(nodes: Iterable[str]) -> None:
     """End actors with all that they have, all at once; killed when they do not end in order."""
-    found: dict[str, Any] = {}
-    for node in nodes:
-        try:
-            found[node] = ray.get_actor(f"{_AGENT}{node}")
-        except ValueError:
-            continue
-    waiting = [handle.end.remote() for handle in found.values()]
+    found = [agent for node in nodes if (agent := _agent(node)) is not None]
+    waiting = [agent.end.remote() for agent in found]
     if waiting:
         # the actor leaves by itself when its agent is over; one that can't is killed
         ray.wait(waiting, num_returns=len(waiting), timeout=_END_S)
-    for handle in found.values():
-        ray.kill(handle)
+    for agent in found:
+        ray.kill(agent)
 
 
 def _first_line(error: RayError) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+# ---------------------------------------------------------------- leases
 
 
 def parts_of(group: Any, order: AskLease) -> tuple[LeasePart, ...]:

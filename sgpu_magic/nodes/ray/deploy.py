@@ -8,13 +8,14 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from urllib.parse import urlsplit
+from typing import cast
 
 import msgspec
 
 from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.nodes.ray.driver import package_archive
 from sgpu_magic.nodes.ray.jobs_api import Job, JobsApi
-from sgpu_magic.nodes.ray.node_agents import package_archive
+from sgpu_magic.system.secure_sockets import reached_at
 
 DEPLOYED = "SGPU_DEPLOYED"
 """The variable that tells the job what it is to be: an encoded `Deployment`."""
@@ -89,8 +90,7 @@ def deploy(api: JobsApi, what: Deployment, variables: Mapping[str, str], options
             f"`sgpu pool undeploy --ray {api.address} --name {what.name}` ends it; --name makes another one beside it."
         )
     archive = package_archive()
-    digest = hashlib.blake2b(archive, digest_size=16).hexdigest()
-    package = api.upload(f"_ray_pkg_{digest}.zip", archive)
+    package = api.upload(f"_ray_pkg_{hashlib.blake2b(archive, digest_size=16).hexdigest()}.zip", archive)
     job = f"sgpu-{what.name}-{secrets.token_hex(4)}"
     api.submit(_request(job, what, package, variables, options))
     return _told(api, what, _words(api, job))
@@ -119,27 +119,29 @@ def undeploy(api: JobsApi, name: str) -> str:
 def _request(
     job: str, what: Deployment, package: str, variables: Mapping[str, str], options: Mapping[str, object]
 ) -> dict[str, object]:
-    given = options.get("runtime_env")
-    environment: dict[str, object] = dict(given) if isinstance(given, dict) else {}  # pyright: ignore[reportUnknownArgumentType]
+    environment = _table(options.get("runtime_env"))
     modules = environment.get("py_modules")
-    own = environment.get("env_vars")
-    environment["py_modules"] = [package, *(modules if isinstance(modules, list) else [])]  # pyright: ignore[reportUnknownArgumentType]
-    environment["env_vars"] = {
-        "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_WAIT_S),
-        **variables,
-        **(own if isinstance(own, dict) else {}),  # pyright: ignore[reportUnknownArgumentType]
-        DEPLOYED: msgspec.json.encode(what).decode(),
-    }
-    told = options.get("metadata")
-    metadata: dict[str, object] = dict(told) if isinstance(told, dict) else {}  # pyright: ignore[reportUnknownArgumentType]
     return {
         **options,
         # no shell stays between Ray and the pool: what Ray tells the job the pool hears
         "entrypoint": "exec python -m sgpu_magic.cli.serving",
         "submission_id": job,
-        "runtime_env": environment,
-        "metadata": {**metadata, POOL: what.name},
+        "runtime_env": {
+            **environment,
+            "py_modules": [package, *(cast("list[object]", modules) if isinstance(modules, list) else [])],
+            "env_vars": {
+                "RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_WAIT_S),
+                **variables,
+                **_table(environment.get("env_vars")),
+                DEPLOYED: msgspec.json.encode(what).decode(),
+            },
+        },
+        "metadata": {**_table(options.get("metadata")), POOL: what.name},
     }
+
+
+def _table(value: object) -> dict[str, object]:
+    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
 
 
 def _going(api: JobsApi, name: str) -> list[Job]:
@@ -150,8 +152,7 @@ def _words(api: JobsApi, name: str) -> re.Match[str]:
     """Wait until the pool has said that it listens."""
     deadline = time.monotonic() + _START_S
     while True:
-        match = _WORDS.search(said := api.logs(name))
-        if match is not None:
+        if match := _WORDS.search(said := api.logs(name)):
             return match
         job = api.job(name)
         last = "\n".join((api.logs(name) or said).strip().splitlines()[-5:]) or (job.message or "")
@@ -167,10 +168,7 @@ def _words(api: JobsApi, name: str) -> re.Match[str]:
 
 
 def _told(api: JobsApi, what: Deployment, match: re.Match[str]) -> str:
-    place = urlsplit(match["address"])
-    anywhere = place.hostname in ("0.0.0.0", "::", None)
-    host = api.host if anywhere else place.hostname or api.host
-    reached = f"tcp://{f'[{host}]' if ':' in host else host}:{place.port}"
+    reached = reached_at(match["address"], api.host)
     names = sorted({name for name, _, _ in what.clients})
     admitted = f"lets in: {', '.join(names)}" if names else "nobody is let in yet: `sgpu pool authorize` says who is"
     return (

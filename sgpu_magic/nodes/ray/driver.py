@@ -1,13 +1,17 @@
 """The process that speaks to Ray: what the engine and it say to each other over a socketpair, and how it is kept alive.
 
-It is started, listened to, and started again when it ends; a cluster that hangs hangs nothing else.
+It is started, listened to, and started again when it ends; a cluster that hangs hangs nothing else. Agents are ordered
+of it: one is started when a run needs it, and ended some time after the last one.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+import zipfile
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -201,43 +205,132 @@ from_cluster = msgspec.msgpack.Decoder[FromCluster](FromCluster)
 
 
 _AGAIN_S = (1.0, 2.0, 5.0, 10.0)
-_END_S = 40.0
+END_S = 40.0
+"""Seconds for which the process is awaited when the pool ends."""
 
 
-class DriverProcess:
-    """Used from the loop's thread only.
+def start_driver(
+    arguments: Sequence[str], log: Path, on_message: Callable[[FromCluster], None]
+) -> child_process.ChildProcess[FromCluster]:
+    """Start it. While there is no process nothing is sent: what is wanted is said again when it has connected.
 
     Args:
         arguments: Of the process: Ray's address, the namespace, the prefix of names.
         log: Where Ray's words go.
         on_message: Called with what it says.
     """
+    # neither telling the makers of Ray about the cluster's users nor advice about imports is our affair
+    environ = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", **os.environ}
+    command = [sys.executable, "-m", "sgpu_magic.nodes.ray"]
+    driver = child_process.ChildProcess(
+        lambda: child_process.start(command, arguments, environ=environ, log=log),
+        from_cluster,
+        on_message,
+        pauses_s=_AGAIN_S,
+    )
+    driver.begin()
+    return driver
 
-    def __init__(self, arguments: Sequence[str], log: Path, on_message: Callable[[FromCluster], None]) -> None:
-        self._arguments = tuple(arguments)
-        self._log = log
-        self._child = child_process.ChildProcess(self._start, from_cluster, on_message, pauses_s=_AGAIN_S)
-        self._child.begin()
 
-    @property
-    def pid(self) -> int:
-        """The process's, 0 while there is none."""
-        return self._child.pid or 0
+# ---------------------------------------------------------------- the agents that are ordered of it
 
-    def send(self, message: ToCluster) -> None:
-        """Send; while there is no process nothing is sent: what is wanted is said again when it has connected."""
-        self._child.send(message)
+# an actor is given up after a minute
+_COME_S = 90.0
 
-    def well(self) -> None:
-        """It has connected: should it end, the next one comes soon."""
-        self._child.well()
 
-    def end(self) -> None:
-        """Have it end all actors and placement groups of the pool, and wait for it."""
-        self._child.end(EndAll(), _END_S)
+class NodeAgents:
+    """Orders actors, and knows which are on their way.
 
-    def _start(self) -> child_process.Started:
-        # neither telling the makers of Ray about the cluster's users nor advice about imports is our affair
-        quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
-        command = [sys.executable, "-m", "sgpu_magic.nodes.ray"]
-        return child_process.start(command, self._arguments, environ={**quiet, **os.environ}, log=self._log)
+    Args:
+        order: Makes the order for a node.
+        send: To the process that speaks to Ray.
+        idle_s: Seconds without a run after which an agent is to leave.
+
+    Attributes:
+        leaving: Nodes whose agents were told to end and have not yet.
+    """
+
+    def __init__(
+        self,
+        order: Callable[[str], AgentOrder],
+        send: Callable[[ToCluster], None],
+        idle_s: float,
+    ) -> None:
+        self._order = order
+        self._send = send
+        self._idle_s = idle_s
+        # seconds of a monotonic clock
+        self._starting: dict[str, float] = {}
+        self.leaving: set[str] = set()
+        # seconds of the caller's clock
+        self._idle_since: dict[str, float] = {}
+
+    def need(self, node: NodeFacts, package: str) -> None:
+        """A run will be there.
+
+        Args:
+            node: Where.
+            package: The version of our own package.
+        """
+        self._idle_since.pop(node.node, None)
+        if node.node not in self._starting:
+            self._starting[node.node] = time.monotonic()
+            self._send(StartAgent(order=self._order(node.node), ship=node.version != package))
+
+    def came(self, node: str) -> None:
+        """Its agent has said its first word."""
+        self._starting.pop(node, None)
+
+    def gone(self, node: str) -> None:
+        """Its agent is over, or could not be started."""
+        self._starting.pop(node, None)
+        self.leaving.discard(node)
+        self._idle_since.pop(node, None)
+
+    def retire(self, there: Collection[str], busy: Collection[str], now: float) -> None:
+        """Let go of nodes that had no run for long.
+
+        Args:
+            there: Nodes that have an agent.
+            busy: Those that have a run, or will have one.
+            now: Seconds of a monotonic clock.
+        """
+        for node in busy:
+            self._idle_since.pop(node, None)
+        idle = [node for node in there if node not in busy and node not in self.leaving]
+        over = [node for node in idle if now - self._idle_since.setdefault(node, now) >= self._idle_s]
+        if over:
+            self.leaving.update(over)
+            self._send(EndAgents(nodes=tuple(over)))
+
+    def late(self, now: float) -> list[str]:
+        """Nodes whose agents were ordered long ago and have not come; they count as gone."""
+        late = [node for node, since in self._starting.items() if now - since > _COME_S]
+        for node in late:
+            self.gone(node)
+        return late
+
+    def connected(self) -> None:
+        """The process that speaks to Ray is a new one: what was ordered may not have arrived."""
+        self._starting.clear()
+        if self.leaving:
+            self._send(EndAgents(nodes=tuple(self.leaving)))
+
+
+_NOT_SHIPPED = ("labextension", "__pycache__")
+# of every file: the same package is the same archive, byte for byte
+_THEN = (1980, 1, 1, 0, 0, 0)
+
+
+def package_archive() -> bytes:
+    """Return the archive; it has `sgpu_magic/` at its top."""
+    here = Path(__file__).parents[2]
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(here.rglob("*")):
+            if path.is_file() and not any(part in _NOT_SHIPPED for part in path.relative_to(here).parts):
+                info = zipfile.ZipInfo(str(path.relative_to(here.parent)), _THEN)
+                info.compress_type = zipfile.ZIP_DEFLATED
+                info.external_attr = 0o644 << 16
+                archive.writestr(info, path.read_bytes())
+    return data.getvalue()

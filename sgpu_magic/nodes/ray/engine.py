@@ -12,27 +12,30 @@ from sgpu_magic import __version__
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.engine import Engine
-from sgpu_magic.nodes.ray.agent_listener import AgentListener, ListenerState, NodeLink
+from sgpu_magic.nodes.ray.agent_listener import AgentListener, NodeKeys, NodeLink, keep_port, listen_address
 from sgpu_magic.nodes.ray.driver import (
+    END_S,
     AgentFailed,
     AskLease,
     ClusterFound,
     ClusterLost,
-    DriverProcess,
     DropLease,
+    EndAll,
     FromCluster,
     LeaseFailed,
     LeaseReady,
     LeaseWaits,
+    NodeAgents,
     NodeFacts,
     NodesSeen,
     ToCluster,
     Watch,
+    start_driver,
 )
 from sgpu_magic.nodes.ray.leases import inventory_of, is_known, read_elastic, request_of, shares_of, why_not
-from sgpu_magic.nodes.ray.node_agents import NodeAgents, NodeKeys
 from sgpu_magic.nodes.ray.uplink import AgentOrder
-from sgpu_magic.system.secure_sockets import KeyPair
+from sgpu_magic.system.child_process import ChildProcess
+from sgpu_magic.system.secure_sockets import kept_key_pair, reached_at
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.node import AgentReady, FromAgent, Launch
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
@@ -56,14 +59,20 @@ class RayEngine(Engine):
         UsageError: A setting can't be understood.
     """
 
+    # since `start`
+    _agent_listener: AgentListener
+    _driver: ChildProcess[FromCluster]
+    _tending: asyncio.TimerHandle
+
     def __init__(self, settings: Settings) -> None:
         self._elastic = read_elastic(settings.ray_elastic)
         name = settings.pool or "local"
         super().__init__(settings, name)
         self._prefix, self._namespace = f"sgpu:{name}:", f"sgpu-{name}"
-        self._state = ListenerState(private_dir(settings.state_path / "ray"))
-        self._keys = NodeKeys(self._state.path / "nodes.json")
-        self._agents = NodeAgents(self._keys, self._agent_order, self._tell, settings.ray_agent_idle_s)
+        self._directory = private_dir(settings.state_path / "ray")
+        self._pair = kept_key_pair(self._directory / "door.key")
+        self._keys = NodeKeys(self._directory / "nodes.json")
+        self._agents = NodeAgents(self._agent_order, self._tell, settings.ray_agent_idle_s)
         self._host = ""
         self._types: tuple[str, ...] = ()
         self._facts: dict[str, NodeFacts] = {}
@@ -72,7 +81,6 @@ class RayEngine(Engine):
         self._asked_for_inventory = self._found = False
         # seconds of the loop's clock, once the cluster was seen
         self._seen_at = 0.0
-        self._tending: asyncio.TimerHandle | None = None
         # what Ray was asked, and what for; those that are granted wait here for a node whose last agent is leaving
         self._asked: dict[str, tuple[AskLease, Launch, Sequence[bytes]]] = {}
         self._granted: dict[str, tuple[Launch, Sequence[bytes]]] = {}
@@ -80,21 +88,17 @@ class RayEngine(Engine):
         self._early: dict[str, tuple[float, LeaseReady]] = {}
         # nodes that Ray has and that do not answer: cut off, or dead and Ray does not know it yet
         self._away: set[str] = set()
-        self._agent_listener: AgentListener | None = None
-        self._driver: DriverProcess | None = None
 
     # ------------------------------------------------------------ for the pool service (Engine)
 
     def start(self, listener: EngineListener) -> None:
         settings = self._settings
-        self._agent_listener = AgentListener(
-            self._state.address(settings.ray_node_listen), self._state.pair, self._node_said, self._link_lost
-        )
-        self._state.keep_port(self._agent_listener.address)
+        address = listen_address(settings.ray_node_listen, self._directory)
+        self._agent_listener = AgentListener(address, self._pair, self._node_said, self._link_lost)
+        keep_port(self._agent_listener.address, self._directory)
         self._agent_listener.admit(self._keys.nodes)
         arguments = (settings.ray_address or "auto", self._namespace, self._prefix)
-        log = settings.state_path / "ray.log"
-        self._driver = DriverProcess(arguments, log, self._cluster_said)
+        self._driver = start_driver(arguments, settings.state_path / "ray.log", self._cluster_said)
         self._tending = self._loop.call_later(_TEND_S, self._tend)
         super().start(listener)
 
@@ -114,19 +118,18 @@ class RayEngine(Engine):
         if not self._found:
             return None
         # one that is being cleaned of a run that was given up comes back: what needs it waits
-        away = {node for node in self._facts if node in self._away or self._stale.has(node)}
+        away = {node for node in self._facts if node in self._away or node in self._stale}
         return inventory_of(
             self._name, self._facts.values(), self._leases.values(), self._elastic, coming=self._coming, away=away
         )
 
     def close(self) -> None:
-        if self._tending is not None:
+        if self._begun:
             self._tending.cancel()
-        if self._driver is not None:
             # through the actors: they know when the agents are gone
-            self._driver.end()
+            self._driver.end(EndAll(), END_S)
         super().close()
-        if self._agent_listener is not None:
+        if self._begun:
             self._agent_listener.close()
 
     # ------------------------------------------------------------ leases
@@ -230,8 +233,7 @@ class RayEngine(Engine):
                 self.node_lost(node, f"its agent could not be started: {why}")
 
     def _connected(self, found: ClusterFound) -> None:
-        if self._driver is not None:
-            self._driver.well()
+        self._driver.well()
         self._host, self._types, self._coming = found.address, found.types, ""
         self._agents.connected()
         for order, _, _ in self._asked.values():
@@ -252,7 +254,7 @@ class RayEngine(Engine):
                 self._tell(DropLease(run_id=run_id))
 
     def _cluster_lost(self, why: str) -> None:
-        if not self._found and self._listener is not None:
+        if not self._found:
             address = self._settings.ray_address or "RAY_ADDRESS, or the cluster of this machine"
             self._listener.broken(
                 f"the pool can't join the Ray cluster ({address}): {why}. Is it running, and does it have this "
@@ -281,23 +283,22 @@ class RayEngine(Engine):
             self.inventory_changed()
 
     def _tell(self, message: ToCluster) -> None:
-        if self._driver is not None:
-            self._driver.send(message)
+        self._driver.send(message)
 
     # ------------------------------------------------------------ nodes
 
     def _need(self, node: str) -> None:
         self._agents.need(self._facts[node], __version__)
-        if self._agent_listener is not None:
-            self._agent_listener.admit(self._keys.nodes)
+        self._agent_listener.admit(self._keys.nodes)
 
-    def _agent_order(self, node: str, pair: KeyPair) -> AgentOrder:
+    def _agent_order(self, node: str) -> AgentOrder:
+        pair = self._keys.of(node)
         return AgentOrder(
             node=node,
             prefix=self._prefix,
             namespace=self._namespace,
-            address=self._state.reached_at(self._host),
-            server_key=self._state.pair.public,
+            address=reached_at(self._agent_listener.address, self._host),
+            server_key=self._pair.public,
             public=pair.public,
             secret=pair.secret,
             settings=msgspec.json.encode(self._settings),
@@ -341,4 +342,6 @@ class RayEngine(Engine):
             # before that nobody knows what the agents of the last service hold
             self._agents.retire(self._channels.keys(), busy, time.monotonic())
         for node in self._agents.late(time.monotonic()):
-            self.node_lost(node, f"its agent does not reach the pool at {self._state.reached_at(self._host)}")
+            self.node_lost(
+                node, f"its agent does not reach the pool at {reached_at(self._agent_listener.address, self._host)}"
+            )

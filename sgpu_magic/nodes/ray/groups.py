@@ -18,22 +18,18 @@ ray: Any = importlib.import_module("ray")
 placement_groups: Any = importlib.import_module("ray.util.placement_group")
 strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
 accelerators: Any = importlib.import_module("ray.util.accelerators")
+# tells what is free of each node's resources, which nothing else does without the dashboard
+state: Any = importlib.import_module("ray._private.state")
 
 
-def available_per_node() -> dict[str, dict[str, float]]:
-    """What is free of each node's resources, by node id. Ray tells it only here, and without its dashboard."""
-    state: Any = importlib.import_module("ray._private.state")
-    return state.available_resources_per_node()
-
-
-def autoscaler_status(address: str) -> Any:
+def autoscaler_status() -> Any:
     """What the autoscaler (version 2) does.
 
     Raises:
         RuntimeError: It does not answer.
     """
     sdk: Any = importlib.import_module("ray.autoscaler.v2.sdk")
-    return sdk.get_cluster_status(address, timeout=2)
+    return sdk.get_cluster_status(str(ray.get_runtime_context().gcs_address), timeout=2)
 
 
 # a `PlacementGroup`
@@ -52,25 +48,18 @@ def find_or_make(order: AskLease, name: str) -> Group:
     found = find(name)
     if found is not None and state_of(found) != GONE:
         return found
-    bundles = bundles_of(order)
-    return placement_groups.placement_group(
-        bundles,
-        strategy="STRICT_SPREAD" if order.nodes > 1 else order.strategy,
-        name=name,
-        lifetime="detached",
-        bundle_label_selector=[dict(order.labels) for _ in bundles] if order.labels else None,
-    )
-
-
-def bundles_of(order: AskLease) -> list[dict[str, float]]:
-    """One bundle for each rank; one for each node where the number of nodes was asked for."""
+    # one bundle for each rank; one for each node where the number of nodes was asked for
     count, size = (order.nodes, order.ranks // order.nodes) if order.nodes else (order.ranks, 1)
     one: dict[str, float] = {"CPU": float(size)}
     if order.gpus:
-        one = {"GPU": float(size)}
-        if order.cpus:
-            one["CPU"] = order.cpus * size
-    return [{**one, **order.resources} for _ in range(count)]
+        one = {"GPU": float(size)} | ({"CPU": order.cpus * size} if order.cpus else {})
+    return placement_groups.placement_group(
+        [{**one, **order.resources} for _ in range(count)],
+        strategy="STRICT_SPREAD" if order.nodes > 1 else order.strategy,
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=[dict(order.labels) for _ in range(count)] if order.labels else None,
+    )
 
 
 def find(name: str) -> Group | None:
@@ -90,8 +79,7 @@ def state_of(group: Group) -> str:
 
 
 def remove(name: str) -> None:
-    group = find(name)
-    if group is not None:
+    if (group := find(name)) is not None:
         placement_groups.remove_placement_group(group)
 
 
