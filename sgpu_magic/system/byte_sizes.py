@@ -72,11 +72,7 @@ def memory_limit() -> int:
 
 def memory_groups() -> Iterator[Path]:
     """Yield this process's memory groups up to the root, in both versions of the interface."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -89,16 +85,17 @@ def memory_groups() -> Iterator[Path]:
 
 def number_in(file: Path, name: str) -> int | None:
     """Return the number behind a name at the beginning of a line, None where there is none."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return None
+    lines = _text(file).splitlines()
     return next((int(fields[1]) for line in lines if (fields := line.split())[:1] == [name]), None)
 
 
 def _number(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = _text(file).strip()
     return int(text) if text.isdigit() else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

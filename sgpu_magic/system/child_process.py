@@ -142,9 +142,7 @@ class ChildProcess(Generic[M]):
 
     def end(self, word: Record, wait_s: float) -> None:
         """Say a last word and wait for its end; it is killed when that takes too long. The loop need not run."""
-        self._cancel()
-        stream, child = self._stream, self._child
-        self._stream = self._child = None
+        stream, child = self._taken()
         if stream is not None:
             stream.send(word)
             stream.send_all(wait_s)
@@ -169,19 +167,20 @@ class ChildProcess(Generic[M]):
             self._timer = self._loop.call_later(pause_s, self._start)
 
     def _stop(self) -> None:
-        self._cancel()
-        stream, child = self._stream, self._child
-        self._stream = self._child = None
+        stream, child = self._taken()
         if stream is not None:
             stream.close()
         if child is not None:
             child.kill()
             self._reap(child)
 
-    def _cancel(self) -> None:
+    def _taken(self) -> tuple[MessageStream[M] | None, subprocess.Popen[bytes] | None]:
+        """What there was of a process: from now on there is none, and none is on its way."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        taken = self._stream, self._child
+        self._timer = self._stream = self._child = None
+        return taken
 
     def _reap(self, child: subprocess.Popen[bytes]) -> None:
         if child.poll() is None:

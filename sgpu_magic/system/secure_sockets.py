@@ -8,13 +8,14 @@ session keys of its own, so what was recorded can't be read later or played agai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
 import stat
 import struct
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -238,6 +239,49 @@ def sender_of(frame: zmq.Frame) -> str:
     return user.decode() if isinstance(user, bytes) else str(user)
 
 
+class LoopSocket:
+    """A ZeroMQ socket in an asyncio loop's thread: calls back for each message.
+
+    Args:
+        socket: The socket, which is owned from now on.
+        received: Called with the frames of each message.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], received: Callable[[Sequence[zmq.Frame]], None]) -> None:
+        self._socket = socket
+        self._received = received
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(socket.fileno(), self.drain)
+        self._drain_scheduled = False
+        self._drain_soon()
+
+    def send(self, parts: Sequence[bytes]) -> None:
+        """Send a message, or drop it: to whom nobody is connected, or takes no more."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        # a send can swallow the edge that tells of arrived messages
+        self._drain_soon()
+
+    def drain(self) -> None:
+        """Take what has come."""
+        self._drain_scheduled = False
+        while not self._socket.closed:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._received(frames)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+
+    def _drain_soon(self) -> None:
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_soon(self.drain)
+
+
 class Admission:
     """Answers ZAP for all servers of one context, in the loop's thread: a listed key is let in, all else is not.
 
@@ -248,27 +292,20 @@ class Admission:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admits: Callable[[str], bool]) -> None:
         self._admits = admits
-        self._loop = asyncio.get_running_loop()
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.bind(_ZAP_ADDRESS)
-        self._loop.add_reader(self._socket.fileno(), self._answer)
-        self._answer()
+        socket = context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.bind(_ZAP_ADDRESS)
+        self._socket = LoopSocket(socket, self._answer)
 
     def close(self) -> None:
-        self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
 
-    def _answer(self) -> None:
-        while not self._socket.closed:
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            # [peer, "", version, request, domain, address, identity, mechanism, credentials]
-            if len(parts) < 8 or parts[2] != _ZAP_VERSION:
-                continue
-            key = z85.encode(parts[8]).decode() if parts[7] == b"CURVE" and len(parts) == 9 else ""
-            admitted = parts[4] == _ZAP_DOMAIN and bool(key) and self._admits(key)
-            status, user = (b"200", key.encode()) if admitted else (b"400", b"")
-            self._socket.send_multipart([parts[0], b"", _ZAP_VERSION, parts[3], status, b"", user, b""])
+    def _answer(self, frames: Sequence[zmq.Frame]) -> None:
+        parts = [frame.bytes for frame in frames]
+        # [peer, "", version, request, domain, address, identity, mechanism, credentials]
+        if len(parts) < 8 or parts[2] != _ZAP_VERSION:
+            return
+        key = z85.encode(parts[8]).decode() if parts[7] == b"CURVE" and len(parts) == 9 else ""
+        admitted = parts[4] == _ZAP_DOMAIN and bool(key) and self._admits(key)
+        status, user = (b"200", key.encode()) if admitted else (b"400", b"")
+        self._socket.send([parts[0], b"", _ZAP_VERSION, parts[3], status, b"", user, b""])

@@ -34,6 +34,7 @@ from sgpu_magic.nodes.ray.uplink import (
 from sgpu_magic.system.secure_sockets import (
     Admission,
     KeyPair,
+    LoopSocket,
     bound_to,
     new_key_pair,
     secure_server,
@@ -115,25 +116,24 @@ class AgentListener:
         self._links: dict[str, NodeLink] = {}
         self._context = zmq.Context()
         self._admission = Admission(self._context, self._nodes.__contains__)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = _LINGER_MS
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger = _LINGER_MS
         # a full queue would drop messages; what is in it is bounded by the windows of those that send much
-        self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        secure_server(self._socket, pair)
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        secure_server(socket, pair)
         try:
-            self._socket.bind(address)
+            socket.bind(address)
         except zmq.ZMQError as error:
-            self._socket.close()
+            socket.close()
             self._admission.close()
             self._context.term()
             raise UsageError(
                 f"the pool can't listen for its nodes at {address}: {error.strerror}. "
                 "Set ray_node_listen (SGPU_RAY_NODE_LISTEN) to a free tcp://address:port of this machine."
             ) from None
-        self.address = bound_to(self._socket)
-        self._drain_scheduled = False
-        self._loop.add_reader(self._socket.fileno(), self._drain)
+        self.address = bound_to(socket)
+        self._socket = LoopSocket(socket, self._received)
         self._tick_due = self._loop.time() + _TICK_S
         self._beats = False
         self._timer = self._loop.call_later(_TICK_S, self._tick)
@@ -145,7 +145,6 @@ class AgentListener:
 
     def close(self) -> None:
         self._timer.cancel()
-        self._loop.remove_reader(self._socket.fileno())
         self._links.clear()
         self._socket.close()
         self._admission.close()
@@ -163,31 +162,17 @@ class AgentListener:
     # ------------------------------------------------------------ within
 
     def _send(self, identity: bytes, message: Record, *frames: bytes) -> None:
-        # it is not connected: it will miss something, and say so
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart([identity, codec.encode(message), *frames], zmq.NOBLOCK)
-        # a send can swallow the edge that tells of arrived messages
-        if not self._drain_scheduled:
-            self._drain_scheduled = True
-            self._loop.call_soon(self._drain)
+        # one that is not connected will miss something, and say so
+        self._socket.send([identity, codec.encode(message), *frames])
 
-    def _drain(self) -> None:
-        self._drain_scheduled = False
-        while not self._socket.closed:
-            try:
-                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            if not parts:
-                continue
-            try:
-                # a key that was let in and is not listed any more says nothing either
-                node = self._nodes.get(sender_of(parts[0]), "")
-                if node:
-                    self._heard(node, identity.bytes, _from_node.decode(parts[0].buffer), parts[1:])
-            except msgspec.DecodeError:
-                # not our protocol: it gets no answer
-                continue
+    def _received(self, frames: Sequence[zmq.Frame]) -> None:
+        identity, *parts = frames
+        # a key that was let in and is not listed any more says nothing either
+        node = self._nodes.get(sender_of(parts[0]), "") if parts else ""
+        # what is not our protocol gets no answer
+        with contextlib.suppress(msgspec.DecodeError):
+            if node:
+                self._heard(node, identity.bytes, _from_node.decode(parts[0].buffer), parts[1:])
 
     def _heard(self, node: str, identity: bytes, message: FromNode, parts: Sequence[zmq.Frame]) -> None:
         if isinstance(message, LinkHello):
@@ -241,7 +226,7 @@ class AgentListener:
         late, self._tick_due = now - self._tick_due, now + _TICK_S
         self._timer = self._loop.call_later(_TICK_S, self._tick)
         self._beats = not self._beats
-        self._drain()
+        self._socket.drain()
         for link in list(self._links.values()):
             if late > _STARVED_S:
                 link.heard_at += late

@@ -11,7 +11,6 @@ be sent twice: what matters is numbered above it, by run.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import socket
@@ -29,7 +28,7 @@ from sgpu_magic.nodes.ray import go_between
 from sgpu_magic.system import child_process
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import signal_name
-from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
+from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, LoopSocket, secure_client
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.node import EndAgent
 from sgpu_magic.wire.pool_status import agent_socket_file
@@ -153,7 +152,7 @@ class Uplink:
         self.finished: asyncio.Future[str] = self._loop.create_future()
         """Why it is over, "" when the agent was told to end."""
         self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
+        self._socket: LoopSocket | None = None
         self._link = ""
         self._opened = False
         self.abandoned = False
@@ -194,7 +193,8 @@ class Uplink:
         if self._ended():
             return
         self._loop.call_later(BEAT_S, self._tick)
-        self._drain()
+        if self._socket is not None:
+            self._socket.drain()
         if late > BEAT_S:
             # this process was starved: that is no silence of the pool's
             self._heard_at += late
@@ -210,12 +210,12 @@ class Uplink:
         self._hang_up()
         order = self._order
         self._link, self._sent, self._received = secrets.token_hex(8), 0, 0
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = _LINGER_MS
-        self._socket.sndhwm = self._socket.rcvhwm = 0
-        secure_client(self._socket, Endpoint(order.address, order.server_key), KeyPair(order.public, order.secret))
-        self._socket.connect(order.address)
-        self._loop.add_reader(self._socket.fileno(), self._drain)
+        connection = self._context.socket(zmq.DEALER)
+        connection.linger = _LINGER_MS
+        connection.sndhwm = connection.rcvhwm = 0
+        secure_client(connection, Endpoint(order.address, order.server_key), KeyPair(order.public, order.secret))
+        connection.connect(order.address)
+        self._socket = LoopSocket(connection, self._arrived)
         self._heard_at = self._loop.time()
         self._say(LinkHello(node=order.node, link=self._link))
 
@@ -226,26 +226,15 @@ class Uplink:
             self._agent = None
         self._opened = False
         if self._socket is not None:
-            self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
             self._socket = None
 
     def _say(self, message: Record, *frames: bytes) -> None:
         if self._socket is not None:
-            with contextlib.suppress(zmq.ZMQError):
-                self._socket.send_multipart([codec.encode(message), *frames], zmq.NOBLOCK)
-            # a send can swallow the edge that tells of arrived messages
-            self._loop.call_soon(self._drain)
+            self._socket.send([codec.encode(message), *frames])
 
-    def _drain(self) -> None:
-        while self._socket is not None:
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._heard(_to_node.decode(parts[0]), parts[1:])
-
-    def _heard(self, message: ToNode, parts: Sequence[bytes]) -> None:
+    def _arrived(self, frames: Sequence[zmq.Frame]) -> None:
+        message, parts = _to_node.decode(frames[0].buffer), [frame.bytes for frame in frames[1:]]
         if message.link != self._link:
             return
         self._heard_at = self._loop.time()
