@@ -7,7 +7,7 @@ from typing import Protocol
 
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.files import StreamMessage, StreamOpened
+from sgpu_magic.wire.files import FromStream
 from sgpu_magic.wire.node import HeldRun, RunEvent, ToAgent
 from sgpu_magic.wire.rank import RankAnswer
 
@@ -41,7 +41,7 @@ class EngineListener(Protocol):
 
     def answered(self, request: int, answer: RankAnswer) -> None: ...
 
-    def forwarded(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
+    def forwarded(self, message: FromStream, frames: Sequence[bytes]) -> None:
         """A node says something of a stream that `Engine.forward` has opened there."""
         ...
 

@@ -169,7 +169,7 @@ class Engine(EngineRuns):
             case PartEnded():
                 run.part_ended(part)
             case DevicesFree():
-                run.joint.part_free(part)
+                run.joint.parts[part].free = True
                 self._look_if_over(run)
             case RanksGone():
                 self._part_gone(run, part)
@@ -290,7 +290,7 @@ class Engine(EngineRuns):
         self._listener.node_found(inventory, [run.whole for run in held.values()])
         missing = {
             node: [self._runs[run_id] for run_id in held if run_id in self._runs and node in held[run_id].missing]
-            for node in {node for run in held.values() for node in run.missing}
+            for node in self._held.awaited
         }
         self._held = HeldParts()
         for node, runs in missing.items():
@@ -302,7 +302,7 @@ class Engine(EngineRuns):
         missing: list[RunOnNodes] = []
         for run_id, run in list(self._runs.items()):
             part = run.part_on(node)
-            if part is None or run.joint.is_lost(part):
+            if part is None or run.joint.parts[part].lost:
                 continue
             one = held.get(run_id)
             if one is not None and one.launch.attempt == run.launch.attempt:

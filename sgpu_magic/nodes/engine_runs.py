@@ -17,7 +17,7 @@ from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.files import OpenStream, StreamMessage
+from sgpu_magic.wire.files import ToStream
 from sgpu_magic.wire.node import (
     DetachRun,
     EndRun,
@@ -198,7 +198,7 @@ class EngineRuns:
         if run is not None:
             self._send(run.node_of(message.rank), message, frames)
 
-    def forward(self, run_id: str, rank: int, message: OpenStream | StreamMessage, frames: Sequence[bytes]) -> None:
+    def forward(self, run_id: str, rank: int, message: ToStream, frames: Sequence[bytes]) -> None:
         """Pass on what a client says of a stream to the node of a run's rank; answered by `forwarded`."""
         run = self._runs.get(run_id)
         if run is not None:

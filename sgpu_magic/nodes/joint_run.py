@@ -26,7 +26,7 @@ _READY, _STARTED, _ENDED = range(3)
 
 
 @dataclass(slots=True)
-class _PartOfRun:
+class PartOfRun:
     """What is known of one node's part.
 
     Args:
@@ -53,6 +53,11 @@ class _PartOfRun:
     gone: bool = False
     lost: bool = False
 
+    @property
+    def is_over(self) -> bool:
+        """No rank of it is left, or can be reached."""
+        return self.gone or self.lost
+
 
 class JointRun:
     """Joins one attempt of a run.
@@ -64,11 +69,12 @@ class JointRun:
     Attributes:
         ended: Every part has said its last word, and the run's was passed on.
         released: What became of the payload was passed on.
+        parts: What is known of each; `told_end` and `free` are for who hears of them to set.
     """
 
     def __init__(self, parts: int, numbers: Mapping[int, int] | None = None) -> None:
-        self._parts = [_PartOfRun() for _ in range(parts)]
-        for index, part in enumerate(self._parts):
+        self.parts = [PartOfRun() for _ in range(parts)]
+        for index, part in enumerate(self.parts):
             part.heard = part.passed = (numbers or {}).get(index, 0)
         # of events that nobody is told by themselves, until the next one is passed on
         self._joined: list[tuple[int, int]] = []
@@ -79,35 +85,27 @@ class JointRun:
 
     def passed(self, index: int) -> int:
         """Number of the newest event of a part that was passed on: what its agent need not keep any more."""
-        return self._parts[index].passed
+        return self.parts[index].passed
 
     @property
     def all_ended(self) -> bool:
         """Every part has ended, also those whose last word is still to come."""
-        return all(part.told_end or part.ended or part.gone or part.lost for part in self._parts)
+        return all(part.told_end or part.ended or part.is_over for part in self.parts)
 
     @property
     def free(self) -> bool:
         """No process of it is left anywhere; files of it may still come."""
-        return all(part.free or part.gone or part.lost for part in self._parts)
+        return all(part.free or part.is_over for part in self.parts)
 
     @property
     def gone(self) -> bool:
         """Nothing of it is left anywhere."""
-        return all(part.gone or part.lost for part in self._parts)
+        return all(part.is_over for part in self.parts)
 
     @property
     def lost(self) -> bool:
         """A node of it was lost: what it ends as is not for its agents to say."""
-        return any(part.lost for part in self._parts)
-
-    def is_lost(self, index: int) -> bool:
-        """The node of the part is gone, or was given up."""
-        return self._parts[index].lost
-
-    def is_gone(self, index: int) -> bool:
-        """No rank of the part is left."""
-        return self._parts[index].gone or self._parts[index].lost
+        return any(part.lost for part in self.parts)
 
     def heard(self, index: int, event: RunEvent, frames: Sequence[bytes], now: float) -> list[Told]:
         """A node has told an event. Returns what is to be passed on.
@@ -116,12 +114,12 @@ class JointRun:
             index: The node's part.
             now: Wall-clock time here, seconds since the epoch.
         """
-        part = self._parts[index]
+        part = self.parts[index]
         if part.lost or event.number <= part.heard:
             # what a node that was given up sends, or what was sent again after its link was lost
             return []
         part.heard = event.number
-        if len(self._parts) == 1:
+        if len(self.parts) == 1:
             # nobody else has a word in it
             part.passed = event.number
             self.ended |= isinstance(event.body, RunEnded)
@@ -132,22 +130,14 @@ class JointRun:
         part.waiting.append((msgspec.structs.replace(event, part=index), frames))
         return self._pass_on()
 
-    def part_ended(self, index: int) -> None:
-        """A part has ended, and says its last word when its results are here."""
-        self._parts[index].told_end = True
-
-    def part_free(self, index: int) -> None:
-        """The processes of a part are gone: it says its last word, where that waits for its results, and no more."""
-        self._parts[index].free = True
-
     def part_gone(self, index: int) -> list[Told]:
         """The ranks of a part are gone: it says nothing more but what became of the payload."""
-        self._parts[index].gone = True
+        self.parts[index].gone = True
         return self._pass_on()
 
     def part_lost(self, index: int) -> list[Told]:
         """The node of a part is gone, or its agent."""
-        part = self._parts[index]
+        part = self.parts[index]
         part.lost = True
         part.waiting.clear()
         return self._pass_on()
@@ -157,7 +147,7 @@ class JointRun:
     def _pass_on(self) -> list[Told]:
         told: list[Told] = []
         while True:
-            for part in self._parts:
+            for part in self.parts:
                 while part.waiting and _level(part) is None:
                     event, frames = part.waiting.popleft()
                     part.passed = event.number
@@ -178,7 +168,7 @@ class JointRun:
                 body = None if text in self._notes else body
                 self._notes.add(text)
             case Stalled() | Resumed():
-                done = {index for index, part in enumerate(self._parts) if part.waiting and _level(part) == _ENDED}
+                done = {index for index, part in enumerate(self.parts) if part.waiting and _level(part) == _ENDED}
                 body = self._stalls.told(event.part, body, done)
             case _:
                 pass
@@ -190,10 +180,10 @@ class JointRun:
     def _join(self) -> list[Told] | None:
         """Pass on what every node has said by now; None while that is nothing."""
         levels: dict[int, int] = {}
-        for index, part in enumerate(self._parts):
+        for index, part in enumerate(self.parts):
             if part.waiting:
                 levels[index] = _level(part) or _READY
-            elif not (part.ended or part.gone or part.lost):
+            elif not (part.ended or part.is_over):
                 return None
         if not levels:
             return None
@@ -202,7 +192,7 @@ class JointRun:
         match level:
             case 0:
                 return [(self._with_joined(event, event.body), frames) for event, frames in at]
-            case 1 if len(at) == len(self._parts):
+            case 1 if len(at) == len(self.parts):
                 starts = [event.body for event, _ in at if isinstance(event.body, RanksStarted)]
                 self._joined += [(event.part, event.number) for event, _ in at]
                 return [(self._with_joined(at[-1][0], join_starts(starts)), ())]
@@ -214,7 +204,7 @@ class JointRun:
                 return []
 
     def _take(self, index: int) -> Told:
-        part = self._parts[index]
+        part = self.parts[index]
         event, frames = part.waiting.popleft()
         part.passed = event.number
         part.ended |= isinstance(event.body, RunEnded)
@@ -222,7 +212,7 @@ class JointRun:
 
     def _end(self, at: Sequence[Told]) -> Told:
         ends = [
-            PartEnd(event.body, frames, self._parts[event.part].ahead_s or 0.0)
+            PartEnd(event.body, frames, self.parts[event.part].ahead_s or 0.0)
             for event, frames in at
             if isinstance(event.body, RunEnded)
         ]
@@ -233,10 +223,10 @@ class JointRun:
 
     def _released(self, index: int, body: PayloadReleased) -> PayloadReleased | None:
         """What is told of the payload when one node more does not read it any more; an adopted one says so again."""
-        self._parts[index].released = body
+        self.parts[index].released = body
         if self.released:
             return None
-        releases = [part.released for part in self._parts if not part.lost]
+        releases = [part.released for part in self.parts if not part.lost]
         told = [release for release in releases if release is not None]
         self.released = len(told) == len(releases)
         return join_releases(told) if self.released else None
@@ -248,7 +238,7 @@ class JointRun:
         return msgspec.structs.replace(event, body=body, joined=joined)
 
 
-def _level(part: _PartOfRun) -> int | None:
+def _level(part: PartOfRun) -> int | None:
     """Which of the joint kinds the oldest waiting event of a part is; None for one that passes alone."""
     match part.waiting[0][0].body:
         case EnvironmentMoved(ready=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from sgpu_magic.agent.failures.reports_of_ranks import find_root_cause
-from sgpu_magic.wire.devices import Inventory, Node
+from sgpu_magic.wire.devices import Device, Inventory, Node
 from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.states import RunState
@@ -138,6 +138,19 @@ class JointStacks:
         return tuple(sorted(asked.stacks, key=lambda stack: stack.rank))
 
 
+def inventory_with(host: str, nodes: Sequence[Node], devices: Iterable[Device], problem: str) -> Inventory:
+    """Return what the nodes have together: their devices, and the sums of the rest."""
+    return Inventory(
+        host=host,
+        devices=tuple(devices),
+        cpu_slots=sum(node.cpu_slots for node in nodes),
+        cores=sum(node.cores for node in nodes),
+        problem=problem,
+        driver=next((node.driver for node in nodes if node.driver), ""),
+        nodes=tuple(nodes),
+    )
+
+
 def merged_inventory(host: str, inventories: Mapping[str, Inventory], addresses: Mapping[str, str]) -> Inventory:
     """Join the inventories that the nodes' agents have told.
 
@@ -146,7 +159,7 @@ def merged_inventory(host: str, inventories: Mapping[str, Inventory], addresses:
         inventories: By node id.
         addresses: By node id, where other nodes reach it.
     """
-    nodes = tuple(
+    nodes = [
         Node(
             node=node,
             host=inventory.host,
@@ -157,21 +170,12 @@ def merged_inventory(host: str, inventories: Mapping[str, Inventory], addresses:
             driver=inventory.driver,
         )
         for node, inventory in inventories.items()
+    ]
+    # simulated devices are named alike on every node
+    devices = (
+        msgspec.structs.replace(device, node=node, uuid=f"{device.uuid}@{node}" if device.simulated else device.uuid)
+        for node, inventory in inventories.items()
+        for device in inventory.devices
     )
     problems = [f"{inventory.host}: {inventory.problem}" for inventory in inventories.values() if inventory.problem]
-    return Inventory(
-        host=host,
-        devices=tuple(
-            # simulated devices are named alike on every node
-            msgspec.structs.replace(
-                device, node=node, uuid=f"{device.uuid}@{node}" if device.simulated else device.uuid
-            )
-            for node, inventory in inventories.items()
-            for device in inventory.devices
-        ),
-        cpu_slots=sum(node.cpu_slots for node in nodes),
-        cores=sum(node.cores for node in nodes),
-        problem="; ".join(problems),
-        driver=next((node.driver for node in nodes if node.driver), ""),
-        nodes=nodes,
-    )
+    return inventory_with(host, nodes, devices, "; ".join(problems))

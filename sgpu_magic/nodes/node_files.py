@@ -17,14 +17,21 @@ from sgpu_magic.config import Settings
 from sgpu_magic.files.content_store import blob_path
 from sgpu_magic.files.file_thread import FileThread
 from sgpu_magic.files.safe_paths import BadName, open_below, parts_of, remove_below, replace_below
-from sgpu_magic.wire.files import CHUNK_BYTES, BlobFetched, FetchBlob, RunFileStored, StoreRunFile
+from sgpu_magic.wire.files import (
+    CHUNK_BYTES,
+    BlobFetched,
+    FetchBlob,
+    NodeFileReply,
+    NodeFileRequest,
+    RunFileStored,
+    StoreRunFile,
+)
 from sgpu_magic.wire.ids import is_valid_id
 
-Answer = Callable[[BlobFetched | RunFileStored, Sequence[bytes]], None]
+Answer = Callable[[NodeFileReply, Sequence[bytes]], None]
 
 # where each node's part of a log begins
 _SOURCES = ".log-sources"
-_MOST_RUNS = 200
 
 
 class _Begins(msgspec.Struct):
@@ -44,10 +51,8 @@ class NodeFiles:
         self._stores = settings.state_path / "blobs"
         self._runs = settings.runs_path
         self._thread = FileThread("sgpu-node-files")
-        # used in the thread only
-        self._begins: dict[str, _Begins] = {}
 
-    def said(self, message: FetchBlob | StoreRunFile, frames: Sequence[bytes], answer: Answer) -> None:
+    def said(self, message: NodeFileRequest, frames: Sequence[bytes], answer: Answer) -> None:
         """Do what a node asks for.
 
         Args:
@@ -94,7 +99,7 @@ class NodeFiles:
         if message.offset < 0:
             raise BadName("a part of a file can't begin before the file")
         if message.size is None:
-            begin = self._begin_of(directory, message)
+            begin = _begin_of(directory, message)
             _put(directory, message.name, data, begin + message.offset)
             return
         *folders, last = parts_of(message.name)
@@ -103,55 +108,44 @@ class NodeFiles:
         if message.offset < message.size or not message.size:
             _put(directory, path, data, message.offset)
         if message.offset >= message.size:
-            self._finish(directory, message, path, temporary)
-
-    def _finish(self, directory: Path, message: StoreRunFile, path: str, temporary: str) -> None:
-        try:
-            descriptor = open_below(directory, path)
-        except FileNotFoundError:
-            # said once more after a broken link
-            return
-        try:
-            whole = os.fstat(descriptor).st_size == message.size
-            os.fchmod(descriptor, 0o700 if message.executable else 0o600)
-        finally:
-            os.close(descriptor)
-        if not whole:
-            remove_below(directory, path)
-            raise OSError("it came with another size than was said")
-        replace_below(directory, temporary, message.name)
-
-    def _begin_of(self, directory: Path, message: StoreRunFile) -> int:
-        """Where a node's own log begins in the pool's."""
-        run_id, name, source = message.run_id, message.name, message.source
-        begins = self._begins.get(run_id)
-        if begins is None:
-            begins = self._begins[run_id] = _read_begins(directory)
-            if len(self._begins) > _MOST_RUNS:
-                del self._begins[next(iter(self._begins))]
-        of_log = begins.at.setdefault(name, {})
-        if source not in of_log:
-            with contextlib.suppress(FileNotFoundError):
-                descriptor = open_below(directory, name)
-                of_log[source] = os.fstat(descriptor).st_size
-                os.close(descriptor)
-            of_log.setdefault(source, 0)
-            _write_begins(directory, begins)
-        return of_log[source]
+            _finish(directory, message, path, temporary)
 
 
-def _read_begins(directory: Path) -> _Begins:
+def _finish(directory: Path, message: StoreRunFile, path: str, temporary: str) -> None:
     try:
-        return msgspec.json.decode((directory / _SOURCES).read_bytes(), type=_Begins)
+        descriptor = open_below(directory, path)
+    except FileNotFoundError:
+        # said once more after a broken link
+        return
+    try:
+        whole = os.fstat(descriptor).st_size == message.size
+        os.fchmod(descriptor, 0o700 if message.executable else 0o600)
+    finally:
+        os.close(descriptor)
+    if not whole:
+        remove_below(directory, path)
+        raise OSError("it came with another size than was said")
+    replace_below(directory, temporary, message.name)
+
+
+def _begin_of(directory: Path, message: StoreRunFile) -> int:
+    """Where a node's own log begins in the pool's."""
+    try:
+        begins = msgspec.json.decode((directory / _SOURCES).read_bytes(), type=_Begins)
     except (OSError, msgspec.DecodeError):
-        return _Begins()
-
-
-def _write_begins(directory: Path, begins: _Begins) -> None:
-    temporary = f"{_SOURCES}.part"
-    remove_below(directory, temporary)
-    _put(directory, temporary, msgspec.json.encode(begins), 0)
-    replace_below(directory, temporary, _SOURCES)
+        begins = _Begins()
+    of_log = begins.at.setdefault(message.name, {})
+    if message.source not in of_log:
+        of_log[message.source] = 0
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = open_below(directory, message.name)
+            of_log[message.source] = os.fstat(descriptor).st_size
+            os.close(descriptor)
+        temporary = f"{_SOURCES}.part"
+        remove_below(directory, temporary)
+        _put(directory, temporary, msgspec.json.encode(begins), 0)
+        replace_below(directory, temporary, _SOURCES)
+    return of_log[message.source]
 
 
 def _put(directory: Path, name: str, data: bytes, offset: int) -> None:

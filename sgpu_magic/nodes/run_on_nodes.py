@@ -82,7 +82,7 @@ class RunOnNodes:
     @property
     def parts(self) -> dict[int, str]:
         """The node of each part that has ranks, or may have some."""
-        return {index: node for index, node in enumerate(self.nodes) if not self.joint.is_gone(index)}
+        return {index: node for index, node in enumerate(self.nodes) if not self.joint.parts[index].is_over}
 
     def part_on(self, node: str) -> int | None:
         """Which part is on a node, None when none is."""
@@ -195,7 +195,7 @@ class RunOnNodes:
 
     def part_ended(self, index: int) -> None:
         """A part has ended, and says its last word when its results are here."""
-        self.joint.part_ended(index)
+        self.joint.parts[index].told_end = True
         if self.joint.all_ended:
             self.all_ended()
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -64,33 +63,28 @@ class Decoder(Generic[M]):
         return msgspec.convert(_with_texts(msgspec.msgpack.decode(data), _unescaped), self._type)
 
 
-class _SpecOutline(msgspec.Struct):
+class _SpecOutline(msgspec.Struct, frozen=True):
     run_id: str
 
 
-class _LaunchOutline(msgspec.Struct, tag="launch"):
-    """As much of a `Launch` as it takes to refuse it."""
-
-    spec: _SpecOutline
-    number: int = 0
-    locks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadableLaunch:
-    """A `Launch` that does not have its declared shape.
+class UnreadableLaunch(msgspec.Struct, frozen=True, tag="launch"):
+    """As much of a `Launch` that does not have its declared shape as it takes to refuse it.
 
     Args:
-        run_id: The run that was to start.
+        spec: Of the run that was to start.
         number: As in `Launch`.
         locks: As in `Launch`.
         problem: What does not fit.
     """
 
-    run_id: str
-    number: int
-    locks: int
-    problem: str
+    spec: _SpecOutline
+    number: int = 0
+    locks: int = 0
+    problem: str = ""
+
+    @property
+    def run_id(self) -> str:
+        return self.spec.run_id
 
 
 Order = ToAgent | UnreadableLaunch
@@ -107,12 +101,10 @@ class OrderDecoder(Decoder[Order]):
             return super().decode(data)
         except msgspec.DecodeError as error:
             try:
-                launch = msgspec.msgpack.decode(data, type=_LaunchOutline)
+                launch = msgspec.msgpack.decode(data, type=UnreadableLaunch)
             except msgspec.DecodeError:
                 raise error from None
-            return UnreadableLaunch(
-                run_id=launch.spec.run_id, number=launch.number, locks=launch.locks, problem=str(error)
-            )
+            return msgspec.structs.replace(launch, problem=str(error))
 
 
 class _RunEventOutline(msgspec.Struct, tag="run-event"):

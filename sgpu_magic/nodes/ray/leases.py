@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 import msgspec
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.nodes.merge_parts import inventory_with
 from sgpu_magic.nodes.ray.driver import AskLease, LeasePart, NodeFacts
 from sgpu_magic.wire.devices import (
     ANY,
@@ -76,27 +77,18 @@ def devices_of(facts: NodeFacts) -> tuple[Device, ...]:
     kind = type_of(facts) if facts.gpus else ""
     devices: list[Device] = []
     for number in range(facts.gpus):
-        if number < len(facts.devices):
-            real = facts.devices[number]
-            device = Device(
-                uuid=real.uuid,
+        real = facts.devices[number] if number < len(facts.devices) else None
+        devices.append(
+            Device(
+                uuid=real.uuid if real else f"SIM-{kind}-{facts.node[:10]}-{number}",
                 type=kind,
-                name=real.name,
+                name=real.name if real else f"simulated {kind}",
                 index=number,
-                memory_bytes=real.memory_bytes,
+                memory_bytes=real.memory_bytes if real else memory_of(kind),
+                simulated=real is None,
                 node=facts.node,
             )
-        else:
-            device = Device(
-                uuid=f"SIM-{kind}-{facts.node[:10]}-{number}",
-                type=kind,
-                name=f"simulated {kind}",
-                index=number,
-                memory_bytes=memory_of(kind),
-                simulated=True,
-                node=facts.node,
-            )
-        devices.append(device)
+        )
     return tuple(devices)
 
 
@@ -144,17 +136,8 @@ def inventory_of(
             devices += [msgspec.structs.replace(device, outside_use=AWAY) for device in own]
         else:
             devices += _marked(own, facts.gpus_outside, ours)
-    return Inventory(
-        host=name,
-        devices=tuple(devices),
-        cpu_slots=sum(node.cpu_slots for node in there),
-        cores=sum(node.cores for node in there),
-        problem=" ".join(problems),
-        driver=next((node.driver for node in there if node.driver), ""),
-        nodes=tuple(there),
-        elastic=elastic,
-        coming=coming,
-    )
+    whole = inventory_with(name, there, devices, " ".join(problems))
+    return msgspec.structs.replace(whole, elastic=elastic, coming=coming)
 
 
 def _problem(facts: NodeFacts) -> str:
@@ -168,14 +151,8 @@ def _problem(facts: NodeFacts) -> str:
 
 def _marked(devices: tuple[Device, ...], outside: int, ours: Collection[str]) -> list[Device]:
     """Ray tells how many of a node's GPUs others use, not which: they are the last ones that are not ours."""
-    marked = list(devices)
-    for number in range(len(marked) - 1, -1, -1):
-        if outside <= 0:
-            break
-        if marked[number].uuid not in ours:
-            marked[number] = msgspec.structs.replace(marked[number], outside_use=OTHERS)
-            outside -= 1
-    return marked
+    last = [device for device in reversed(devices) if device.uuid not in ours][: max(0, outside)]
+    return [msgspec.structs.replace(one, outside_use=OTHERS) if one in last else one for one in devices]
 
 
 def shares_of(parts: Iterable[LeasePart], nodes: Mapping[str, NodeFacts]) -> tuple[NodeShare, ...]:
@@ -225,26 +202,21 @@ def request_of(
         avoid: Nodes that do not answer, whatever Ray thinks of them.
     """
     gpus = not lease.cpu_slots
-    order = AskLease(
+    away = sorted(avoid & nodes.keys())
+    there = [facts for node, facts in nodes.items() if node not in avoid]
+    labels, resources = _selectors(lease.device_type, there, select, names) if gpus else ({}, {})
+    if away:
+        labels = {_NODE_LABEL: f"!{_any_of(away)}"} | labels
+    return AskLease(
         run_id=run_id,
         ranks=lease.ranks,
         gpus=gpus,
         cpus=_cpus_that_fit(lease.device_type, nodes.values(), cpus) if gpus else 1.0,
-        strategy=_STRATEGIES[placement.strategy],
+        labels=labels,
+        resources=resources,
+        strategy="STRICT_PACK" if placement.nodes == 1 else _STRATEGIES[placement.strategy],
         nodes=placement.nodes if placement.nodes > 1 and lease.ranks % placement.nodes == 0 else 0,
     )
-    if placement.nodes == 1:
-        order = _with(order, strategy="STRICT_PACK")
-    here = sorted(avoid & nodes.keys())
-    there = [facts for node, facts in nodes.items() if node not in avoid]
-    labels, resources = _selectors(lease.device_type, there, select, names) if gpus else ({}, {})
-    if here:
-        labels = {_NODE_LABEL: _none_of(here)} | labels
-    return _with(order, labels=labels, resources=resources)
-
-
-def _with(order: AskLease, **changes: object) -> AskLease:
-    return msgspec.structs.replace(order, **changes)
 
 
 def _cpus_that_fit(kind: str, nodes: Iterable[NodeFacts], cpus: float) -> float:
@@ -280,10 +252,6 @@ def _is(name: str, kind: str) -> bool:
 
 def _any_of(values: list[str]) -> str:
     return values[0] if len(values) == 1 else f"in({','.join(values)})"
-
-
-def _none_of(values: list[str]) -> str:
-    return f"!{values[0]}" if len(values) == 1 else f"!in({','.join(values)})"
 
 
 def why_not(order: AskLease, lease: Lease, nodes: Iterable[NodeFacts], leases: Iterable[Lease], coming: str) -> str:
