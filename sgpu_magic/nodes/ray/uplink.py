@@ -234,7 +234,8 @@ class Uplink:
             self._socket.send([codec.encode(message), *frames])
 
     def _arrived(self, frames: Sequence[zmq.Frame]) -> None:
-        message, parts = _to_node.decode(frames[0].buffer), [frame.bytes for frame in frames[1:]]
+        message: ToNode = _to_node.decode(frames[0].buffer)
+        parts = [frame.bytes for frame in frames[1:]]
         if message.link != self._link:
             return
         self._heard_at = self._loop.time()
