@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from sgpu_magic.client.link import PoolLink, Reply
-from sgpu_magic.errors import PoolError, SerializationError
+from sgpu_magic.client.link import PoolLink
+from sgpu_magic.client.wires import A, Answer
+from sgpu_magic.errors import SerializationError
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,
@@ -38,8 +38,6 @@ _SLOW_S = 0.5
 _FIRST_WINDOW = 4
 # many small files are asked for together
 _HASHED_AHEAD = 512
-
-A = TypeVar("A", BlobsHeld, BlobTaken)
 # what is over within a second needs no word
 _FIRST_S = 1.0
 _EVERY_S = 1.0
@@ -156,20 +154,19 @@ class BlobSender:
 
     def _send_rest(self, data: memoryview, digest: str, begin: int) -> int:
         """Send all from `begin` on, and return how far the pool has got; less than all when it stopped answering."""
-        under_way: deque[tuple[int, int, float, Future[Reply]]] = deque()
+        under_way: deque[tuple[Answer, int, float]] = deque()
         taken = at = begin
         try:
             while taken < data.nbytes:
                 while at < data.nbytes and len(under_way) < self._window:
                     chunk = bytes(data[at : at + CHUNK_BYTES])
-                    request, reply = self._link.new_request()
-                    under_way.append((request, at + len(chunk), time.monotonic(), reply))
-                    self._link.send(PutBlob(request=request, digest=digest, size=data.nbytes, offset=at), [chunk])
+                    order = PutBlob(request=0, digest=digest, size=data.nbytes, offset=at)
                     at += len(chunk)
+                    under_way.append((self._link.ask(order, [chunk]), at, time.monotonic()))
                     self.sent_bytes += len(chunk)
-                _, end, sent_at, reply = under_way[0]
-                answer = _answer(reply, BlobTaken)
-                if answer is None or answer.up_to < end:
+                answer, end, sent_at = under_way[0]
+                found = _found(answer, BlobTaken)
+                if found is None or found.up_to < end:
                     return taken
                 under_way.popleft()
                 taken = end
@@ -178,19 +175,15 @@ class BlobSender:
                 self._window = max(1, self._window - 1) if slow else min(WINDOW, self._window + 1)
             return taken
         finally:
-            for request, *_ in under_way:
-                self._link.give_up(request)
+            for answer, *_ in under_way:
+                answer.give_up()
 
     def _ask(self, blobs: Sequence[tuple[str, int]]) -> Sequence[int]:
         while True:
-            request, reply = self._link.new_request()
-            self._link.send(AskBlobs(request=request, blobs=tuple(blobs)))
-            try:
-                answer = _answer(reply, BlobsHeld)
-            finally:
-                self._link.give_up(request)
-            if answer is not None and len(answer.bytes) == len(blobs):
-                return answer.bytes
+            with self._link.ask(AskBlobs(request=0, blobs=tuple(blobs))) as answer:
+                found = _found(answer, BlobsHeld)
+            if found is not None and len(found.bytes) == len(blobs):
+                return found.bytes
             self._tell(0)
 
     def _tell(self, of_this_piece: int) -> None:
@@ -198,20 +191,12 @@ class BlobSender:
             self._on_progress(self._there + of_this_piece)
 
 
-def _answer(reply: Future[Reply], kind: type[A]) -> A | None:
-    """The pool's answer, None when none comes: the link may be broken, and come back.
-
-    Raises:
-        SgpuError: The pool refuses.
-        PoolLost: It is gone for good.
-    """
+def _found(answer: Answer, kind: type[A]) -> A | None:
+    """Return the pool's answer, None when none comes: the link may be broken, and come back."""
     try:
-        answer = reply.result(_ANSWER_S)
+        return answer.of(kind, _ANSWER_S)
     except TimeoutError:
         return None
-    if not isinstance(answer, kind):
-        raise PoolError("the pool gave an answer that fits no question. Have its operator restart it.")
-    return answer
 
 
 def _unreadable(error: OSError) -> SerializationError:

@@ -10,22 +10,20 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
-import msgspec
-
-from sgpu_magic.client.link import PoolLink, PoolLost, Reply
+from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.local_pool import find_pool, start_pool, stated_settings, wait_for_exit
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_wire import RemoteWire
 from sgpu_magic.client.this_process import own_key_path, own_keys, this_hello, this_interpreter
-from sgpu_magic.client.wires import LocalWire
+from sgpu_magic.client.wires import A, LocalWire
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
 from sgpu_magic.system.secure_sockets import Endpoint
-from sgpu_magic.wire.client import Accepted, AskStacks, Attach, Cancel, Detach, Goodbye, StopPool, Submit, Warm
+from sgpu_magic.wire.client import Accepted, AskStacks, Attach, Goodbye, StopPool, Warm
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, PoolAddress, PoolStatus, socket_file
+from sgpu_magic.wire.record import Record
 
 REPLY_TIMEOUT_S = 15.0
 # ranks that were asked to end have the default grace of 5 s
@@ -35,9 +33,6 @@ _MOST_NAMED = 3
 # a kernel that is restarted does not wait for a pool that does not answer
 _CLOSE_PATIENCE_S = 0.5
 _ONLY_ASKS = (Attach, AskStatus, AskStacks)
-
-A = TypeVar("A", bound=Reply)
-Question = Attach | AskStacks | AskStatus | Cancel | Detach | StopPool | Submit
 
 
 class Connection(ABC):
@@ -271,7 +266,7 @@ def with_known_version(link: PoolLink) -> PoolLink:
 
 def ask(
     link: PoolLink,
-    question: Question,
+    question: Record,
     kind: type[A],
     timeout_s: float = REPLY_TIMEOUT_S,
     frames: Sequence[bytes] = (),
@@ -280,7 +275,7 @@ def ask(
 
     Args:
         link: To the pool.
-        question: With any number: it gets one of its own.
+        question: What is asked.
         kind: What is answered.
         timeout_s: How long to wait for that in seconds.
         frames: Raw frames of the question.
@@ -288,20 +283,16 @@ def ask(
     Raises:
         SgpuError: The pool refused it, died, or did not answer.
     """
-    request, reply = link.new_request()
+    answer = link.ask(question, frames)
     try:
-        link.send(msgspec.structs.replace(question, request=request), frames)
-        answer = reply.result(timeout_s)
+        return answer.of(kind, timeout_s)
     except BaseException as error:
         if isinstance(question, _ONLY_ASKS):
             # an order is carried out once a broken link is back
-            link.give_up(request)
+            answer.give_up()
         if isinstance(error, TimeoutError):
             raise _no_answer(link, timeout_s) from None
         raise
-    if not isinstance(answer, kind):
-        raise PoolError(f"{link.title} gave an answer that fits no question. Restart it: `sgpu pool stop`.")
-    return answer
 
 
 def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:

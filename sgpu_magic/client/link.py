@@ -6,6 +6,7 @@ what is missing of a run's events shows in their numbers, and is asked for again
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import threading
@@ -16,28 +17,14 @@ import msgspec
 
 from sgpu_magic import errors
 from sgpu_magic.client.this_process import this_hello
-from sgpu_magic.client.wires import EventItem, EventQueue, FilePart, Outgoing, Parcel, Wire
+from sgpu_magic.client.wires import Answer, EventItem, EventQueue, FilePart, Outgoing, Parcel, Reply, Wire
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.client import (
-    Accepted,
-    Attach,
-    Attached,
-    Notice,
-    Pong,
-    PoolMessage,
-    RankAnswered,
-    Refused,
-    Stacks,
-    Unfollow,
-)
+from sgpu_magic.wire.client import Attach, Attached, Notice, Pong, PoolMessage, Refused, Unfollow
 from sgpu_magic.wire.events import Event, PayloadReleased
 from sgpu_magic.wire.files import (
-    BlobsHeld,
-    BlobTaken,
     RunFileRead,
-    RunFiles,
     StreamClosed,
     StreamData,
     StreamEnded,
@@ -45,10 +32,9 @@ from sgpu_magic.wire.files import (
     StreamOpened,
     StreamTaken,
 )
-from sgpu_magic.wire.pool_status import PoolStatus, Welcome
+from sgpu_magic.wire.pool_status import Welcome
 from sgpu_magic.wire.record import Record
 
-Reply = Accepted | Attached | Stacks | RankAnswered | PoolStatus | BlobsHeld | BlobTaken | RunFiles | FilePart
 _HELLO_TIMEOUT_S = 10.0
 
 
@@ -57,7 +43,7 @@ class PoolLost(PoolError):
 
 
 class PoolLink:
-    """One connection to a pool service (a `Receiver`); over a broken line it is made again.
+    """One connection to a pool service; over a broken line it is made again.
 
     Args:
         wire: The way to the pool.
@@ -138,6 +124,18 @@ class PoolLink:
                 self._after[request] = message.after
         self._outgoing.put(Parcel(request, parts))
 
+    def ask(self, question: Record, frames: Sequence[bytes] = ()) -> Answer:
+        """Send a question, or an order that is answered; its `request` becomes a number of its own."""
+        request, reply = self.new_request()
+        try:
+            self.send(msgspec.structs.replace(question, request=request), frames)
+        except UsageError:
+            self.give_up(request)
+            raise
+        restart = "Have its operator restart it." if self._wire.says_hello else "Restart it: `sgpu pool stop`."
+        misfit = f"{self.title} gave an answer that fits no question. {restart}"
+        return Answer(reply, functools.partial(self.give_up, request), misfit)
+
     def new_request(self) -> tuple[int, Future[Reply]]:
         """Return a request number and the future of its reply."""
         number = next(self._requests)
@@ -216,7 +214,7 @@ class PoolLink:
             self._outgoing.close()
 
     def received(self, parts: Sequence[bytes]) -> PoolMessage | None:
-        """Take a message from the wire; return it, None when it could not be read."""
+        """Take a message and its raw frames from the wire; return it, None when it could not be read."""
         try:
             message = codec.pool_messages.decode(parts[0])
         except msgspec.DecodeError:
@@ -226,14 +224,17 @@ class PoolLink:
         return message
 
     def failed(self, error: PoolError) -> None:
+        """Say why the pool can't be reached, to whoever waits for its welcome."""
         if not self._welcome.done():
             self._welcome.set_exception(error)
 
     def awaited(self) -> Collection[int]:
+        """Return the requests that somebody waits for."""
         with self._lock:
             return set(self._replies)
 
     def questions_after_gap(self) -> Sequence[Record]:
+        """Return what makes the pool send again what may have been lost."""
         if self.on_gap is not None:
             self.on_gap()
         with self._lock:

@@ -10,14 +10,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from sgpu_magic.client.link import PoolLink, Reply
-from sgpu_magic.client.wires import FilePart
+from sgpu_magic.client.link import PoolLink
+from sgpu_magic.client.wires import A, Answer, FilePart
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
 from sgpu_magic.files.kept_folders import keep_newest
@@ -37,8 +35,6 @@ _WINDOW = 16
 _ANSWER_S = 60.0
 # who reads a log shows what is there when the pool can't be asked
 _LOG_PATIENCE_S = 5.0
-
-A = TypeVar("A", RunFiles, FilePart)
 
 
 def mirror_path(settings: Settings, pool: str, run_id: str) -> Path:
@@ -69,9 +65,7 @@ class Mirror:
             PoolError: The pool does not answer.
         """
         link = self._link()
-        request, reply = link.new_request()
-        link.send(ListRunFiles(request=request, run=self._run_id, under=under))
-        return _answer(link, request, reply, RunFiles)
+        return _found(link, link.ask(ListRunFiles(request=0, run=self._run_id, under=under)), RunFiles)
 
     def bring(self, name: str) -> Path:
         """Bring a file as it is now, and return where it lies here.
@@ -84,7 +78,7 @@ class Mirror:
         self._make_folder(name)
         target = self.directory.joinpath(*parts_of(name))
         with appearing(target) as file:
-            self._copy(name, file.fileno(), 0)
+            self.copy_into(name, file.fileno(), 0)
         return target
 
     def bring_if_there(self, name: str) -> None:
@@ -123,7 +117,7 @@ class Mirror:
             try:
                 if sure_bytes is not None:
                     os.ftruncate(descriptor, begin)
-                self._copy(name, descriptor, begin, _LOG_PATIENCE_S)
+                self.copy_into(name, descriptor, begin, _LOG_PATIENCE_S)
             finally:
                 os.close(descriptor)
 
@@ -139,21 +133,43 @@ class Mirror:
             return os.open(self.bring(name), os.O_RDONLY | os.O_CLOEXEC)
         descriptor = os.memfd_create("sgpu-payload", os.MFD_CLOEXEC)
         try:
-            self._copy(name, descriptor, 0)
+            self.copy_into(name, descriptor, 0)
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
 
-    def copy_into(self, name: str, target: int, begin: int) -> None:
+    def copy_into(self, name: str, target: int, begin: int, patience_s: float | None = None) -> None:
         """Write a file's bytes from `begin` on into a descriptor, at the same place, as many as it has now.
+
+        Args:
+            name: The file.
+            target: The descriptor.
+            begin: Where in the file.
+            patience_s: Seconds without an answer; None also waits until a broken link has come back.
 
         Raises:
             RunFileUnknown: The run has no such file.
             PoolError: The pool does not answer.
             OSError: They can't be written.
         """
-        self._copy(name, target, begin)
+        link = self._link()
+        under_way: deque[tuple[int, Answer]] = deque()
+        at, whole = begin, None
+        try:
+            while whole is None or at < whole or under_way:
+                while len(under_way) < (1 if whole is None else _WINDOW) and (whole is None or at < whole):
+                    under_way.append((at, self._ask(link, name, at, CHUNK_BYTES)))
+                    at += CHUNK_BYTES
+                offset, answer = under_way.popleft()
+                part = _found(link, answer, FilePart, patience_s)
+                whole = part.about.size if whole is None else whole
+                write_at(target, part.data, offset)
+                if len(part.data) < min(CHUNK_BYTES, whole - offset):
+                    raise RunFileUnknown(f"{name} of the run has become shorter at its pool while it was read.")
+        finally:
+            for _, answer in under_way:
+                answer.give_up()
 
     # ------------------------------------------------------------ within
 
@@ -171,42 +187,19 @@ class Mirror:
 
     def _size(self, name: str, patience_s: float | None = None) -> int:
         link = self._link()
-        return _answer(link, *self._ask(link, name, 0, 0), FilePart, patience_s).about.size
+        return _found(link, self._ask(link, name, 0, 0), FilePart, patience_s).about.size
 
-    def _copy(self, name: str, target: int, begin: int, patience_s: float | None = None) -> None:
-        """Write a file's bytes from `begin` on, as many as it has when they are read."""
-        link = self._link()
-        under_way: deque[tuple[int, int, Future[Reply]]] = deque()
-        at, whole = begin, None
-        try:
-            while whole is None or at < whole or under_way:
-                while len(under_way) < (1 if whole is None else _WINDOW) and (whole is None or at < whole):
-                    under_way.append((at, *self._ask(link, name, at, CHUNK_BYTES)))
-                    at += CHUNK_BYTES
-                offset, request, reply = under_way.popleft()
-                part = _answer(link, request, reply, FilePart, patience_s)
-                whole = part.about.size if whole is None else whole
-                write_at(target, part.data, offset)
-                if len(part.data) < min(CHUNK_BYTES, whole - offset):
-                    raise RunFileUnknown(f"{name} of the run has become shorter at its pool while it was read.")
-        finally:
-            for _, request, _ in under_way:
-                link.give_up(request)
-
-    def _ask(self, link: PoolLink, name: str, offset: int, size: int) -> tuple[int, Future[Reply]]:
-        request, reply = link.new_request()
-        link.send(ReadRunFile(request=request, run=self._run_id, name=name, offset=offset, size=size))
-        return request, reply
+    def _ask(self, link: PoolLink, name: str, offset: int, size: int) -> Answer:
+        return link.ask(ReadRunFile(request=0, run=self._run_id, name=name, offset=offset, size=size))
 
 
-def _answer(link: PoolLink, request: int, reply: Future[Reply], kind: type[A], patience_s: float | None = None) -> A:
+def _found(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | None = None) -> A:
     """Wait for an answer; without `patience_s` also until a broken link has come back."""
     wait_s = _ANSWER_S if patience_s is None else patience_s
-    try:
+    with answer:
         while True:
             try:
-                answer = reply.result(wait_s)
-                break
+                return answer.of(kind, wait_s)
             except TimeoutError:
                 # a broken link comes back, and asks again; one that stands and is silent does not
                 if patience_s is not None or not link.silent_s:
@@ -214,11 +207,6 @@ def _answer(link: PoolLink, request: int, reply: Future[Reply], kind: type[A], p
                         f"{link.title} did not send a run's file within {wait_s:.0f} s. Look at your network; what is "
                         "kept there is not harmed."
                     ) from None
-    finally:
-        link.give_up(request)
-    if not isinstance(answer, kind):
-        raise PoolError(f"{link.title} gave an answer that fits no question. Have its operator restart it.")
-    return answer
 
 
 # ---------------------------------------------------------------- which runs were sent there

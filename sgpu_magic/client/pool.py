@@ -263,19 +263,15 @@ class Pool:
         Raises:
             SessionError: There is no such session, a cell runs in it, or the new ranks did not join.
         """
-        link = self._connection.made(start=False)
-        request, reply = link.new_request()
-        link.send(RestartRanks(request=request, session=session, ranks=ranks))
-        try:
-            answer = reply.result(timeout_s)
-        except TimeoutError:
-            raise SessionError(
-                f"the new ranks have not joined their session within {timeout_s:g} s. It goes on as soon as they do; "
-                "%sgpu_disconnect ends it."
-            ) from None
-        finally:
-            link.give_up(request)
-        return answer.text if isinstance(answer, Accepted) else ""
+        order = RestartRanks(request=0, session=session, ranks=ranks)
+        with self._connection.made(start=False).ask(order) as answer:
+            try:
+                return answer.of(Accepted, timeout_s).text
+            except TimeoutError:
+                raise SessionError(
+                    f"the new ranks have not joined their session within {timeout_s:g} s. It goes on as soon as they "
+                    "do; %sgpu_disconnect ends it."
+                ) from None
 
     def ask_rank(self, session: str, question: RankQuestion, timeout_s: float = 1.0) -> RankAnswer:
         """Ask an idle rank of a session about its namespace. Whatever is in the way is told in the answer.
@@ -288,16 +284,13 @@ class Pool:
         link = self._connection.alive
         if link is None:
             return RankAnswer(problem=f"the {self.name} pool is not connected.")
-        request, reply = link.new_request()
-        link.send(AskRank(request=request, session=session, question=question))
-        try:
-            answer = reply.result(timeout_s)
-        except (TimeoutError, SgpuError) as error:
-            problem = error.message if isinstance(error, SgpuError) else f"no answer within {timeout_s:g} s."
-            return RankAnswer(problem=problem)
-        finally:
-            link.give_up(request)
-        return answer.answer if isinstance(answer, RankAnswered) else RankAnswer(problem="it was not understood.")
+        with link.ask(AskRank(request=0, session=session, question=question)) as answer:
+            try:
+                return answer.of(RankAnswered, timeout_s).answer
+            except TimeoutError:
+                return RankAnswer(problem=f"no answer within {timeout_s:g} s.")
+            except SgpuError as error:
+                return RankAnswer(problem=error.message)
 
     def link(self) -> PoolLink:
         """Return the link, for messages that are no questions. Starts no pool.

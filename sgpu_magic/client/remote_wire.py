@@ -10,17 +10,21 @@ import errno
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from sgpu_magic.client.wires import Outgoing, Parcel, Receiver
+from sgpu_magic.client.wires import Outgoing, Parcel
 from sgpu_magic.errors import KeyRefused, PoolError
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Ping, Pong
 from sgpu_magic.wire.pool_status import Hello, Welcome
+
+if TYPE_CHECKING:
+    from sgpu_magic.client.link import PoolLink
 
 _TICK_MS = 1000
 _PING_S = 3.0
@@ -100,7 +104,7 @@ class RemoteWire:
 
     # ------------------------------------------------------------ the link's thread
 
-    def carry(self, outgoing: Outgoing, receiver: Receiver) -> None:
+    def carry(self, outgoing: Outgoing, link: PoolLink) -> None:
         context = zmq.Context()
         pause_s = _FIRST_PAUSE_S
         try:
@@ -110,11 +114,11 @@ class RemoteWire:
                 )
                 try:
                     connection.make(lambda: self._has_ended(outgoing))
-                    if not self._talk(connection, outgoing, receiver):
+                    if not self._talk(connection, outgoing, link):
                         return
                     pause_s = _FIRST_PAUSE_S
                 except PoolError as error:
-                    receiver.failed(error)
+                    link.failed(error)
                     if not self._service or isinstance(error, KeyRefused):
                         return
                 finally:
@@ -127,7 +131,7 @@ class RemoteWire:
         finally:
             context.term()
 
-    def _talk(self, connection: RemoteConnection, outgoing: Outgoing, receiver: Receiver) -> bool:
+    def _talk(self, connection: RemoteConnection, outgoing: Outgoing, link: PoolLink) -> bool:
         """Live through one connection. False when it was the last: another service answers, or it is time to end."""
         connection.send(self._hello)
         began_at = time.monotonic()
@@ -137,14 +141,14 @@ class RemoteWire:
             if readable:
                 for parts in connection.received():
                     self._heard_at = time.monotonic()
-                    message = receiver.received(parts)
+                    message = link.received(parts)
                     if isinstance(message, Welcome) and not welcomed:
                         welcomed = True
                         if not self._is_same_service(message):
                             return False
-                        self._send_again(connection, receiver)
+                        self._send_again(connection, link)
                     elif isinstance(message, Pong) and message.behind:
-                        self._send_again(connection, receiver)
+                        self._send_again(connection, link)
             for parcel in outgoing.take():
                 self._remember(parcel)
                 if welcomed:
@@ -167,11 +171,11 @@ class RemoteWire:
         known, self._service = self._service, welcome.service
         return known in ("", welcome.service)
 
-    def _send_again(self, connection: RemoteConnection, receiver: Receiver) -> None:
+    def _send_again(self, connection: RemoteConnection, link: PoolLink) -> None:
         """What may have been lost in the last connection: events, requests and their answers."""
-        for question in receiver.questions_after_gap():
+        for question in link.questions_after_gap():
             connection.send([codec.encode(question)])
-        wanted: Collection[int] = receiver.awaited()
+        wanted: Collection[int] = link.awaited()
         self._requests = {number: parts for number, parts in self._requests.items() if number in wanted}
         for number in sorted(self._requests):
             connection.send(self._requests[number])

@@ -124,8 +124,7 @@ class Run:
             reason: Who or what wants that.
             kill: KILL the ranks that were asked before and have not stopped, also after the run's end.
         """
-        request, _ = self._link.new_request()
-        self._link.send(Cancel(request=request, run=self.run_id, reason=reason, kill=kill))
+        self._link.ask(Cancel(request=0, run=self.run_id, reason=reason, kill=kill))
 
     def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
         """Pass on what the front end says to widgets of a rank. Nobody waits for it."""

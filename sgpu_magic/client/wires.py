@@ -9,18 +9,22 @@ import contextlib
 import os
 import queue
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import zmq
 
 from sgpu_magic.errors import PoolError
-from sgpu_magic.wire.client import PoolMessage
+from sgpu_magic.wire.client import Accepted, Attached, RankAnswered, Stacks
 from sgpu_magic.wire.events import Event
-from sgpu_magic.wire.files import RunFileRead
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.files import BlobsHeld, BlobTaken, RunFileRead, RunFiles
+from sgpu_magic.wire.pool_status import PoolStatus
+
+if TYPE_CHECKING:
+    from sgpu_magic.client.link import PoolLink
 
 _LINGER_MS = 200
 _NO_PIDFD_POLL_MS = 1000
@@ -118,31 +122,48 @@ class EventQueue(queue.SimpleQueue["EventItem | None"]):
             woken()
 
 
+Reply = Accepted | Attached | Stacks | RankAnswered | PoolStatus | BlobsHeld | BlobTaken | RunFiles | FilePart
+A = TypeVar("A", bound=Reply)
+
+
+class Answer:
+    """What a question is answered with; a context, at whose end nobody waits for that any more.
+
+    Args:
+        reply: Comes from the link's thread.
+        give_up: Tells the link that nobody waits.
+        misfit: What is said of an answer that fits no question.
+    """
+
+    def __init__(self, reply: Future[Reply], give_up: Callable[[], None], misfit: str) -> None:
+        self._reply = reply
+        self._misfit = misfit
+        self.give_up = give_up
+
+    def of(self, kind: type[A], timeout_s: float) -> A:
+        """Wait for it.
+
+        Raises:
+            TimeoutError: It has not come.
+            SgpuError: The pool refused what was asked, or died.
+        """
+        answer = self._reply.result(timeout_s)
+        if not isinstance(answer, kind):
+            raise PoolError(self._misfit)
+        return answer
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_up()
+
+
 # ---------------------------------------------------------------- what carries them
 
 
-class Receiver(Protocol):
-    """The link, called in its thread."""
-
-    def received(self, parts: Sequence[bytes]) -> PoolMessage | None:
-        """Take what the pool has sent: a message and its raw frames. Returns the message, None when it is not one."""
-        ...
-
-    def failed(self, error: PoolError) -> None:
-        """Say why the pool can't be reached, to whoever waits for its welcome."""
-        ...
-
-    def awaited(self) -> Collection[int]:
-        """Requests that somebody waits for."""
-        ...
-
-    def questions_after_gap(self) -> Sequence[Record]:
-        """What makes the pool send again what may have been lost."""
-        ...
-
-
 class Wire(Protocol):
-    """One way to a pool. `carry` runs in the link's thread; the rest may be asked by any.
+    """One way to a pool. `carry` runs in the link's thread, whose part of the link it calls; the rest is for any.
 
     Attributes:
         title: The pool as sentences name it.
@@ -157,7 +178,7 @@ class Wire(Protocol):
         """Seconds since the pool was heard, 0 as long as that is no cause for a word."""
         ...
 
-    def carry(self, outgoing: Outgoing, receiver: Receiver) -> None:
+    def carry(self, outgoing: Outgoing, link: PoolLink) -> None:
         """Carry messages until `outgoing` ends or the pool's process is gone for good."""
         ...
 
@@ -207,7 +228,7 @@ class LocalWire:
     def answered(self, request: int) -> None:
         """Nothing is kept to be sent again."""
 
-    def carry(self, outgoing: Outgoing, receiver: Receiver) -> None:
+    def carry(self, outgoing: Outgoing, link: PoolLink) -> None:
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.linger = _LINGER_MS
@@ -224,7 +245,7 @@ class LocalWire:
             while True:
                 ready = dict(poller.poll(None if pidfd >= 0 else _NO_PIDFD_POLL_MS))
                 if pidfd in ready or (pidfd < 0 and not _lives(self._pid)):
-                    self._receive(dealer, receiver)
+                    self._receive(dealer, link)
                     return
                 if outgoing.fileno() in ready:
                     for parcel in outgoing.take():
@@ -232,7 +253,7 @@ class LocalWire:
                     if outgoing.closed:
                         return
                 if dealer in ready:
-                    self._receive(dealer, receiver)
+                    self._receive(dealer, link)
         except OSError:
             return
         finally:
@@ -241,13 +262,13 @@ class LocalWire:
             dealer.close()
             context.term()
 
-    def _receive(self, dealer: zmq.Socket[bytes], receiver: Receiver) -> None:
+    def _receive(self, dealer: zmq.Socket[bytes], link: PoolLink) -> None:
         while True:
             try:
                 parts = dealer.recv_multipart(zmq.NOBLOCK, copy=True)
             except zmq.Again:
                 return
-            receiver.received(parts)
+            link.received(parts)
 
 
 def _lives(pid: int) -> bool:

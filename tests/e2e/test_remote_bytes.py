@@ -26,8 +26,8 @@ from sgpu_magic.client import blob_sender, remote_wire
 from sgpu_magic.client.blob_sender import BlobSender, Piece
 from sgpu_magic.client.connection import REPLY_TIMEOUT_S
 from sgpu_magic.client.files_of_run import recorded_directory
-from sgpu_magic.client.link import PoolLink, Reply
-from sgpu_magic.client.wires import FilePart
+from sgpu_magic.client.link import PoolLink
+from sgpu_magic.client.wires import FilePart, Reply
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.runs.replay.recorded import read_recorded
 from sgpu_magic.views.live.log_reader import LogReader

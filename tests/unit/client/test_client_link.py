@@ -11,7 +11,7 @@ from waiting import eventually
 
 from sgpu_magic.client.connection import Connection
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.wires import Outgoing, Parcel, Receiver
+from sgpu_magic.client.wires import Outgoing, Parcel
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire import codec
@@ -34,10 +34,10 @@ class Line:
 
     def __init__(self) -> None:
         self.sent: list[Record] = []
-        self.receiver: Receiver | None = None
+        self.link: PoolLink | None = None
 
-    def carry(self, outgoing: Outgoing, receiver: Receiver) -> None:
-        self.receiver = receiver
+    def carry(self, outgoing: Outgoing, link: PoolLink) -> None:
+        self.link = link
         self.says(Welcome(protocol_version=4, package_version="0", pid=1))
         while not outgoing.closed:
             for parcel in outgoing.take():
@@ -45,8 +45,8 @@ class Line:
             time.sleep(0.001)
 
     def says(self, message: Record) -> None:
-        assert self.receiver is not None
-        self.receiver.received([codec.encode(message)])
+        assert self.link is not None
+        self.link.received([codec.encode(message)])
 
     def _take(self, parcel: Parcel) -> None:
         self.sent.append(codec.client_messages.decode(parcel.parts[0]))
