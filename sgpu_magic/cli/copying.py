@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 import stat
 import sys
 import time
@@ -17,18 +18,18 @@ from typing import BinaryIO, TextIO
 
 import msgspec
 
-from sgpu_magic.cli.arguments import Parser, note
-from sgpu_magic.client.files_of_run import FilesOfRun, files_of
+from sgpu_magic.cli.main import Parser, note
+from sgpu_magic.client.find_run import FilesHere, FilesOfRun, files_of
+from sgpu_magic.client.this_process import this_umask
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
-from sgpu_magic.files.safe_paths import BadName, list_below, open_below, parts_of, replace_below
+from sgpu_magic.files.safe_paths import BadName, open_below, parts_of, replace_below
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.files import KEY, RunFile, work_folders
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.run import RUN_RECORD, RunRecord
 
 _ADDRESS = re.compile(r"(?P<run>[0-9A-Fa-f]{1,40})(?:/(?P<rank>\d{1,6}))?:(?P<path>.*)", re.DOTALL)
-_COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def _find(files: FilesOfRun, address: Address) -> Sequence[_Wanted]:
 def _where(files: FilesOfRun, unknown: bool) -> str:
     """Say where the ranks' own files are, for one who looks for them."""
     record = _record(files)
-    if record is not None and files.mirror is None and Path(record.cwd).parent != files.directory:
+    if record is not None and isinstance(files, FilesHere) and Path(record.cwd).parent != files.directory:
         return f" Its ranks stood in {record.cwd} on this machine: what they wrote there is there."
     if not unknown and not files.is_over(files.row()):
         return " It goes on: what its ranks write on other nodes than the pool's comes when they have ended."
@@ -151,8 +152,7 @@ def _node_of(files: FilesOfRun, rank: int) -> int:
 
 def _record(files: FilesOfRun) -> RunRecord | None:
     try:
-        path = files.mirror.bring(RUN_RECORD) if files.mirror is not None else files.directory / RUN_RECORD
-        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
+        return msgspec.json.decode(files.bring(RUN_RECORD).read_bytes(), type=RunRecord)
     except (OSError, RunFileUnknown, msgspec.DecodeError):
         # it has not begun, or comes with the rest of its files
         return None
@@ -160,19 +160,15 @@ def _record(files: FilesOfRun) -> RunRecord | None:
 
 def _listed(files: FilesOfRun, under: str) -> Sequence[RunFile]:
     try:
-        if files.mirror is not None:
-            answer = files.mirror.list(under)
-            found, more = answer.files, answer.more
-        else:
-            found, more = list_below(files.directory, under)
+        found = files.list(under)
     except (RunFileUnknown, OSError):
         return ()
-    if more:
+    if found.more:
         raise UsageError(
-            f"{under or 'the run'} has more than {len(found):,} files. Copy its folders one by one, or have the run "
-            "pack them."
+            f"{under or 'the run'} has more than {len(found.files):,} files. Copy its folders one by one, or have the "
+            "run pack them."
         )
-    return found
+    return found.files
 
 
 # ---------------------------------------------------------------- copying
@@ -183,10 +179,9 @@ def _to_stream(files: FilesOfRun, wanted: Sequence[_Wanted], source: str, data: 
         raise UsageError(f"{source} is a folder of {len(wanted):,} files, and only one file goes to standard output.")
     descriptor = os.memfd_create("sgpu-cp", os.MFD_CLOEXEC)
     with open(descriptor, "rb") as file:
-        _read(files, wanted[0].file.name, descriptor, 0)
+        files.copy_into(wanted[0].file.name, descriptor, 0)
         file.seek(0)
-        while part := file.read(_COPY_BYTES):
-            data.write(part)
+        shutil.copyfileobj(file, data)
     data.flush()
 
 
@@ -222,9 +217,9 @@ def _one(files: FilesOfRun, wanted: _Wanted, folder: Path) -> int:
     descriptor = open_below(folder, part, os.O_WRONLY | os.O_CREAT, make=True)
     try:
         begin = os.fstat(descriptor).st_size
-        _read(files, file.name, descriptor, begin)
+        files.copy_into(file.name, descriptor, begin)
         size = os.fstat(descriptor).st_size
-        os.fchmod(descriptor, (0o777 if file.executable else 0o666) & ~_umask())
+        os.fchmod(descriptor, (0o777 if file.executable else 0o666) & ~this_umask())
         if file.changed_at:
             os.utime(descriptor, (time.time(), file.changed_at))
     finally:
@@ -239,26 +234,6 @@ def _is_same(folder: Path, wanted: _Wanted) -> bool:
         same_time = abs(status.st_mtime - wanted.file.changed_at) < 1e-3
         return stat.S_ISREG(status.st_mode) and status.st_size == wanted.file.size and same_time
     return False
-
-
-def _read(files: FilesOfRun, name: str, descriptor: int, begin: int) -> None:
-    """Write a file's bytes from `begin` on, as many as it has now."""
-    if files.mirror is not None:
-        files.mirror.copy_into(name, descriptor, begin)
-        return
-    source = open_below(files.directory, name)
-    try:
-        at, size = begin, os.fstat(source).st_size
-        while at < size and (data := os.pread(source, min(_COPY_BYTES, size - at), at)):
-            at += os.pwrite(descriptor, data, at)
-    finally:
-        os.close(source)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _options(parser: Parser) -> None:

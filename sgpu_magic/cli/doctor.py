@@ -21,8 +21,8 @@ from platformdirs import user_config_path
 
 from sgpu_magic import __version__
 from sgpu_magic.cli import machine_checks, python_checks
-from sgpu_magic.cli.arguments import Parser
 from sgpu_magic.cli.machine_checks import Finding, Level, ok, problem, warning
+from sgpu_magic.cli.main import Parser
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import has_words

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgpu_magic.cli.arguments import Parser
+from sgpu_magic.cli.main import Parser
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages import named_environments

@@ -16,7 +16,7 @@ from typing import TextIO
 
 import msgspec
 
-from sgpu_magic.cli.arguments import Parser, positive
+from sgpu_magic.cli.main import Parser, positive
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole

@@ -6,20 +6,22 @@ import argparse
 import codecs
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from sgpu_magic.cli.arguments import Parser, note, rank
-from sgpu_magic.client.files_of_run import FilesOfRun, files_of
+from sgpu_magic.cli.main import Parser, note, rank
+from sgpu_magic.client.find_run import FilesElsewhere, FilesOfRun, files_of
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import RunSummary
 
+_LOG_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,4})\.log")
 _READ_BYTES = 1 << 18
 # a line without an end is shown in pieces of this length, so that no log is ever held in memory
 _LONGEST_LINE_CHARS = 1 << 20
@@ -39,19 +41,18 @@ def show(options: argparse.Namespace) -> int:
 
 def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO) -> None:
     run_id, row = files.run_id, files.row()
-    if files.mirror is not None:
+    if isinstance(files, FilesElsewhere):
         # of another user's run the pool says so; one without a directory has only not started
         with contextlib.suppress(RunFileUnknown):
-            files.mirror.list()
-    ranks = row.ranks if row is not None else files.ranks_with_logs
+            files.list()
+    ranks = row.ranks if row is not None else _ranks_with_logs(files)
     if rank is not None and not 0 <= rank < ranks:
         has = f"ranks 0 to {ranks - 1}" if ranks > 1 else "only rank 0" if ranks else "no rank that has started"
         raise UsageError(f"run {short(run_id)} has {has}, not {rank}.")
     clean = ansi.colours_only if _has_colours(out) else ansi.plain
     wanted = range(ranks) if rank is None else [rank]
-    bring = files.mirror.follow if files.mirror is not None else None
     logs = [
-        RankLog(files.directory / f"rank-{number}.log", f"[{number}] " if len(wanted) > 1 else "", clean, bring)
+        RankLog(files.directory / f"rank-{number}.log", f"[{number}] " if len(wanted) > 1 else "", clean, files.follow)
         for number in wanted
     ]
     try:
@@ -74,6 +75,11 @@ def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO) -> Non
         note(f"run {short(run_id)} {row.state.value}" + (f": {row.failure}" if row.failure else ""))
 
 
+def _ranks_with_logs(files: FilesOfRun) -> int:
+    matches = [_LOG_NAME.fullmatch(file.name) for file in files.list().files]
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)
+
+
 class RankLog:
     """One rank's log, read on from where the last read ended. It may not exist yet.
 
@@ -81,12 +87,10 @@ class RankLog:
         path: The file.
         prefix: Stands before each line.
         clean: Makes a line fit for where it goes.
-        bring: Brings what has come to a log of that name, from another machine; None where it is written here.
+        bring: Brings what has come to a log of that name, where that is not written here.
     """
 
-    def __init__(
-        self, path: Path, prefix: str, clean: Callable[[str], str], bring: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, path: Path, prefix: str, clean: Callable[[str], str], bring: Callable[[str], None]) -> None:
         self._bring = bring
         self._path = path
         self._prefix = prefix
@@ -102,7 +106,7 @@ class RankLog:
     def copy_to(self, out: TextIO) -> bool:
         """Write the lines that a piece of the log finishes; False at its present end."""
         data = self._read()
-        if not data and self._bring is not None:
+        if not data:
             self._bring(self._path.name)
             data = self._read()
         if data:

@@ -1,4 +1,4 @@
-"""The `sgpu` command: the pool, its runs and this machine's set-up from a shell."""
+"""The `sgpu` command: the pool, its runs and this machine's set-up from a shell; what its parsers share."""
 
 from __future__ import annotations
 
@@ -7,16 +7,76 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from sgpu_magic import __version__
-from sgpu_magic.cli.arguments import Parser, plain_words
 from sgpu_magic.errors import SgpuError, UsageError
 
+_PAIRED = {"-p": "--parameters", "--parameters": "--parameters", "-r": "--raw", "--raw": "--raw"}
 _OK, _FAILED, _USAGE = 0, 1, 2
 _INTERRUPTED = 128 + signal.SIGINT
 # what a shell reports of a program that SIGPIPE ended
 _NOBODY_READS = 128 + 13
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports what it does not understand as any other usage error, and takes no option for its beginning."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}. `{self.prog} --help` shows what there is.")
+
+    def does(self, do: Callable[[argparse.Namespace], str | int]) -> None:
+        """Say what carries the command out: it returns an exit code, or what is printed."""
+        self.set_defaults(do=do)
+
+
+def note(text: str) -> None:
+    """Say something about a run that is no output of it."""
+    sys.stdout.flush()
+    sys.stderr.write(f"sgpu: {text}\n")
+
+
+def positive(text: str) -> int:
+    """Read a number of things."""
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1_000_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def rank(text: str) -> int:
+    """Read a rank."""
+    if not text.isascii() or not text.isdigit() or len(text) > 6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rank: 0, 1, 2 ...")
+    return int(text)
+
+
+def plain_words(words: Sequence[str]) -> list[str]:
+    """Return a command line as the parser reads it.
+
+    Of `sgpu run`, papermill's `-p NAME VALUE` becomes `-p NAME=VALUE`, and a script's own arguments are left out.
+    """
+    if words[:1] != ["run"]:
+        return list(words)
+    made: list[str] = []
+    rest = list(words[: len(words) - len(script_arguments(words))])
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            break
+        if word in _PAIRED and len(rest) > 1 and rest[0].isidentifier():
+            made.append(f"{_PAIRED[word]}={rest.pop(0)}={rest.pop(0)}")
+        else:
+            made.append(word)
+    return made
+
+
+def script_arguments(words: Sequence[str]) -> tuple[str, ...]:
+    """Return what stands behind `--`."""
+    return tuple(words[list(words).index("--") + 1 :]) if "--" in words else ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,11 +143,11 @@ _COMMANDS = {
     "run": ("run", "execute a notebook, script or job file"),
     "jobs": ("jobs", "list what `sgpu run` executes"),
     "cp": ("copying", "bring files of a run to this machine"),
-    "port-forward": ("runs", "reach a dashboard or TensorBoard in a run"),
-    "replay": ("replay", "launch a run again from its directory"),
+    "port-forward": ("forwarding", "reach a dashboard or TensorBoard in a run"),
+    "replay": ("run", "launch a run again from its directory"),
     "sync": ("sync", "send to MLflow what a dead server left unsent"),
     "env": ("environments", "base, saved and built environments"),
-    "usage": ("usage", "what runs used and cost"),
+    "usage": ("runs", "what runs used and cost"),
     "help": ("main", "show the page about an error, or list them all"),
     "doctor": ("doctor", "say what is wrong with this machine's set-up"),
 }

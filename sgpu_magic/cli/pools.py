@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from typing import Any
 
-from sgpu_magic.cli.arguments import Parser
+from sgpu_magic.cli.main import Parser
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import Money, counts, has_words

@@ -1,10 +1,11 @@
-"""`sgpu run`: a notebook, script or job file, to its end."""
+"""`sgpu run`: a notebook, script or job file, to its end. `sgpu replay`: a recorded run again."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,17 +14,20 @@ from typing import Any, TextIO
 import msgspec
 
 from sgpu_magic.cli import jobs
-from sgpu_magic.cli.arguments import Parser, positive, script_arguments
 from sgpu_magic.cli.headless import formats
 from sgpu_magic.cli.headless.job import Job, job_from, read_pair, typed
 from sgpu_magic.cli.headless.outcome import ExitCode, copy_of
+from sgpu_magic.cli.main import Parser, positive, script_arguments
+from sgpu_magic.client.find_run import recorded_directory
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.argparse_form import add_option
+from sgpu_magic.options.argparse_form import add_option, add_replay, read_replay
+from sgpu_magic.options.asked import ReplayOptions
 from sgpu_magic.options.job_form import EXTRA, JobFile, read_mapping, read_yaml
 from sgpu_magic.options.values import STRATEGIES, key_values
 from sgpu_magic.views.units import format_seconds
 from sgpu_magic.wire.ids import new_id, short
+from sgpu_magic.wire.states import RunState
 
 _NEEDS = ("nbclient", "nbformat")
 # what is full or broken now may need a while: 3 s, 6 s, 12 s ...
@@ -248,4 +252,73 @@ def _options(parser: Parser) -> None:
     parser.does(lambda options: run(load_settings(), options, sys.stdout, sys.stderr))
 
 
-COMMANDS = {"run": _options}
+# ---------------------------------------------------------------- a recorded run again
+
+
+def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) -> bool:
+    """Launch a run again from its directory and show it until it ends, or until it is detached.
+
+    What its ranks return stays in the new run's directory: nothing is unpickled here.
+
+    Args:
+        settings: Where runs lie.
+        run: The first digits of its id.
+        options: What may differ.
+        out: Takes what is said when nothing is shown.
+
+    Returns:
+        Whether it succeeded, or was detached.
+
+    Raises:
+        UsageError: There is no such run, or it can't be replayed.
+        SgpuError: The pool does not take it.
+    """
+    # what submits runs takes long to load, and `sgpu run` has its kernel do that
+    from sgpu_magic.runs.follow import outcome
+    from sgpu_magic.runs.replay.recorded import prepare_replay, read_recorded
+    from sgpu_magic.runs.submit.submit import let_go, submit
+    from sgpu_magic.runs.workplace import close_workplace, workplace
+
+    with recorded_directory(settings, run) as directory:
+        recorded = read_recorded(directory)
+    place = workplace()
+    try:
+        started = submit(place.pool, prepare_replay(place, recorded, options))
+        if options.detach:
+            for note in started.spec.shipped.notes:
+                print(note, file=out)
+            print(outcome.goes_on(started.spec), file=out)
+            place.pool.run_left(started.run_id)
+            started.close()
+            return True
+        followed = place.followed(started, options.ui, error_follows=False)
+        try:
+            outcome.show(followed, RunState.QUEUED, threading.Event())
+        except KeyboardInterrupt:
+            started.cancel("`sgpu replay` was interrupted")
+            outcome.show(followed, RunState.QUEUED, threading.Event())
+        finally:
+            let_go(place.pool, started)
+        ended = followed.view.ended
+        return ended is not None and ended.state is RunState.SUCCEEDED
+    finally:
+        close_workplace()
+
+
+def _replay_options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    own = {
+        "gpus": {"type": positive, "help": "ranks (default: as many as it had)"},
+        "env": {"help": "set a variable on the ranks"},
+        "here": {"help": "with this Python's packages, whatever it had"},
+        "detach": {"help": "return at once; the run goes on by itself"},
+    }
+    add_replay(parser, own)
+    parser.does(_do_replay)
+
+
+def _do_replay(options: argparse.Namespace) -> int:
+    return 0 if replay(load_settings(), options.run, read_replay(options, "text"), sys.stdout) else 1
+
+
+COMMANDS = {"run": _options, "replay": _replay_options}

@@ -1,28 +1,29 @@
-"""`sgpu runs`, `cancel`, `detach`, `stacks` and `port-forward`, which name a run by the first digits of its id."""
+"""`sgpu runs` and `sgpu usage`: the runs of pools, what they used; `cancel`, `detach` and `stacks` of one of them."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import signal
+import csv
+import io
+import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 
-from sgpu_magic.cli.arguments import Parser, note, positive, rank
+from sgpu_magic.cli.main import Parser, note, positive
 from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import check_prefix, pool_of
-from sgpu_magic.client.forwarding import LOOPBACK, Forwarder
-from sgpu_magic.client.link import PoolLink
+from sgpu_magic.client.ledger import Usage, Use, read_usage
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.errors import PoolError
 from sgpu_magic.views.stacks import stacks_text
 from sgpu_magic.views.units import TIMES, aligned, format_clock
-from sgpu_magic.wire.costs import cost_so_far, format_money
+from sgpu_magic.wire.costs import HOUR_S, cost_so_far, format_money
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.states import RunKind
@@ -30,7 +31,6 @@ from sgpu_magic.wire.states import RunKind
 _MAX_FAILURE = 100
 _ALL = 1_000_000_000
 _RECENT = 20
-_MOST_PORT = 65535
 
 
 def recent(settings: Settings, limit: int | None, name: str = "") -> tuple[str, str]:
@@ -51,17 +51,15 @@ def recent(settings: Settings, limit: int | None, name: str = "") -> tuple[str, 
         return _of_one_pool(settings, limit, name), ""
     note = ""
     runs: Sequence[RunSummary] | None = None
-    pools = Pools(settings)
     recent = _ALL if limit is None else limit
     elsewhere: list[Asked] = []
-    try:
+    with closing(Pools(settings)) as pools:
         elsewhere = pools.asked(() if name else pools.entries(), local=False, recent=recent)
-        answer = pools.local.status(recent=recent, start=False)
-        runs = None if answer is None else answer.runs
-    except PoolError as error:
-        note = f"this list is from the ledger's file, because {error.message}"
-    finally:
-        pools.close()
+        try:
+            answer = pools.local.status(recent=recent, start=False)
+            runs = None if answer is None else answer.runs
+        except PoolError as error:
+            note = f"this list is from the ledger's file, because {error.message}"
     if runs is None:
         runs = ledger.recent_runs(settings, limit)
     if not elsewhere:
@@ -71,11 +69,8 @@ def recent(settings: Settings, limit: int | None, name: str = "") -> tuple[str, 
 
 
 def _of_one_pool(settings: Settings, limit: int | None, name: str) -> str:
-    pools = Pools(settings)
-    try:
+    with closing(Pools(settings)) as pools:
         status = pools.named(name).status(_ALL if limit is None else limit)
-    finally:
-        pools.close()
     runs = () if status is None else status.runs
     return runs_table(runs[:limit], time.time(), {run.run_id: name for run in runs})
 
@@ -90,41 +85,34 @@ def _of_all_pools(local: Sequence[RunSummary], elsewhere: Sequence[Asked], limit
     return runs_table([run for _, run in told], time.time(), pool_of)
 
 
-def cancel(settings: Settings, run: str) -> str:
-    """Cancel a run by the first digits of its id and return a sentence. Never starts a pool.
+def of_one(settings: Settings, command: str, run: str) -> str:
+    """Return what a command says of a run that goes on. Never starts a pool.
 
-    Raises:
-        PoolError: No pool runs, or it does not answer.
-        UsageError: No run, or more than one, has an id like that.
-    """
-    prefix = check_prefix(run)
-    with pool_of(settings, prefix, "that could be cancelled", going_on=True) as pool:
-        return pool.cancel(prefix, "cancelled by `sgpu cancel`")
-
-
-def detach(settings: Settings, run: str) -> str:
-    """Let a run go on without its notebook and return a sentence. Never starts a pool.
-
-    Raises:
-        PoolError: No pool runs, or it does not answer.
-        UsageError: No run, or more than one, has an id like that.
-    """
-    prefix = check_prefix(run)
-    with pool_of(settings, prefix, "that could be detached", going_on=True) as pool:
-        return pool.detach(prefix)
-
-
-def stacks(settings: Settings, run: str) -> str:
-    """Return where every rank of a run is. Never starts a pool.
+    Args:
+        settings: Where pools are.
+        command: `cancel`, `detach` or `stacks`.
+        run: The first digits of the run's id.
 
     Raises:
         PoolError: No pool runs, or it does not answer.
         UsageError: No run that goes on, or more than one, has an id like that.
     """
     prefix = check_prefix(run)
-    with pool_of(settings, prefix, "whose ranks could be looked at", going_on=True) as pool:
-        answer = pool.stacks(prefix)
+    wish, do = _OF_ONE[command]
+    with pool_of(settings, prefix, wish, going_on=True) as pool:
+        return do(pool, prefix)
+
+
+def _stacks(pool: Pool, run: str) -> str:
+    answer = pool.stacks(run)
     return stacks_text(answer.run_id, answer.stacks, answer.cell)
+
+
+_OF_ONE: Mapping[str, tuple[str, Callable[[Pool, str], str]]] = {
+    "cancel": ("that could be cancelled", lambda pool, run: pool.cancel(run, "cancelled by `sgpu cancel`")),
+    "detach": ("that could be detached", lambda pool, run: pool.detach(run)),
+    "stacks": ("whose ranks could be looked at", _stacks),
+}
 
 
 def runs_table(runs: Sequence[RunSummary], now: float, pools: Mapping[str, str] | None = None) -> str:
@@ -141,7 +129,7 @@ def runs_table(runs: Sequence[RunSummary], now: float, pools: Mapping[str, str] 
     rows = [("run", "name", "ranks", "state", "submitted", "for", "cost", "")]
     for run in runs:
         shown = short(run.run_id) if times_seen[short(run.run_id)] == 1 else run.run_id
-        submitted = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.submitted_at))
+        submitted = _date(run.submitted_at)
         since = _duration(run, now)
         rows.append((shown, _named(run), _ranks(run), run.state.value, submitted, since, _cost(run, now), _remark(run)))
     if not any(row[6] for row in rows[1:]):
@@ -203,99 +191,147 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _of_one(do: Callable[[Settings, str], str]) -> Callable[[Parser], None]:
-    """Return what adds the options of a command that takes a run."""
-
-    def add(parser: Parser) -> None:
-        parser.add_argument("run", metavar="RUN")
-        parser.does(lambda options: do(load_settings(), options.run))
-
-    return add
-
-
-# ---------------------------------------------------------------- ports
-
-
-def forward(pool: Pool, run: str, ports: str, rank: int) -> int:
-    """Forward a port until the run ends or the command is interrupted.
-
-    Args:
-        pool: The run's.
-        run: The first digits of its id.
-        ports: `[LOCAL:]PORT`.
-        rank: On whose node.
-
-    Returns:
-        0: the run ended, or the command was interrupted. 1: the pool ended.
-
-    Raises:
-        UsageError: The ports can't be meant, or there is no such run of this user.
-        PoolError: No pool runs, or it does not answer.
-    """
-    local, remote = read_ports(ports)
-    return asyncio.run(_forward(pool.link(), check_prefix(run), rank, (local, remote)))
-
-
-async def _forward(link: PoolLink, run: str, rank: int, ports: tuple[int | None, int]) -> int:
-    local, remote = ports
-    forwarder = Forwarder(link, run, rank, remote, note)
-    loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    try:
-        run_id, here, problem = await forwarder.begin(local)
-        sys.stdout.write(f"http://{LOOPBACK}:{here} leads to port {remote} of rank {rank} of run {short(run_id)}\n")
-        sys.stdout.flush()
-        if problem:
-            note(f"{problem} yet; connections are made as soon as something does.")
-        serving = loop.create_task(forwarder.serve())
-        waiting = loop.create_task(stopped.wait())
-        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if not serving.done():
-            serving.cancel()
-            return 0
-        note(f"{serving.result().rstrip('.')}: port {here} is free again.")
-        return 1 if link.lost.is_set() else 0
-    finally:
-        await forwarder.close()
-
-
-def read_ports(text: str) -> tuple[int | None, int]:
-    """Read `[LOCAL:]PORT`; the port here is None when it is left out, 0 for any that is free.
-
-    Raises:
-        UsageError: These are no ports.
-    """
-    local, colon, remote = text.rpartition(":")
-    if not _is_port(remote, least=1) or (colon and not _is_port(local, least=0)):
-        raise UsageError(
-            f"{text!r} are no ports: write the port in the run, as in 8265, or LOCAL:PORT, as in 9000:8265."
-        )
-    return (int(local) if colon else None), int(remote)
-
-
-def _is_port(text: str, least: int) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 5 and least <= int(text) <= _MOST_PORT
-
-
-def _forward_options(parser: Parser) -> None:
+def _one_options(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN")
-    parser.add_argument("ports", metavar="[LOCAL:]PORT", help="the port in the run, and the one here if it differs")
-    parser.add_argument("--rank", type=rank, default=0, metavar="N", help="on the node of this rank (0)")
-    parser.does(_do_forward)
+    parser.does(lambda options: of_one(load_settings(), options.command, options.run))
 
 
-def _do_forward(options: argparse.Namespace) -> int:
-    with pool_of(load_settings(), options.run, "whose ports could be reached") as pool:
-        return forward(pool, options.run, options.ports, options.rank)
+# ---------------------------------------------------------------- what they used
 
 
-COMMANDS = {
-    "runs": _list_options,
-    "cancel": _of_one(cancel),
-    "detach": _of_one(detach),
-    "stacks": _of_one(stacks),
-    "port-forward": _forward_options,
-}
+def table(used: Usage) -> str:
+    """Return a row for each group, the total, and what the columns mean."""
+    total = used.total
+    if not total.runs:
+        return f"no runs since {_date(used.since)}"
+    columns: list[tuple[str, Callable[[Use], str]]] = [
+        (used.by, lambda use: use.name),
+        ("runs", lambda use: f"{use.runs:,}"),
+        ("GPU-hours", lambda use: _hours(use.gpu_s)),
+    ]
+    if total.slot_s:
+        columns.append(("slot-hours", lambda use: _hours(use.slot_s)))
+    if total.cost:
+        columns.append(("cost", lambda use: _money(use.cost)))
+    if total.idle_s:
+        columns.append(("idle GPU-hours", lambda use: _hours(use.idle_s)))
+        if total.idle_cost:
+            columns.append(("idle cost", lambda use: _money(use.idle_cost)))
+    if total.reserved is not None:
+        columns.append(
+            ("reserved", lambda use: "" if use.reserved is None else format_money(use.reserved, used.currency))
+        )
+    lines = aligned(
+        [
+            tuple(head for head, _ in columns),
+            *(tuple(text(use) for _, text in columns) for use in (*used.groups, total)),
+        ],
+        right=tuple(range(1, len(columns))),
+    )
+    return "\n".join([*lines, "", *_remarks(used)])
+
+
+def _remarks(used: Usage) -> list[str]:
+    total = used.total
+    lines = [f"runs that have ended since {_date(used.since)}, and those that go on; each counts whole"]
+    if total.idle_s:
+        lines.append("idle: time of sessions in which no cell ran; it is part of the hours and the cost")
+    if total.reserved is not None:
+        lines.append("reserved: what the same hours cost at the reserved prices, of types that have one")
+    if total.simulated_s:
+        cost = f" and {_money(total.simulated_cost)} of the cost" if total.simulated_cost else ""
+        lines.append(f"simulated: {_hours(total.simulated_s)} of the GPU-hours{cost}; nobody is paid that")
+    if total.unmetered:
+        runs = (
+            "1 run of an earlier version has"
+            if total.unmetered == 1
+            else f"{total.unmetered} runs of an earlier version have"
+        )
+        lines.append(f"{runs} no hours")
+    return lines
+
+
+def comma_separated(used: Usage) -> str:
+    """Return a row for each group, sums with six digits; columns for each currency that occurs."""
+    currencies = sorted(used.total.cost)
+    heads = [used.by, "runs", "gpu_hours", "slot_hours", "idle_gpu_hours", "simulated_gpu_hours"]
+    for currency in currencies:
+        heads += [f"cost_{currency}", f"idle_cost_{currency}", f"simulated_cost_{currency}"]
+    reserved = used.total.reserved is not None
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*heads, *([f"reserved_cost_{used.currency}"] if reserved else [])])
+    for use in used.groups:
+        row: list[object] = [_cell(use.name), use.runs]
+        row += [_rounded(seconds / HOUR_S) for seconds in (use.gpu_s, use.slot_s, use.idle_s, use.simulated_s)]
+        for currency in currencies:
+            row += [_rounded(sums.get(currency, 0.0)) for sums in (use.cost, use.idle_cost, use.simulated_cost)]
+        if reserved:
+            row.append("" if use.reserved is None else _rounded(use.reserved))
+        writer.writerow(row)
+    return out.getvalue().rstrip("\n")
+
+
+def _cell(name: str) -> str:
+    """A name that a spreadsheet would take for a formula is none."""
+    return f"'{name}" if name[:1] in ("=", "+", "-", "@") else name
+
+
+def as_json(used: Usage) -> str:
+    """Return the groups and the total; sums of money by currency."""
+    record = {
+        "since": round(used.since, 3),
+        "until": round(used.until, 3),
+        "by": used.by,
+        "groups": [_record(use, used.currency) for use in used.groups],
+        "total": _record(used.total, used.currency),
+    }
+    return json.dumps(record, indent=1, ensure_ascii=False)
+
+
+def _record(use: Use, currency: str) -> dict[str, object]:
+    return {
+        "name": use.name,
+        "runs": use.runs,
+        "gpu_hours": _rounded(use.gpu_s / HOUR_S),
+        "slot_hours": _rounded(use.slot_s / HOUR_S),
+        "cost": _sums(use.cost),
+        "idle": {"gpu_hours": _rounded(use.idle_s / HOUR_S), "cost": _sums(use.idle_cost)},
+        "simulated": {"gpu_hours": _rounded(use.simulated_s / HOUR_S), "cost": _sums(use.simulated_cost)},
+        "reserved_cost": {} if use.reserved is None else {currency: _rounded(use.reserved)},
+        "unmetered_runs": use.unmetered,
+    }
+
+
+def _sums(sums: Mapping[str, float]) -> dict[str, float]:
+    return {currency: _rounded(amount) for currency, amount in sorted(sums.items())}
+
+
+def _rounded(value: float) -> float:
+    return round(value, 6)
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / HOUR_S:,.2f}"
+
+
+def _money(sums: Mapping[str, float]) -> str:
+    return " + ".join(format_money(amount, currency) for currency, amount in sorted(sums.items()))
+
+
+def _date(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+
+
+_FORMATS: Mapping[str, Callable[[Usage], str]] = {"table": table, "csv": comma_separated, "json": as_json}
+
+
+def _usage_options(parser: Parser) -> None:
+    parser.add_argument("--since", default="7d", metavar="7d", help="how far back: 12h, 7d, 4w (7d)")
+    groups = ("day", "user", "session", "notebook", "type")
+    parser.add_argument("--by", choices=groups, default="day", help="what the rows are (day)")
+    parser.add_argument("--format", choices=tuple(_FORMATS), default="table", help="(table)")
+    parser.does(lambda it: _FORMATS[it.format](read_usage(load_settings(), it.since, it.by)))
+
+
+COMMANDS = {"runs": _list_options, "usage": _usage_options, **dict.fromkeys(_OF_ONE, _one_options)}

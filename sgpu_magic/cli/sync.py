@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.cli.arguments import Parser
+from sgpu_magic.cli.main import Parser
 from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import find_directory
 from sgpu_magic.client.local_pool import find_pool

@@ -10,15 +10,13 @@ connection      the one link of a kernel: made when needed, made again when the 
 link            the socket's one thread; replies and events to whoever waits
 wires           queues to and from that thread, and what carries a link's messages; to the local pool's socket
 remote_wire     the same to a pool of another machine
-forwarding      local ports that lead to ports of a run
 submitter       hands runs over to a pool with what goes along, and to its successor
 payload_memory  where a payload's bytes lie while they are shipped
 upload_files    files of a folder that goes along, and their digests
 blob_sender     sends a pool what it lacks
 run             the handle of a submitted run
 result          what a finished run returns
-find_run        which run is meant by the first digits of an id
-files_of_run    a run's files, wherever its pool is
+find_run        which run is meant by the first digits of an id; its files, wherever its pool is
 mirror          files of a run that were brought from another machine, and which runs were sent there
 ledger          the local ledger, read only; runs, GPU-hours and cost from it
 """

@@ -1,22 +1,30 @@
-"""Which run is meant by the first digits of an id: its pool of several, its directory here."""
+"""Which run is meant by the first digits of an id: its pool of several; its files, here or with that pool."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import time
 from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import msgspec
 
 from sgpu_magic.client import ledger
 from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.client.mirror import Mirror, mirror_path
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Asked, Pools
-from sgpu_magic.client.pools_file import LOCAL
+from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
+from sgpu_magic.files.safe_paths import list_below, open_below
 from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.wire.ids import is_valid_id, short
+from sgpu_magic.wire.files import EVENTS, KEY, PAYLOAD, REQUIREMENTS, RunFiles
+from sgpu_magic.wire.ids import check_id, is_valid_id, short
 from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord
 
 # so many of each pool's newest runs are looked through; an older one is asked for by name
 _NEWEST = 300
@@ -133,15 +141,6 @@ def _check_not_removed(settings: Settings, prefix: str) -> None:
             )
 
 
-def with_silent(text: str, answers: Sequence[Asked]) -> str:
-    """Return a message with what could not be asked."""
-    silent = [answer for answer in answers if answer.problem]
-    if not silent:
-        return text
-    names = ", ".join(answer.name for answer in silent)
-    return f"{text} Not asked, because it can't be reached: {names}."
-
-
 def _pool_of_an_older(pools: Pools, answers: Sequence[Asked], run: str) -> Pool | None:
     """Ask the pools that had too many newer runs to tell, one after the other."""
     for answer in answers:
@@ -164,9 +163,174 @@ def _ambiguous(run: str, matching: Sequence[tuple[str, RunSummary]]) -> str:
 
 def _nowhere(run: str, answers: Sequence[Asked], *, going_on: bool) -> str:
     asked = [answer.name for answer in answers if not answer.problem] or [LOCAL]
+    silent = ", ".join(answer.name for answer in answers if answer.problem)
     goes_on = " that goes on" if going_on else ""
-    text = (
+    return (
         f"no run{goes_on} has an id that begins with {run!r} in the pool{'s' * (len(asked) > 1)} {', '.join(asked)}. "
         "%sgpu_status and `sgpu runs` list them."
-    )
-    return with_silent(text, answers)
+    ) + (f" Not asked, because it can't be reached: {silent}." if silent else "")
+
+
+# ---------------------------------------------------------------- its files
+
+# the directory of a run is there a moment before its row in the ledger
+_NEW_S = 5.0
+# what the pool has of a run is asked for so often at most
+_ROW_EVERY_S = 1.0
+# the pool puts a payload together when the run is over
+_PAYLOAD_PATIENCE_S = 10.0
+_PAUSE_S = 0.1
+_COPY_BYTES = 1 << 20
+
+
+class FilesHere:
+    """The files of a run of this machine; methods as those of `FilesElsewhere`.
+
+    Args:
+        settings: Where runs lie.
+        run_id: The run.
+    """
+
+    def __init__(self, settings: Settings, run_id: str) -> None:
+        self.run_id = run_id
+        self.directory = settings.runs_path / run_id
+        self._settings = settings
+
+    def row(self) -> RunSummary | None:
+        return ledger.find_run(self._settings, self.run_id)
+
+    def is_over(self, row: RunSummary | None) -> bool:
+        if row is not None:
+            return row.state.is_final
+        try:
+            is_new = time.time() - self.directory.stat().st_mtime < _NEW_S
+        except FileNotFoundError:
+            return True
+        return not is_new or find_pool(self._settings) is None
+
+    def list(self, under: str = "") -> RunFiles:
+        files, more = list_below(self.directory, under)
+        return RunFiles(request=0, files=tuple(files), more=more)
+
+    def bring(self, name: str) -> Path:
+        return self.directory / name
+
+    def follow(self, name: str) -> None:
+        """It is here."""
+
+    def copy_into(self, name: str, target: int, begin: int) -> None:
+        source = open_below(self.directory, name)
+        try:
+            at, size = begin, os.fstat(source).st_size
+            while at < size and (data := os.pread(source, min(_COPY_BYTES, size - at), at)):
+                at += os.pwrite(target, data, at)
+        finally:
+            os.close(source)
+
+
+class FilesElsewhere(Mirror):
+    """The files of a run of another machine's pool.
+
+    Args:
+        settings: Where mirrors lie.
+        pool: The pool.
+        prefix: The first digits of the run's id.
+    """
+
+    def __init__(self, settings: Settings, pool: Pool, prefix: str) -> None:
+        self._pool = pool
+        self._asked_at = 0.0
+        self._row: RunSummary | None = None
+        self.run_id = prefix
+        if (row := self.row()) is not None:
+            run_id = row.run_id
+        else:
+            run, _ = pool.attach(prefix)
+            run_id = run.run_id
+            run.close()
+        super().__init__(mirror_path(settings, pool.name, run_id), run_id, pool.link)
+
+    def row(self) -> RunSummary | None:
+        """What the pool says of the run, a second old at most; older while it can't be asked, None for nothing."""
+        now = time.monotonic()
+        if now - self._asked_at < _ROW_EVERY_S and (self._row is None or not self._row.state.is_final):
+            return self._row
+        self._asked_at = now
+        try:
+            status = self._pool.status(recent=_NEWEST, start=False)
+        except PoolError:
+            if self._row is None or self._pool.connected is None:
+                raise
+            return self._row
+        rows: Sequence[RunSummary] = () if status is None else status.runs
+        self._row = next((row for row in rows if row.run_id.startswith(self.run_id)), self._row)
+        return self._row
+
+    def is_over(self, row: RunSummary | None) -> bool:
+        """Whether nothing comes to them any more: of a run that is too old to be listed nothing does."""
+        return row is None or row.state.is_final
+
+
+FilesOfRun = FilesHere | FilesElsewhere
+
+
+@contextlib.contextmanager
+def files_of(settings: Settings, text: str) -> Generator[FilesOfRun]:
+    """Find a run's files: on this machine, else in the pools of others.
+
+    Args:
+        settings: Where runs of this machine lie.
+        text: The first digits of its id.
+
+    Raises:
+        UsageError: No run, or more than one, has an id like that.
+        PoolError: Its pool can't be asked.
+    """
+    prefix = check_prefix(text)
+    try:
+        here = FilesHere(settings, check_id(find_directory(settings, prefix)))
+    except UsageError:
+        if not read_pools():
+            raise
+    else:
+        yield here
+        return
+    with pool_of(settings, prefix, "whose files could be read") as pool:
+        if pool.entry is None:
+            # it was here, and says what became of it
+            find_directory(settings, prefix)
+            raise RunUnknown(f"no run has an id that begins with {prefix!r}.")
+        yield FilesElsewhere(settings, pool, prefix)
+
+
+@contextlib.contextmanager
+def recorded_directory(settings: Settings, text: str) -> Generator[Path]:
+    """Yield a directory with what a replay of a run needs; from another machine it is brought first.
+
+    Raises:
+        UsageError: No run, or more than one, has an id like that.
+        PoolError: Its pool can't be asked.
+        OSError: It can't be written here.
+    """
+    with files_of(settings, text) as files:
+        if isinstance(files, FilesElsewhere):
+            _bring_record(files)
+        yield files.directory
+
+
+def _bring_record(mirror: Mirror) -> None:
+    """Bring what a replay reads; the variables of a run that has just ended are still being put together there."""
+    until = time.monotonic() + _PAYLOAD_PATIENCE_S
+    while True:
+        listed = {file.name for file in mirror.list().files}
+        if RUN_RECORD not in listed:
+            break
+        record = msgspec.json.decode(mirror.bring(RUN_RECORD).read_bytes(), type=RunRecord)
+        # the record follows the payload it tells of, and an older one was perhaps brought beside that
+        is_whole = PAYLOAD in listed if record.payload_kept else record.payload_note != UNDER_WAY
+        if is_whole or time.monotonic() > until:
+            break
+        time.sleep(_PAUSE_S)
+    for name in (KEY, EVENTS, REQUIREMENTS, PAYLOAD):
+        if name in listed:
+            mirror.bring(name)

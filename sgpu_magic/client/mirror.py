@@ -53,7 +53,7 @@ class Mirror:
 
     def __init__(self, directory: Path, run_id: str, link: Callable[[], PoolLink]) -> None:
         self.directory = directory
-        self._run_id = run_id
+        self.run_id = run_id
         self._link = link
         self._lock = threading.Lock()
 
@@ -65,7 +65,7 @@ class Mirror:
             PoolError: The pool does not answer.
         """
         link = self._link()
-        return _found(link, link.ask(ListRunFiles(request=0, run=self._run_id, under=under)), RunFiles)
+        return _found(link, link.ask(ListRunFiles(request=0, run=self.run_id, under=under)), RunFiles)
 
     def bring(self, name: str) -> Path:
         """Bring a file as it is now, and return where it lies here.
@@ -190,7 +190,7 @@ class Mirror:
         return _found(link, self._ask(link, name, 0, 0), FilePart, patience_s).about.size
 
     def _ask(self, link: PoolLink, name: str, offset: int, size: int) -> Answer:
-        return link.ask(ReadRunFile(request=0, run=self._run_id, name=name, offset=offset, size=size))
+        return link.ask(ReadRunFile(request=0, run=self.run_id, name=name, offset=offset, size=size))
 
 
 def _found(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | None = None) -> A:

@@ -77,7 +77,7 @@ def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
         widgets=True,
         cwd=cwd,
         sys_path=path,
-        umask=_this_umask(),
+        umask=this_umask(),
         environ=dict(environ),
         key=key,
         installed=installed_entries(path),
@@ -116,8 +116,8 @@ def _user_name() -> str:
         return str(os.getuid())
 
 
-def _this_umask() -> int:
-    """The process's umask. Reading it changes nothing for other threads where the system tells it."""
+def this_umask() -> int:
+    """Return the process's umask. Reading it changes nothing for other threads where the system tells it."""
     try:
         with open("/proc/self/status", "rb") as status:
             for line in status:

@@ -125,7 +125,7 @@ class DistributedMagics(Magics):
         if not values.run:
             made.error("which run? Give the first digits of its id, as %sgpu_status lists them")
         # only a replay needs them
-        from sgpu_magic.client.files_of_run import recorded_directory
+        from sgpu_magic.client.find_run import recorded_directory
         from sgpu_magic.runs.replay.recorded import prepare_replay, read_recorded
 
         options = read_replay(values, values.ui)

@@ -25,7 +25,7 @@ from waiting import eventually
 from sgpu_magic.client import blob_sender, remote_wire
 from sgpu_magic.client.blob_sender import BlobSender, Piece
 from sgpu_magic.client.connection import REPLY_TIMEOUT_S
-from sgpu_magic.client.files_of_run import recorded_directory
+from sgpu_magic.client.find_run import recorded_directory
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.wires import FilePart, Reply
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError

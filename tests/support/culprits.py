@@ -9,7 +9,7 @@ from pathlib import Path
 from kernels import Cell, Kernel, Reply
 from waiting import eventually
 
-from sgpu_magic.cli.runs import stacks
+from sgpu_magic.cli.runs import of_one
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunUnknown
 
@@ -41,7 +41,7 @@ class Culprit:
 
         def told() -> str:
             with contextlib.suppress(RunUnknown):
-                return stacks(settings, run_id)
+                return of_one(settings, "stacks", run_id)
             return ""
 
         eventually(lambda: when in told(), 20, lambda: f"not yet {when!r}: {told()}")

@@ -21,9 +21,18 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from sgpu_magic.cli.headless import cells, formats
+from sgpu_magic.cli.headless import formats
 from sgpu_magic.cli.headless.job import Job
-from sgpu_magic.cli.headless.outcome import ExecutedCopy, ExitCode, code_of, text_of, title_of, traceback_of
+from sgpu_magic.cli.headless.outcome import (
+    ExecutedCopy,
+    ExitCode,
+    as_cell,
+    code_of,
+    prepared,
+    text_of,
+    title_of,
+    traceback_of,
+)
 from sgpu_magic.options.defaults import VARIABLE, as_variable
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import format_seconds
@@ -67,7 +76,7 @@ class NotebookRun:
 
     async def _run(self) -> ExitCode:
         notebook = self._notebook
-        for note in cells.prepared(notebook, self._job):
+        for note in prepared(notebook, self._job):
             self._say(f"note: {note}\n")
         self._copy.begin(self._job)
         loop = asyncio.get_running_loop()
@@ -296,7 +305,7 @@ class _Client(NotebookClient):
 def _read(job: Job) -> Any:
     if not job.is_script:
         return formats.read_notebook(job.source, job.form)
-    cell = cells.as_cell(job.source.read_text(encoding="utf-8"), job)
+    cell = as_cell(job.source.read_text(encoding="utf-8"), job)
     return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
 
 

@@ -19,7 +19,7 @@ import pytest
 from homes import Home
 from scheduler_requests import spec
 
-from sgpu_magic.cli.usage import as_json, comma_separated, table
+from sgpu_magic.cli.runs import as_json, comma_separated, table
 from sgpu_magic.client.ledger import Usage, Use, read_usage, recent_runs, usage
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError

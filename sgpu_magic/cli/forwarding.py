@@ -1,19 +1,27 @@
-"""A port of this machine's loopback whose connections lead to a port on the node of a run's rank."""
+"""`sgpu port-forward`: a port of this machine's loopback whose connections lead to a port on a rank's node."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import signal
+import sys
 from collections.abc import Callable, Sequence
 
+from sgpu_magic.cli.main import Parser, note, rank
+from sgpu_magic.client.find_run import check_prefix, pool_of
 from sgpu_magic.client.link import PoolLink
+from sgpu_magic.config import load_settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.system.byte_stream import ByteStream
 from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
+from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.record import Record
 
-LOOPBACK = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
+_MOST_PORT = 65535
 _LOOK_S = 0.5
 _ANSWER_S = 15.0
 _WATCH = 1
@@ -64,7 +72,7 @@ class Forwarder:
             raise RunUnknown(answer.problem if answer.problem.endswith(".") else f"{answer.problem}.")
         wanted = self._port if local is None else local
         try:
-            self._server = await asyncio.start_server(self._connected, LOOPBACK, wanted)
+            self._server = await asyncio.start_server(self._connected, _LOOPBACK, wanted)
         except OSError as error:
             raise UsageError(
                 f"port {wanted} of this machine can't be listened on: {error.strerror}. Choose another, 0 for any that "
@@ -157,3 +165,66 @@ class Forwarder:
             stream.close("the link to the pool was broken")
         self._send(StreamClosed(stream=_WATCH), ())
         self._send(OpenStream(stream=_WATCH, run=self._run, rank=self._rank, port=self._port, watches=True), ())
+
+
+# ---------------------------------------------------------------- the command
+
+
+async def _forward(link: PoolLink, run: str, rank: int, local: int | None, remote: int) -> int:
+    """Forward a port until the run ends or the command is interrupted; 1 when the pool ended, else 0."""
+    forwarder = Forwarder(link, run, rank, remote, note)
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    try:
+        run_id, here, problem = await forwarder.begin(local)
+        sys.stdout.write(f"http://{_LOOPBACK}:{here} leads to port {remote} of rank {rank} of run {short(run_id)}\n")
+        sys.stdout.flush()
+        if problem:
+            note(f"{problem} yet; connections are made as soon as something does.")
+        serving = loop.create_task(forwarder.serve())
+        waiting = loop.create_task(stopped.wait())
+        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not serving.done():
+            serving.cancel()
+            return 0
+        note(f"{serving.result().rstrip('.')}: port {here} is free again.")
+        return 1 if link.lost.is_set() else 0
+    finally:
+        await forwarder.close()
+
+
+def _read_ports(text: str) -> tuple[int | None, int]:
+    """Read `[LOCAL:]PORT`; the port here is None when it is left out, 0 for any that is free.
+
+    Raises:
+        UsageError: These are no ports.
+    """
+    local, colon, remote = text.rpartition(":")
+    if not _is_port(remote, least=1) or (colon and not _is_port(local, least=0)):
+        raise UsageError(
+            f"{text!r} are no ports: write the port in the run, as in 8265, or LOCAL:PORT, as in 9000:8265."
+        )
+    return (int(local) if colon else None), int(remote)
+
+
+def _is_port(text: str, least: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and least <= int(text) <= _MOST_PORT
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("ports", metavar="[LOCAL:]PORT", help="the port in the run, and the one here if it differs")
+    parser.add_argument("--rank", type=rank, default=0, metavar="N", help="on the node of this rank (0)")
+    parser.does(_do)
+
+
+def _do(options: argparse.Namespace) -> int:
+    with pool_of(load_settings(), options.run, "whose ports could be reached") as pool:
+        local, remote = _read_ports(options.ports)
+        return asyncio.run(_forward(pool.link(), check_prefix(options.run), options.rank, local, remote))
+
+
+COMMANDS = {"port-forward": _options}
