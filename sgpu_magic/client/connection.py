@@ -79,17 +79,17 @@ class Connection(ABC):
             return self._link
 
     @property
-    @abstractmethod
     def exists(self) -> bool:
         """Whether a pool is there, as far as can be known without asking it."""
+        return True
 
-    @abstractmethod
     def warmed(self) -> None:
         """Have the pool, and this interpreter's zygote where it uses that, ready for a first run.
 
         Raises:
             PoolError: It can't be reached or started.
         """
+        self.made(start=False)
 
     def stop(self, *, force: bool) -> bool:
         """Have the pool stop; as `Pool.stop`."""
@@ -210,22 +210,11 @@ class FarConnection(Connection):
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        on_lost: Callable[[], None],
-        on_notice: Callable[[str], None],
-        entry: PoolEntry,
+        self, settings: Settings, on_lost: Callable[[], None], on_notice: Callable[[str], None], entry: PoolEntry
     ) -> None:
         super().__init__(settings, on_lost, on_notice)
         self._entry = entry
         self._key_path = own_key_path()
-
-    @property
-    def exists(self) -> bool:
-        return True
-
-    def warmed(self) -> None:
-        self.made(start=False)
 
     def _made_anew(self, start: bool) -> PoolLink:
         name = self._entry.name

@@ -195,14 +195,7 @@ def read_usage(settings: Settings, since: str, by: str) -> Usage:
     return usage(rows, began, now, by, read_prices(settings.reserved_prices), settings.currency)
 
 
-def usage(
-    rows: Sequence[RunSummary],
-    since: float,
-    now: float,
-    by: str,
-    reserved: Prices,
-    currency: str,
-) -> Usage:
+def usage(rows: Sequence[RunSummary], since: float, now: float, by: str, reserved: Prices, currency: str) -> Usage:
     """Add up what runs used.
 
     Args:
@@ -213,7 +206,7 @@ def usage(
         reserved: Prices to compare with.
         currency: Of those.
     """
-    name_of, idle_s = _naming(by, rows, now), _IdleTimes(rows, now)
+    name_of, idle_s = _naming(by, rows, now), _idle_times(rows, now)
     groups: dict[str, Use] = {}
     total = Use("total")
     for row in rows:
@@ -279,22 +272,19 @@ def _naming(by: str, rows: Sequence[RunSummary], now: float) -> Callable[[RunSum
     return lambda row: row.user or "(not known)"
 
 
-class _IdleTimes:
-    """For how long sessions were idle: as the pool has written it down, of those that go on until now."""
+def _idle_times(rows: Iterable[RunSummary], now: float) -> Callable[[RunSummary], float]:
+    """Return for how long a session was idle: as the pool has written it down, of one that goes on until now."""
+    cells: dict[str, list[tuple[float, float | None]]] = {}
+    for row in rows:
+        if row.session and row.started_at is not None:
+            cells.setdefault(row.session, []).append((row.started_at, row.ended_at))
 
-    def __init__(self, rows: Iterable[RunSummary], now: float) -> None:
-        self._now = now
-        self._cells: dict[str, list[tuple[float, float | None]]] = {}
-        for row in rows:
-            if row.session and row.started_at is not None:
-                self._cells.setdefault(row.session, []).append((row.started_at, row.ended_at))
-
-    def __call__(self, session: RunSummary) -> float:
-        if session.idle_s is not None or session.state.is_final:
+    def idle_s(session: RunSummary) -> float:
+        if session.idle_s is not None or session.state.is_final or session.started_at is None:
             return session.idle_s or 0.0
-        if session.started_at is None:
-            return 0.0
-        return idle_seconds(session.started_at, self._now, self._cells.get(session.run_id, []))
+        return idle_seconds(session.started_at, now, cells.get(session.run_id, []))
+
+    return idle_s
 
 
 def _seconds(since: str) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ import msgspec
 
 from sgpu_magic import errors
 from sgpu_magic.client.this_process import this_hello
-from sgpu_magic.client.wires import Answer, EventItem, EventQueue, FilePart, Outgoing, Parcel, Reply, Wire
+from sgpu_magic.client.wires import Answer, EventQueue, FilePart, Outgoing, Parcel, Reply, Wire
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
@@ -176,7 +175,7 @@ class PoolLink:
             _, events = self._attached.pop(request, ("", None))
         return events if events is not None else self.follow(run_id)
 
-    def unfollow(self, run_id: str, events: queue.SimpleQueue[EventItem | None]) -> bool:
+    def unfollow(self, run_id: str, events: EventQueue) -> bool:
         """Let the run's further events fall; that its memory is released is still noticed.
 
         Args:
@@ -188,7 +187,7 @@ class PoolLink:
         """
         with self._lock:
             followers = self._followers.get(run_id, [])
-            if isinstance(events, EventQueue) and events in followers:
+            if events in followers:
                 followers.remove(events)
             if not followers:
                 self._followers.pop(run_id, None)

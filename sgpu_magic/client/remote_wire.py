@@ -6,10 +6,11 @@ and is then asked for what may have been lost. A request is sent again until it 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -109,11 +110,9 @@ class RemoteWire:
         pause_s = _FIRST_PAUSE_S
         try:
             while not outgoing.closed:
-                connection = RemoteConnection(
-                    context, self._name, self._endpoint, self._own, proven=bool(self._service)
-                )
+                connection: RemoteConnection | None = None
                 try:
-                    connection.make(lambda: self._has_ended(outgoing))
+                    connection = self._connected(context, outgoing)
                     if not self._talk(connection, outgoing, link):
                         return
                     pause_s = _FIRST_PAUSE_S
@@ -122,7 +121,8 @@ class RemoteWire:
                     if not self._service or isinstance(error, KeyRefused):
                         return
                 finally:
-                    connection.close(_LINGER_MS if outgoing.closed else 0)
+                    if connection is not None:
+                        connection.close(_LINGER_MS if outgoing.closed else 0)
                 self._silent_s = time.monotonic() - self._heard_at
                 if self._silent_s > self._timeout_s:
                     return
@@ -175,7 +175,7 @@ class RemoteWire:
         """What may have been lost in the last connection: events, requests and their answers."""
         for question in link.questions_after_gap():
             connection.send([codec.encode(question)])
-        wanted: Collection[int] = link.awaited()
+        wanted = link.awaited()
         self._requests = {number: parts for number, parts in self._requests.items() if number in wanted}
         for number in sorted(self._requests):
             connection.send(self._requests[number])
@@ -201,88 +201,30 @@ class RemoteWire:
         while (left_s := until - time.monotonic()) > 0 and not self._has_ended(outgoing):
             poller.poll(int(left_s * 1000) + 1)
 
+    # ------------------------------------------------------------ a connection
 
-class RemoteConnection:
-    """Used by the link's thread.
-
-    Args:
-        context: ZeroMQ's.
-        name: The pool's name.
-        endpoint: Where it listens, and its key.
-        own: This user's keys.
-        proven: The pool has shown its key before: what goes wrong now is the network.
-    """
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], name: str, endpoint: Endpoint, own: KeyPair, *, proven: bool
-    ) -> None:
-        self._context = context
-        self._name = name
-        self._endpoint = endpoint
-        self._own = own
-        self._proven = proven
-        self._dealer: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-
-    def make(self, is_over: Callable[[], bool]) -> None:
+    def _connected(self, context: zmq.Context[zmq.Socket[bytes]], outgoing: Outgoing) -> RemoteConnection:
         """Connect, and prove to each other who we are.
-
-        Args:
-            is_over: Asked every tenth of a second whether to break off.
 
         Raises:
             KeyRefused: The pool does not admit us, or is not the one whose key we have.
             PoolError: Nothing answers there.
         """
-        problem: PoolError | None = None
+        problem = PoolError(f"{self.title} has no address.")
         for address in self._addresses():
-            self._open(address)
-            problem = self._problem(address, is_over)
-            if problem is None or isinstance(problem, KeyRefused):
+            connection = RemoteConnection(context, self._endpoint, self._own, address)
+            try:
+                found = self._problem(connection, address, outgoing)
+            except BaseException:
+                connection.close()
+                raise
+            if found is None:
+                return connection
+            connection.close()
+            problem = found
+            if isinstance(found, KeyRefused):
                 break
-        if problem is not None:
-            raise problem
-
-    def send(self, parts: Sequence[bytes]) -> None:
-        """Send, unless the connection is gone: what is not answered is sent again on the next one."""
-        if self._dealer is not None:
-            try:
-                self._dealer.send_multipart(parts, zmq.NOBLOCK, copy=True)
-            except zmq.Again:
-                return
-
-    def received(self) -> Iterator[list[bytes]]:
-        while self._dealer is not None:
-            try:
-                yield self._dealer.recv_multipart(zmq.NOBLOCK, copy=True)
-            except zmq.Again:
-                return
-
-    def wait(self, outgoing: Outgoing, timeout_ms: int) -> tuple[bool, bool]:
-        """Wait until there is something to do. Returns whether the connection lives, and has something to read."""
-        dealer, monitor = self._dealer, self._monitor
-        if dealer is None or monitor is None:
-            return False, False
-        poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
-        poller.register(outgoing.fileno(), zmq.POLLIN)
-        ready = dict(poller.poll(timeout_ms))
-        alive = True
-        while monitor.poll(0):
-            alive &= recv_monitor_message(monitor)["event"] not in _OVER
-        return alive, dealer in ready
-
-    def close(self, linger_ms: int = 0) -> None:
-        """Close; `linger_ms` is how long what was sent may still take."""
-        dealer, monitor, self._dealer, self._monitor = self._dealer, self._monitor, None, None
-        if dealer is not None:
-            dealer.disable_monitor()
-            dealer.close(linger_ms)
-        if monitor is not None:
-            monitor.close(0)
-
-    # ------------------------------------------------------------ within
+        raise problem
 
     def _addresses(self) -> list[str]:
         """Look the name up here, where a failure can be told: ZeroMQ would be silent."""
@@ -298,24 +240,14 @@ class RemoteConnection:
         numeric = [str(entry[4][0]) for entry in found]
         return [f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in dict.fromkeys(numeric)]
 
-    def _open(self, address: str) -> None:
-        self.close()
-        self._dealer = dealer = self._context.socket(zmq.DEALER)
-        dealer.linger = 0
-        # what is under way is bounded by who sends
-        dealer.sndhwm = dealer.rcvhwm = 0
-        secure_client(dealer, self._endpoint, self._own)
-        self._monitor = dealer.get_monitor_socket(_EVENTS)
-        dealer.connect(address)
-
-    def _problem(self, address: str, is_over: Callable[[], bool]) -> PoolError | None:
+    def _problem(self, connection: RemoteConnection, address: str, outgoing: Outgoing) -> PoolError | None:
         """Wait for the handshake. None when it is done."""
-        monitor, until = self._monitor, time.monotonic() + _MADE_S
+        until = time.monotonic() + _MADE_S
         connected = False
-        while monitor is not None and time.monotonic() < until and not is_over():
-            if not monitor.poll(_LOOK_MS):
+        while time.monotonic() < until and not self._has_ended(outgoing):
+            if not connection.monitor.poll(_LOOK_MS):
                 continue
-            told = recv_monitor_message(monitor)
+            told = recv_monitor_message(connection.monitor)
             event = told["event"]
             if event == zmq.Event.CONNECTED:
                 connected = True
@@ -326,7 +258,7 @@ class RemoteConnection:
                     f"the pool {self._name} does not admit your key. Send your public key\n    {self._own.public}\n"
                     f"to who runs the pool: they let you in with `sgpu pool authorize NAME 'KEY'`."
                 )
-            elif event in _NOT_OURS and not self._proven and told["value"] != errno.EAGAIN:
+            elif event in _NOT_OURS and not self._service and told["value"] != errno.EAGAIN:
                 return KeyRefused(
                     f"what listens at {self._endpoint.address} is not the pool {self._name} whose key you have: it "
                     "could not prove that. Ask who runs the pool for its address and key, which `sgpu pool serve` "
@@ -344,3 +276,53 @@ class RemoteConnection:
             f"the pool {self._name} can't be reached: nothing answers at {where}. Is it running there (`sgpu pool "
             "serve`), and does the network or a firewall let you through? Runs that go on there are not harmed."
         )
+
+
+class RemoteConnection:
+    """One connection that is being made. Used by the link's thread.
+
+    Args:
+        context: ZeroMQ's.
+        endpoint: The pool's key.
+        own: This user's keys.
+        address: Where it listens, in numbers.
+
+    Attributes:
+        monitor: Tells what becomes of it.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, own: KeyPair, address: str) -> None:
+        self._dealer = dealer = context.socket(zmq.DEALER)
+        dealer.linger = 0
+        # what is under way is bounded by who sends
+        dealer.sndhwm = dealer.rcvhwm = 0
+        secure_client(dealer, endpoint, own)
+        self.monitor = dealer.get_monitor_socket(_EVENTS)
+        dealer.connect(address)
+
+    def send(self, parts: Sequence[bytes]) -> None:
+        """Send, unless the connection is gone: what is not answered is sent again on the next one."""
+        with contextlib.suppress(zmq.Again):
+            self._dealer.send_multipart(parts, zmq.NOBLOCK, copy=True)
+
+    def received(self) -> Iterator[list[bytes]]:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                yield self._dealer.recv_multipart(zmq.NOBLOCK, copy=True)
+
+    def wait(self, outgoing: Outgoing, timeout_ms: int) -> tuple[bool, bool]:
+        """Wait until there is something to do. Returns whether the connection lives, and has something to read."""
+        poller = zmq.Poller()
+        for each in (self._dealer, self.monitor, outgoing.fileno()):
+            poller.register(each, zmq.POLLIN)
+        ready = dict(poller.poll(timeout_ms))
+        alive = True
+        while self.monitor.poll(0):
+            alive &= recv_monitor_message(self.monitor)["event"] not in _OVER
+        return alive, self._dealer in ready
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close; `linger_ms` is how long what was sent may still take."""
+        self._dealer.disable_monitor()
+        self._dealer.close(linger_ms)
+        self.monitor.close(0)

@@ -6,18 +6,20 @@ import hmac
 import os
 import queue
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from sgpu_magic.client.link import EventItem, EventQueue, PoolLink
+from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.mirror import Mirror
+from sgpu_magic.client.wires import EventQueue
 from sgpu_magic.errors import PoolError, RunFileUnknown, SerializationError
 from sgpu_magic.payload import unpack
-from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PackedLayout, PayloadSource, SharedPayload
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource, SharedPayload
 from sgpu_magic.wire.client import Cancel, ResultsReceived, Submit, TellComms, Unfollow
 from sgpu_magic.wire.events import Event, Placed, RunEnded
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.run import RankResult, RunSpec
+from sgpu_magic.wire.run import RunSpec
 
 
 class Run:
@@ -45,7 +47,7 @@ class Run:
         spec: RunSpec,
         key: bytes,
         link: PoolLink,
-        events: queue.SimpleQueue[EventItem | None],
+        events: EventQueue,
         directory: Path,
         submission: tuple[Submit, Sequence[bytes]] | None = None,
     ) -> None:
@@ -80,8 +82,7 @@ class Run:
     def wake(self, woken: Callable[[], None]) -> None:
         """Have `woken` called after every event that comes, in the link's thread: it must only wake somebody."""
         self._woken = woken
-        if isinstance(self._events, EventQueue):
-            self._events.woken = woken
+        self._events.woken = woken
         woken()
 
     def next_event(self, timeout_s: float) -> tuple[Event, Sequence[bytes]] | None:
@@ -103,7 +104,7 @@ class Run:
                 self.submission = None
             return item
 
-    def moved(self, link: PoolLink, events: queue.SimpleQueue[EventItem | None], *, from_start: bool = False) -> None:
+    def moved(self, link: PoolLink, events: EventQueue, *, from_start: bool = False) -> None:
         """Another pool service has the run now.
 
         Args:
@@ -144,7 +145,8 @@ class Run:
                 if result.payload is None:
                     loaded.append(RankValues({}, None))
                 else:
-                    loaded.append(RankValues.of(self._unpack_result(result, inline, namespace), result.rank))
+                    found = self._unpack_result(result.rank, result.payload, inline, namespace)
+                    loaded.append(RankValues.of(found, result.rank))
         except PoolError:
             # they can be fetched later
             received = False
@@ -154,10 +156,9 @@ class Run:
                 self._link.send(ResultsReceived(run_id=self.run_id))
         return loaded
 
-    def _unpack_result(self, result: RankResult, inline: Iterator[bytes], namespace: dict[str, object]) -> object:
-        payload = result.payload
-        if payload is None:
-            return None
+    def _unpack_result(
+        self, rank: int, payload: Payload, inline: Iterator[bytes], namespace: dict[str, object]
+    ) -> object:
         if not self._key:
             raise SerializationError(
                 f"what run {short(self.run_id)} returned can't be checked any more: its key is gone with its "
@@ -167,11 +168,11 @@ class Run:
         if isinstance(source, InlinePayload):
             data = next(inline, None)
             if data is None:
-                raise self._results_gone(result.rank)
+                raise self._results_gone(rank)
             return unpack.unpack(memoryview(bytearray(data)), payload.layout, self._key, namespace)
         if self.mirror is not None:
-            return unpack.unpack(self._brought(result.rank, self.mirror), payload.layout, self._key, namespace)
-        kept = str(self.directory / f"result-{result.rank}.bin")
+            return unpack.unpack(self._brought(rank, self.mirror), payload.layout, self._key, namespace)
+        kept = str(self.directory / f"result-{rank}.bin")
         in_memory = _path_of(source)
         inode = source.inode if isinstance(source, SharedPayload) else 0
         # of a run that ended long ago the memory's number may be another file's: its copy comes first then
@@ -183,7 +184,7 @@ class Run:
                 continue
             if self.owned or _is_signed(data, payload.layout, self._key):
                 return unpack.unpack(data, payload.layout, self._key, namespace)
-        raise self._results_gone(result.rank)
+        raise self._results_gone(rank)
 
     def _brought(self, rank: int, mirror: Mirror) -> memoryview:
         """Bring a rank's result from a pool of another machine."""
@@ -228,14 +229,12 @@ class Run:
             self._link.send(Unfollow(run_id=self.run_id))
 
 
+@dataclass(slots=True)
 class RankValues:
     """What one rank returned: names of `--out`, and the last expression's value."""
 
-    __slots__ = ("names", "value")
-
-    def __init__(self, names: dict[str, object], value: object) -> None:
-        self.names = names
-        self.value = value
+    names: dict[str, object]
+    value: object
 
     @classmethod
     def of(cls, content: object, rank: int) -> RankValues:

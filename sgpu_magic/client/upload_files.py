@@ -12,7 +12,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
@@ -84,7 +84,7 @@ def find_files(root: Path) -> FoundFiles:
             f"--upload {root}: {error.filename or real} can't be read: {error.strerror or error}. Make it readable, or "
             f"list it in {FILE}."
         ) from None
-    used = {name[:at] for file in walk.files for name in (file.name,) for at in _slashes(name)}
+    used = {str(parent) for file in walk.files for parent in PurePosixPath(file.name).parents}
     empty = sorted(name for name in walk.folders if name not in used)
     return FoundFiles(tuple(sorted(walk.files, key=lambda file: file.name)), tuple(empty))
 
@@ -163,13 +163,6 @@ def _rules_of(folder: Path) -> IgnoreRules:
 def _check_kind(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         raise UsageError(f"--upload: {path} is no file and no folder. List it in {FILE}, or leave it out.")
-
-
-def _slashes(name: str) -> Iterator[int]:
-    at = name.find("/")
-    while at >= 0:
-        yield at
-        at = name.find("/", at + 1)
 
 
 class IgnoreRules:

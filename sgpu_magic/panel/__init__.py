@@ -7,9 +7,8 @@ messages         questions and orders, and what is told and answered
 pool_state       a pool's status -> what is drawn of it
 device_rows      its devices, and when more of them will be free
 past_runs        where runs' files are, and what a month has used
-poll_pool        asks a pool once
+poll_pool        asks a pool once, or all of the list
 watch            asks pools while somebody looks
-pool_list        the list of all pools
 orders           what a page asks of pools
 
 Of a notebook's kernel:

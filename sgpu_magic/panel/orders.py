@@ -12,7 +12,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.panel.messages import CancelRun, PanelOrder, Rest, Said, StartPool, Told, Watch
 from sgpu_magic.panel.pool_state import as_sentence
-from sgpu_magic.panel.watch import PoolWatcher, Watchers
+from sgpu_magic.panel.watch import ListWatcher, PoolWatcher, Watchers
 from sgpu_magic.views.run_notes import stop_words
 from sgpu_magic.wire.ids import is_valid_id, short
 
@@ -32,6 +32,7 @@ class Page:
         self._tell = tell
         self._lock = threading.Lock()
         self._watched: PoolWatcher | None = None
+        self._listed: ListWatcher | None = None
         self._pool = ""
         self._closed = False
 
@@ -64,14 +65,16 @@ class Page:
             if pool != self._pool:
                 self._leave()
             self._pool = pool
-            self._watchers.pools.add(self, self._tell)
+            self._listed = self._watchers.watch_list(self, self._tell)
             # who looks at it already is told everything again
             self._watched = self._watchers.watch(pool, self, self._tell)
 
     def _rest(self) -> None:
         with self._lock:
             self._leave()
-            self._watchers.pools.remove(self)
+            listed, self._listed = self._listed, None
+            if listed is not None:
+                listed.remove(self)
 
     def _leave(self) -> None:
         watched, self._watched = self._watched, None

@@ -1,10 +1,11 @@
-"""One look at a pool: what it answers, or why it can't be asked, as a picture and rows."""
+"""One look at a pool: what it answers, or why it can't be asked, as a picture and rows. One look at all of them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,22 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError, SgpuError
 from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.past_runs import MonthUsage, RunFilesOfPool
-from sgpu_magic.panel.pool_state import RunFiles, as_sentence, away_picture, pool_picture, rates_of, run_row
-from sgpu_magic.panel.schema import MAX_RUNS, PoolPicture, PoolState, Remedy, RunRow
+from sgpu_magic.panel.pool_state import (
+    RunFiles,
+    as_sentence,
+    away_picture,
+    pool_choices,
+    pool_picture,
+    rates_of,
+    run_row,
+)
+from sgpu_magic.panel.schema import MAX_RUNS, PoolPicture, PoolState, PoolsTold, Remedy, RunRow
 from sgpu_magic.views.units import format_span
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary, address_file
 
 if TYPE_CHECKING:
     from sgpu_magic.client.pool import Pool
+    from sgpu_magic.client.pools import Asked, Pools
 
 NEVER = "No pool is running. It starts with the first run."
 GIVEN_BACK = "The pool is not running any more: it has given its processes back. The next run starts it again."
@@ -270,6 +280,51 @@ def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Looker:
         have = f". You have: {LOCAL}, {others}. Choose one of them." if others else ": only the local one. Choose that."
         return NoLook(name, f"There is no pool {name[:40]!r} here{have}")
     return PoolLook(settings, entry)
+
+
+class ListLook:
+    """Looks at the list of pools, and asks all at once how each is now. Owned by one thread, but for `drawn`.
+
+    Args:
+        read_settings: Reads the settings.
+    """
+
+    is_outdated = False
+
+    def __init__(self, read_settings: Callable[[], Settings]) -> None:
+        self._read_settings = read_settings
+        self._pools: Pools | None = None
+        self._answers: Sequence[Asked] = ()
+
+    def look(self) -> PoolsTold:
+        """Ask the pools; return as `drawn`."""
+        # the chosen pool's own picture says what is wrong with the list or the settings
+        with contextlib.suppress(SgpuError):
+            if read_pools():
+                # the client's half is heavy, and few servers are ever asked
+                from sgpu_magic.client.pools import Pools
+
+                self._pools = self._pools or Pools(self._read_settings())
+                self._answers = self._pools.asked(self._pools.entries(), local=False, recent=1)
+        return self.drawn()
+
+    def drawn(self) -> PoolsTold:
+        """Return the pools that the files list now, with what was heard of each; any thread may ask."""
+        settings, entries, answers = Settings(), (), self._answers
+        with contextlib.suppress(SgpuError):
+            entries = read_pools()
+        with contextlib.suppress(SgpuError):
+            settings = self._read_settings()
+        statuses = {answer.name: answer.status for answer in answers if not answer.problem}
+        silent = frozenset(answer.name for answer in answers if answer.problem)
+        rates = {entry.name: rates_of(settings, entry) for entry in entries}
+        return PoolsTold(pools=pool_choices(default_pool(settings.pool, entries), entries, statuses, silent, rates))
+
+    def close(self) -> None:
+        """Let the pools go."""
+        pools, self._pools = self._pools, None
+        if pools is not None:
+            pools.close()
 
 
 def _list_changed() -> int:

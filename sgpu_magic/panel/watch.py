@@ -1,4 +1,4 @@
-"""Pools that somebody looks at: each asked by one thread, once a second at most, for all who look.
+"""Pools that somebody looks at: each asked by one thread, once a second at most, for all who look; the list of pools.
 
 A pool that answers slowly is asked less often. The thread ends with the last who looks.
 """
@@ -9,19 +9,20 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.panel.poll_pool import Looker, NoLook, Seen, looker_of
-from sgpu_magic.panel.pool_list import PoolList
-from sgpu_magic.panel.schema import PanelTold, PoolPicture, PoolTold, RunRow, RunsTold
+from sgpu_magic.panel.poll_pool import ListLook, Looker, NoLook, Seen, looker_of
+from sgpu_magic.panel.schema import PanelTold, PoolsTold, PoolTold, RunRow, RunsTold
 
-INTERVAL_S = 1.0
-"""A pool is asked so often at most."""
+INTERVAL_S, LIST_INTERVAL_S = 1.0, 10.0
+"""So often at most a pool is asked that somebody has chosen, and those of the list."""
 FAILED = "The pool can't be looked at: something went wrong in sgpu-magic, and the server's log says what."
-POLLED_S = 6.0
+POLLED_S, _LIST_POLLED_S = 6.0, 30.0
 """A page that asks and does not listen counts as looking for so long."""
 # a pool that answers slowly spends a quarter of its time on us at most
 _REST = 3.0
@@ -33,19 +34,33 @@ Tell = Callable[[PanelTold], None]
 """Is told what is new, in any thread; it must not block."""
 
 
-class PoolWatcher:
-    """Looks at one pool as long as somebody listens, and tells what has changed. Methods may be called by any thread.
+S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
+
+
+class Look(Protocol[S_co]):
+    """What looks. Owned by a watcher's thread."""
+
+    @property
+    def is_outdated(self) -> bool: ...
+    def look(self) -> S_co: ...
+    def close(self) -> None: ...
+
+
+class Watcher(ABC, Generic[S]):
+    """Looks as long as somebody listens, and tells what has changed. Methods may be called by any thread.
 
     Args:
-        name: The pool's name, "" for the settings' own.
+        name: The thread's.
         looker: Makes what looks, in the watcher's thread; again after a problem.
         interval_s: Seconds between two looks.
+        polled_s: A page that asks and does not listen counts as looking for so long.
     """
 
-    def __init__(self, name: str, looker: Callable[[], Looker], interval_s: float = INTERVAL_S) -> None:
-        self._name = name
+    def __init__(self, name: str, looker: Callable[[], Look[S]], interval_s: float, polled_s: float) -> None:
         self._looker = looker
         self._interval_s = interval_s
+        self._polled_s = polled_s
         self._lock = threading.Lock()
         self._first = threading.Event()
         self._wake = threading.Event()
@@ -53,8 +68,16 @@ class PoolWatcher:
         self._polled_until = float("-inf")
         self._over = False
         self._hurried = False
-        self._seen: Seen | None = None
+        self._seen: S | None = None
         self._thread = threading.Thread(target=self._work, name=f"sgpu-panel-{name}", daemon=True)
+
+    @abstractmethod
+    def _news(self, before: S | None, seen: S) -> Sequence[PanelTold]:
+        """Return what is told to who knows `before`; None is nothing."""
+
+    @abstractmethod
+    def _failed(self) -> S:
+        """Return what is told when the look itself fails."""
 
     @property
     def is_over(self) -> bool:
@@ -69,10 +92,8 @@ class PoolWatcher:
                 return False
             self._listeners[key] = tell
             if self._seen is not None:
-                _tell_whole(tell, self._seen)
-                # who looks again at what was not there wants to know now
-                self._hurried = self._seen.picture.state != "up"
-                self._wake.set()
+                for told in self._news(None, self._seen):
+                    tell(told)
             self._begin()
             return True
 
@@ -87,11 +108,11 @@ class PoolWatcher:
         with self._lock:
             if self._over:
                 return False
-            self._polled_until = time.monotonic() + POLLED_S
+            self._polled_until = time.monotonic() + self._polled_s
             self._begin()
             return True
 
-    def seen(self, timeout_s: float = _LOOK_TIMEOUT_S) -> Seen | None:
+    def seen(self, timeout_s: float = _LOOK_TIMEOUT_S) -> S | None:
         """Return what was seen last, waiting for the first look; None when that did not come."""
         self._first.wait(timeout_s)
         with self._lock:
@@ -122,7 +143,7 @@ class PoolWatcher:
             self._thread.start()
 
     def _work(self) -> None:
-        looker: Looker | None = None
+        looker: Look[S] | None = None
         try:
             while self._goes_on():
                 began = time.monotonic()
@@ -148,11 +169,6 @@ class PoolWatcher:
             if looker is not None:
                 looker.close()
 
-    def _failed(self) -> Seen:
-        """What is told when the look itself fails; the runs that were listed stay."""
-        picture = NoLook(self._name, FAILED, "retry").look().picture
-        return Seen(picture, {} if self._seen is None else self._seen.rows)
-
     def _goes_on(self) -> bool:
         with self._lock:
             if not self._listeners and time.monotonic() >= self._polled_until:
@@ -172,20 +188,75 @@ class PoolWatcher:
             if hurried:
                 return
 
-    def _take(self, seen: Seen) -> None:
+    def _take(self, seen: S) -> None:
         """Tell everybody what has changed."""
         with self._lock:
-            before, self._seen = self._seen, seen
+            news, self._seen = self._news(self._seen, seen), seen
             for tell in self._listeners.values():
-                if before is None:
-                    _tell_whole(tell, seen)
-                    continue
-                if not _is_same(before.picture, seen.picture):
-                    tell(PoolTold(picture=seen.picture))
-                runs = changes(seen.picture.pool, before.rows, seen.rows)
-                if runs is not None:
-                    tell(runs)
+                for told in news:
+                    tell(told)
         self._first.set()
+
+
+class PoolWatcher(Watcher[Seen]):
+    """Looks at one pool.
+
+    Args:
+        name: The pool's name, "" for the settings' own.
+        looker: As `Watcher`'s.
+        interval_s: Seconds between two looks.
+    """
+
+    def __init__(self, name: str, looker: Callable[[], Looker], interval_s: float = INTERVAL_S) -> None:
+        super().__init__(name, looker, interval_s, POLLED_S)
+        self._name = name
+
+    def add(self, key: object, tell: Tell) -> bool:
+        added, seen = super().add(key, tell), self._seen
+        if seen is not None and seen.picture.state != "up":
+            # who looks again at what was not there wants to know now
+            self.look_soon()
+        return added
+
+    def _news(self, before: Seen | None, seen: Seen) -> Sequence[PanelTold]:
+        if before is None:
+            return whole(seen)
+        runs = changes(seen.picture.pool, before.rows, seen.rows)
+        # the clock alone is no news
+        is_same = msgspec.structs.replace(before.picture, now=seen.picture.now) == seen.picture
+        return [*([] if is_same else [PoolTold(picture=seen.picture)]), *([] if runs is None else [runs])]
+
+    def _failed(self) -> Seen:
+        """The runs that were listed stay."""
+        picture = NoLook(self._name, FAILED, "retry").look().picture
+        return Seen(picture, {} if self._seen is None else self._seen.rows)
+
+
+class ListWatcher(Watcher[PoolsTold]):
+    """Looks at the list of pools, and asks all of them at once how each is now.
+
+    Args:
+        read_settings: Reads the settings.
+    """
+
+    def __init__(self, read_settings: Callable[[], Settings]) -> None:
+        self._look = ListLook(read_settings)
+        super().__init__("pools", lambda: self._look, LIST_INTERVAL_S, _LIST_POLLED_S)
+
+    def add(self, key: object, tell: Tell) -> bool:
+        """As `Watcher.add`: what the files list now is told at once."""
+        self._take(self._look.drawn())
+        return super().add(key, tell)
+
+    def seen(self, timeout_s: float = 0.0) -> PoolsTold:
+        """Return what the files list now; waits for no pool."""
+        return self._look.drawn()
+
+    def _news(self, before: PoolsTold | None, seen: PoolsTold) -> Sequence[PanelTold]:
+        return [] if before == seen else [seen]
+
+    def _failed(self) -> PoolsTold:
+        return self._seen or PoolsTold(pools=())
 
 
 def whole(seen: Seen) -> tuple[PoolTold, RunsTold]:
@@ -202,33 +273,20 @@ def changes(pool: str, before: Mapping[str, RunRow], after: Mapping[str, RunRow]
     return RunsTold(pool=pool, whole=False, changed=changed, gone=gone) if changed or gone else None
 
 
-def _tell_whole(tell: Tell, seen: Seen) -> None:
-    for told in whole(seen):
-        tell(told)
-
-
-def _is_same(before: PoolPicture, after: PoolPicture) -> bool:
-    # the clock alone is no news
-    return msgspec.structs.replace(before, now=after.now) == after
-
-
 class Watchers:
     """The pools that are watched in this process: one watcher each. Methods may be called by any thread.
 
     Args:
         read_settings: Reads the settings.
         interval_s: Seconds between two looks.
-
-    Attributes:
-        pools: The list of all of them.
     """
 
     def __init__(self, read_settings: Callable[[], Settings] = load_settings, interval_s: float = INTERVAL_S) -> None:
         self.read_settings = read_settings
-        self.pools = PoolList(read_settings)
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._watchers: dict[str, PoolWatcher] = {}
+        self._list = ListWatcher(read_settings)
 
     def watch(self, pool: str, key: object, tell: Tell) -> PoolWatcher:
         """Tell somebody about a pool until `remove(key)`.
@@ -238,35 +296,50 @@ class Watchers:
             key: Stands for who looks.
             tell: Is told.
         """
-        while True:
-            watcher = self._watcher(pool)
-            if watcher.add(key, tell):
-                return watcher
+        while not (watcher := self._watcher(pool)).add(key, tell):
+            pass
+        return watcher
+
+    def watch_list(self, key: object, tell: Tell) -> ListWatcher:
+        """Tell somebody the list of pools until `remove(key)`."""
+        while not (watcher := self._list_watcher()).add(key, tell):
+            pass
+        return watcher
+
+    def look_at_list(self) -> PoolsTold:
+        """Return the list of pools with what is known; asks nobody, but has them asked."""
+        while not (watcher := self._list_watcher()).poll():
+            pass
+        return watcher.seen()
 
     def look(self, pool: str) -> Seen | None:
         """Return what a pool is like now, for who does not listen; None when it can't be found out in time."""
-        while True:
-            watcher = self._watcher(pool)
-            if watcher.poll():
-                return watcher.seen()
+        while not (watcher := self._watcher(pool)).poll():
+            pass
+        return watcher.seen()
 
     def look_soon(self) -> None:
         """Something was asked of a pool: look at those that are watched now."""
-        with self._lock:
-            watchers = list(self._watchers.values())
-        self.pools.look_soon()
-        for watcher in watchers:
+        for watcher in self._all():
             watcher.look_soon()
 
     def close(self) -> None:
         """Look at nothing any more."""
-        with self._lock:
-            watchers, self._watchers = list(self._watchers.values()), {}
-        self.pools.close()
+        watchers = self._all()
         for watcher in watchers:
             watcher.stop()
         for watcher in watchers:
             watcher.join()
+
+    def _all(self) -> list[PoolWatcher | ListWatcher]:
+        with self._lock:
+            return [*self._watchers.values(), self._list]
+
+    def _list_watcher(self) -> ListWatcher:
+        with self._lock:
+            if self._list.is_over:
+                self._list = ListWatcher(self.read_settings)
+            return self._list
 
     def _watcher(self, pool: str) -> PoolWatcher:
         with self._lock:

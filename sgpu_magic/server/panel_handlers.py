@@ -203,7 +203,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if not self.check_origin():
             raise web.HTTPError(404)
         pool = self.get_query_argument("pool", "")
-        pools = await in_thread(self.watchers.pools.now)
+        pools = await in_thread(self.watchers.look_at_list)
         seen = await in_thread(self.watchers.look, pool)
         if seen is None:
             raise web.HTTPError(503, "the pool can't be looked at now. Try again.")
