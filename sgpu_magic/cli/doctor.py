@@ -12,6 +12,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import TextIO
@@ -123,8 +124,7 @@ def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
     try:
         settings = load_settings(environ)
     except UsageError as error:
-        what, _, remedy = error.message.rpartition(". ")
-        found = problem("settings", what or error.message, remedy if what else "Mend it.")
+        found = _refused("settings", error, "Mend it.")
         state_dir, runtime_dir = environ.get("SGPU_STATE_DIR", ""), environ.get("SGPU_RUNTIME_DIR", "")
         return Settings(state_dir=state_dir, runtime_dir=runtime_dir), [found]
     path = Path(environ.get("SGPU_CONFIG") or user_config_path("sgpu-magic", appauthor=False) / "config.toml")
@@ -134,6 +134,12 @@ def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
         text = f"SGPU_CONFIG names {path}, which is not there: the defaults apply"
         return settings, [warning("settings", text, "Unset it, or write the file.")]
     return settings, [ok("settings", "the defaults (there is no config.toml)")]
+
+
+def _refused(name: str, error: UsageError, otherwise: str) -> Finding:
+    """A message ends with its remedy; `otherwise` is that of one without."""
+    what, _, remedy = error.message.rpartition(". ")
+    return problem(name, what or error.message, remedy if what else otherwise)
 
 
 def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -214,15 +220,13 @@ def pool(settings: Settings) -> Iterator[Finding]:
         else:
             yield ok("pool", "none runs; the first %%distributed cell starts one")
         return
-    client = Pool(settings)
     try:
-        status = client.status(recent=0, start=False)
+        with closing(Pool(settings)) as client:
+            status = client.status(recent=0, start=False)
     except PoolError as error:
         what, _, remedy = error.message.partition(". ")
         yield problem("pool", what, remedy or "`sgpu pool stop --force` ends it; the next run starts a new one.")
         return
-    finally:
-        client.close()
     if status is None:
         yield ok("pool", "it has just ended")
         return
@@ -270,18 +274,13 @@ def listed_pools(settings: Settings) -> Iterator[Finding]:
     try:
         entries = read_pools()
     except UsageError as error:
-        what, _, remedy = error.message.rpartition(". ")
-        yield problem("pools", what or error.message, remedy if what else f"Mend {pools_path()}.")
+        yield _refused("pools", error, f"Mend {pools_path()}.")
         return
     if not entries:
         return
     yield from _key()
-    pools = Pools(settings)
-    try:
-        for answer in pools.asked(entries, local=False, again=True):
-            yield _said(answer)
-    finally:
-        pools.close()
+    with closing(Pools(settings)) as pools:
+        yield from map(_said, pools.asked(entries, local=False, again=True))
 
 
 def ray_version() -> Iterator[Finding]:
@@ -305,8 +304,7 @@ def _key() -> Iterator[Finding]:
         remedy = "`sgpu pool keygen` makes one; send its public half to who runs the pools."
         yield problem("key", f"there is none ({path}), and pools of other machines admit listed keys only", remedy)
     except UsageError as error:
-        what, _, remedy = error.message.rpartition(". ")
-        yield problem("key", what or error.message, remedy if what else "`sgpu pool keygen` makes another one.")
+        yield _refused("key", error, "`sgpu pool keygen` makes another one.")
     else:
         yield ok("key", str(path))
 

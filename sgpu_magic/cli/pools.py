@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from contextlib import closing
 from typing import Any
 
 from sgpu_magic.cli.main import Parser
 from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pool_choosing import Money, counts, has_words
+from sgpu_magic.client.pool_choosing import Money, counts, has_words, money_of
 from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, pools_path, read_pools, remove_pool
 from sgpu_magic.config import Settings, host_name, load_settings
@@ -18,7 +19,7 @@ from sgpu_magic.runs import pools_status
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views.pool_tables import status_text
 from sgpu_magic.views.units import aligned
-from sgpu_magic.wire.costs import format_money, read_prices
+from sgpu_magic.wire.costs import format_money
 from sgpu_magic.wire.devices import CPU, interconnect_of, memory_of
 from sgpu_magic.wire.pool_status import PoolStatus
 
@@ -89,7 +90,7 @@ def types(settings: Settings, name: str = "") -> str:
         SgpuError: The one pool can't be asked, or there is none of that name.
     """
     answers = _all(settings, name)
-    money = Money(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
+    money = money_of(settings)
     rows = [("pool", "type", "memory", "interconnect", "free/total", "nodes", "largest node", "an hour", "")]
     for answer in answers:
         if answer.status is not None:
@@ -102,22 +103,17 @@ def types(settings: Settings, name: str = "") -> str:
 
 
 def _all(settings: Settings, name: str) -> list[Asked]:
-    pools = Pools(settings)
-    try:
+    with closing(Pools(settings)) as pools:
         # one row more or less of a run tells who holds devices
         return pools_status.ask(pools, name, start=False, recent=1)
-    finally:
-        pools.close()
 
 
 def _checked(settings: Settings, entry: PoolEntry) -> PoolStatus:
-    pool = Pool(settings, None, entry)
     try:
-        found = pool.status(1, timeout_s=_CHECK_S)
+        with closing(Pool(settings, None, entry)) as pool:
+            found = pool.status(1, timeout_s=_CHECK_S)
     except SgpuError as error:
         raise PoolError(f"{error.message} Nothing was written; --no-check lists it all the same.") from None
-    finally:
-        pool.close()
     if found is None:
         raise PoolError(f"the pool {entry.name} gave no answer within {PATIENCE_S:g} s. Nothing was written.")
     return found
@@ -201,16 +197,10 @@ def status(settings: Settings, name: str = "") -> str:
         PoolError: It does not answer, or is of another version.
     """
     if name != LOCAL and (name or read_pools()):
-        pools = Pools(settings)
-        try:
+        with closing(Pools(settings)) as pools:
             return pools_status.text_of(pools_status.ask(pools, name, start=False), {})
-        finally:
-            pools.close()
-    pool = Pool(settings)
-    try:
+    with closing(Pool(settings)) as pool:
         answer = pool.status(start=False)
-    finally:
-        pool.close()
     if answer is None:
         return f"no local pool is running on {host_name()}; the first %%distributed cell starts one"
     return status_text(answer)

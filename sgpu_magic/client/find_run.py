@@ -83,13 +83,10 @@ def pool_of(settings: Settings, run: str, wish: str, *, going_on: bool = False) 
         UsageError: That is no beginning of an id.
     """
     prefix = check_prefix(run)
-    pools = Pools(settings)
-    try:
+    with contextlib.closing(Pools(settings)) as pools:
         if not pools.entries() and find_pool(settings) is None:
             raise PoolError(f"no local pool is running, so no run is going on {wish}.")
         yield pool_with(pools, settings, prefix, going_on=going_on, start=False)
-    finally:
-        pools.close()
 
 
 def check_prefix(text: str) -> str:

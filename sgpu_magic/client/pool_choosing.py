@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from sgpu_magic.client.pools import Asked
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
+from sgpu_magic.config import Settings
 from sgpu_magic.errors import CapacityError
 from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.wire.costs import Prices, format_money
+from sgpu_magic.wire.costs import Prices, format_money, read_prices
 from sgpu_magic.wire.devices import ANY, CPU, memory_of
 from sgpu_magic.wire.pool_status import PoolStatus
+
+if TYPE_CHECKING:
+    from sgpu_magic.client.pools import Asked
 
 RESERVED, ON_DEMAND = "reserved", "on-demand"
 """What `--pool` takes in place of a name: any pool of that kind."""
@@ -47,6 +51,11 @@ class Money:
             first, second = second, first
         price = first.of(name, device_type)
         return second.of(name, device_type) if price is None else price
+
+
+def money_of(settings: Settings) -> Money:
+    """Return what devices cost by the settings."""
+    return Money(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
 
 
 @dataclass(frozen=True, slots=True)

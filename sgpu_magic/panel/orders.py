@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 
 from sgpu_magic.client import ledger
 from sgpu_magic.client.local_pool import find_pool, start_pool
@@ -112,12 +113,9 @@ def _start(settings: Settings, pool: str) -> str:
     if find_pool(settings) is None:
         # without a zygote: this process's Python need not be that of any notebook
         start_pool(settings)
-    asked = Pool(settings)
-    try:
+    with closing(Pool(settings)) as asked:
         # one of another version is replaced when it is idle
         asked.status(1, start=True)
-    finally:
-        asked.close()
     return STARTED
 
 
@@ -134,11 +132,8 @@ def _cancel(settings: Settings, pool: str, run_id: str) -> str:
     )
     from sgpu_magic.client.pool import Pool
 
-    asked = Pool(settings, None, entry)
-    try:
+    with closing(Pool(settings, None, entry)) as asked:
         asked.cancel(run_id, pressed)
-    finally:
-        asked.close()
     return said
 
 

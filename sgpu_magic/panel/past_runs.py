@@ -42,9 +42,8 @@ class RunFilesOfPool:
         self._clock = clock
         self._listed_at = 0
         self._here: frozenset[str] = frozenset()
-        self._places: dict[str, RunFiles] = {}
-        # runs whose page may still come, and when it was looked for last
-        self._looked_at: dict[str, float] = {}
+        # what is known of each, and when it is looked for again: its page may still come
+        self._known: dict[str, tuple[RunFiles, float]] = {}
 
     def look(self) -> None:
         """See which directories there are now."""
@@ -58,29 +57,19 @@ class RunFilesOfPool:
 
     def of(self, run: RunSummary, now: float) -> RunFiles:
         """Return what is known of a run; `now` in seconds since the epoch."""
-        run_id = run.run_id
+        run_id, clock = run.run_id, self._clock()
         if run_id not in self._here:
             return _NOWHERE
-        place = self._places.get(run_id)
-        if place is not None and place.tracked_url:
-            return place
-        looked_at = self._looked_at.get(run_id)
-        over = run.state.is_final and now - (run.ended_at or run.submitted_at) > _LATE_S
-        if place is not None and (looked_at is None or self._clock() - looked_at < _LOOK_EVERY_S):
-            return place
-        place = self._places[run_id] = RunFiles(here=True, tracked_url=self._url(run_id))
-        if over or place.tracked_url:
-            self._looked_at.pop(run_id, None)
-        else:
-            self._looked_at[run_id] = self._clock()
+        place, due = self._known.get(run_id, (_NOWHERE, float("-inf")))
+        if clock >= due:
+            place = RunFiles(here=True, tracked_url=self._url(run_id))
+            over = run.state.is_final and now - (run.ended_at or run.submitted_at) > _LATE_S
+            self._known[run_id] = place, float("inf") if over or place.tracked_url else clock + _LOOK_EVERY_S
         return place
 
     def keep_only(self, run_ids: Iterable[str]) -> None:
         """Forget all others."""
-        kept = set(run_ids)
-        for known in (self._places, self._looked_at):
-            for run_id in known.keys() - kept:
-                del known[run_id]
+        self._known = {run_id: self._known[run_id] for run_id in run_ids if run_id in self._known}
 
     def _url(self, run_id: str) -> str:
         try:

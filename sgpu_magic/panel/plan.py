@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sgpu_magic.client.pool_choosing import KINDS
 from sgpu_magic.client.pools_file import LOCAL
@@ -59,14 +59,6 @@ class Plan:
     connects: bool = False
 
 
-@dataclass
-class _Words:
-    """What is gathered for a picture."""
-
-    sentences: list[str] = field(default_factory=list[str])
-    loses: bool = False
-
-
 def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve: bool = True) -> Plan:
     """Say what applying a choice would do. Takes 2 s at most beside a pool's answer, and changes nothing.
 
@@ -82,7 +74,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
         return Plan(PlanPicture(sentences=(), loses=False, problem=sentence(problem), button=_button(connect, False)))
     choice = normal(choice)
     known = held.confirmed and held.choice == choice
-    words = _Words()
+    words: list[str] = []
     try:
         status = _status(place, choice, words, connect=connect)
         if status is not None:
@@ -91,23 +83,24 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
                 _check_one_type(choice, status)
         added, removed = _packages(place.pool.settings, choice, words, resolve=resolve)
     except SgpuError as error:
-        said, button = tuple(words.sentences), _button(connect, known)
+        said, button = tuple(words), _button(connect, known)
         return Plan(PlanPicture(sentences=said, loses=False, problem=sentence(error.message), button=button))
     current = living(DEFAULT_NAME)
     changed = bool(added or removed)
     restarts: Session | None = None
+    loses = bool(removed)
     if connect:
         if current is not None and fits(current, choice) and not (changed and _has_own_packages(current)):
-            words.sentences.append(f"Session {current.name} is connected with this already.")
+            words.append(f"Session {current.name} is connected with this already.")
         else:
             restarts = current
             if restarts is not None:
-                _restart(restarts, status, words)
+                loses |= _restart(restarts, status, words)
             _waiting(choice, status, restarts, words)
     else:
         _left_alone(current, choice, changed, words)
     button = _button(connect, known and not changed)
-    picture = PlanPicture(sentences=tuple(words.sentences), loses=words.loses, problem="", button=button)
+    picture = PlanPicture(sentences=tuple(words), loses=loses, problem="", button=button)
     connects = connect and (current is None or restarts is not None)
     return Plan(picture, added, removed, restarts, connects)
 
@@ -141,7 +134,7 @@ def _button(connect: bool, known: bool) -> str:
     return "Apply" if not connect else "Connect" if known else "Apply and connect"
 
 
-def _status(place: Workplace, choice: Choice, words: _Words, *, connect: bool) -> PoolStatus | None:
+def _status(place: Workplace, choice: Choice, words: list[str], *, connect: bool) -> PoolStatus | None:
     """What the pool has; None while there is none, for a plan starts nothing, and where nothing is asked of one."""
     if not (connect or choice.gpus or choice.type or choice.pool):
         return None
@@ -149,7 +142,7 @@ def _status(place: Workplace, choice: Choice, words: _Words, *, connect: bool) -
     entries = place.pools.entries()
     if name in (*KINDS, "") and entries:
         found = place.find(name, Devices(choice.gpus or 1, choice.type or None))
-        words.sentences += [f"{sentence(note)}." for note in found.notes]
+        words += [f"{sentence(note)}." for note in found.notes]
         pool = found.pool
     else:
         _check_pool(place, name)
@@ -206,10 +199,10 @@ def _totals(status: PoolStatus) -> dict[str, int]:
     return Counter(device.type for device in status.inventory.devices)
 
 
-def _waiting(choice: Choice, status: PoolStatus | None, restarts: Session | None, words: _Words) -> None:
+def _waiting(choice: Choice, status: PoolStatus | None, restarts: Session | None, words: list[str]) -> None:
     """Say whether the session will wait for devices."""
     if status is None:
-        words.sentences.append("The pool is started first.")
+        words.append("The pool is started first.")
         return
     types = _totals(status)
     if choice.type == CPU or not types:
@@ -230,37 +223,37 @@ def _waiting(choice: Choice, status: PoolStatus | None, restarts: Session | None
         there = f"{free} of the {wanted} {kind} that this needs {'is' if free == 1 else 'are'}"
         if free <= 0:
             there = f"No {kind.removesuffix('s')} is"
-        words.sentences.append(f"{there} free now: the session waits in the queue.")
+        words.append(f"{there} free now: the session waits in the queue.")
 
 
 # ---------------------------------------------------------------- sessions
 
 
-def _restart(session: Session, status: PoolStatus | None, words: _Words) -> None:
-    """Say what becomes of a session that makes room."""
+def _restart(session: Session, status: PoolStatus | None, words: list[str]) -> bool:
+    """Say what becomes of a session that makes room; return whether something is lost."""
     # the session itself tells of its cells a moment later
     runs = status.runs if status is not None else ()
     running = [run.name for run in runs if run.session == session.run_id and not run.state.is_final]
     lost = sorted(session.shipping.own_names(session.ranks_of(())))
+    loses = bool(session.cells or lost)
     text = f"Session {session.name} restarts"
     # its own word of a cell that has just ended may be on its way
-    if session.cells or lost:
+    if loses:
         text += f": what its ranks have is lost ({_listed(lost)})" if lost else ": what its ranks have is lost"
-        words.loses = True
     if running:
         text += f", and {_listed(running)}, which runs in it, is stopped"
-        words.loses = True
-    words.sentences.append(f"{text}.")
+    words.append(f"{text}.")
+    return loses or bool(running)
 
 
-def _left_alone(current: Session | None, choice: Choice, changed: bool, words: _Words) -> None:
+def _left_alone(current: Session | None, choice: Choice, changed: bool, words: list[str]) -> None:
     """Nothing is connected or ended; say what holds of what is there."""
     if current is None:
-        words.sentences.append("Nothing is running." if not registry.names() else "Sessions go on as they are.")
+        words.append("Nothing is running." if not registry.names() else "Sessions go on as they are.")
     elif not fits(current, choice):
-        words.sentences.append(f"Session {current.name} goes on as it is; the choice is for the next one.")
+        words.append(f"Session {current.name} goes on as it is; the choice is for the next one.")
     elif changed and _has_own_packages(current):
-        words.sentences.append(
+        words.append(
             f"Session {current.name} goes on; its ranks see what is installed when %sgpu_restart starts them anew."
         )
 
@@ -273,7 +266,7 @@ def _has_own_packages(session: Session) -> bool:
 
 
 def _packages(
-    settings: Settings, choice: Choice, words: _Words, *, resolve: bool
+    settings: Settings, choice: Choice, words: list[str], *, resolve: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Say what is installed; return what the notebook's own environment gets and loses."""
     if choice.env_version:
@@ -283,12 +276,11 @@ def _packages(
     added = missing(choice.dependencies, installed)
     removed = tuple(name for name in choice.removed if normalised(name) in installed)
     if added:
-        words.sentences.append(_coming(settings, added, resolve=resolve))
+        words.append(_coming(settings, added, resolve=resolve))
     if removed:
-        words.sentences.append(f"{_listed(removed)} will be removed from this notebook's environment.")
-        words.loses = True
+        words.append(f"{_listed(removed)} will be removed from this notebook's environment.")
     if settings.env_version not in _OWN:
-        words.sentences.append(f"The setting env_version ({settings.env_version}) does not count for this notebook.")
+        words.append(f"The setting env_version ({settings.env_version}) does not count for this notebook.")
     return added, removed
 
 
@@ -306,7 +298,7 @@ def _coming(settings: Settings, added: tuple[str, ...], *, resolve: bool) -> str
     return f"{what}, in this notebook's environment."
 
 
-def _for_ranks(settings: Settings, choice: Choice, words: _Words) -> None:
+def _for_ranks(settings: Settings, choice: Choice, words: list[str]) -> None:
     """Packages that are installed where the ranks run."""
     problem = problem_of_base(settings, choice.env_version)
     if problem:
@@ -315,14 +307,14 @@ def _for_ranks(settings: Settings, choice: Choice, words: _Words) -> None:
     if not (choice.dependencies or choice.removed) and found is not None:
         digest, count = found.environment.digest, found.environment.packages
         if not _is_built(settings, digest):
-            words.sentences.append(f"{_many(count)} will be installed where the ranks run, when they start.")
+            words.append(f"{_many(count)} will be installed where the ranks run, when they start.")
         return
     there = base_versions(base_of(settings, choice.env_version))
     unknown = [name for name in choice.removed if normalised(name) not in there]
     if unknown:
         raise UsageError(f"{choice.env_version} has no {_listed(unknown)} that could be left out.")
     count = len(there) - len(choice.removed) + len(missing(choice.dependencies, {}))
-    words.sentences.append(
+    words.append(
         f"About {_many(count)} will be installed where the ranks run, when they start, unless they are there already."
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sgpu_magic.client.pool_choosing import Money, money_of
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.panel.device_rows import (
@@ -31,7 +32,7 @@ from sgpu_magic.views.pool_words import (
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import count_of
 from sgpu_magic.wire import ids
-from sgpu_magic.wire.costs import Prices, format_money, read_prices
+from sgpu_magic.wire.costs import Prices, format_money
 from sgpu_magic.wire.devices import CPU, Device
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.states import RunKind, RunState
@@ -54,21 +55,6 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What devices cost, by the settings.
-
-    Args:
-        prices: Of devices that are paid by the hour.
-        reserved: Of reserved ones.
-        currency: Of both.
-    """
-
-    prices: Prices
-    reserved: Prices
-    currency: str
-
-
-@dataclass(frozen=True, slots=True)
 class RunFiles:
     """What a run's directory on this machine tells.
 
@@ -83,7 +69,7 @@ class RunFiles:
 
 def pool_picture(
     status: PoolStatus,
-    rates: Rates,
+    rates: Money,
     now: float,
     *,
     durations: Durations,
@@ -145,14 +131,14 @@ def away_picture(
     )
 
 
-def rates_of(settings: Settings, entry: PoolEntry | None = None) -> Rates:
+def rates_of(settings: Settings, entry: PoolEntry | None = None) -> Money:
     """Return what devices cost in a pool: its own entry's prices before those of the settings.
 
     Args:
         settings: The user's.
         entry: As `pools.toml` has it; None for this machine's own.
     """
-    rates = Rates(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
+    rates = money_of(settings)
     if entry is None:
         return rates
     own = {(entry.name, kind): price for kind, price in entry.prices.items()}
@@ -167,7 +153,7 @@ def pool_choices(
     entries: Sequence[PoolEntry] = (),
     statuses: Mapping[str, PoolStatus | None] = _NOTHING,
     silent: frozenset[str] = frozenset(),
-    rates: Mapping[str, Rates] = _NOTHING,
+    rates: Mapping[str, Money] = _NOTHING,
 ) -> tuple[PoolChoice, ...]:
     """Return the pools that may be chosen: reserved ones first, then the default, then by name.
 
@@ -189,7 +175,7 @@ def _silent_words(entry: PoolEntry) -> str:
     return f"{entry.kind} · can't be reached"
 
 
-def _words_of(entry: PoolEntry, status: PoolStatus | None, rates: Mapping[str, Rates]) -> str:
+def _words_of(entry: PoolEntry, status: PoolStatus | None, rates: Mapping[str, Money]) -> str:
     """Return `reserved · 4 of 8 H100 free · from $3.90`."""
     if status is None:
         types = ", ".join(kind.upper() for kind in entry.types)
@@ -257,7 +243,7 @@ def _place_of(pool: str, host: str) -> str:
 
 
 def _types(
-    status: PoolStatus, rates: Rates, now: float, holders: Holders, durations: Durations
+    status: PoolStatus, rates: Money, now: float, holders: Holders, durations: Durations
 ) -> tuple[TypePicture, ...]:
     """Return what the pool has: dearest first, those without a price by their memory, CPU last."""
     by_type: dict[str, list[Device]] = {}
@@ -294,7 +280,7 @@ def _types(
     return (*types, *cpu)
 
 
-def _price(pool: str, device_type: str, rates: Rates) -> tuple[float | None, bool]:
+def _price(pool: str, device_type: str, rates: Money) -> tuple[float | None, bool]:
     """Return the price of one device for an hour, and whether it is that of reserved ones."""
     price = rates.prices.of(pool, device_type)
     if price is not None:

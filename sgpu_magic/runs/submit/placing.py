@@ -13,6 +13,7 @@ from sgpu_magic.client.pool_choosing import (
     cheapest_type,
     check_memory,
     choose,
+    money_of,
     one_of_several,
 )
 from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
@@ -21,7 +22,6 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.asked import Devices
 from sgpu_magic.options.values import STRATEGIES, check_spread
-from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Placement
 
 CPU_RANKS = 2
@@ -44,11 +44,6 @@ class Found:
     pool: Pool
     placement: Placement
     notes: tuple[str, ...] = ()
-
-
-def money_of(settings: Settings) -> Money:
-    """Return what devices cost by the settings."""
-    return Money(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
 
 
 def check_pool(pools: Pools, name: str) -> None:

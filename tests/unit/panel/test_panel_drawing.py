@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 from sgpu_magic.client.ledger import Use
+from sgpu_magic.client.pool_choosing import Money
 from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.messages import Said
 from sgpu_magic.panel.past_runs import RunFilesOfPool, month_began, month_line, month_sums
-from sgpu_magic.panel.pool_state import NO_GPU, Rates, RunFiles, pool_choices, pool_picture, run_row
+from sgpu_magic.panel.pool_state import NO_GPU, RunFiles, pool_choices, pool_picture, run_row
 from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunRow, RunsTold
 from sgpu_magic.panel.watch import changes
 from sgpu_magic.server.panel_handlers import Outbox
@@ -23,7 +24,7 @@ from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
 from sgpu_magic.wire.states import RunKind, RunState
 
 NOW = 1_795_344_000.0
-RATES = Rates(read_prices("a10=2.5,h100=7,cpu=0.04"), read_prices("b300=9,a10=1"), "USD")
+RATES = Money(read_prices("a10=2.5,h100=7,cpu=0.04"), read_prices("b300=9,a10=1"), "USD")
 
 
 def run(run_id: str = "00000001", state: RunState = RunState.RUNNING, **others: object) -> RunSummary:
