@@ -48,7 +48,7 @@ class Forwarder:
         self._number = _WATCH
         self._streams: dict[int, ByteStream] = {}
         self._opening = Pending[int, asyncio.Future[StreamOpened | StreamClosed]]()
-        self._over: asyncio.Future[str] = self._loop.create_future()
+        self._over: asyncio.Future[str | None] = self._loop.create_future()
         self._server: asyncio.Server | None = None
         link.on_stream = lambda message, frames: self._from_link(self._heard, message, frames)
         link.on_gap = lambda: self._from_link(self._gap)
@@ -80,8 +80,13 @@ class Forwarder:
             ) from None
         return answer.run_id, int(self._server.sockets[0].getsockname()[1]), answer.problem
 
-    async def serve(self) -> str:
-        """Forward until the run ends, and return a sentence about how it ended."""
+    def stop(self) -> None:
+        """Forward no longer."""
+        if not self._over.done():
+            self._over.set_result(None)
+
+    async def serve(self) -> str | None:
+        """Forward until the run ends, and return a sentence about how it ended; None when it was to stop."""
         while not self._over.done():
             await asyncio.wait((self._over,), timeout=_LOOK_S)
             if self._link.lost.is_set():
@@ -173,25 +178,18 @@ class Forwarder:
 async def _forward(link: PoolLink, run: str, rank: int, local: int | None, remote: int) -> int:
     """Forward a port until the run ends or the command is interrupted; 1 when the pool ended, else 0."""
     forwarder = Forwarder(link, run, rank, remote, note)
-    loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, forwarder.stop)
     try:
         run_id, here, problem = await forwarder.begin(local)
         sys.stdout.write(f"http://{_LOOPBACK}:{here} leads to port {remote} of rank {rank} of run {short(run_id)}\n")
         sys.stdout.flush()
         if problem:
             note(f"{problem} yet; connections are made as soon as something does.")
-        serving = loop.create_task(forwarder.serve())
-        waiting = loop.create_task(stopped.wait())
-        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if not serving.done():
-            serving.cancel()
-            return 0
-        note(f"{serving.result().rstrip('.')}: port {here} is free again.")
-        return 1 if link.lost.is_set() else 0
+        ended = await forwarder.serve()
+        if ended is not None:
+            note(f"{ended.rstrip('.')}: port {here} is free again.")
+        return 1 if ended is not None and link.lost.is_set() else 0
     finally:
         await forwarder.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import functools
 import os
 import resource
 import shutil
@@ -54,16 +55,9 @@ class Finding:
     remedy: str = ""
 
 
-def ok(name: str, text: str) -> Finding:
-    return Finding(Level.OK, name, text)
-
-
-def warning(name: str, text: str, remedy: str) -> Finding:
-    return Finding(Level.WARNING, name, text, remedy)
-
-
-def problem(name: str, text: str, remedy: str) -> Finding:
-    return Finding(Level.PROBLEM, name, text, remedy)
+ok = functools.partial(Finding, Level.OK)
+warning = functools.partial(Finding, Level.WARNING)
+problem = functools.partial(Finding, Level.PROBLEM)
 
 
 # ---------------------------------------------------------------- checks

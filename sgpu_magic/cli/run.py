@@ -223,24 +223,13 @@ def _options(parser: Parser) -> None:
         help="a parameter: a number, True, False, None, else a text; also as -p NAME VALUE")  # fmt: skip
     add("-r", "--raw", dest="raw_parameter", action="append", default=[], metavar="NAME=VALUE",
         help="a parameter that is a text whatever it looks like")  # fmt: skip
-    add(
-        "-y",
-        dest="parameters_yaml",
-        action="append",
-        default=[],
-        metavar="YAML",
-        help="parameters as YAML or JSON text",
-    )
+    add("-y", dest="parameters_yaml", action="append", default=[], metavar="YAML",
+        help="parameters as YAML or JSON text")  # fmt: skip
     add("-f", "--parameters-file", action="append", default=[], metavar="FILE", help="parameters in YAML, JSON or TOML")
     add_option(parser, "env", help="a variable of the notebook and its ranks")
     add_option(parser, "upload", help="a folder or file that the ranks find")
-    add(
-        "-o",
-        "--output",
-        default="",
-        metavar="COPY",
-        help="the executed copy (default: NAME.DATE-TIME.ipynb beside it; none of a script)",
-    )
+    add("-o", "--output", default="", metavar="COPY",
+        help="the executed copy (default: NAME.DATE-TIME.ipynb beside it; none of a script)")  # fmt: skip
     add_option(parser, "timeout", help="longest time for all of it (default: none)")
     add_option(parser, "retries", type=int, help="run it again after code 3, up to N times (default: 0)")
     add("--kernel", default="", metavar="NAME", help="the Jupyter kernel (default: the notebook's)")

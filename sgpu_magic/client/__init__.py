@@ -10,9 +10,8 @@ connection      the one link of a kernel: made when needed, made again when the 
 link            the socket's one thread; replies and events to whoever waits
 wires           queues to and from that thread, and what carries a link's messages; to the local pool's socket
 remote_wire     the same to a pool of another machine
-submitter       hands runs over to a pool with what goes along, and to its successor
-payload_memory  where a payload's bytes lie while they are shipped
-upload_files    files of a folder that goes along, and their digests
+submitter       hands runs over to a pool, and to its successor; where payloads lie meanwhile
+upload_files    what goes along to other machines; files of a folder, and their digests
 blob_sender     sends a pool what it lacks
 run             the handle of a submitted run
 result          what a finished run returns

@@ -17,7 +17,10 @@ from pathlib import Path
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.wires import A, Answer
 from sgpu_magic.errors import SerializationError
+from sgpu_magic.payload.buffers import regions_of
+from sgpu_magic.payload.pack import Packed
 from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.wire.attachments import StoredPart, StoredPayload
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -259,3 +262,15 @@ class Sending:
         silent_s = self._link.silent_s
         silent = f"; the link has been silent for {silent_s:.0f} s, it goes on when that is back" if silent_s else ""
         self._tell(f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} are there{silent}")
+
+
+def send_packed(packed: Packed, link: PoolLink, sending: Sending) -> StoredPayload:
+    """Send a pool whose ranks are on other machines what it lacks of the packed bytes."""
+    regions = list(regions_of(packed))
+    sender = BlobSender(link, sending.part("variables", packed.total_bytes))
+    digests = sender.send(Piece(region.size, region.load) for region in regions)
+    parts = (
+        StoredPart(digest=digest, offset=region.offset, size=region.size)
+        for digest, region in zip(digests, regions, strict=True)
+    )
+    return StoredPayload(parts=tuple(parts), size=packed.total_bytes)

@@ -11,12 +11,13 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic import errors
 from sgpu_magic.client.this_process import this_hello
-from sgpu_magic.client.wires import Answer, EventQueue, FilePart, Outgoing, Parcel, Reply, Wire
+from sgpu_magic.client.wires import Answer, EventQueue, FilePart, LocalWire, Outgoing, Parcel, Reply
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
@@ -33,6 +34,9 @@ from sgpu_magic.wire.files import (
 )
 from sgpu_magic.wire.pool_status import Welcome
 from sgpu_magic.wire.record import Record
+
+if TYPE_CHECKING:
+    from sgpu_magic.client.remote_wire import RemoteWire
 
 _HELLO_TIMEOUT_S = 10.0
 
@@ -56,7 +60,7 @@ class PoolLink:
         PoolError: The pool does not answer, or does not admit us.
     """
 
-    def __init__(self, wire: Wire, on_notice: Callable[[str], None] | None = None) -> None:
+    def __init__(self, wire: LocalWire | RemoteWire, on_notice: Callable[[str], None] | None = None) -> None:
         self._wire = wire
         self.title = wire.title
         self._on_notice = on_notice

@@ -81,13 +81,6 @@ class Mirror:
             self.copy_into(name, file.fileno(), 0)
         return target
 
-    def bring_if_there(self, name: str) -> None:
-        """Bring a small file, if the run has one and the pool can be asked."""
-        try:
-            self.bring(name)
-        except (UsageError, PoolError, OSError):
-            return
-
     def follow(self, name: str) -> None:
         """Bring what has come to a file that grows, such as a log. What can't be had now stays for the next time."""
         with contextlib.suppress(UsageError, PoolError, OSError):
@@ -107,7 +100,8 @@ class Mirror:
         """
         with self._lock:
             # whether there is more, before a file is made for it
-            begin = os.stat(self.directory.joinpath(*parts_of(name))).st_size if self._is_here(name) else 0
+            here = self.directory.joinpath(*parts_of(name))
+            begin = here.stat().st_size if here.is_file() else 0
             if sure_bytes is not None:
                 begin = min(begin, sure_bytes)
             if self._size(name, _LOG_PATIENCE_S) <= begin:
@@ -181,9 +175,6 @@ class Mirror:
         folder = private_dir(self.directory)
         for part in parts_of(name)[:-1]:
             folder = private_dir(folder / part)
-
-    def _is_here(self, name: str) -> bool:
-        return self.directory.joinpath(*parts_of(name)).is_file()
 
     def _size(self, name: str, patience_s: float | None = None) -> int:
         link = self._link()

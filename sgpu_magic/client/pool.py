@@ -9,10 +9,9 @@ from collections.abc import Callable
 from sgpu_magic.client.connection import REPLY_TIMEOUT_S, Connection, FarConnection, LocalConnection, ask
 from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.mirror import note_end
-from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Run
-from sgpu_magic.client.submitter import Attachments, Submitter
+from sgpu_magic.client.submitter import Attachments, PayloadMemory, Submitter
 from sgpu_magic.client.this_process import CurrentSettings
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
@@ -92,8 +91,7 @@ class Pool:
 
     def warm(self, interpreter: Interpreter, ranks: int) -> None:
         """Ask for this interpreter's zygote and a standby group of `ranks`, if the pool is there; nobody waits."""
-        if (link := self._connection.alive) is not None:
-            link.send(Warm(interpreter=interpreter, ranks=ranks))
+        self.tell(Warm(interpreter=interpreter, ranks=ranks))
 
     def submit(
         self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments = _NOTHING
@@ -141,7 +139,7 @@ class Pool:
         """What stands for the link to the pool: another one when its service is. None while there is no link."""
         return self._connection.alive
 
-    def tell(self, message: KeepEnvironment | Describe | TrackRun) -> None:
+    def tell(self, message: KeepEnvironment | Describe | TrackRun | Warm) -> None:
         """Tell the pool something that nobody waits for; lost when there is no pool."""
         if (link := self._connection.alive) is not None:
             link.send(message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pools_file import LOCAL, PoolEntry, pools_path, read_pools, unknown_pool
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry, read_pools, unknown_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.wire.pool_status import PoolStatus
@@ -67,7 +66,6 @@ class Pools:
         # by all that they were made of: one whose address was changed is another
         self._made: dict[str, tuple[PoolEntry, Pool]] = {}
         self._replaced: list[Pool] = []
-        self._read: tuple[tuple[str, int, int], tuple[PoolEntry, ...]] | None = None
         self._avoided: dict[str, tuple[float, str]] = {}
 
     def entries(self) -> tuple[PoolEntry, ...]:
@@ -76,17 +74,9 @@ class Pools:
         Raises:
             UsageError: It can't be read.
         """
-        path = pools_path()
-        try:
-            status = os.stat(path)
-            seen = (str(path), status.st_mtime_ns, status.st_size)
-        except OSError:
-            seen = (str(path), 0, 0)
-        read = self._read
-        if read is None or read[0] != seen:
-            read = self._read = (seen, read_pools(path))
-        self._let_go_of_others(read[1])
-        return read[1]
+        entries = read_pools()
+        self._let_go_of_others(entries)
+        return entries
 
     def names(self) -> list[str]:
         """Return the local pool's name and those of the file.

@@ -240,9 +240,8 @@ def _line_of(text: str, name: str) -> int:
 
 # ---------------------------------------------------------------- adding pools to it and removing them
 
-_HEADER = re.compile(r"\s*\[\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*\]\s*(?:#.*)?")
-_PART = re.compile(r"\s*\[\[?\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*\.")
-_ANY_HEADER = re.compile(r"\s*\[")
+# of a pool, or of a table in it
+_HEADER = re.compile(r"\s*\[\[?\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*[.\]]")
 _BEGINS = "# The pools of `--pool`; `sgpu pool add` and `sgpu pool remove` write this file, and so may you.\n"
 
 
@@ -316,8 +315,8 @@ def _without(text: str, name: str) -> str:
     kept: list[str] = []
     dropping = False
     for line in text.splitlines(keepends=True):
-        if _ANY_HEADER.match(line):
-            dropping = name in (_named(_HEADER, line), _named(_PART, line))
+        if (header := _HEADER.match(line)) is not None:
+            dropping = header["name"].strip("\"'") == name
         elif dropping and line.lstrip().startswith("#"):
             # a comment below the values: of what comes next
             dropping = False
@@ -325,11 +324,6 @@ def _without(text: str, name: str) -> str:
         if not dropping:
             kept.append(line)
     return "".join(kept)
-
-
-def _named(pattern: re.Pattern[str], line: str) -> str | None:
-    match = pattern.match(line)
-    return None if match is None else match["name"].strip("\"'")
 
 
 def _changed(path: Path, change: Callable[[str], str]) -> None:

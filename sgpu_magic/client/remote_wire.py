@@ -53,7 +53,7 @@ _NOT_OURS = (zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, zmq.Event.HANDSHAKE_FAILED_PR
 
 
 class RemoteWire:
-    """Carries messages to a pool of another machine (a `Wire`).
+    """Carries messages to a pool of another machine; methods as those of `LocalWire`.
 
     Args:
         name: The pool's name in `pools.toml`.

@@ -11,6 +11,7 @@ from typing import overload
 import msgspec
 
 from sgpu_magic.client.mirror import Mirror
+from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.ids import short
@@ -85,7 +86,8 @@ class RunResult:
 
     def _look_for_mlflow_run(self) -> str:
         if not self._mlflow_run_id and self._mirror is not None:
-            self._mirror.bring_if_there(TRACKING)
+            with contextlib.suppress(UsageError, PoolError, OSError):
+                self._mirror.bring(TRACKING)
         self._mlflow_run_id = self._mlflow_run_id or mlflow_run_id(self.directory)
         return self._mlflow_run_id
 

@@ -1,39 +1,47 @@
-"""Handing a run over to the pool with what goes along, and to the next one when that dies while the run goes on."""
+"""Handing a run over to the pool with what goes along, and to the next one when that dies while the run goes on.
+
+A payload's bytes lie inline, in a memory file that is used again, or in a file, while ranks read them.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.client.blob_sender import BlobSender, Piece, Sending, pieces_of
+from sgpu_magic.client.blob_sender import Sending, send_packed
 from sgpu_magic.client.connection import Connection, ask
 from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.mirror import mirror_path, note_sent
-from sgpu_magic.client.payload_memory import PayloadMemory, remove_upload
 from sgpu_magic.client.run import Run
 from sgpu_magic.client.this_process import this_context, this_interpreter
-from sgpu_magic.client.upload_files import FoundFile, FoundFiles, KnownDigests, find_files
-from sgpu_magic.config import Settings
-from sgpu_magic.errors import PoolError, RunUnknown, SgpuError, UsageError
+from sgpu_magic.client.upload_files import sent
+from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.errors import PoolError, RunUnknown, SgpuError
+from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, write_file
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.wire.attachments import CodeBundle, Environment, Manifest, Upload, UploadedFile, Wheel, manifest_bytes
-from sgpu_magic.wire.client import Accepted, Attach, Attached, Cancel, Submit
-from sgpu_magic.wire.files import PIECE_BYTES
+from sgpu_magic.system.byte_sizes import fits_memory
+from sgpu_magic.wire.attachments import (
+    CodeBundle,
+    Environment,
+    FilePayload,
+    InlinePayload,
+    Payload,
+    SharedPayload,
+    Upload,
+)
+from sgpu_magic.wire.client import Accepted, Attach, Attached, Cancel, ReclaimPayload, Submit
 from sgpu_magic.wire.run import CellSource, Interpreter, RankContext, RunSpec
 from sgpu_magic.wire.tracking import Tracking
 
 # a run's next pool service is looked for, or started, for so long when the run is to be cancelled
 _CANCEL_PATIENCE_S = 60.0
 _CANCEL_PAUSE_S = 0.2
-
-_MOST_MANIFEST_BYTES = PIECE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,7 @@ class Submitter:
         memory: PayloadMemory,
         settings: Settings,
         pool: str,
-        on_sending: Callable[[str], None] | None = None,
+        on_sending: Callable[[str], None] | None,
     ) -> None:
         self._pool = pool
         self._on_sending = on_sending
@@ -98,7 +106,16 @@ class Submitter:
         with self._lock:
             self._submitting += 1
         try:
-            run = self._submitted(spec, packed, key, environ, along)
+            link = self._connection.made(start=True)
+            try:
+                run = self._submit_once(link, spec, packed, key, environ, along)
+            except PoolLost:
+                # it was about to end when it was asked, and had not taken the run; or it was killed when it had
+                link = self._connection.made(start=True)
+                try:
+                    run = self._taken_before(link, spec, key)
+                except RunUnknown:
+                    run = self._submit_once(link, spec, packed, key, environ, along)
         finally:
             with self._lock:
                 self._submitting -= 1
@@ -111,16 +128,6 @@ class Submitter:
         with self._lock:
             if not self._submitting:
                 act()
-
-    def _submitted(self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments) -> Run:
-        try:
-            return self._submit_once(self._connection.made(start=True), spec, packed, key, environ, along)
-        except PoolLost:
-            # it was about to end when it was asked, and had not taken the run; or it was killed when it had
-            link = self._connection.made(start=True)
-            with contextlib.suppress(RunUnknown):
-                return self._taken_before(link, spec, key)
-            return self._submit_once(link, spec, packed, key, environ, along)
 
     def find_again(self, run: Run) -> None:
         """As `Pool.find_again`."""
@@ -186,7 +193,6 @@ class Submitter:
             shipped = msgspec.structs.replace(spec.shipped, notes=(*spec.shipped.notes, *notes))
             spec = msgspec.structs.replace(spec, shipped=shipped)
         events = link.follow(spec.run_id)
-        accepted = False
         try:
             self._memory.submitted(spec.run_id, link)
             message = Submit(
@@ -201,102 +207,144 @@ class Submitter:
                 uploads=along.uploads,
             )
             ask(link, message, Accepted, frames=frames)
-            accepted = True
         except BaseException:
             # also an interrupt while waiting: a run that was taken after all must not go on unseen
             link.send(Cancel(request=0, run=spec.run_id, reason="it was interrupted while it was submitted"))
             link.unfollow(spec.run_id, events)
-            remove_upload(payload)
+            if isinstance(payload.source, FilePayload):
+                Path(payload.source.path).unlink(missing_ok=True)
+            self._memory.run_over(spec.run_id, accepted=False)
             raise
-        finally:
-            if not accepted:
-                self._memory.run_over(spec.run_id, accepted=False)
         return Run(spec, key, link, events, self.directory(link, spec.run_id), (message, frames))
 
 
 def _context(environ: dict[str, str], key: bytes, along: Attachments) -> RankContext:
-    here = this_context(environ, key)
+    here = msgspec.structs.replace(this_context(environ, key), elsewhere=along.elsewhere, cell=along.cell)
     if along.stand is not None:
         here = msgspec.structs.replace(here, cwd=along.stand.cwd, sys_path=along.stand.sys_path)
-    if along.elsewhere or along.cell is not None:
-        here = msgspec.structs.replace(here, elsewhere=along.elsewhere, cell=along.cell)
     return here
 
 
-# ---------------------------------------------------------------- to a pool on other machines
+# ---------------------------------------------------------------- where payloads lie
+
+# a reclaim is answered in a millisecond or two; a run that still needs the memory does not answer
+_RECLAIM_TIMEOUT_S = 0.05
+# the memory of a large payload goes back to the machine after this
+_IDLE_S = 60.0
 
 
-def sent(along: Attachments, link: PoolLink, state: Path, sending: Sending) -> tuple[Attachments, list[str]]:
-    """Send a pool whose ranks are on other machines what it lacks of code, wheels, folders and files.
-
-    What it has from an earlier run is not sent again.
-
-    Args:
-        along: With paths on this machine.
-        link: To the pool.
-        state: The state directory, where digests of files are kept.
-        sending: Tells how far it is.
-
-    Returns:
-        What goes along as the nodes find it, and a sentence for each upload: its size, and how much of it was sent.
-
-    Raises:
-        UsageError: An upload can't go along, or the pool has no room.
-        SerializationError: A file can't be read.
-        PoolLost: The pool ended.
-    """
-    if link.welcome.near:
-        return along, []
-    environment = along.environment
-    wheels = environment.wheels if environment is not None else ()
-    total = sum(each.size for each in (*along.code, *wheels))
-    sender = BlobSender(link, sending.part("code and packages", total))
-    code = tuple(msgspec.structs.replace(bundle, path="", blobs=_blobs_of(bundle, sender)) for bundle in along.code)
-    if environment is not None and wheels:
-        blobs = tuple(msgspec.structs.replace(wheel, path="", blobs=_blobs_of(wheel, sender)) for wheel in wheels)
-        environment = msgspec.structs.replace(environment, wheels=blobs)
-    uploads = [_send(upload, link, state, sending) for upload in along.uploads]
-    along = replace(along, code=code, environment=environment, uploads=tuple(upload for upload, _ in uploads))
-    return along, [note for _, note in uploads]
+@dataclass(slots=True)
+class _Slot:
+    buffer: SharedBuffer
+    run_id: str
+    released: threading.Event
+    run_over: bool = False
 
 
-def _blobs_of(each: CodeBundle | Wheel, sender: BlobSender) -> tuple[str, ...]:
-    return tuple(sender.send_file(each.path))
+class PayloadMemory:
+    """The kernel's memory files. Touched pages are five times faster to write than fresh ones."""
 
+    def __init__(self) -> None:
+        self._slots: list[_Slot] = []
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
 
-def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tuple[Upload, str]:
-    root = Path(upload.path)
-    found = find_files(root)
-    known = KnownDigests(state, root)
-    total = sum(file.status.st_size for file in found.files)
-    sender = BlobSender(link, sending.part(upload.name, total))
-    digests = iter(sender.send(_pieces(found.files, known)))
-    by_file = {
-        file.name: tuple(next(digests) for _ in range(0, file.status.st_size, PIECE_BYTES)) for file in found.files
-    }
-    lacked = sender.sent_bytes
-    known.keep({file.path: (file.status, by_file[file.name]) for file in found.files})
-    manifest = manifest_bytes(_manifest(found, by_file))
-    if len(manifest) > _MOST_MANIFEST_BYTES:
-        raise UsageError(f"--upload {upload.name} has too many files: pack them into an archive.")
-    (digest,) = sender.send([Piece(len(manifest), lambda: memoryview(manifest))])
-    made = msgspec.structs.replace(upload, path="", manifest=digest, manifest_size=len(manifest))
-    count = "1 file" if len(found.files) == 1 else f"{len(found.files):,} files"
-    return made, (
-        f"uploaded {upload.name}: {count}, {format_bytes(total)}, of which the pool lacked {format_bytes(lacked)}"
-    )
+    def place(
+        self, packed: Packed, run_id: str, link: PoolLink, settings: Settings, sending: Sending
+    ) -> tuple[Payload, list[bytes]]:
+        """Put the packed bytes where ranks can read them.
 
+        Returns:
+            The payload and the raw frames to send along.
 
-def _pieces(files: Iterable[FoundFile], known: KnownDigests) -> Iterator[Piece]:
-    for file in files:
-        digests = known.of(file.path, file.status) or ()
-        for at, piece in enumerate(pieces_of(file.path, file.status.st_size)):
-            yield Piece(piece.size, piece.load, digests[at] if digests else "")
+        Raises:
+            UsageError: Neither memory nor disk has room for it, here or at a pool of another machine.
+            PoolLost: That pool is gone.
+        """
+        if packed.total_bytes <= INLINE_LIMIT:
+            return Payload(source=InlinePayload(), layout=packed.layout), [packed.to_bytes()]
+        if not link.welcome.near:
+            return Payload(source=send_packed(packed, link, sending), layout=packed.layout), []
+        with self._lock:
+            slot = self._reusable(packed.total_bytes, link)
+            if slot is None:
+                path = private_dir(settings.state_path / "uploads") / f"{run_id}.bin"
+                write_file(packed, path)
+                return Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout), []
+            # until it is written, the memory may be used again: an interrupt can come in the middle
+            slot.run_id, slot.run_over = "", True
+            slot.released.set()
+            slot.buffer.write(packed)
+            slot.run_id, slot.released, slot.run_over = run_id, threading.Event(), False
+        source = SharedPayload(pid=os.getpid(), fd=slot.buffer.fd, size=packed.total_bytes)
+        return Payload(source=source, layout=packed.layout), []
 
+    def submitted(self, run_id: str, link: PoolLink) -> None:
+        """This pool service has the run, perhaps as another's successor: it says when it no longer reads the memory."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.run_id == run_id:
+                    slot.released = link.payload_released(run_id)
 
-def _manifest(found: FoundFiles, blobs: dict[str, tuple[str, ...]]) -> Manifest:
-    files = tuple(
-        UploadedFile(file.name, file.status.st_size, blobs[file.name], bool(file.status.st_mode & 0o100))
-        for file in found.files
-    )
-    return Manifest(files=files, folders=found.folders, single=found.single)
+    def forget(self, run_id: str) -> None:
+        """Never write the run's memory again: whoever reads it holds it, and nobody tells when that ends."""
+        with self._lock:
+            self._drop(lambda slot: slot.run_id == run_id)
+
+    def pool_lost(self) -> None:
+        """The pool is gone: what it was still copying is not waited for."""
+        with self._lock:
+            self._drop(lambda slot: slot.run_over and not slot.released.is_set())
+
+    def run_over(self, run_id: str, accepted: bool) -> None:
+        """No rank reads the run's memory any more (it may still be copied to disk)."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.run_id == run_id:
+                    slot.run_over = True
+                    if not accepted:
+                        slot.released.set()
+            if self._slots:
+                self._restart_timer()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._drop(lambda slot: True)
+
+    def _drop(self, which: Callable[[_Slot], bool]) -> None:
+        # closing this descriptor harms nobody who reads the memory; only writing it again would
+        for slot in [slot for slot in self._slots if which(slot)]:
+            slot.buffer.close()
+            self._slots.remove(slot)
+
+    def _reusable(self, size: int, link: PoolLink) -> _Slot | None:
+        for slot in sorted(self._slots, key=lambda slot: -slot.buffer.size):
+            if slot.released.is_set() or (slot.run_over and self._reclaim(slot, link)):
+                if slot.buffer.size >= size or fits_memory(size - slot.buffer.size):
+                    return slot
+                return None
+        if not fits_memory(size):
+            return None
+        slot = _Slot(SharedBuffer(), "", threading.Event())
+        self._slots.append(slot)
+        return slot
+
+    def _reclaim(self, slot: _Slot, link: PoolLink) -> bool:
+        link.send(ReclaimPayload(run_id=slot.run_id))
+        return slot.released.wait(_RECLAIM_TIMEOUT_S)
+
+    def _restart_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(_IDLE_S, self._free_idle)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _free_idle(self) -> None:
+        with self._lock:
+            self._drop(lambda slot: slot.released.is_set() or slot.run_over)
+            self._timer = None
+            if self._slots:
+                self._restart_timer()

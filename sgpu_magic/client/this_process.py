@@ -28,19 +28,8 @@ _READ_AT_IMPORT = (
 )  # fmt: skip
 # what any program may need to start; not part of the key
 _ALWAYS = (
-    "PATH",
-    "HOME",
-    "USER",
-    "LOGNAME",
-    "LANG",
-    "LANGUAGE",
-    "LC_",
-    "TMPDIR",
-    "TZ",
-    "VIRTUAL_ENV",
-    "CONDA_",
-    "XDG_",
-)
+    "PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_", "TMPDIR", "TZ", "VIRTUAL_ENV", "CONDA_", "XDG_",
+)  # fmt: skip
 _umask_lock = threading.Lock()
 _NOT_OURS = ("PYTHONSAFEPATH", "PYTHON_PS1")
 
@@ -54,12 +43,7 @@ def this_interpreter(environ: Mapping[str, str] | None = None) -> Interpreter:
     environ = os.environ if environ is None else environ
     at_import = {name: value for name, value in environ.items() if _begins(name, _READ_AT_IMPORT)}
     digest = hashlib.blake2b(digest_size=16)
-    for part in (
-        sys.executable,
-        sys.prefix,
-        *_site_times(),
-        *(f"{k}={v}" for k, v in sorted(at_import.items())),
-    ):
+    for part in (sys.executable, sys.prefix, *_site_times(), *(f"{k}={v}" for k, v in sorted(at_import.items()))):
         digest.update(part.encode() + b"\0")
     needed = {name: value for name, value in environ.items() if _begins(name, _ALWAYS)}
     return Interpreter(executable=sys.executable, key=digest.hexdigest(), variables=needed | at_import)

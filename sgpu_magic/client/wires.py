@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import zmq
 
@@ -162,73 +162,45 @@ class Answer:
 # ---------------------------------------------------------------- what carries them
 
 
-class Wire(Protocol):
-    """One way to a pool. `carry` runs in the link's thread, whose part of the link it calls; the rest is for any.
-
-    Attributes:
-        title: The pool as sentences name it.
-        says_hello: It greets the pool itself, on each connection that it makes.
-    """
-
-    title: str
-    says_hello: bool
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the pool was heard, 0 as long as that is no cause for a word."""
-        ...
-
-    def carry(self, outgoing: Outgoing, link: PoolLink) -> None:
-        """Carry messages until `outgoing` ends or the pool's process is gone for good."""
-        ...
-
-    def answered(self, request: int) -> None:
-        """A request was answered; called in the link's thread."""
-        ...
-
-    def lost(self) -> str:
-        """Say that the pool went away while something was asked of it."""
-        ...
-
-    def mute(self) -> PoolError:
-        """Return the error that the pool does not answer at all."""
-        ...
-
-
 class LocalWire:
-    """Carries messages to a pool of this machine (a `Wire`).
+    """Carries messages to a pool of this machine. `carry` runs in the link's thread; the rest may be asked by any.
 
     Args:
         path: The pool's socket.
         pid: The pool's process.
+
+    Attributes:
+        title: The pool as sentences name it.
+        says_hello: It greets the pool itself, on each connection that it makes.
+        silent_s: Seconds since the pool was heard, 0 as long as that is no cause for a word.
     """
 
     says_hello = False
+    silent_s = 0.0
 
     def __init__(self, path: Path, pid: int) -> None:
         self._path = path
         self._pid = pid
         self.title = f"the local pool (process {pid})"
 
-    @property
-    def silent_s(self) -> float:
-        return 0.0
-
     def lost(self) -> str:
+        """Say that the pool went away while something was asked of it."""
         return (
             f"{self.title} ended. Run the cell again: the next run starts a new pool; `sgpu doctor` "
             "looks for the reason."
         )
 
     def mute(self) -> PoolError:
+        """Return the error that the pool does not answer at all."""
         return PoolError(
             f"{self.title} does not answer. End it with `sgpu pool stop --force`; the next run starts a new one."
         )
 
     def answered(self, request: int) -> None:
-        """Nothing is kept to be sent again."""
+        """A request was answered; called in the link's thread. Nothing is kept to be sent again."""
 
     def carry(self, outgoing: Outgoing, link: PoolLink) -> None:
+        """Carry messages until `outgoing` ends or the pool's process is gone for good."""
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.linger = _LINGER_MS

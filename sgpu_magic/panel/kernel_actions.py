@@ -119,10 +119,13 @@ class KernelActions:
 
     def _state(self, number: int, kept: KeptChoice | None = None, said: str = "") -> KernelAnswer:
         held = default_choice.keeper(self._place).now()
-        with self._lock:
-            installing = self._job is not None and not self._job.done()
+        installing = self._is_installing()
         picture = self._pictures.picture(held)
         return KernelAnswer(n=number, picture=picture, kept=kept, said=said, installing=installing)
+
+    def _is_installing(self) -> bool:
+        with self._lock:
+            return self._job is not None and not self._job.done()
 
     def _failure(self) -> str:
         """What a job has failed with that nobody was told yet; told once."""
@@ -140,10 +143,7 @@ class KernelActions:
         if not self._applying.acquire(blocking=False):
             return PanelRefusal(n=question.n, text=_BUSY)
         try:
-            with self._lock:
-                if self._job is not None and not self._job.done():
-                    return PanelRefusal(n=question.n, text=_BUSY)
-            return self._applied(question)
+            return PanelRefusal(n=question.n, text=_BUSY) if self._is_installing() else self._applied(question)
         finally:
             self._applying.release()
 

@@ -52,6 +52,8 @@ _TONES: Mapping[RunState, str] = {
     RunState.CANCELLED: "plain",
 }
 _NOTHING: Mapping[str, Any] = {}
+_IN_OTHER_WORDS = ("name", "kind", "state", "notebook")
+_AS_IN_SUMMARY = frozenset(RunRow.__struct_fields__).intersection(RunSummary.__struct_fields__) - {*_IN_OTHER_WORDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +168,11 @@ def pool_choices(
     """
     pools = [PoolChoice(name=LOCAL, about=_place_of(LOCAL, ""), reserved=False, default=default in ("", LOCAL))]
     for entry in entries:
-        words = _silent_words(entry) if entry.name in silent else _words_of(entry, statuses.get(entry.name), rates)
+        words = f"{entry.kind} · can't be reached"
+        if entry.name not in silent:
+            words = _words_of(entry, statuses.get(entry.name), rates)
         pools.append(PoolChoice(name=entry.name, about=words, reserved=entry.reserved, default=default == entry.name))
     return tuple(sorted(pools, key=lambda pool: (not pool.reserved, not pool.default, pool.name)))
-
-
-def _silent_words(entry: PoolEntry) -> str:
-    return f"{entry.kind} · can't be reached"
 
 
 def _words_of(entry: PoolEntry, status: PoolStatus | None, rates: Mapping[str, Money]) -> str:
@@ -199,29 +199,15 @@ def run_row(run: RunSummary, place: RunFiles) -> RunRow:
     is_session = run.kind is RunKind.SESSION
     tone = _TONES[run.state]
     return RunRow(
-        run_id=run.run_id,
+        **{name: getattr(run, name) for name in _AS_IN_SUMMARY},
         short_id=ids.short(run.run_id),
         name=run_name(run),
         kind=run.kind.value,
-        session=run.session,
         state=run.state.value,
         tone="plain" if is_session and tone == "good" else tone,
         final=run.state.is_final,
         words=_words(run),
-        ranks=run.ranks,
-        device_type=run.device_type,
-        simulated=run.simulated,
-        submitted_at=run.submitted_at,
-        started_at=run.started_at,
-        ended_at=run.ended_at,
-        metered_at=run.metered_at,
-        hourly=run.hourly,
-        cost=run.cost,
-        currency=run.currency,
         notebook=file_name(run.notebook),
-        kernel=run.kernel,
-        user=run.user,
-        idle_ends_at=run.idle_ends_at,
         tracked_url=place.tracked_url,
         here=place.here,
     )

@@ -256,9 +256,9 @@ def test_no_name_leads_out(served: ServedPool, ann: RemoteUser, name: str):
     (digest,) = sender.send([blob_sender.Piece(len(manifest), lambda: memoryview(manifest))])
     made = Upload(name="data", manifest=digest, manifest_size=len(manifest))
     with pytest.MonkeyPatch.context() as patch:
-        from sgpu_magic.client import submitter
+        from sgpu_magic.client import upload_files
 
-        patch.setattr(submitter, "_send", lambda *_: (made, "uploaded data"))
+        patch.setattr(upload_files, "_send", lambda *_: (made, "uploaded data"))
         run = ann.client.begin("print('ran')", ranks=1, along=Attachments(uploads=(made,)))
         ended = run.ended()
     assert ended.state is RunState.FAILED

@@ -66,7 +66,7 @@ class NotebookRun:
         self._told = told
         self._notebook = _read(job)
         self._copy = ExecutedCopy(self._notebook, copy, self._say)
-        self._stopped: asyncio.Future[ExitCode] | None = None
+        self._stopped: asyncio.Future[ExitCode]
 
     def run(self) -> ExitCode:
         """Execute it. SIGINT and SIGTERM end the notebook's runs first. The copy is there whatever happens."""
@@ -127,8 +127,6 @@ class NotebookRun:
     async def _started(self, client: _Client) -> ExitCode | None:
         """Start the kernel; None when it answers."""
         stopped = self._stopped
-        if stopped is None:
-            return ExitCode.FAILED
 
         async def start() -> None:
             await client.async_start_new_kernel(env=self._environ(), cwd=str(self._job.source.parent))
@@ -171,8 +169,8 @@ class NotebookRun:
     async def _cell(self, client: _Client, cell: Any, at: int) -> ExitCode:
         """Run one cell; a stop interrupts it, and what it shows of that is kept."""
         stopped = self._stopped
-        if stopped is None or stopped.done():
-            return ExitCode.FAILED if stopped is None else stopped.result()
+        if stopped.done():
+            return stopped.result()
         running = asyncio.ensure_future(client.async_execute_cell(cell, at, execution_count=None))
         await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
@@ -206,7 +204,7 @@ class NotebookRun:
                 client.kc.stop_channels()
 
     def _stop(self, code: ExitCode) -> None:
-        if self._stopped is not None and not self._stopped.done():
+        if not self._stopped.done():
             self._stopped.set_result(code)
 
     # ------------------------------------------------------------ what is given and kept
@@ -246,7 +244,7 @@ class NotebookRun:
             stopped = "stopped; its runs" if self._job.is_script else f"stopped in cell {number}; the notebook's runs"
             self._say(f"{stopped} were ended.\n")
             return
-        if self._job.timeout_s is not None and self._stopped is not None and self._stopped.done():
+        if self._job.timeout_s is not None and self._stopped.done():
             where = "" if self._job.is_script else f" in cell {number}"
             self._say(f"the time of {format_seconds(self._job.timeout_s)} was over{where}.\n")
         # what a script has printed is there already
