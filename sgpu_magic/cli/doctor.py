@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TextIO
 
 from packaging.version import InvalidVersion, Version
-from platformdirs import user_config_path
 
 from sgpu_magic import __version__
 from sgpu_magic.cli import machine_checks, python_checks
@@ -30,7 +29,7 @@ from sgpu_magic.client.pool_choosing import has_words
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import pools_path, read_pools
 from sgpu_magic.client.this_process import own_key_path
-from sgpu_magic.config import Settings, load_settings
+from sgpu_magic.config import Settings, config_path, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.disk_room import disk_room
 from sgpu_magic.files.disk_room import remedy as remedy_for_disk
@@ -127,7 +126,7 @@ def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
         found = _refused("settings", error, "Mend it.")
         state_dir, runtime_dir = environ.get("SGPU_STATE_DIR", ""), environ.get("SGPU_RUNTIME_DIR", "")
         return Settings(state_dir=state_dir, runtime_dir=runtime_dir), [found]
-    path = Path(environ.get("SGPU_CONFIG") or user_config_path("sgpu-magic", appauthor=False) / "config.toml")
+    path = config_path(environ)
     if path.is_file():
         return settings, [ok("settings", str(path))]
     if environ.get("SGPU_CONFIG"):

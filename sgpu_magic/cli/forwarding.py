@@ -9,6 +9,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from sgpu_magic.cli.main import Parser, note, rank
 from sgpu_magic.client.find_run import check_prefix, pool_of
 from sgpu_magic.client.link import PoolLink
@@ -40,9 +42,7 @@ class Forwarder:
 
     def __init__(self, link: PoolLink, run: str, rank: int, port: int, say: Callable[[str], None]) -> None:
         self._link = link
-        self._run = run
-        self._rank = rank
-        self._port = port
+        self._order = OpenStream(stream=_WATCH, run=run, rank=rank, port=port, watches=True)
         self._say = say
         self._loop = asyncio.get_running_loop()
         self._number = _WATCH
@@ -67,16 +67,16 @@ class Forwarder:
             UsageError: The port here is taken.
             PoolError: The pool does not answer.
         """
-        answer = await self._opened(_WATCH, watches=True)
+        answer = await self._opened(self._order)
         if isinstance(answer, StreamClosed):
             raise RunUnknown(answer.problem if answer.problem.endswith(".") else f"{answer.problem}.")
-        wanted = self._port if local is None else local
+        wanted = self._order.port if local is None else local
         try:
             self._server = await asyncio.start_server(self._connected, _LOOPBACK, wanted)
         except OSError as error:
             raise UsageError(
                 f"port {wanted} of this machine can't be listened on: {error.strerror}. Choose another, 0 for any that "
-                f"is free: `sgpu port-forward {self._run} 0:{self._port}`."
+                f"is free: `sgpu port-forward {self._order.run} 0:{self._order.port}`."
             ) from None
         return answer.run_id, int(self._server.sockets[0].getsockname()[1]), answer.problem
 
@@ -110,7 +110,7 @@ class Forwarder:
         self._number += 1
         number = self._number
         try:
-            answer = await self._opened(number)
+            answer = await self._opened(msgspec.structs.replace(self._order, stream=number, watches=False))
         except PoolError as error:
             answer = StreamClosed(stream=number, problem=error.message.rstrip("."))
         if isinstance(answer, StreamClosed):
@@ -122,17 +122,16 @@ class Forwarder:
             number, reader, writer, self._send, lambda problem: self._gone(number, problem)
         )
 
-    async def _opened(self, number: int, *, watches: bool = False) -> StreamOpened | StreamClosed:
+    async def _opened(self, order: OpenStream) -> StreamOpened | StreamClosed:
         answer: asyncio.Future[StreamOpened | StreamClosed] = self._loop.create_future()
-        self._opening.add(number, answer)
-        order = OpenStream(stream=number, run=self._run, rank=self._rank, port=self._port, watches=watches)
+        self._opening.add(order.stream, answer)
         self._send(order, ())
         try:
             return await asyncio.wait_for(answer, _ANSWER_S)
         except TimeoutError:
             raise PoolError(f"{self._link.title} did not answer within {_ANSWER_S:.0f} s.") from None
         finally:
-            self._opening.take(number)
+            self._opening.take(order.stream)
 
     def _gone(self, number: int, problem: str) -> None:
         self._streams.pop(number, None)
@@ -169,7 +168,7 @@ class Forwarder:
         for stream in list(self._streams.values()):
             stream.close("the link to the pool was broken")
         self._send(StreamClosed(stream=_WATCH), ())
-        self._send(OpenStream(stream=_WATCH, run=self._run, rank=self._rank, port=self._port, watches=True), ())
+        self._send(self._order, ())
 
 
 # ---------------------------------------------------------------- the command

@@ -23,7 +23,6 @@ from sgpu_magic.packages.mismatches import find_mismatches, packages_of
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.views.units import count_of, format_seconds
 
-_OLDEST_PYTHON = (3, 11)
 _OLDEST_TORCH = (2, 6)
 _PROBE_TIMEOUT_S = 90.0
 # joining takes some 10 ms; seconds mean name look-ups that time out
@@ -175,11 +174,7 @@ def _last_words(returncode: int, errors: bytes) -> str:
 
 def python_version() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    text = f"{version} at {sys.executable} (checked is the Python that `sgpu` runs in)"
-    if sys.version_info[:2] < _OLDEST_PYTHON:
-        yield problem("python", text, "Use Python 3.11 or newer.")
-    else:
-        yield ok("python", text)
+    yield ok("python", f"{version} at {sys.executable} (checked is the Python that `sgpu` runs in)")
 
 
 def ipykernel_version() -> Iterator[Finding]:

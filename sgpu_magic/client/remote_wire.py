@@ -39,15 +39,6 @@ _LINGER_MS = 1000
 _MOST_KEPT = 1000
 _MADE_S = 6.0
 _LOOK_MS = 100
-_EVENTS = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
 _OVER = (zmq.Event.DISCONNECTED, zmq.Event.CLOSED)
 _NOT_OURS = (zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
 
@@ -297,7 +288,7 @@ class RemoteConnection:
         # what is under way is bounded by who sends
         dealer.sndhwm = dealer.rcvhwm = 0
         secure_client(dealer, endpoint, own)
-        self.monitor = dealer.get_monitor_socket(_EVENTS)
+        self.monitor = dealer.get_monitor_socket()
         dealer.connect(address)
 
     def send(self, parts: Sequence[bytes]) -> None:

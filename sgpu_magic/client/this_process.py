@@ -129,12 +129,10 @@ def _begins(name: str, prefixes: Iterable[str]) -> bool:
 
 # ---------------------------------------------------------------- this user's own key
 
-_FILE = "client.key"
 
-
-def own_key_path(environ: Mapping[str, str] | None = None) -> Path:
+def own_key_path() -> Path:
     """Return where the key lies: beside the settings' file."""
-    return config_path(environ).parent / _FILE
+    return config_path().parent / "client.key"
 
 
 def own_keys(path: Path, pool: str) -> KeyPair:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar, cast
 
@@ -30,7 +30,8 @@ from sgpu_magic.panel.messages import (
     PanelRefusal,
     PlanAnswer,
 )
-from sgpu_magic.panel.plan import Plan, living, plan, sentence
+from sgpu_magic.panel.plan import Plan, living, plan
+from sgpu_magic.panel.pool_state import as_sentence
 from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.packages import install
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, words_of
@@ -82,7 +83,7 @@ class KernelActions:
         except msgspec.ValidationError as error:
             reply = PanelRefusal(n=number, text=f"This is no question that can be answered: {error}.")
         except SgpuError as error:
-            reply = PanelRefusal(n=number, text=sentence(error.message))
+            reply = PanelRefusal(n=number, text=as_sentence(error.message))
         except Exception as error:  # noqa: BLE001  a thread's top, and a front end that waits
             traceback.print_exc(file=sys.__stderr__)
             reply = PanelRefusal(n=number, text=f"This can't be answered: {type(error).__name__}: {error}")
@@ -176,17 +177,13 @@ class KernelActions:
             SgpuError: It can't be done.
             OSError: The key can't be written.
         """
-        said: list[str] = []
-        if planned.added or planned.removed:
-            install(self._place.pool.settings, planned.added, planned.removed)
-            said += [f"{', '.join(planned.added)} installed." if planned.added else ""]
-            said += [f"{', '.join(planned.removed)} removed." if planned.removed else ""]
+        said = installed(self._place, planned.added, planned.removed)
         kept = accept(self._place, choice)
         if planned.connects:
             with self._connecting:
                 # unloaded meanwhile
                 said += [self._connect(planned.restarts)] if not self._closed.is_set() else []
-        return kept, " ".join(filter(None, said))
+        return kept, " ".join(said)
 
     def _connect(self, before: Session | None) -> str:
         if before is not None:
@@ -230,8 +227,16 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
 
 def _words_of(error: BaseException) -> str:
     if isinstance(error, SgpuError):
-        return sentence(error.message)
+        return as_sentence(error.message)
     return str(error) if isinstance(error, OSError) else f"This could not be done: {type(error).__name__}: {error}"
+
+
+def installed(place: Workplace, added: Sequence[str], removed: Sequence[str]) -> list[str]:
+    """Install and remove packages here, if any; return what was done."""
+    if added or removed:
+        install(place.pool.settings, added, removed)
+    done = ((added, "installed"), (removed, "removed"))
+    return [f"{', '.join(names)} {word}." for names, word in done if names]
 
 
 def accept(place: Workplace, choice: Choice) -> KeptChoice:
@@ -276,10 +281,7 @@ def accept_choice(place: Workplace) -> str:
     planned = plan(place, held, choice, connect=False, resolve=False)
     if planned.picture.problem:
         raise UsageError(planned.picture.problem)
-    said: list[str] = []
-    if planned.added:
-        install(place.pool.settings, planned.added, ())
-        said.append(f"{', '.join(planned.added)} installed.")
+    said = installed(place, planned.added, ())
     accept(place, choice)
     if not choice.env_version and choice.removed:
         # what goes is the user's, and may be needed elsewhere

@@ -20,6 +20,7 @@ from sgpu_magic.packages.mismatches import find_mismatches, packages_of
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import name_of, version_of
 from sgpu_magic.packages.snapshot import Change, changes, versions
+from sgpu_magic.panel.pool_state import as_sentence
 from sgpu_magic.panel.schema import BaseChoice, KernelPicture, PackageLine, SessionPicture
 from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.keeper import Held
@@ -70,7 +71,7 @@ class KernelPictures:
             except SgpuError as error:
                 # of one that is not there that was said before
                 if not notes:
-                    notes.append(error.message[:1].upper() + error.message[1:])
+                    notes.append(as_sentence(error.message))
         else:
             notes += [*stale_words(now), *self._broken(now)]
         notes += since_connected(now, [session for session in registry.all_sessions() if not session.has_ended])

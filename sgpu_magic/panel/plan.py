@@ -15,6 +15,7 @@ from sgpu_magic.options.asked import DEFAULT_NAME, Devices
 from sgpu_magic.packages import bases, snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
+from sgpu_magic.panel.pool_state import as_sentence
 from sgpu_magic.panel.schema import PlanPicture
 from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.packages import (
@@ -71,7 +72,9 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
     """
     problem = problem_of(choice)
     if problem:
-        return Plan(PlanPicture(sentences=(), loses=False, problem=sentence(problem), button=_button(connect, False)))
+        return Plan(
+            PlanPicture(sentences=(), loses=False, problem=as_sentence(problem), button=_button(connect, False))
+        )
     choice = normal(choice)
     known = held.confirmed and held.choice == choice
     words: list[str] = []
@@ -84,7 +87,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
         added, removed = _packages(place.pool.settings, choice, words, resolve=resolve)
     except SgpuError as error:
         said, button = tuple(words), _button(connect, known)
-        return Plan(PlanPicture(sentences=said, loses=False, problem=sentence(error.message), button=button))
+        return Plan(PlanPicture(sentences=said, loses=False, problem=as_sentence(error.message), button=button))
     current = living(DEFAULT_NAME)
     changed = bool(added or removed)
     restarts: Session | None = None
@@ -103,11 +106,6 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
     picture = PlanPicture(sentences=tuple(words), loses=loses, problem="", button=button)
     connects = connect and (current is None or restarts is not None)
     return Plan(picture, added, removed, restarts, connects)
-
-
-def sentence(text: str) -> str:
-    """Return a message as a sentence."""
-    return text[:1].upper() + text[1:]
 
 
 def living(name: str) -> Session | None:
@@ -142,7 +140,7 @@ def _status(place: Workplace, choice: Choice, words: list[str], *, connect: bool
     entries = place.pools.entries()
     if name in (*KINDS, "") and entries:
         found = place.find(name, Devices(choice.gpus or 1, choice.type or None))
-        words += [f"{sentence(note)}." for note in found.notes]
+        words += [as_sentence(note) for note in found.notes]
         pool = found.pool
     else:
         _check_pool(place, name)

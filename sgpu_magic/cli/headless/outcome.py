@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import ast
 import enum
-import os
 import re
 import shlex
 import signal
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 from sgpu_magic.cli.headless.formats import NOTEBOOK, submits_runs
 from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, Job, declared, has_tag, source_of
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.options.defaults import as_words
 from sgpu_magic.views import ansi
 
@@ -121,9 +120,9 @@ def _connect_line(job: Job) -> str:
 def _with_parameters(cells: list[Any], job: Job) -> tuple[list[Any], list[str]]:
     """papermill's ways: in place of an injected cell, else after the one tagged `parameters`, else first."""
     notes: list[str] = []
-    new = _new_cell(source_of(job.parameters), INJECTED_TAG)
-    tagged = next((at for at, cell in enumerate(cells) if has_tag(cell, TAG)), None)
-    if tagged is None:
+    cells = [cell for cell in cells if not has_tag(cell, INJECTED_TAG)]
+    tagged = next((at for at, cell in enumerate(cells) if has_tag(cell, TAG)), -1)
+    if tagged < 0:
         notes.append("no cell is tagged `parameters`: they are set before the first cell.")
     else:
         known = declared(cells[tagged].source)
@@ -134,8 +133,7 @@ def _with_parameters(cells: list[Any], job: Job) -> tuple[list[Any], list[str]]:
                 for name in job.parameters
                 if name not in known
             ]
-    cells = [cell for cell in cells if not has_tag(cell, INJECTED_TAG)]
-    tagged = next((at for at, cell in enumerate(cells) if has_tag(cell, TAG)), -1)
+    new = _new_cell(source_of(job.parameters), INJECTED_TAG)
     return [*cells[: tagged + 1], new, *cells[tagged + 1 :]], notes
 
 
@@ -263,11 +261,7 @@ class ExecutedCopy:
 
         text = nbformat.writes(self._notebook)
         try:
-            handle, path = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(path, stat.S_IMODE(self.path.stat().st_mode))
-            os.replace(path, self.path)
+            write_whole(self.path, text.encode(), stat.S_IMODE(self.path.stat().st_mode))
         except OSError as error:
             self._say(f"note: the executed copy {self.path} can't be written now: {error.strerror}.\n")
 
