@@ -2,12 +2,15 @@
 
 Callbacks, timers and tasks inherit the context in which they were scheduled (`contextvars`), and that context holds
 who takes a fault: a run, a group of ranks, one of a run's watches. A fault that belongs to none of them is logged.
+Work in the background is a task of the loop, or a call in a thread that nobody waits for when the program ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
@@ -75,6 +78,34 @@ def _done(task: asyncio.Task[Any]) -> None:
     _tasks.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         report(error)
+
+
+def call_in_background(call: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Make a call that may block for good, in a thread of its own.
+
+    asyncio's executor waits for its threads when the loop ends: a driver that does not answer would keep the agent.
+
+    Args:
+        call: What to do there.
+        name: The thread's.
+
+    Returns:
+        A future of the running loop with what it returns or raises.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def work() -> None:
+        try:
+            settle = functools.partial(future.set_result, call())
+        except BaseException as error:  # noqa: BLE001  a thread's top: it goes to who waits
+            settle = functools.partial(future.set_exception, error)
+        # the loop is closed when the program ends
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: future.cancelled() or settle())
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return future
 
 
 def take(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -18,8 +18,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.inputs.kept_inputs import CodeUnusable
-from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs, travels_by_blobs
+from sgpu_magic.agent.inputs.launch_inputs import CodeUnusable, LaunchInputs, travels_by_blobs
 from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import RunRegistry

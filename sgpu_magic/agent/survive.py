@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.run_registry import RunRegistry

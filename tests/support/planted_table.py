@@ -14,14 +14,14 @@ FRESH = (
     "runs.execution:Execution._end",
     "ranks.rank_process:RankOutput.flush",
     "ranks.rank_process:RankOutput.drain",
-    "failures.exit_diagnosis:ExitDiagnosis.begin",
-    "failures.reports_of_ranks:ReportsOfRanks.last_word",
+    "failures:ExitDiagnosis.begin",
+    "failures:ReportsOfRanks.last_word",
     "runs.run_files:RunFiles.describe",
     "runs.run_files:RunFiles.take_result",
     "reports:Reports.happened",
 )
 # of these, one is called when a short run may have ended
-WHILE_IT_GOES_ON = ("failures.exit_diagnosis:ExitDiagnosis.begin",)
+WHILE_IT_GOES_ON = ("failures:ExitDiagnosis.begin",)
 # the run's last word was said by then
 AFTER = (
     "ranks.group:Group.exited",
@@ -48,7 +48,7 @@ SPARED = (
 )
 FAILING = (
     "runs.execution:Execution._take_failure",
-    "failures.reports_of_ranks:FailurePatience._decide",
+    "ranks.stop:FailurePatience._decide",
     "ranks.stop:StopPath.begin",
     "ranks.stop:StopPath.end",
 )
@@ -87,7 +87,7 @@ AT_ITS_END = (
 )
 # they do not know their run
 UNNAMED = (
-    "failures.reports_of_ranks:ReportsOfRanks.last_word",
+    "failures:ReportsOfRanks.last_word",
     "watch.sampling:Sampling._tick",
     "ranks.standby_groups:StandbyGroups.tend",
 )

@@ -1,22 +1,32 @@
-"""What a launch has in the pool's store comes to this node: the payload into memory, code and wheels into files."""
+"""What a launch has in the pool's store comes to this node: the payload into memory, code and wheels into files.
+
+Local code is unpacked once, and stays while a run uses it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import hashlib
 import os
+import re
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
+import stat
+import zipfile
+import zlib
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import msgspec
 
-from sgpu_magic.agent.background_call import call_in_background
-from sgpu_magic.agent.inputs.blob_cache import BlobCache
-from sgpu_magic.agent.inputs.kept_inputs import CodeBundles, Uploaded
+from sgpu_magic.agent.faults import call_in_background
+from sgpu_magic.agent.inputs.blobs import FIXED_TIME, BlobCache, Uploaded
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.content_store import join_blobs, join_parts, piece_sizes
+from sgpu_magic.files.kept_folders import KeptFolders
 from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.system.byte_sizes import fits_memory
 from sgpu_magic.wire.attachments import CodeBundle, StoredPayload, Wheel
@@ -79,10 +89,7 @@ class LaunchInputs:
             BlobMissing: A part can't be had.
             OSError: There is no room.
         """
-        run_id = launch.spec.run_id
-        paths = await asyncio.gather(
-            *(self.blobs.path(run_id, launch.store, part.digest, part.size, far=launch.far) for part in source.parts)
-        )
+        paths = await asyncio.gather(*(self.blobs.path(launch, part.digest, part.size) for part in source.parts))
         joined = call_in_background(lambda: _joined(launch.run_dir, source, paths), "sgpu-arrival")
         try:
             return await asyncio.shield(joined)
@@ -105,14 +112,13 @@ class LaunchInputs:
     async def _on_disk(self, launch: Launch, each: Item, name: str) -> Item:
         if not each.blobs:
             return each
-        run_id = launch.spec.run_id
         paths = [
-            await self.blobs.path(run_id, launch.store, digest, size, far=launch.far)
+            await self.blobs.path(launch, digest, size)
             for digest, size in zip(each.blobs, piece_sizes(each.size), strict=True)
         ]
         if len(paths) == 1:
             return msgspec.structs.replace(each, path=str(paths[0]))
-        target = private_dir(self._folder / run_id) / name
+        target = private_dir(self._folder / launch.spec.run_id) / name
         await call_in_background(lambda: _join(paths, target), "sgpu-arrival")
         return msgspec.structs.replace(each, path=str(target))
 
@@ -147,3 +153,125 @@ def _remove(descriptor: int, file: str) -> None:
 def _join(paths: Sequence[Path], target: Path) -> None:
     with appearing(target) as file:
         join_blobs(file.fileno(), [(path, path.stat().st_size) for path in paths])
+
+
+# ---------------------------------------------------------------- local code: archives, unpacked
+
+# of what environments may have
+_SHARE = 10
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_CHUNK_BYTES = 1 << 20
+# times of unpacked files lie in the ten years after `FIXED_TIME`
+_TIMES = 315_360_000
+
+
+class CodeUnusable(Exception):
+    """An archive of local code is not what it says that it is; the message is one paragraph."""
+
+
+class CodeBundles(KeptFolders):
+    """The node's unpacked archives, in `code/<sha256>` beside its environments. Methods may be called by any thread.
+
+    An unpacked archive is locked (shared) while a run of this agent uses it, so no agent removes it.
+
+    Args:
+        settings: Where environments are kept, and how many bytes they may have.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.environments_path / "code", settings.environments_bytes // _SHARE)
+        self._limit = settings.code_limit_bytes
+
+    def unpack(self, run_id: str, bundles: Iterable[CodeBundle]) -> Mapping[str, str]:
+        """Return the folder of each bundle, by the kernel's path entry; unpacked now if need be.
+
+        Args:
+            run_id: The run or session that uses them until `release`.
+            bundles: What travelled along.
+
+        Raises:
+            CodeUnusable: An archive is missing, damaged, too large, or wants to write elsewhere.
+            OSError: There is no room.
+        """
+        found: dict[str, str] = {}
+        for bundle in bundles:
+            digest = bundle.sha256
+            if _DIGEST.fullmatch(digest) is None:
+                raise CodeUnusable(f"the notebook's code has no valid digest ({digest[:80]!r}).")
+            path = self.want(digest, run_id) or self.put(digest, functools.partial(self._fill, bundle))
+            found[bundle.entry] = str(path)
+        return found
+
+    def _fill(self, bundle: CodeBundle, folder: Path) -> None:
+        with _opened(bundle) as archive:
+            _unpack(archive, folder, max(self._limit, bundle.size))
+
+
+@contextlib.contextmanager
+def _opened(bundle: CodeBundle) -> Generator[zipfile.ZipFile]:
+    """Open the archive and check that it is the one that was meant."""
+    try:
+        with open(bundle.path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != bundle.sha256:
+                raise CodeUnusable(
+                    f"the notebook's code from {bundle.entry} arrived damaged: {bundle.path} has another digest than "
+                    "was said. Run the cell again; the archive is made anew when you remove that file."
+                )
+            with zipfile.ZipFile(file) as archive:
+                yield archive
+    except FileNotFoundError:
+        raise CodeUnusable(
+            f"the notebook's code from {bundle.entry} did not arrive: {bundle.path} is not there. Run the cell again."
+        ) from None
+    except zipfile.BadZipFile as error:
+        raise CodeUnusable(f"the notebook's code from {bundle.entry} can't be unpacked: {error}.") from None
+
+
+def _unpack(archive: zipfile.ZipFile, folder: Path, limit: int) -> None:
+    """Write plain files below `folder`, and nothing anywhere else.
+
+    Raises:
+        CodeUnusable: A name leads out of the folder or stands twice, or a member is no plain file.
+    """
+    seen: set[str] = set()
+    total = 0
+    for info in archive.infolist():
+        name = PurePosixPath(info.filename)
+        mode = info.external_attr >> 16
+        is_safe = (
+            info.filename == str(name)
+            and not name.is_absolute()
+            and name.parts
+            and not {"..", "."}.intersection(name.parts)
+            and "\\" not in info.filename
+            and "\0" not in info.filename
+            and (stat.S_IFMT(mode) in (0, stat.S_IFREG))
+            and info.compress_type == zipfile.ZIP_STORED
+            and info.filename not in seen
+        )
+        if not is_safe:
+            raise CodeUnusable(
+                f"the notebook's code has a file {info.filename!r}, which has no place in its folder. It is not "
+                "unpacked."
+            )
+        seen.add(info.filename)
+        total += info.file_size
+        if total > limit:
+            raise CodeUnusable(f"the notebook's code is larger than the {limit} bytes that this node takes.")
+        _write(archive, info, folder.joinpath(*name.parts), executable=bool(mode & stat.S_IXUSR))
+
+
+def _write(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, *, executable: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o755 if executable else 0o644
+    )
+    checksum = 0
+    with open(descriptor, "wb") as target, archive.open(info) as source:
+        while chunk := source.read(_CHUNK_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+            target.write(chunk)
+    # by time and size Python and a session's ranks tell an edited file: other contents have another time
+    changed_at = FIXED_TIME + checksum % _TIMES
+    os.utime(path, (changed_at, changed_at))

@@ -1,6 +1,6 @@
-"""The processes of a run: their signals and sockets, connections to their ports, the end of those left behind.
+"""The processes of runs: which they are, what they use, connections to their ports, the end of those left behind.
 
-Linux, from /proc: each look at all processes has to be quick.
+Linux, from /proc, as one look at all processes for all runs of the agent has to be quick; elsewhere nothing is known.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.system.byte_stream import ByteStream, Send
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
 from sgpu_magic.wire.ids import short
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 RUN_VARIABLE = "SGPU_RUN_ID"
 _CONNECT_S = 10.0
-_ESTABLISHED = "01"
 # what listens everywhere is reached through the loopback
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -91,60 +90,116 @@ def kill_leftovers(
     return killed
 
 
-def catches(pid: int, number: int) -> bool | None:
-    """Whether the process has a handler for the signal; None where the system does not tell."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False if Path("/proc/self/status").exists() else None
-    except OSError:
-        return False
-    for line in status.splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return None
+# ---------------------------------------------------------------- CPU and memory
 
 
-# ---------------------------------------------------------------- sockets
+# processes whose parents are believed unseen for so many looks: they change when a parent dies
+_BELIEVED_LOOKS = 30
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
-def connections_between(pids: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Return for each process its descriptors that are connected to another one of `pids`.
+@dataclass(frozen=True)
+class TreeUse:
+    """What a process and the living ones below it use.
 
-    SIGINT does not interrupt a gloo collective and `abort` does not release it. What does is the loss of its
-    connections: every rank then gets a RuntimeError within milliseconds. Only connections whose two ends both belong
-    to ranks of the run are taken; listeners and the user's own connections are left alone.
+    Args:
+        pids: All of them.
+        cpu_s: CPU time that they, and children of theirs that have ended, have used so far.
+        rss_bytes: Resident memory. Pages that several share, such as a notebook's payload or the libraries that all
+            ranks were forked with, count for each: telling them apart (PSS) takes milliseconds for each process.
     """
-    owner = {inode: (pid, fd) for pid in pids for inode, fd in _sockets_of(pid).items()}
-    ends = {(local, remote): inode for local, remote, inode in _tcp_connections()}
-    found: dict[int, list[int]] = {}
-    for (local, remote), inode in ends.items():
-        if inode in owner and ends.get((remote, local)) in owner:
-            pid, fd = owner[inode]
-            found.setdefault(pid, []).append(fd)
-    return {pid: tuple(fds) for pid, fds in found.items()}
+
+    pids: frozenset[int]
+    cpu_s: float
+    rss_bytes: int
 
 
-def _sockets_of(pid: int) -> dict[str, int]:
-    """The process's descriptors that are sockets, by inode."""
-    found: dict[str, int] = {}
-    with contextlib.suppress(OSError):
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
-                if target.startswith("socket:["):
-                    found[target[8:-1]] = int(descriptor)
-    return found
+@dataclass(slots=True)
+class _Process:
+    parent: int
+    ticks: int
+    pages: int
 
 
-def _tcp_connections() -> Iterator[tuple[str, str, str]]:
-    """(local address, remote address, inode) of this machine's TCP connections. Source: proc(5)."""
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError), open(f"/proc/self/net/{name}", encoding="ascii") as file:
-            for line in list(file)[1:]:
-                fields = line.split()
-                if fields[3] == _ESTABLISHED:
-                    yield fields[1], fields[2], fields[9]
+class ProcessTable:
+    """Looks at processes. Only those that are new, or below a rank, are read at each look.
+
+    Args:
+        clock: Seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[int, _Process] = {}
+        self._trees: dict[int, TreeUse] = {}
+        self._looked_at = float("-inf")
+        self._looks = 0
+
+    def trees(self, roots: Collection[int], max_age_s: float = 0.0) -> Mapping[int, TreeUse]:
+        """Return what each of these processes uses; without those that are gone.
+
+        Args:
+            roots: None is to be below another.
+            max_age_s: What was seen so many seconds ago may be told again.
+        """
+        now = self._clock()
+        if now - self._looked_at > max_age_s or any(root not in self._trees for root in roots):
+            # who asked before asks again: one look serves all
+            self._look({*roots, *self._trees})
+            self._looked_at = now
+        return {root: self._trees[root] for root in roots if root in self._trees}
+
+    def _look(self, roots: Iterable[int]) -> None:
+        try:
+            living = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        except OSError:
+            living = set[int]()
+        self._looks += 1
+        if self._looks % _BELIEVED_LOOKS == 0:
+            self._known.clear()
+        for pid in self._known.keys() - living:
+            del self._known[pid]
+        for pid in living - self._known.keys():
+            self._read(pid)
+        children: dict[int, list[int]] = {}
+        for pid, process in self._known.items():
+            children.setdefault(process.parent, []).append(pid)
+        self._trees = {}
+        for root in roots:
+            found = [(pid, process) for pid in _below(root, children) if (process := self._read(pid)) is not None]
+            if any(pid == root for pid, _ in found):
+                self._trees[root] = TreeUse(
+                    pids=frozenset(pid for pid, _ in found),
+                    cpu_s=sum(process.ticks for _, process in found) / _TICKS_PER_S,
+                    rss_bytes=sum(process.pages for _, process in found) * _PAGE_BYTES,
+                )
+
+    def _read(self, pid: int) -> _Process | None:
+        # the built-in open() would make of each file three system calls more
+        try:
+            file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                text = os.read(file, 1024)
+            finally:
+                os.close(file)
+            # the command in parentheses may hold anything; the state is the first field after it, see proc(5)
+            fields = text[text.rindex(b")") + 2 :].split(None, 22)
+            # with the time of children that were waited for, so that a tree's time never goes back
+            ticks = int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
+            process = self._known[pid] = _Process(int(fields[1]), ticks, int(fields[21]))
+        except (OSError, ValueError, IndexError):
+            self._known.pop(pid, None)
+            return None
+        return process
+
+
+def _below(root: int, children: Mapping[int, list[int]]) -> Iterator[int]:
+    waiting = [root]
+    while waiting:
+        pid = waiting.pop()
+        yield pid
+        waiting += children.get(pid, ())
 
 
 # ---------------------------------------------------------------- ports

@@ -12,12 +12,15 @@ moment to end by themselves too, and the rest goes its way.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
-from sgpu_magic.agent.failures.reports_of_ranks import ReportsOfRanks
+from sgpu_magic.agent.failures import ReportsOfRanks
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
-from sgpu_magic.agent.ranks.run_processes import catches, connections_between
+from sgpu_magic.wire.failures import Failure
 
 # a cell that an interrupt reaches in Python ends as KeyboardInterrupt; only then are the connections shut
 _LEAD_S = 0.03
@@ -25,6 +28,69 @@ _LEAD_S = 0.03
 _RUNG_S = 0.3
 # exit handlers of ranks that are done
 EXIT_HANDLERS_S = 5.0
+# seconds for which a victim's report waits for the culprit's
+_PATIENCE_WITH_VICTIM_S = 0.25
+# seconds for which an error waits for an earlier one whose traceback takes longer to draw
+_PATIENCE_WITH_CAUSE_S = 0.03
+# seconds more for the tracebacks of ranks that have all raised: to free them would cost a session's whole group
+_PATIENCE_WITH_DRAWING_S = 2.0
+_ESTABLISHED = "01"
+
+
+class FailurePatience:
+    """Says when it is known who is to blame, so that the ranks that may wait for one that has failed can be freed.
+
+    Args:
+        reports: Who has reported.
+        later: Calls back after some seconds; what is pending is dropped with the run.
+        stopping: Whether the run ends anyway, and nobody is to be freed.
+        free_others: Called when the culprit is known. It may be called again until `stopping`.
+
+    Attributes:
+        drawing: Ranks that have raised, and draw their tracebacks or have drawn them.
+    """
+
+    def __init__(
+        self,
+        reports: ReportsOfRanks,
+        later: Callable[[float, Callable[[], None]], None],
+        stopping: Callable[[], bool],
+        free_others: Callable[[], None],
+    ) -> None:
+        self._reports = reports
+        self._later = later
+        self._stopping = stopping
+        self._free_others = free_others
+        self._loop = asyncio.get_running_loop()
+        self._deciding = False
+        self.drawing: set[int] = set()
+        self._drawn_by: float | None = None
+
+    def raised(self, rank: int) -> None:
+        """A rank has raised and will report it."""
+        self.drawing.add(rank)
+
+    def failed(self, failure: Failure) -> None:
+        """A rank has reported its failure, or is dead."""
+        if failure.is_consequence and self._deciding:
+            return
+        self._deciding = True
+        self._later(_PATIENCE_WITH_VICTIM_S if failure.is_consequence else _PATIENCE_WITH_CAUSE_S, self._decide)
+
+    def peer_failed(self) -> None:
+        """A rank on another node has failed: it is to blame, and those here only wait for it."""
+        self._deciding = True
+        self._decide()
+
+    def _decide(self) -> None:
+        if self._stopping():
+            return
+        now = self._loop.time()
+        self._drawn_by = self._drawn_by or now + _PATIENCE_WITH_DRAWING_S
+        if self.drawing.issuperset(self._reports.unreported) and now < self._drawn_by:
+            self._later(_PATIENCE_WITH_CAUSE_S, self._decide)
+        else:
+            self._free_others()
 
 
 class StopPath:
@@ -146,3 +212,59 @@ class StopPath:
 def _handles_term(process: RankProcess) -> bool:
     """A rank starts with the default action, so a handler is the user's. Unknown where there is no /proc: none."""
     return process.pid is not None and catches(process.pid, signal.SIGTERM) is True
+
+
+def catches(pid: int, number: int) -> bool | None:
+    """Whether the process has a handler for the signal; None where the system does not tell."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False if Path("/proc/self/status").exists() else None
+    except OSError:
+        return False
+    for line in status.splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return None
+
+
+# ---------------------------------------------------------------- sockets
+
+
+def connections_between(pids: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Return for each process its descriptors that are connected to another one of `pids`.
+
+    SIGINT does not interrupt a gloo collective and `abort` does not release it. What does is the loss of its
+    connections: every rank then gets a RuntimeError within milliseconds. Only connections whose two ends both belong
+    to ranks of the run are taken; listeners and the user's own connections are left alone.
+    """
+    owner = {inode: (pid, fd) for pid in pids for inode, fd in _sockets_of(pid).items()}
+    ends = {(local, remote): inode for local, remote, inode in _tcp_connections()}
+    found: dict[int, list[int]] = {}
+    for (local, remote), inode in ends.items():
+        if inode in owner and ends.get((remote, local)) in owner:
+            pid, fd = owner[inode]
+            found.setdefault(pid, []).append(fd)
+    return {pid: tuple(fds) for pid, fds in found.items()}
+
+
+def _sockets_of(pid: int) -> dict[str, int]:
+    """The process's descriptors that are sockets, by inode."""
+    found: dict[str, int] = {}
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                if target.startswith("socket:["):
+                    found[target[8:-1]] = int(descriptor)
+    return found
+
+
+def _tcp_connections() -> Iterator[tuple[str, str, str]]:
+    """(local address, remote address, inode) of this machine's TCP connections. Source: proc(5)."""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/self/net/{name}", encoding="ascii") as file:
+            for line in list(file)[1:]:
+                fields = line.split()
+                if fields[3] == _ESTABLISHED:
+                    yield fields[1], fields[2], fields[9]

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic.agent.failures.exit_diagnosis import ExitDiagnosis
-from sgpu_magic.agent.failures.reports_of_ranks import FailurePatience, ReportsOfRanks, without_secrets
+from sgpu_magic.agent.failures import ExitDiagnosis, ReportsOfRanks, without_secrets
 from sgpu_magic.agent.ranks.group import Group, RunRanks
-from sgpu_magic.agent.ranks.stop import StopPath
+from sgpu_magic.agent.ranks.stop import FailurePatience, StopPath
 from sgpu_magic.agent.runs.node_run import CommReports, NodeRun, Surroundings, TrackingAnswers, show
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.agent.watch.stacks import NotebookFrames

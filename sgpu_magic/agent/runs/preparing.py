@@ -12,9 +12,9 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.background_call import call_in_background
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.inputs.blob_cache import BlobMissing
+from sgpu_magic.agent.faults import call_in_background
+from sgpu_magic.agent.inputs.blobs import BlobMissing
 from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs, travels_by_blobs
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.packages.node.store import Built

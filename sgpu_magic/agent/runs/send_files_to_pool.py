@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.reports import Reports, Send
 from sgpu_magic.config import Settings
 from sgpu_magic.files.safe_paths import list_below, open_below

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.failures.exit_diagnosis import ExitDiagnosis
+from sgpu_magic.agent.failures import ExitDiagnosis
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.orders import prepare

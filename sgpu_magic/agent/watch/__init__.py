@@ -5,7 +5,6 @@ stacks        where ranks are, read from their stack files
 stack_taking  asks the ranks of a run where they are, and waits
 stalls        says when the ranks of a silent run wait for each other
 sampling      what ranks and devices use, once a second
-usage         CPU and memory of processes, from /proc
 gpus          the GPUs of runs, asked in a thread
 nvml          all that is known of NVML
 inventory     the devices of this node, and who else uses them

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.watch.nvml import (
     Code,
     Nvml,

@@ -15,8 +15,8 @@ import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
+from sgpu_magic.agent.ranks.run_processes import ProcessTable, TreeUse
 from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
-from sgpu_magic.agent.watch.usage import ProcessTable, TreeUse
 from sgpu_magic.system.byte_sizes import memory_limit
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Noted

@@ -22,9 +22,9 @@ import msgspec
 import psutil
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.background_call import call_in_background
+from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
-from sgpu_magic.agent.ranks.run_processes import catches
+from sgpu_magic.agent.ranks.stop import catches
 from sgpu_magic.agent.watch.stacks import NotebookFrames, parse
 from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.rank import Collectives, TellCollectives

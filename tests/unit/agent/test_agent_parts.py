@@ -23,11 +23,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgpu_magic.agent.failures.exit_diagnosis import death
-from sgpu_magic.agent.failures.reports_of_ranks import find_root_cause
+from sgpu_magic.agent.failures import death, find_root_cause
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.rank_process import RankOutput
-from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE, connections_between, kill_leftovers
+from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE, kill_leftovers
+from sgpu_magic.agent.ranks.stop import connections_between
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier, CopyJob
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec

@@ -7,7 +7,7 @@ import secrets as random_secrets
 
 import pytest
 
-from sgpu_magic.agent.failures import reports_of_ranks as failure_blanking
+from sgpu_magic.agent import failures as failure_blanking
 from sgpu_magic.packages.secrets import find_secrets, is_secret, without_secrets, without_url_credentials
 from sgpu_magic.runs.submit.cell_source import without_values
 from sgpu_magic.wire.attachments import PackedLayout

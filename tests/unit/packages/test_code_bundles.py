@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from sgpu_magic.agent.inputs.kept_inputs import CodeBundles, CodeUnusable
+from sgpu_magic.agent.inputs.launch_inputs import CodeBundles, CodeUnusable
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.packages.bundle import Bundles, check_size

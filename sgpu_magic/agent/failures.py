@@ -1,0 +1,345 @@
+"""What went wrong with ranks: what each reported or died of, and which of several failures is to blame.
+
+When one rank fails, the others fail in their collectives within milliseconds, and a victim's report may arrive first.
+The rule: the earliest failure that does not look like the loss of a peer; if there is none, the earliest.
+
+Whether the out-of-memory killer ended a rank is told by the system's own counters, and by how much the run held. That
+is so on Linux; elsewhere it is unknown.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.agent.ranks.group import RunRanks
+from sgpu_magic.agent.watch.stacks import NotebookFrames
+from sgpu_magic.packages.secrets import Blanker, find_secrets
+from sgpu_magic.system.byte_sizes import memory_groups, memory_limit, number_in
+from sgpu_magic.system.processes import signal_name
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.run import RankResult
+from sgpu_magic.wire.states import FailureKind, RunState
+
+# the key of a failure that no rank is to blame for
+_WHOLE_RUN = -1
+
+
+def find_root_cause(failures: Iterable[Failure]) -> tuple[Failure, tuple[Failure, ...]] | None:
+    """Return the culprit and the others in order of time, None when nothing failed. Pure."""
+    by_time = sorted(failures, key=lambda failure: (failure.is_consequence, failure.at))
+    if not by_time:
+        return None
+    culprit = by_time[0]
+    others = sorted((failure for failure in by_time[1:]), key=lambda failure: failure.at)
+    return culprit, tuple(others)
+
+
+def without_secrets(
+    failure: Failure, frames: Sequence[bytes], environ: Mapping[str, str]
+) -> tuple[Failure, Sequence[bytes]]:
+    """Return a rank's failure and its raw frames as they may be kept and shown: without secrets of its environment.
+
+    A pickled exception that holds a secret is left out: the notebook then raises one that tells its type, its message
+    and its traceback.
+
+    Args:
+        failure: As the rank told it.
+        frames: The pickled exception, if any.
+        environ: The ranks' variables.
+    """
+    blanker = Blanker(environ[name] for name in find_secrets(environ))
+    exception = failure.exception
+    if any(blanker.is_in(frame) for frame in frames):
+        exception, frames = None, ()
+    type_name = blanker.clear(failure.type_name)
+    if type_name != failure.type_name:
+        # the class goes along with its name
+        exception, frames = None, ()
+    cleared = msgspec.structs.replace(
+        failure,
+        type_name=type_name,
+        message=blanker.clear(failure.message),
+        traceback_text=blanker.clear(failure.traceback_text),
+        traceback_ansi=blanker.clear(failure.traceback_ansi),
+        exception=exception,
+    )
+    return (failure if cleared == failure else cleared), frames
+
+
+class ReportsOfRanks:
+    """Results and failures by rank, and the run's last word made of them; of each rank the first failure counts.
+
+    No I/O.
+
+    Args:
+        ranks: The numbers of the ranks that take part, ascending.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
+        self._results: dict[int, RankResult] = {}
+        self._failures: dict[int, Failure] = {}
+        self._result_frames: dict[int, bytes] = {}
+        self._exception_frames: dict[int, bytes] = {}
+
+    def has_reported(self, rank: int) -> bool:
+        return rank in self._results or rank in self._failures
+
+    def has_finished(self, rank: int) -> bool:
+        """The rank's cell ran through, and nothing happened to the rank since."""
+        return rank in self._results and rank not in self._failures
+
+    def has_failed(self, rank: int | None) -> bool:
+        return (_WHOLE_RUN if rank is None else rank) in self._failures
+
+    @property
+    def complete(self) -> bool:
+        return not self.unreported
+
+    @property
+    def unreported(self) -> tuple[int, ...]:
+        """Ranks that have neither finished nor failed."""
+        return tuple(rank for rank in self._ranks if not self.has_reported(rank))
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._failures)
+
+    @property
+    def failed_alike(self) -> bool:
+        """Every rank raised the same at the same line: as far as can be seen, each has called what the others have."""
+        kinds = {(failure.type_name, failure.line, failure.where) for failure in self._failures.values()}
+        return len(self._failures) == len(self._ranks) and len(kinds) == 1 and not self._results
+
+    def add_result(self, result: RankResult, frames: Sequence[bytes]) -> None:
+        """Args: frames: The packed result when it came inline."""
+        self._results[result.rank] = result
+        if frames:
+            self._result_frames[result.rank] = frames[0]
+
+    def add_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
+        """Args: frames: The packed exception when there is one."""
+        rank = _WHOLE_RUN if failure.rank is None else failure.rank
+        self._failures.setdefault(rank, failure)
+        if frames:
+            self._exception_frames.setdefault(rank, frames[0])
+
+    def last_word(
+        self,
+        state: RunState,
+        reason: str,
+        *,
+        host: str,
+        now: float,
+        starting_s: float,
+        running_s: float,
+        stacks: tuple[RankStack, ...] = (),
+        unstopped: tuple[int, ...] = (),
+    ) -> tuple[RunEnded, list[bytes]]:
+        """Return the run's `RunEnded` and its raw frames.
+
+        Args:
+            state: The final state.
+            reason: Why it was stopped, when it was.
+            host: This node.
+            now: Wall-clock time, seconds since the epoch.
+            stacks: Where the ranks were when its time was over.
+            unstopped: Ranks that still run the cell.
+        """
+        failure: Failure | None = None
+        others: tuple[Failure, ...] = ()
+        results: tuple[RankResult, ...] = ()
+        frames: list[bytes] = []
+        blamed = find_root_cause(self._failures.values())
+        if state is RunState.FAILED and blamed is not None:
+            failure, others = blamed
+            if failure.exception is not None and failure.rank is not None:
+                frames.append(self._exception_frames[failure.rank])
+            # only the culprit's exception travels
+            others = tuple(msgspec.structs.replace(other, exception=None) for other in others)
+        elif state is RunState.SUCCEEDED:
+            results = tuple(self._results[rank] for rank in self._ranks)
+            frames += [self._result_frames[rank] for rank in sorted(self._result_frames)]
+        elif state is RunState.TIMED_OUT:
+            failure = Failure(kind=FailureKind.TIMEOUT, message=reason, host=host, at=now)
+        ended = RunEnded(
+            state=state,
+            failure=failure,
+            reason=reason if state is RunState.CANCELLED else "",
+            others=others,
+            results=results,
+            stacks=stacks,
+            unstopped=unstopped,
+            starting_s=starting_s,
+            running_s=running_s,
+        )
+        return ended, frames
+
+
+# ---------------------------------------------------------------- ranks that ended without a word
+
+
+# of the limit: above it a SIGKILL that nobody has explained is most likely the out-of-memory killer's
+_HIGH = 0.8
+_SIGNAL_MEANINGS: dict[int, str] = {
+    signal.SIGKILL: "out of memory, or somebody killed it",
+    signal.SIGSEGV: "a crash in C code: it touched memory that is not its own, or its stack overflowed",
+    signal.SIGBUS: "a crash in C code, or a memory-mapped file whose disk or memory ran out",
+    signal.SIGABRT: "C code gave up; its last words are in the rank's output",
+    signal.SIGFPE: "a crash in C code: a division by zero",
+    signal.SIGILL: "a library was built for another processor",
+    signal.SIGTERM: "somebody asked it to end",
+    signal.SIGHUP: "somebody asked it to end",
+}
+
+
+class ExitDiagnosis:
+    """Tells how the ranks of one run died.
+
+    Args:
+        run_ranks: The ranks.
+        notebook: Tells the cell's frames.
+        host: This node.
+    """
+
+    def __init__(self, run_ranks: RunRanks, notebook: NotebookFrames, host: str) -> None:
+        self._run_ranks = run_ranks
+        self._notebook = notebook
+        self._host = host
+        self._memory = MemoryWatch()
+
+    def begin(self) -> None:
+        """The run has begun: what the system kills from now on may be of it."""
+        self._memory.begin()
+
+    def death(self, rank: int, status: int) -> Failure:
+        """Describe a rank that is dead and reaped.
+
+        Args:
+            status: Its exit code, negative for a signal.
+        """
+        process = self._run_ranks.rank(rank)
+        process.output.drain()
+        stack = self._notebook.upwards(process.stack_file.last_frames())
+        frame = self._notebook.innermost(stack) or (stack[0] if stack else None)
+        meaning = ""
+        if status == -signal.SIGKILL:
+            others = [other.pid for other in self._run_ranks.ranks if other.alive and other.pid is not None]
+            meaning = self._memory.verdict(process.peak_bytes, others)
+        failure = death(
+            rank,
+            self._run_ranks.group.world_size,
+            self._host,
+            status,
+            time.time(),
+            pid=process.pid,
+            meaning=meaning,
+            last_line=self._notebook.describe(frame) if frame is not None else "",
+            last_output=process.output.tail(),
+        )
+        line = frame.line if frame is not None and self._notebook.has(frame) else None
+        return msgspec.structs.replace(failure, stack=stack, line=line, where=self._notebook.collective(stack))
+
+
+def death(
+    rank: int,
+    ranks: int,
+    host: str,
+    status: int,
+    at: float,
+    *,
+    pid: int | None = None,
+    meaning: str = "",
+    last_line: str = "",
+    last_output: str = "",
+) -> Failure:
+    """Describe a rank whose process ended without a word.
+
+    Args:
+        status: Exit code, negative for a signal.
+        pid: Its process.
+        meaning: What its signal was, where more is known than the signal usually means.
+        last_line: Where in Python it was last, "" when unknown.
+        last_output: Its last lines.
+    """
+    who = f"rank {rank} of {ranks}" + (f" (process {pid})" if pid is not None else "")
+    if status < 0:
+        meaning = meaning or _SIGNAL_MEANINGS.get(-status, "")
+        message = f"{who} was killed by {signal_name(-status)}" + (f": {meaning}" if meaning else "")
+    else:
+        message = (
+            f"{who} left with exit code {status} before its cell was done: something in it "
+            "called os._exit or ended the process"
+        )
+    if last_line:
+        message += f"\nits last Python line: {last_line}"
+    if last_output.strip():
+        lines = last_output.strip().splitlines()
+        message += "\nits last output: " + "\n  ".join(lines)
+    return Failure(
+        kind=FailureKind.WORKER_DIED, message=message, rank=rank, host=host, at=at, exit_status=status, pid=pid
+    )
+
+
+class MemoryWatch:
+    """The machine's and this process's memory groups' counters of kills, as they were when a run began.
+
+    Args:
+        limit_bytes: Memory that there is; None asks the system.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._before: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Take the counters as they are now. Costs 0.3 ms."""
+        self._before = _kill_counts()
+
+    def killed_since(self) -> bool:
+        """Whether the out-of-memory killer has struck here since the run began."""
+        now = _kill_counts()
+        return any(count > self._before.get(name, count) for name, count in now.items())
+
+    def verdict(self, peak_bytes: int, other_pids: Iterable[int]) -> str:
+        """Say what a SIGKILL that nobody here has sent was.
+
+        Args:
+            peak_bytes: The most that the dead rank ever held; 0 when unknown.
+            other_pids: The run's other ranks, whose memory counts too.
+        """
+        limit = memory_limit() if self._limit_bytes is None else self._limit_bytes
+        held = _held(peak_bytes, limit)
+        if self.killed_since():
+            return "the system's out-of-memory killer ended it" + held
+        together = peak_bytes + sum(peak_memory(pid) for pid in other_pids)
+        if limit and together > _HIGH * limit:
+            return "most likely out of memory" + held
+        return "somebody or something killed it" + held
+
+
+def _held(peak_bytes: int, limit_bytes: int) -> str:
+    if not peak_bytes:
+        return ""
+    if not limit_bytes:
+        return f" (it held {peak_bytes / 1e9:.1f} GB)"
+    return f" (it held {peak_bytes / 1e9:.1f} of {limit_bytes / 1e9:.0f} GB)"
+
+
+def peak_memory(pid: int) -> int:
+    """The most memory in bytes that a living process ever held, 0 when unknown."""
+    return (number_in(Path(f"/proc/{pid}/status"), "VmHWM:") or 0) * 1024
+
+
+def _kill_counts() -> dict[str, int]:
+    files = [Path("/proc/vmstat")]
+    for group in memory_groups():
+        files += [group / "memory.events", group / "memory.oom_control"]
+    counts = {str(file): number_in(file, "oom_kill") for file in files}
+    return {name: count for name, count in counts.items() if count is not None}

@@ -1,0 +1,319 @@
+"""Blobs of the pool's store on this node, and the folders and files that are put together of them, each once.
+
+A blob is read where the pool keeps it, or fetched from there and kept for a while. A folder stays while a run uses it.
+Where the node sees the notebook's files, folders and files are those themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sgpu_magic.agent.faults import call_in_background
+from sgpu_magic.agent.reports import Send
+from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.files.content_store import blob_path, digest_of, join_blobs, piece_sizes
+from sgpu_magic.files.kept_folders import KeptFolders, evict
+from sgpu_magic.files.safe_paths import parts_of
+from sgpu_magic.files.whole_file import appearing, write_at
+from sgpu_magic.wire.attachments import UPLOADS_VARIABLE, Manifest, ManifestUnusable, Upload, UploadedFile, manifest_in
+from sgpu_magic.wire.files import CHUNK_BYTES, DIGEST_BYTES, PIECE_BYTES, WINDOW, BlobFetched, FetchBlob, is_digest
+from sgpu_magic.wire.node import Launch
+
+# so many blobs come at once: one is hashed while another comes
+_AT_ONCE = 2
+
+
+class BlobMissing(Exception):
+    """A blob can't be had; the message is the reason."""
+
+
+class BlobCache:
+    """All blobs that runs of this agent need. Used in the loop's thread.
+
+    Args:
+        settings: Where the pool's stores are, on this machine, and this node's own cache is.
+        send: Sends to the pool service of now.
+    """
+
+    def __init__(self, settings: Settings, send: Send) -> None:
+        self._stores = settings.state_path / "blobs"
+        self._folder = settings.state_path / "blob-cache"
+        self._most_bytes = settings.blobs_bytes
+        self._send = send
+        self._requests = itertools.count(1)
+        self._asked: dict[int, tuple[FetchBlob, asyncio.Future[bytes]]] = {}
+        self._coming: dict[str, asyncio.Future[Path]] = {}
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._users: dict[str, set[str]] = {}
+
+    async def path(self, launch: Launch, digest: str, size: int) -> Path:
+        """Where a blob lies on this node; it comes first if need be. Once, whoever asks.
+
+        Args:
+            launch: Who needs it, until `leave`.
+            digest: The blob's.
+            size: Its size in bytes.
+
+        Raises:
+            BlobMissing: It can't be had.
+            OSError: It can't be written.
+        """
+        if not launch.far:
+            here = blob_path(self._stores, launch.store, digest)
+            if not here.is_file():
+                raise BlobMissing("a part of them is not in the pool's store any more. Run the cell again")
+            return here
+        self._users.setdefault(digest, set()).add(launch.spec.run_id)
+        coming = self._coming.get(digest)
+        if coming is None:
+            coming = self._coming[digest] = asyncio.ensure_future(self._fetched(launch.store, digest, size))
+            coming.add_done_callback(lambda _: self._coming.pop(digest, None))
+        # whoever gives up does not stop it for the others
+        return await asyncio.shield(coming)
+
+    def leave(self, run_id: str) -> None:
+        """The run has what it needs, or is over."""
+        for digest, users in list(self._users.items()):
+            users.discard(run_id)
+            if not users:
+                del self._users[digest]
+                if (coming := self._coming.get(digest)) is not None:
+                    coming.cancel()
+
+    def fetched(self, answer: BlobFetched, frames: Sequence[bytes]) -> None:
+        """A part has come."""
+        _, part = self._asked.pop(answer.request, (None, None))
+        if part is None or part.done():
+            return
+        if answer.problem or not frames:
+            part.set_exception(BlobMissing(answer.problem or "a part of them came without its bytes"))
+        else:
+            part.set_result(frames[0])
+
+    def service_came(self) -> None:
+        """What the last service was asked for and has not sent, the one of now is asked for."""
+        for question, _ in self._asked.values():
+            self._send(question)
+
+    # ------------------------------------------------------------ within
+
+    async def _fetched(self, store: str, digest: str, size: int) -> Path:
+        path = self._folder / digest
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size == size:
+                os.utime(path)
+                return path
+        async with self._turns:
+            private_dir(self._folder.parent)
+            private_dir(self._folder)
+            self._make_room(size)
+            with appearing(path) as file:
+                await self._fetch_into(file.fileno(), store, digest, size)
+                hashed, _ = await call_in_background(lambda: digest_of(file.fileno()), "sgpu-hash")
+                if hashed.hexdigest() != digest:
+                    raise BlobMissing("a part of them was damaged on its way from the pool. Run the cell again")
+        return path
+
+    async def _fetch_into(self, file: int, store: str, digest: str, size: int) -> None:
+        under_way: list[tuple[int, asyncio.Future[bytes]]] = []
+        at = 0
+        try:
+            while at < size or under_way:
+                while at < size and len(under_way) < WINDOW // _AT_ONCE:
+                    length = min(CHUNK_BYTES, size - at)
+                    under_way.append((at, self._ask(store, digest, at, length)))
+                    at += length
+                offset, part = under_way[0]
+                data = await part
+                del under_way[0]
+                write_at(file, data, offset)
+        finally:
+            for _, part in under_way:
+                part.cancel()
+
+    def _ask(self, store: str, digest: str, offset: int, size: int) -> asyncio.Future[bytes]:
+        number = next(self._requests)
+        question = FetchBlob(request=number, store=store, digest=digest, offset=offset, size=size)
+        part: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        part.add_done_callback(lambda _: self._asked.pop(number, None))
+        self._asked[number] = question, part
+        self._send(question)
+        return part
+
+    def _make_room(self, size: int) -> None:
+        """Remove the longest unused ones beyond the budget that no run waits for."""
+        kept: list[tuple[float, int, Path]] = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                kept.append((status.st_mtime, status.st_size, path))
+
+        def remove(path: Path) -> bool:
+            # one that is coming has a name before it is there: `.<digest>-...`
+            if path.name.lstrip(".")[: 2 * DIGEST_BYTES] in self._users:
+                return False
+            path.unlink(missing_ok=True)
+            return True
+
+        evict(kept, self._most_bytes - size, remove)
+
+
+# ---------------------------------------------------------------- folders and files, for reading only
+
+# a file that a rank has changed all the same has another time
+FIXED_TIME = 946_684_800
+_WAITING_AT_ONCE = 64
+
+
+class Uploaded:
+    """The node's copies, in `uploads/<digest of the manifest>`, locked while a run of this agent uses them.
+
+    Args:
+        settings: Where they are, and how many bytes they may have.
+        blobs: Where their parts come from.
+    """
+
+    def __init__(self, settings: Settings, blobs: BlobCache) -> None:
+        self._kept = KeptFolders(settings.state_path / "uploads-here", settings.blobs_bytes)
+        self._blobs = blobs
+        # used in the loop's thread
+        self._of: dict[str, dict[str, Upload]] = {}
+
+    async def arrive(self, launch: Launch) -> Launch:
+        """Return the launch with uploads that lie on this node until `release`.
+
+        Raises:
+            BlobMissing: A part can't be had, or the upload is not what it says that it is.
+            OSError: There is no room.
+        """
+        here: list[Upload] = []
+        for upload in launch.uploads:
+            path = await self._path(launch, upload) if upload.manifest else upload.path
+            here.append(msgspec.structs.replace(upload, path=path))
+        return msgspec.structs.replace(launch, uploads=tuple(here))
+
+    def placed(self, launch: Launch) -> Launch:
+        """Return the launch whose ranks know where its uploads are, and those of its session's earlier cells."""
+        spec = launch.spec
+        known = dict(self._of.get(spec.session, {})) if spec.session else {}
+        known.update((upload.name, upload) for upload in launch.uploads)
+        if not known:
+            return launch
+        self._of[spec.session if spec.in_session else spec.run_id] = known
+        context = launch.context
+        if context.elsewhere:
+            for upload in known.values():
+                _link(context.cwd, upload)
+        told = json.dumps({name: upload.path for name, upload in known.items()})
+        environ = {**context.environ, UPLOADS_VARIABLE: told}
+        return msgspec.structs.replace(launch, context=msgspec.structs.replace(context, environ=environ))
+
+    def release(self, run_id: str) -> None:
+        """The run's ranks are gone."""
+        self._of.pop(run_id, None)
+        self._kept.release(run_id)
+
+    # ------------------------------------------------------------ within
+
+    async def _path(self, launch: Launch, upload: Upload) -> str:
+        """Where an upload lies here; its parts come first if it does not."""
+        spec, digest = launch.spec, upload.manifest
+        user = spec.session if spec.in_session else spec.run_id
+        if not is_digest(digest) or not 0 < upload.manifest_size <= PIECE_BYTES:
+            raise BlobMissing(f"what {upload.name} consists of was not told")
+        # from now on, so that nothing is removed meanwhile
+        path = self._kept.want(digest, user)
+        manifest = await self._manifest(launch, upload)
+        is_whole = functools.partial(_is_whole, manifest=manifest)
+        if path is None:
+            path = await call_in_background(lambda: self._kept.find(digest, is_whole), "sgpu-upload")
+        if path is None:
+            blobs = await self._fetch(launch, manifest)
+            fill = functools.partial(_put_together, manifest=manifest, blobs=blobs)
+            path = await call_in_background(lambda: self._kept.put(digest, fill, is_whole), "sgpu-upload")
+        if not self._kept.is_wanted(digest, user):
+            raise BlobMissing("the run has ended")
+        return str(path / manifest.files[0].name) if manifest.single else str(path)
+
+    async def _manifest(self, launch: Launch, upload: Upload) -> Manifest:
+        path = await self._blobs.path(launch, upload.manifest, upload.manifest_size)
+        try:
+            manifest = manifest_in(path.read_bytes())
+        except ManifestUnusable as error:
+            raise BlobMissing(str(error)) from None
+        if manifest.single and len(manifest.files) != 1:
+            raise BlobMissing("an upload of one file has another number of them")
+        return manifest
+
+    async def _fetch(self, launch: Launch, manifest: Manifest) -> dict[str, Path]:
+        """Have all blobs on this node, a few at a time."""
+        wanted = {blob: size for file in manifest.files for blob, size in _blobs_of(file)}
+        blobs: dict[str, Path] = {}
+        turns = asyncio.Semaphore(_WAITING_AT_ONCE)
+
+        async def fetch(blob: str, size: int) -> None:
+            async with turns:
+                blobs[blob] = await self._blobs.path(launch, blob, size)
+
+        await asyncio.gather(*(fetch(blob, size) for blob, size in wanted.items()))
+        return blobs
+
+
+def _blobs_of(file: UploadedFile) -> list[tuple[str, int]]:
+    sizes = piece_sizes(file.size)
+    if len(sizes) != len(file.blobs):
+        raise BlobMissing(f"the parts of {file.name[:200]} do not make its size")
+    return list(zip(file.blobs, sizes, strict=True))
+
+
+def _put_together(folder: Path, manifest: Manifest, blobs: Mapping[str, Path]) -> None:
+    """Fill an empty folder; the names come from elsewhere, and none leads out of it."""
+    for name in manifest.folders:
+        folder.joinpath(*parts_of(name)).mkdir(parents=True, exist_ok=True)
+    for file in manifest.files:
+        path = folder.joinpath(*parts_of(file.name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o500 if file.executable else 0o400)
+        try:
+            join_blobs(descriptor, [(blobs[blob], size) for blob, size in _blobs_of(file)])
+            os.utime(descriptor, (FIXED_TIME, FIXED_TIME))
+        finally:
+            os.close(descriptor)
+    # the folder's own time says when it was used last
+    for directory, _, _ in os.walk(folder, topdown=False):
+        os.chmod(directory, 0o500)
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
+    for file in manifest.files:
+        try:
+            status = os.lstat(folder / file.name)
+        except OSError:
+            return False
+        if (status.st_size, int(status.st_mtime)) != (file.size, FIXED_TIME):
+            return False
+    return True
+
+
+def _link(cwd: str, upload: Upload) -> None:
+    """Have an upload where the notebook had it, below the ranks' working directory."""
+    if not upload.below:
+        return
+    link = os.path.join(cwd, *parts_of(upload.below))
+    os.makedirs(os.path.dirname(link), mode=0o700, exist_ok=True)
+    if os.path.lexists(link) and not os.path.islink(link):
+        # ranks of an earlier cell have made something of that name
+        return
+    temporary = f"{link}.{os.getpid()}.part"
+    os.symlink(upload.path, temporary)
+    os.replace(temporary, link)
