@@ -6,8 +6,7 @@ survive       how the agent outlives pool services: introduced to each, waiting 
 reports       what the agent says, numbered by run and kept until it is written down
 run_registry  the runs that it holds
 launch        from a launch to its ranks; what it needs comes first; the kernel's place, in terms of what is here
-environments  the packages that runs want
-building      the process that builds them
+environments  the packages that runs want, and the processes that build them
 failures      what ranks reported or died of, secrets blanked, and which failure is to blame
 faults        what a callback raises costs the run that it works for, no other; work in the background
 

@@ -1,17 +1,23 @@
-"""The environments that this node has built or builds, and which runs wait for them."""
+"""The environments that this node has built or builds, which runs want them, and the processes that build."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.building import Building
 from sgpu_magic.config import Settings, host_name
 from sgpu_magic.packages.node.base_layer import layer_tag
 from sgpu_magic.packages.node.build_order import (
@@ -20,13 +26,15 @@ from sgpu_magic.packages.node.build_order import (
     BuildOrder,
     BuildReady,
     BuildRefused,
+    decode_news,
+    encode,
     needs_build,
 )
 from sgpu_magic.packages.node.store import Built, HeldLock, Store
+from sgpu_magic.system.child_process import private
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.events import EnvironmentMoved
 from sgpu_magic.wire.node import Launch
-from sgpu_magic.wire.run import Interpreter
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.preparing import PreparingRun
@@ -34,11 +42,71 @@ if TYPE_CHECKING:
 _TELL_S = 0.5
 # between the builder's last word and its lock, another pool may have removed what it built
 _ATTEMPTS = 3
-# a zygote needs them to start; the others are those that the kernel's zygote would have
-_ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV")
-
-
+# what was begun is removed within this
+_END_S = 5.0
+_MOST_BYTES = 1 << 20
 _NOT_BEGUN = BuildMoved(step="")
+
+
+class _Builder:
+    """The child process that builds one environment.
+
+    Args:
+        order: What to build.
+        log: Where a fault of the process can be read.
+
+    Raises:
+        OSError: The process can't be started.
+    """
+
+    def __init__(self, order: BuildOrder, log: Path) -> None:
+        self._order = order
+        self._alive = True
+        self._socket, theirs = socket.socketpair()
+        try:
+            with theirs, open(log, "ab", opener=private) as errors:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "sgpu_magic.packages.node.build", str(os.getpid())],
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=errors,
+                    cwd="/",
+                    start_new_session=True,
+                    env={**os.environ, "PYTHONSAFEPATH": "1"},
+                )
+        except BaseException:
+            self._socket.close()
+            raise
+
+    async def talk(self, heard: Callable[[BuildNews], None]) -> None:
+        """Give the order, and hear what it says until the end of its output."""
+        reader, writer = await asyncio.open_connection(sock=self._socket, limit=_MOST_BYTES)
+        try:
+            # one that has died says so by the end of its output
+            with contextlib.suppress(ConnectionError):
+                writer.write(encode(self._order))
+                writer.write_eof()
+                async for line in reader:
+                    # a killed process may leave half a line, and nothing else
+                    with contextlib.suppress(msgspec.DecodeError):
+                        heard(decode_news(line))
+        finally:
+            writer.close()
+            self._alive = False
+            # reaped with all other children
+            if self._process.poll() is None:
+                self._process.returncode = 0
+
+    def end(self) -> None:
+        """Nobody wants it any more: it removes what it has begun."""
+        self.signal(signal.SIGTERM)
+        asyncio.get_running_loop().call_later(_END_S, self.signal, signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the process, with uv and all else that it has started."""
+        if self._alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
 
 
 @dataclass(eq=False, slots=True)
@@ -48,30 +116,31 @@ class _Wanted:
     Args:
         environment: What.
         since: When its build was ordered.
-        building: The process that builds it.
+        builder: The process that builds it.
         held: It, and the lock that keeps it.
-        waiters: By run; None for a run that is still in the pool's queue.
-        keepers: Runs that have it, and have no ranks yet.
+        users: By run: who waits for it, or has it and no ranks yet; None for a run that is still in the pool's queue.
         moved: How far its build has got.
         was_built: By our own process.
         refused: Why it can't be had.
-        attempts: How often it was built.
         told_at: When the waiters last heard of it.
         telling: They hear of it soon.
     """
 
     environment: Environment
     since: float
-    building: Building | None = None
+    builder: _Builder | None = None
     held: tuple[Built, HeldLock] | None = None
-    waiters: dict[str, PreparingRun | None] = field(default_factory=dict[str, "PreparingRun | None"])
-    keepers: set[str] = field(default_factory=set[str])
+    users: dict[str, PreparingRun | None] = field(default_factory=dict[str, "PreparingRun | None"])
     moved: BuildMoved = _NOT_BEGUN
     was_built: bool = False
     refused: str = ""
-    attempts: int = 0
     told_at: float = 0.0
     telling: asyncio.TimerHandle | None = None
+
+    @property
+    def waiters(self) -> list[PreparingRun]:
+        """Who hears of its build."""
+        return [run for run in self.users.values() if run is not None]
 
 
 class Environments:
@@ -89,8 +158,8 @@ class Environments:
         self._store = Store(settings.environments_path)
         self._host = host_name()
         self._wanted: dict[str, _Wanted] = {}
-        # nobody waits for them: they compile, or clean up
-        self._ending: set[Building] = set()
+        # also those that nobody waits for: they compile, or clean up
+        self._builders: set[_Builder] = set()
 
     def needed(self, launch: Launch) -> bool:
         """Whether the run's ranks get a built environment."""
@@ -103,33 +172,24 @@ class Environments:
 
     def at_hand(self, environment: Environment) -> Built | None:
         """What is there already, held from now on; the caller starts a zygote of it, or waits for it."""
-        try:
-            name = self._name(environment)
-            wanted = self._wanted.get(name)
-            if wanted is not None and wanted.held is not None:
+        name = self.name(environment)
+        wanted = self._wanted.get(name)
+        # what can't be read is told by the build
+        with contextlib.suppress(OSError, ValueError):
+            if wanted is None and (found := self._store.open(name)) is not None:
+                wanted = self._wanted[name] = _Wanted(environment, time.monotonic(), held=found)
+            elif wanted is not None and wanted.held is not None:
                 self._store.touch(name)
-                return wanted.held[0]
-            if wanted is not None:
-                return None
-            found = self._store.open(name)
-        except (OSError, ValueError):
-            # told by the build
-            return None
-        if found is None:
-            return None
-        self._wanted[name] = _Wanted(environment, time.monotonic(), held=found)
-        return found[0]
+        return None if wanted is None or wanted.held is None else wanted.held[0]
 
     def wait(self, run_id: str, environment: Environment, waiter: PreparingRun) -> None:
         """Have it built if it is not there, and tell the waiter. It stays until `leave`."""
         there = self.at_hand(environment)
         if there is None:
             self._want(run_id, environment, waiter)
-            return
-        wanted = self._wanted[self._name(environment)]
-        wanted.waiters.pop(run_id, None)
-        wanted.keepers.add(run_id)
-        waiter.environment_ready(there, self.found(there))
+        else:
+            self._wanted[self.name(environment)].users[run_id] = waiter
+            waiter.environment_ready(there, self.found(there))
 
     def found(self, built: Built) -> EnvironmentMoved:
         """What to say of an environment that was there."""
@@ -138,73 +198,59 @@ class Environments:
     def leave(self, run_id: str) -> None:
         """The run does not want it any more, or has it. What nobody waits for is not built on."""
         for name, wanted in list(self._wanted.items()):
-            wanted.keepers.discard(run_id)
-            if run_id in wanted.waiters:
-                del wanted.waiters[run_id]
-                if not wanted.waiters and wanted.held is None:
-                    self._give_up(name, wanted)
+            if run_id in wanted.users:
+                del wanted.users[run_id]
+                if not wanted.users and wanted.held is None:
+                    del self._wanted[name]
+                    if wanted.builder is not None:
+                        wanted.builder.end()
 
     def leave_queue(self) -> None:
         """The pool service is gone, and with it its queue."""
         for wanted in list(self._wanted.values()):
-            for run_id in [run_id for run_id, waiter in wanted.waiters.items() if waiter is None]:
+            for run_id in [run_id for run_id, waiter in wanted.users.items() if waiter is None]:
                 self.leave(run_id)
 
     def tend(self) -> None:
         """Let go of what no zygote uses and nobody waits for."""
         keys = tuple(self._used_keys())
         for name, wanted in list(self._wanted.items()):
-            is_wanted = wanted.waiters or wanted.keepers or any(_is_of(key, name) for key in keys)
-            if wanted.held is not None and not is_wanted:
+            is_used = wanted.users or any(key.startswith(f"{name}-") for key in keys)
+            if wanted.held is not None and not is_used:
                 wanted.held[1].close()
                 del self._wanted[name]
 
     def close(self) -> None:
         """The agent ends."""
-        for building in [*self._ending, *(one.building for one in self._wanted.values() if one.building is not None)]:
-            building.close()
+        for builder in self._builders:
+            builder.signal(signal.SIGKILL)
         for wanted in self._wanted.values():
             if wanted.held is not None:
                 wanted.held[1].close()
         self._wanted.clear()
-        self._ending.clear()
 
-    def interpreter(self, environment: Environment, built: Built, placed: Launch) -> Interpreter:
-        """The built Python, for a zygote of its own.
-
-        Args:
-            environment: What it was built for.
-            built: It.
-            placed: The launch, whose ranks have their variables of this node already.
-        """
-        environ = placed.context.environ
-        names = [*placed.interpreter.variables, *_ALWAYS]
-        variables = {name: environ[name] for name in names if name in environ}
-        digest = hashlib.blake2b(digest_size=4)
-        for item in sorted(variables.items()):
-            digest.update(repr(item).encode())
-        key = f"{self._name(environment)}-{digest.hexdigest()}"
-        return Interpreter(executable=built.executable, key=key, variables=variables)
+    def name(self, environment: Environment) -> str:
+        """What it is called on this node."""
+        return f"{environment.digest}-{layer_tag()}"
 
     # ------------------------------------------------------------ within
 
-    def _name(self, environment: Environment) -> str:
-        return f"{environment.digest}-{layer_tag()}"
-
     def _want(self, run_id: str, environment: Environment, waiter: PreparingRun | None) -> None:
-        name = self._name(environment)
+        name = self.name(environment)
         wanted = self._wanted.get(name)
         if wanted is None:
-            self._wanted[name] = wanted = _Wanted(environment, time.monotonic())
-        wanted.waiters[run_id] = waiter
-        if wanted.building is None and wanted.held is None:
-            self._build(name, wanted)
-        elif waiter is not None and wanted.moved.step:
+            wanted = self._wanted[name] = _Wanted(environment, time.monotonic())
+            # others than who asked first may wait for it by then
+            with faults.charging(lambda error: self._fail(name, wanted, f"the agent met a fault: {error!r}.")):
+                faults.in_background(self._build(name, wanted))
+        wanted.users[run_id] = waiter
+        if waiter is not None and wanted.moved.step:
             waiter.environment_moved(self._news(wanted))
 
-    def _build(self, name: str, wanted: _Wanted) -> None:
+    async def _build(self, name: str, wanted: _Wanted) -> None:
+        """Have it built by a process, or by the next one when that is killed."""
         settings = self._settings
-        wanted.attempts += 1
+        log = Path(settings.state_path, "logs", "environment-builds.log")
         order = BuildOrder(
             environment=wanted.environment,
             root=str(self._store.root),
@@ -213,25 +259,42 @@ class Environments:
             budget_bytes=settings.environments_bytes,
             index_url=settings.index_url,
         )
-        log = Path(settings.state_path, "logs", "environment-builds.log")
-        try:
-            self._store.folder(name)
-            # others than who asked first may wait for it by then
-            with faults.charging(lambda error: self._fail(name, wanted, f"the agent met a fault: {error!r}.")):
-                wanted.building = Building(
-                    order, log, lambda news: self._heard(name, wanted, news), lambda: self._ended(name, wanted)
-                )
-        except ValueError as error:
-            self._loop.call_soon(self._fail, name, wanted, f"{error}; the notebook's client has to be repaired.")
-        except OSError as error:
-            text = f"the node {self._host} can't start a process that makes the run's packages: {error}."
-            self._loop.call_soon(self._fail, name, wanted, text)
+        for _ in range(_ATTEMPTS):
+            if self._is_done(name, wanted):
+                return
+            try:
+                self._store.folder(name)
+                wanted.builder = builder = _Builder(order, log)
+            except (OSError, ValueError) as error:
+                text = f"{error}; the notebook's client has to be repaired."
+                if isinstance(error, OSError):
+                    text = f"the node {self._host} can't start a process that makes the run's packages: {error}."
+                self._fail(name, wanted, text)
+                return
+            self._builders.add(builder)
+            await builder.talk(lambda news: self._heard(name, wanted, news))
+            self._builders.discard(builder)
+            if wanted.refused:
+                break
+        if self._is_done(name, wanted):
+            return
+        text = (
+            f"the process that makes the run's packages on {self._host} was killed {_ATTEMPTS} times before it was "
+            f"done; if nobody did it, the system was short of memory. What it wrote is in {log}. Run the cell again."
+        )
+        self._fail(name, wanted, wanted.refused or text)
+
+    def _is_done(self, name: str, wanted: _Wanted) -> bool:
+        """It is there, or nobody wants it any more."""
+        return wanted.held is not None or self._wanted.get(name) is not wanted
 
     def _heard(self, name: str, wanted: _Wanted, news: BuildNews) -> None:
+        if self._is_done(name, wanted):
+            return
         match news:
             case BuildMoved():
                 wanted.moved = news
-                self._tell_soon(wanted)
+                self._tell_soon(name, wanted)
             case BuildRefused(message=message):
                 wanted.refused = message
             case BuildReady(built=built):
@@ -247,68 +310,30 @@ class Environments:
         if wanted.held is None:
             # removed at once by another pool, or unreadable: its end says
             return
-        if wanted.building is not None:
-            self._ending.add(wanted.building)
-            wanted.building = None
         built, ready = wanted.held[0], self._news(wanted, ready=True)
-        self._stop_telling(wanted)
-        for run_id, waiter in list(wanted.waiters.items()):
-            if waiter is not None:
-                del wanted.waiters[run_id]
-                wanted.keepers.add(run_id)
-                waiter.environment_ready(built, ready)
-
-    def _ended(self, name: str, wanted: _Wanted) -> None:
-        """The builder's output has ended."""
-        self._ending = {building for building in self._ending if building.alive}
-        if wanted.building is None or wanted.building.alive:
-            # it was done, or given up
-            return
-        wanted.building = None
-        if not wanted.refused and wanted.attempts < _ATTEMPTS:
-            self._build(name, wanted)
-            return
-        log = Path(self._settings.state_path, "logs", "environment-builds.log")
-        text = (
-            f"the process that makes the run's packages on {self._host} was killed {_ATTEMPTS} times before it was "
-            f"done; if nobody did it, the system was short of memory. What it wrote is in {log}. Run the cell again."
-        )
-        self._fail(name, wanted, wanted.refused or text)
+        for waiter in wanted.waiters:
+            waiter.environment_ready(built, ready)
 
     def _fail(self, name: str, wanted: _Wanted, message: str) -> None:
-        self._stop_telling(wanted)
         if self._wanted.get(name) is wanted:
             del self._wanted[name]
-        waiters, wanted.waiters = wanted.waiters, {}
-        for waiter in waiters.values():
-            if waiter is not None:
-                waiter.environment_failed(message)
+        waiters = wanted.waiters
+        wanted.users.clear()
+        for waiter in waiters:
+            waiter.environment_failed(message)
 
-    def _give_up(self, name: str, wanted: _Wanted) -> None:
-        self._stop_telling(wanted)
-        del self._wanted[name]
-        if wanted.building is not None:
-            wanted.building.end()
-            self._ending.add(wanted.building)
-            wanted.building = None
-
-    def _tell_soon(self, wanted: _Wanted) -> None:
+    def _tell_soon(self, name: str, wanted: _Wanted) -> None:
         """Tell the waiters, at most twice a second."""
         if wanted.telling is None:
             delay = max(0.0, wanted.told_at + _TELL_S - time.monotonic())
-            wanted.telling = self._loop.call_later(delay, self._tell, wanted)
+            wanted.telling = self._loop.call_later(delay, self._tell, name, wanted)
 
-    def _tell(self, wanted: _Wanted) -> None:
+    def _tell(self, name: str, wanted: _Wanted) -> None:
         wanted.telling = None
         wanted.told_at = time.monotonic()
-        for waiter in wanted.waiters.values():
-            if waiter is not None:
+        if not self._is_done(name, wanted):
+            for waiter in wanted.waiters:
                 waiter.environment_moved(self._news(wanted))
-
-    def _stop_telling(self, wanted: _Wanted) -> None:
-        if wanted.telling is not None:
-            wanted.telling.cancel()
-            wanted.telling = None
 
     def _news(self, wanted: _Wanted, *, ready: bool = False) -> EnvironmentMoved:
         packages = wanted.moved.packages or wanted.environment.packages
@@ -323,7 +348,3 @@ class Environments:
             ready=ready,
             built=ready and wanted.was_built,
         )
-
-
-def _is_of(key: str, name: str) -> bool:
-    return key.startswith(f"{name}-")

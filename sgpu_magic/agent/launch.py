@@ -30,7 +30,7 @@ from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import Launch
-from sgpu_magic.wire.run import RankContext
+from sgpu_magic.wire.run import Interpreter, RankContext
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
@@ -165,8 +165,8 @@ class Launches:
         placed = self.inputs.uploaded.placed(place_here(launch, built, code))
         if built is None or placed.environment is None:
             return placed
-        interpreter = self.environments.interpreter(placed.environment, built, placed)
-        return msgspec.structs.replace(placed, interpreter=interpreter)
+        name = self.environments.name(placed.environment)
+        return msgspec.structs.replace(placed, interpreter=_interpreter(name, built, placed))
 
     def _placed_in(self, session: Session, launch: Launch) -> Launch:
         """A cell's launch stands where its session does."""
@@ -190,6 +190,8 @@ _CHOICES = frozenset({
     "PYTHONUNBUFFERED", "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE",
     "PYTHONIOENCODING", "PYTHONUTF8", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONBREAKPOINT",
 })  # fmt: skip
+# a zygote needs them to start; the others are those that the kernel's zygote would have
+_ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV")
 # `site-packages`, and Debian's `dist-packages`
 _PACKAGES = "-packages"
 # of this agent: no affair of the ranks
@@ -287,6 +289,23 @@ def _environ(launch: Launch, built: Built | None) -> dict[str, str]:
         if "PATH" not in given:
             environ["PATH"] = os.pathsep.join(_without_kernels(environ.get("PATH", os.defpath), context, programs))
     return environ
+
+
+def _interpreter(name: str, built: Built, placed: Launch) -> Interpreter:
+    """The built Python, for a zygote of its own.
+
+    Args:
+        name: What its environment is called here.
+        built: It.
+        placed: The launch, whose ranks have their variables of this node already.
+    """
+    environ = placed.context.environ
+    names = [*placed.interpreter.variables, *_ALWAYS]
+    variables = {name: environ[name] for name in names if name in environ}
+    digest = hashlib.blake2b(digest_size=4)
+    for item in sorted(variables.items()):
+        digest.update(repr(item).encode())
+    return Interpreter(executable=built.executable, key=f"{name}-{digest.hexdigest()}", variables=variables)
 
 
 def _is_kernels(name: str) -> bool:
