@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +26,9 @@ from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.runs.preparing import PreparingRun
 from sgpu_magic.agent.runs.session import Session, SessionRefuses
 from sgpu_magic.packages.node.store import Built
-from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.run import Interpreter, RankContext
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.states import FailureKind, RunKind
 
 
 @dataclass(frozen=True)
@@ -79,18 +76,12 @@ class Launches:
             # its zygote holds it from now on
             self.environments.leave(spec.run_id)
 
-    def refuse(self, launch: Launch, message: str, kind: FailureKind = FailureKind.ENVIRONMENT) -> None:
-        """The run can't be started."""
-        failure = Failure(kind=kind, message=message, host=socket.gethostname(), at=time.time())
-        self.reports.happened(launch.spec.run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
-        self.runs.ranks_gone(launch.spec.run_id)
-
     # ------------------------------------------------------------ within
 
     def _refuse_unrecorded(self, launch: Launch, error: OSError | ValueError) -> None:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        self.refuse(
-            launch,
+        self.runs.say_over(
+            launch.spec.run_id,
             f"the run can't be recorded on {socket.gethostname()}: {launch.run_dir} can't be written ({why}). Runs "
             "that go on are not concerned. Make room there, or make it writable, and run the cell again.",
             FailureKind.INTERNAL,
@@ -129,7 +120,8 @@ class Launches:
         try:
             group, warm = self.groups.take(launch)
         except OSError as error:
-            self.refuse(launch, f"{launch.interpreter.executable} can't be started: {error}")
+            text = f"{launch.interpreter.executable} can't be started: {error}"
+            self.runs.say_over(launch.spec.run_id, text, FailureKind.ENVIRONMENT)
             return
         try:
             if launch.spec.kind is RunKind.SESSION:
@@ -152,9 +144,9 @@ class Launches:
                 raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
             cell = session.execute(self._placed_in(session, launch), frames, predecessor)
         except SessionRefuses as error:
-            self.refuse(launch, str(error), FailureKind.SESSION)
+            self.runs.say_over(launch.spec.run_id, str(error), FailureKind.SESSION)
         except CodeUnusable as error:
-            self.refuse(launch, str(error))
+            self.runs.say_over(launch.spec.run_id, str(error), FailureKind.ENVIRONMENT)
         except (OSError, ValueError) as error:
             self._refuse_unrecorded(launch, error)
         else:

@@ -38,18 +38,16 @@ class _Told:
         unkept: Events that no service has confirmed, oldest first.
         adopted: The service of now knows the run, so events go on at once.
         ended: Its last word was said.
-        part_ended: Its last word waits for its results.
-        free: Its processes are gone, and files of it are not at the pool yet.
-        gone: Its ranks are gone, and all that is to come has come.
+        part: Its last word waits for its results.
+        ranks: Its processes are gone, and all that is to come has come; or files of it are not at the pool yet.
     """
 
     number: int = 0
     unkept: deque[tuple[RunEvent, Sequence[bytes]]] = field(default_factory=deque[tuple[RunEvent, Sequence[bytes]]])
     adopted: bool = True
     ended: bool = False
-    part_ended: bool = False
-    free: bool = False
-    gone: bool = False
+    part: PartEnded | None = None
+    ranks: DevicesFree | RanksGone | None = None
 
 
 class Reports:
@@ -84,41 +82,32 @@ class Reports:
             number: Of its newest event, which may have been another agent's.
         """
         told = self._runs.setdefault(run_id, _Told())
-        told.ended = told.part_ended = told.free = told.gone = False
+        told.ended, told.part, told.ranks = False, None, None
         told.number = max(told.number, number)
 
     def part_ended(self, run_id: str) -> None:
         """The part of a run of several nodes has ended here; its last word is said when its results are at the pool."""
         told = self._runs.setdefault(run_id, _Told())
-        told.part_ended = True
+        told.part = PartEnded(run_id=run_id)
         if told.adopted:
-            self._send(PartEnded(run_id=run_id))
+            self._send(told.part)
 
     def devices_free(self, run_id: str) -> None:
         """Every process of the run is dead and reaped; `gone` is said when its files are at the pool."""
-        told = self._runs.setdefault(run_id, _Told())
-        told.free = True
-        if told.adopted:
-            self._send(DevicesFree(run_id=run_id))
+        self._ranks_are(DevicesFree(run_id=run_id))
 
     def gone(self, run_id: str) -> None:
         """Every process of the run is dead and reaped, and nothing of it is on its way any more."""
-        told = self._runs.setdefault(run_id, _Told())
-        told.gone = True
-        if told.adopted:
-            self._send(RanksGone(run_id=run_id))
+        self._ranks_are(RanksGone(run_id=run_id))
 
-    def tracking_asked(self, run_id: str) -> None:
-        """Ask for the run's place in MLflow. A service that comes later is asked when it has adopted the run."""
-        told = self._runs.get(run_id)
-        if told is not None and told.adopted:
-            self._send(TrackingAsked(run_id=run_id))
+    def ask(self, message: TrackingAsked | MasterBound) -> None:
+        """Ask for a run's place in MLflow, or say where its ranks meet.
 
-    def master_bound(self, bound: MasterBound) -> None:
-        """Say where the ranks of a run meet. A service that comes later is told when it has adopted the run."""
-        told = self._runs.get(bound.run_id)
+        A service that comes later is asked when it has adopted the run.
+        """
+        told = self._runs.get(message.run_id)
         if told is not None and told.adopted:
-            self._send(bound)
+            self._send(message)
 
     def kept(self, run_id: str, number: int) -> None:
         """The service has the run's events up to `number` on disk."""
@@ -142,14 +131,12 @@ class Reports:
             return
         self.kept(run_id, number)
         told.adopted = True
-        if told.part_ended:
-            self._send(PartEnded(run_id=run_id))
+        if told.part is not None:
+            self._send(told.part)
         for event, frames in told.unkept:
             self._send(event, frames)
-        if told.gone:
-            self._send(RanksGone(run_id=run_id))
-        elif told.free:
-            self._send(DevicesFree(run_id=run_id))
+        if told.ranks is not None:
+            self._send(told.ranks)
 
     def has_unkept(self, run_id: str) -> bool:
         """Whether a service has yet to hear something of the run, other than what became of its payload.
@@ -159,7 +146,8 @@ class Reports:
         told = self._runs.get(run_id)
         if told is None:
             return False
-        return not told.gone or any(not isinstance(event.body, PayloadReleased) for event, _ in told.unkept)
+        is_gone = isinstance(told.ranks, RanksGone)
+        return not is_gone or any(not isinstance(event.body, PayloadReleased) for event, _ in told.unkept)
 
     def has_ended(self, run_id: str) -> bool:
         """Whether the run's last word was said, or nothing is known of the run."""
@@ -169,13 +157,19 @@ class Reports:
     def is_gone(self, run_id: str) -> bool:
         """Whether its ranks are gone, or nothing is known of the run."""
         told = self._runs.get(run_id)
-        return told is None or told.gone
+        return told is None or isinstance(told.ranks, RanksGone)
 
     def forget(self, run_id: str) -> None:
         """Nothing more will happen to the run."""
         told = self._runs.pop(run_id, None)
         if told is not None:
             self._bytes -= sum(_size(event) for event, _ in told.unkept)
+
+    def _ranks_are(self, word: DevicesFree | RanksGone) -> None:
+        told = self._runs.setdefault(word.run_id, _Told())
+        told.ranks = word
+        if told.adopted:
+            self._send(word)
 
     def _drop_text(self) -> None:
         for told in self._runs.values():

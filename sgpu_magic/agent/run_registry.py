@@ -24,7 +24,7 @@ from sgpu_magic.agent.runs.session import Session
 from sgpu_magic.wire.codec import UnreadableLaunch
 from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.node import Launch, MasterBound
+from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.states import FailureKind, RunState
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class RunRegistry:
 
     def refuse(self, launch: UnreadableLaunch) -> None:
         """The order to start a run can't be read: the run ends before it has begun."""
-        self._say_over(
+        self.say_over(
             launch.run_id,
             f"the agent on {socket.gethostname()} can't read the pool's order to start this run, so it started no rank "
             f"of it: {launch.problem[:_FAULT_CHARS]}. The pool and the agent may have been started from different "
@@ -136,7 +136,7 @@ class RunRegistry:
         """A callback that worked for the run raised an exception: the run ends, and no other."""
         run, words = self._runs.get(run_id), self.words_of(error)
         if run is None or run.gone:
-            self._say_over(run_id, words)
+            self.say_over(run_id, words)
         elif run_id in self._struck:
             self._abandon(run, words)
         else:
@@ -153,7 +153,7 @@ class RunRegistry:
     def _see_it_end(self, run: NodeRun, words: str, until: float) -> None:
         with faults.charging(None):
             if run.gone:
-                self._say_over(run.run_id, words)
+                self.say_over(run.run_id, words)
             elif self._loop.time() > until or (isinstance(run, FreshRun | Session) and run.group.is_dead()):
                 self._abandon(run, words)
             else:
@@ -174,13 +174,13 @@ class RunRegistry:
                 self._groups.dismiss(run.group)
                 with faults.guarded(None):
                     run_processes.kill_leftovers(run.run_id, set(run.pids))
-            self._say_over(run.run_id, words)
+            self.say_over(run.run_id, words)
 
-    def _say_over(self, run_id: str, words: str) -> None:
-        """Tell what the pool waits for and was not told."""
+    def say_over(self, run_id: str, words: str, kind: FailureKind = FailureKind.INTERNAL) -> None:
+        """The run can't be started, or go on: tell what the pool waits for and was not told."""
         self._struck.discard(run_id)
         if not self._reports.has_ended(run_id):
-            failure = Failure(kind=FailureKind.INTERNAL, message=words, host=socket.gethostname(), at=time.time())
+            failure = Failure(kind=kind, message=words, host=socket.gethostname(), at=time.time())
             with faults.guarded(None):
                 self._reports.happened(run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
         if not self._reports.is_gone(run_id):
@@ -194,14 +194,6 @@ class RunRegistry:
         self._far.happened(run_id, body, tuple(frames))
         if isinstance(body, RanksStarted) and (session := self.session(run_id)) is not None:
             self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
-
-    def tracking_asked(self, run_id: str) -> None:
-        """A rank wants to know the run's place in MLflow."""
-        self._reports.tracking_asked(run_id)
-
-    def master_bound(self, bound: MasterBound) -> None:
-        """The ranks of a run of several nodes meet here."""
-        self._reports.master_bound(bound)
 
     def run_gone(self, run: NodeRun) -> None:
         self.ranks_gone(run.run_id)

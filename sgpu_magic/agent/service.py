@@ -111,7 +111,7 @@ class Agent:
         self._runs = RunRegistry(
             self._groups, self._reports, lambda: self._pool is not None, self._inputs.release, self._far, log
         )
-        self._here = Surroundings(self._copier, settings, self._sampling, self._runs, self._far)
+        self._here = Surroundings(self._copier, settings, self._sampling, self._reports, self._runs, self._far)
         self._run_ports = RunPorts(self._runs.get, self._send)
         self._environments = Environments(settings, self._groups.zygotes.keys)
         self._launches = Launches(self._groups, self._runs, self._reports, self._here, self._environments, self._inputs)

@@ -18,6 +18,7 @@ import psutil
 
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE
+from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.run_files import RunFiles
 from sgpu_magic.wire.node import Launch, MasterBound, MasterKnown, Part
 from sgpu_magic.wire.rank import Execute, Prepare, PrivateRay
@@ -52,7 +53,7 @@ class Rendezvous:
     Args:
         run_id: The run.
         part: This node's.
-        say: Tells the pool service, if there is one.
+        reports: Tells the pool service, if there is one.
         known: Called once with the point, when it is known.
 
     Raises:
@@ -63,11 +64,11 @@ class Rendezvous:
         self,
         run_id: str,
         part: Part,
-        say: Callable[[MasterBound], None],
+        reports: Reports,
         known: Callable[[RendezvousPoint], None],
     ) -> None:
         self._part = part
-        self._say = say
+        self._reports = reports
         self._known = known
         self._bound = MasterBound(run_id=run_id, address="", port=0)
         self._socket: socket.socket | None = None
@@ -80,7 +81,7 @@ class Rendezvous:
 
     def begin(self) -> None:
         """Say so, also to a pool service that has come since: it may be for the others that it has to know."""
-        self._say(self._bound)
+        self._reports.ask(self._bound)
 
     def heard(self, message: MasterKnown) -> None:
         """The pool service has heard all nodes, and tells them."""

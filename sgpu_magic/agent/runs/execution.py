@@ -82,7 +82,7 @@ class Execution(NodeRun):
         self._watch = RunWatch(
             self.run_ranks, launch.lease, notebook, self._reports.has_reported, here.sampling, here.settings, self._say
         )
-        self._tracking = TrackingAnswers(self.run_id, group, lambda: here.listener.tracking_asked(self.run_id))
+        self._tracking = TrackingAnswers(self.run_id, group, here.reports)
         self._comms = CommReports(self._say)
         self._remarks: set[str] = set()
         # ranks whose failures are only those of a run that fails elsewhere

@@ -57,8 +57,7 @@ class FreshRun(Execution):
             if self.launch.part is None:
                 self._send_cells(None)
             else:
-                part, listener = self.launch.part, self._listener
-                self._meeting = Rendezvous(self.run_id, part, listener.master_bound, self._send_cells)
+                self._meeting = Rendezvous(self.run_id, self.launch.part, self._here.reports, self._send_cells)
                 self._meeting.begin()
         except OSError as error:
             self._could_not_start(error)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.agent.ranks.group import Group, RankProcess
+from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.run_files import RunFiles
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
@@ -27,7 +28,7 @@ from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import EventBody, Noted
 from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.node import Launch, TrackingKnown
+from sgpu_magic.wire.node import Launch, TrackingAsked, TrackingKnown
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
     Cleared,
@@ -54,6 +55,7 @@ class Surroundings:
         copier: Copies large parts into the runs' directories.
         settings: For the largest payload that is kept and the default grace.
         sampling: Samples what the ranks and their devices use.
+        reports: Asks the pool service.
         listener: Hears what happened.
         far: Takes what belongs to the machine of the pool, where that is another one.
     """
@@ -61,6 +63,7 @@ class Surroundings:
     copier: BackgroundCopier
     settings: Settings
     sampling: Sampling
+    reports: Reports
     listener: RunRegistry
     far: FilesToPool
 
@@ -257,13 +260,13 @@ class TrackingAnswers:
     Args:
         run_id: The run.
         group: Where its ranks are.
-        ask: Asks the pool service, if there is one.
+        reports: Asks the pool service, if there is one.
     """
 
-    def __init__(self, run_id: str, group: Group, ask: Callable[[], None]) -> None:
+    def __init__(self, run_id: str, group: Group, reports: Reports) -> None:
         self._run_id = run_id
         self._group = group
-        self._ask = ask
+        self._reports = reports
         self._known: TrackedRun | None = None
         self._asking: list[int] = []
 
@@ -274,12 +277,12 @@ class TrackingAnswers:
             return
         self._asking.append(rank)
         if len(self._asking) == 1:
-            self._ask()
+            self.ask_again()
 
     def ask_again(self) -> None:
         """Another pool service has the run now, and was asked nothing yet."""
         if self._asking:
-            self._ask()
+            self._reports.ask(TrackingAsked(run_id=self._run_id))
 
     def known(self, message: TrackingKnown) -> None:
         """The pool service has told it. That there is none may change: it is asked again by the next rank."""

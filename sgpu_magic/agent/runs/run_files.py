@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -13,6 +14,7 @@ from sgpu_magic.agent.runs.run_memory import BackgroundCopier, RunMemory
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.config import host_name
 from sgpu_magic.files.run_directory import has_content, link_or_copy
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
 from sgpu_magic.wire.codec import printable
@@ -76,51 +78,33 @@ class RunDirectory:
             payload: The packed payload when it came inline.
             state: The run's state now.
         """
-        self._record = msgspec.structs.replace(self._record, state=state)
-        spec = self._launch.spec
-        if payload is not None:
-            self.write(PAYLOAD, payload)
-            self._record = msgspec.structs.replace(self._record, payload_kept=True, payload_note="")
-        self.write("cell.py", spec.cell.body.encode())
-        self.write(KEY, self._launch.context.key)
+        write_whole(self.path / "cell.py", self._launch.spec.cell.body.encode())
+        write_whole(self.path / KEY, self._launch.context.key)
         self._link_air()
-        self._write_record()
+        if payload is not None:
+            write_whole(self.path / PAYLOAD, payload)
+            self.note(payload_kept=True, payload_note="", state=state)
+        else:
+            self.note(state=state)
 
-    def payload_done(self, kept: bool, note: str) -> None:
-        """Say in `run.json` whether the payload lies here."""
-        self._record = msgspec.structs.replace(self._record, payload_kept=kept, payload_note=note)
-        self._write_record()
-
-    def ended(self, state: RunState) -> None:
-        self._record = msgspec.structs.replace(self._record, state=state)
-        self._write_record()
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file of mode 0600 and rename it into place."""
-        temporary = self.path / f".{name}.part"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(temporary, self.path / name)
+    def note(self, **changes: Any) -> None:
+        """Write into `run.json` what has changed of its record."""
+        self._record = msgspec.structs.replace(self._record, **changes)
+        # last: who reads here that the run is over finds everything else as it stays
+        text = msgspec.json.format(msgspec.json.encode(printable(self._record)), indent=2)
+        write_whole(self.path / RUN_RECORD, text)
 
     def _link_air(self) -> None:
         """Give the one `_air.py` of all runs a name here: one for each would be a sixth of what a small run takes."""
         if self._launch.far:
             # it goes to the pool, and nothing stays here
-            self.write(_AIR_NAME, _AIR)
+            write_whole(self.path / _AIR_NAME, _AIR)
             return
         shared = self.path.parent / _SHARED_AIR
         if not has_content(shared, _AIR):
-            self.write(_AIR_NAME, _AIR)
             # of all runs: it is not to be changed in one run's directory
-            os.chmod(self.path / _AIR_NAME, 0o400)
-            os.replace(self.path / _AIR_NAME, shared)
+            write_whole(shared, _AIR, 0o400)
         link_or_copy(shared, self.path / _AIR_NAME)
-
-    def _write_record(self) -> None:
-        record = self._record
-        # last: who reads here that the run is over finds everything else as it stays
-        self.write(RUN_RECORD, msgspec.json.format(msgspec.json.encode(printable(record)), indent=2))
 
 
 class RunFiles:
@@ -211,13 +195,14 @@ class RunFiles:
         if self._far is not None:
             self.memory.leave_to_pool()
         try:
-            self.directory.ended(state)
+            self.directory.note(state=state)
         except OSError as error:
             self.not_written(f"run.json could not be written: {error.strerror}")
 
-    def _payload_released(self, kept: bool, why: str) -> None:
+    def _payload_released(self, why: str) -> None:
+        kept = not why
         try:
-            self.directory.payload_done(kept, why)
+            self.directory.note(payload_kept=kept, payload_note=why)
         except OSError as error:
             why = f"run.json could not be written: {error.strerror}"
         self._released = PayloadReleased(kept=kept, reason=why)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import functools
 import logging
 import os
@@ -17,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sgpu_magic.agent import faults
+from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PayloadSource, SharedPayload, StoredPayload
 from sgpu_magic.wire.files import PAYLOAD
 
@@ -39,7 +40,7 @@ class CopyJob:
     source: int
     size: int
     target: Path
-    done: Callable[[bool, str], None]
+    done: Callable[[bool, str], object]
     given_up: threading.Event = field(default_factory=threading.Event)
 
 
@@ -77,26 +78,18 @@ def _keep(job: CopyJob) -> None:
 
 
 def _copy(job: CopyJob) -> tuple[bool, str]:
-    temporary = job.target.with_name(f".{job.target.name}.part")
     try:
-        target = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
+        with appearing(job.target) as target:
             offset = 0
             while offset < job.size:
                 if job.given_up.is_set():
-                    temporary.unlink()
-                    return False, _REUSED
-                count = os.sendfile(target, job.source, offset, min(_CHUNK_BYTES, job.size - offset))
+                    raise OSError(_REUSED)
+                count = os.sendfile(target.fileno(), job.source, offset, min(_CHUNK_BYTES, job.size - offset))
                 if count == 0:
                     raise OSError("the memory file is shorter than it was")
                 offset += count
-        finally:
-            os.close(target)
-        os.replace(temporary, job.target)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        return False, f"it could not be written: {error.strerror or error}"
+        return False, _REUSED if job.given_up.is_set() else f"it could not be written: {error.strerror or error}"
     return True, ""
 
 
@@ -108,7 +101,7 @@ class RunMemory:
         directory: The run's directory.
         copier: Who copies in the background.
         keep_bytes: Largest part that is kept.
-        released: Called once when the payload's memory is no longer read, with whether it was kept and why not.
+        released: Called once when the payload's memory is no longer read, with why it was not kept, "" when it was.
 
     Attributes:
         payload_fd: The payload's descriptor, -1 when it travels inline.
@@ -120,7 +113,7 @@ class RunMemory:
         directory: Path,
         copier: BackgroundCopier,
         keep_bytes: int,
-        released: Callable[[bool, str], None],
+        released: Callable[[str], None],
     ) -> None:
         self._source = source
         self._directory = directory
@@ -132,8 +125,6 @@ class RunMemory:
         self._job: CopyJob | None = None
         self._results: dict[int, int] = {}
         self._loop = asyncio.get_running_loop()
-        # the copier's thread has none of its own
-        self._context = contextvars.copy_context()
 
     def open_payload(self) -> None:
         """Hold the payload, so that it outlives the notebook.
@@ -184,27 +175,23 @@ class RunMemory:
         for rank, descriptor in self._results.items():
             size = os.fstat(descriptor).st_size
             if size <= self._keep_bytes:
-                target = self._directory / f"result-{rank}.bin"
-                copied = functools.partial(self._result_copied_in_thread, rank)
-                self._copier.keep(CopyJob(os.dup(descriptor), size, target, copied))
+                self._copy(os.dup(descriptor), size, f"result-{rank}.bin", functools.partial(self._result_copied, rank))
         if self._released or self._job is not None:
             return
         if self.payload_fd < 0:
-            self._payload_done(False, "it was never read")
+            self._payload_done("it was never read")
             return
-        descriptor, self.payload_fd = self.payload_fd, -1
+        size = os.fstat(self.payload_fd).st_size
+        why = self._too_large(size)
         if isinstance(self._source, FilePayload):
-            os.close(descriptor)
-            self._take_file(self._source)
-            return
-        size = os.fstat(descriptor).st_size
-        keeps = _keeps(size, self._keep_bytes)
-        if not keeps[0]:
-            os.close(descriptor)
-            self._payload_done(*keeps)
-            return
-        self._job = CopyJob(descriptor, size, self._directory / PAYLOAD, self._copied_in_thread)
-        self._copier.keep(self._job)
+            self._close_payload()
+            self._take_file(self._source.path, why)
+        elif why:
+            self._close_payload()
+            self._payload_done(why)
+        else:
+            descriptor, self.payload_fd = self.payload_fd, -1
+            self._job = self._copy(descriptor, size, PAYLOAD, lambda kept, why: self._payload_done(why))
 
     def leave_to_pool(self) -> None:
         """The pool keeps the payload itself, of what it has in its store."""
@@ -212,7 +199,7 @@ class RunMemory:
             return
         size = os.fstat(self.payload_fd).st_size
         self._close_payload()
-        self._payload_done(*_keeps(size, self._keep_bytes))
+        self._payload_done(self._too_large(size))
 
     def give_payload_up(self) -> None:
         """The notebook wants its memory file back. Only once no rank maps it any more."""
@@ -220,7 +207,7 @@ class RunMemory:
             self._job.given_up.set()
         elif not self._released:
             self._close_payload()
-            self._payload_done(False, _REUSED)
+            self._payload_done(_REUSED)
 
     @property
     def result_bytes(self) -> int:
@@ -237,46 +224,41 @@ class RunMemory:
         self.close_results()
         self._close_payload()
 
-    def _take_file(self, source: FilePayload) -> None:
+    def _copy(self, descriptor: int, size: int, name: str, done: Callable[[bool, str], None]) -> CopyJob:
+        """Copy into the run's directory; `done` is called in the loop. The descriptor is closed."""
+        in_loop = functools.partial(self._loop.call_soon_threadsafe, faults.bound(done))
+        job = CopyJob(descriptor, size, self._directory / name, in_loop)
+        self._copier.keep(job)
+        return job
+
+    def _take_file(self, path: str, why: str) -> None:
         """The file was made for this run: it moves into the run's directory, or goes."""
-        keeps = _keeps(source.size, self._keep_bytes)
         try:
-            if not keeps[0]:
-                os.unlink(source.path)
-                self._payload_done(*keeps)
-                return
-            os.replace(source.path, self._directory / PAYLOAD)
+            if why:
+                os.unlink(path)
+            else:
+                os.replace(path, self._directory / PAYLOAD)
         except OSError as error:
-            self._payload_done(False, f"it could not be moved: {error.strerror}")
-        else:
-            self._payload_done(True, "")
+            why = f"it could not be moved: {error.strerror}"
+        self._payload_done(why)
+
+    def _too_large(self, size: int) -> str:
+        """Why a payload of that size is not kept, "" when it is."""
+        if size <= self._keep_bytes:
+            return ""
+        return f"it has {size / 1e9:.1f} GB, more than the setting keep_payload allows"
 
     def _close_payload(self) -> None:
         if self.payload_fd >= 0:
             os.close(self.payload_fd)
             self.payload_fd = -1
 
-    def _result_copied_in_thread(self, rank: int, kept: bool, why: str) -> None:
+    def _result_copied(self, rank: int, kept: bool, why: str) -> None:
         # whoever comes now finds it in the run's directory
-        if kept:
-            self._loop.call_soon_threadsafe(self._close_result, rank, context=self._context)
-
-    def _close_result(self, rank: int) -> None:
-        descriptor = self._results.pop(rank, -1)
-        if descriptor >= 0:
+        if kept and (descriptor := self._results.pop(rank, -1)) >= 0:
             os.close(descriptor)
 
-    def _copied_in_thread(self, kept: bool, why: str) -> None:
-        self._loop.call_soon_threadsafe(self._payload_done, kept, why, context=self._context)
-
-    def _payload_done(self, kept: bool, why: str) -> None:
+    def _payload_done(self, why: str) -> None:
         if not self._released:
             self._released = True
-            self.on_released(kept, why)
-
-
-def _keeps(size: int, most: int) -> tuple[bool, str]:
-    """Whether a payload of that size is kept, and why not."""
-    if size <= most:
-        return True, ""
-    return False, f"it has {size / 1e9:.1f} GB, more than the setting keep_payload allows"
+            self.on_released(why)
