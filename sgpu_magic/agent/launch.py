@@ -11,7 +11,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.fresh import FreshRun
-from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
+from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
 from sgpu_magic.agent.runs.preparing import PreparingRun
 from sgpu_magic.agent.runs.session import Session, SessionRefuses
 from sgpu_magic.packages.node.store import Built
@@ -55,23 +55,24 @@ class Launches:
         """Start a run, a session or a cell in one."""
         spec = launch.spec
         if spec.in_session:
+            attempt = Attempt(launch, frames)
             if travels_by_blobs(launch):
-                self._prepare(launch, frames, None)
+                self._prepare(attempt)
             else:
-                self._launch_in_session(launch, frames, None)
+                self._launch_in_session(attempt)
             return
         if spec.session and (session := self.runs.session(spec.session)) is not None:
             # new ranks beside the session's have what those have
             launch = msgspec.structs.replace(launch, environment=session.launch.environment)
-        predecessor = self.runs.get(spec.run_id)
+        attempt = Attempt(launch, frames, self.runs.get(spec.run_id))
         environment = launch.environment if self.environments.needed(launch) else None
         built = None if environment is None else self.environments.at_hand(environment)
         if launch.code or (environment is not None and built is None) or travels_by_blobs(launch):
-            self._prepare(launch, frames, predecessor)
+            self._prepare(attempt)
             return
         if built is not None:
             self.reports.happened(spec.run_id, self.environments.found(built), ())
-        self._start(launch, frames, built, {}, predecessor)
+        self._start(attempt, built, {})
         if built is not None:
             # its zygote holds it from now on
             self.environments.leave(spec.run_id)
@@ -87,35 +88,29 @@ class Launches:
             FailureKind.INTERNAL,
         )
 
-    def _prepare(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None) -> None:
+    def _prepare(self, attempt: Attempt) -> None:
         """Make ready what it needs, then go on."""
         try:
-            run = PreparingRun(launch, frames, self.here, self.environments, self.inputs, self._prepared, predecessor)
+            run = PreparingRun(attempt, self.here, self.environments, self.inputs, self._prepared)
         except (OSError, ValueError) as error:
-            self._refuse_unrecorded(launch, error)
+            self._refuse_unrecorded(attempt.launch, error)
             return
         self.runs.add(run)
         run.start()
 
     def _prepared(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
         """Everything is there."""
+        attempt = Attempt(run.launch, run.frames, run)
         if run.launch.spec.in_session:
-            self._launch_in_session(run.launch, run.frames, run)
+            self._launch_in_session(attempt)
         else:
-            self._start(run.launch, run.frames, built, code, run)
+            self._start(attempt, built, code)
 
-    def _start(
-        self,
-        launch: Launch,
-        frames: Sequence[bytes],
-        built: Built | None,
-        code: Mapping[str, str],
-        predecessor: NodeRun | None,
-    ) -> None:
+    def _start(self, attempt: Attempt, built: Built | None, code: Mapping[str, str]) -> None:
         try:
-            launch = self._placed(launch, built, code)
+            launch = self._placed(attempt.launch, built, code)
         except OSError as error:
-            self._refuse_unrecorded(launch, error)
+            self._refuse_unrecorded(attempt.launch, error)
             return
         try:
             group, warm = self.groups.take(launch)
@@ -123,11 +118,9 @@ class Launches:
             text = f"{launch.interpreter.executable} can't be started: {error}"
             self.runs.say_over(launch.spec.run_id, text, FailureKind.ENVIRONMENT)
             return
+        kind = Session if launch.spec.kind is RunKind.SESSION else FreshRun
         try:
-            if launch.spec.kind is RunKind.SESSION:
-                run = Session(launch, frames, group, warm, self.here)
-            else:
-                run = FreshRun(launch, frames, group, warm, self.here, predecessor)
+            run = kind(replace(attempt, launch=launch), group, warm, self.here)
         except BaseException as error:
             self.groups.dismiss(group)
             if not isinstance(error, OSError | ValueError):
@@ -137,12 +130,13 @@ class Launches:
         self.runs.add(run)
         run.start()
 
-    def _launch_in_session(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None) -> None:
+    def _launch_in_session(self, attempt: Attempt) -> None:
+        launch = attempt.launch
         session = self.runs.session(launch.spec.session)
         try:
             if session is None:
                 raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
-            cell = session.execute(self._placed_in(session, launch), frames, predecessor)
+            cell = session.execute(replace(attempt, launch=self._placed_in(session, launch)))
         except SessionRefuses as error:
             self.runs.say_over(launch.spec.run_id, str(error), FailureKind.SESSION)
         except CodeUnusable as error:

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +38,7 @@ _FAULT_S, _FAULT_LOOK_S = 3.0, 0.2
 _FAULT_CHARS = 2_000
 
 
+@dataclass(eq=False, repr=False)
 class RunRegistry:
     """Fresh runs, sessions and the cells in them, by id; what happens to them comes here.
 
@@ -49,23 +51,16 @@ class RunRegistry:
         log: Where faults of this program are written; None where nobody can say.
     """
 
-    def __init__(
-        self,
-        groups: StandbyGroups,
-        reports: Reports,
-        has_service: Callable[[], bool],
-        drop: Callable[[str], None],
-        far: FilesToPool,
-        log: Path | None,
-    ) -> None:
-        self._log = log
+    groups: StandbyGroups
+    reports: Reports
+    has_service: Callable[[], bool]
+    drop: Callable[[str], None]
+    far: FilesToPool
+    log: Path | None
+
+    def __post_init__(self) -> None:
         # those that a fault of this program has struck
         self._struck: set[str] = set()
-        self._far = far
-        self._groups = groups
-        self._reports = reports
-        self._has_service = has_service
-        self._drop = drop
         self._loop = asyncio.get_running_loop()
         self._runs: dict[str, NodeRun] = {}
         # descriptors of device locks by run: a device is locked for as long as a rank may use it
@@ -101,21 +96,21 @@ class RunRegistry:
         """Take the stop path with a run. Fresh runs on a session's lease the pool service ends by itself."""
         run.end_as(state, reason)
         if isinstance(run, Session):
-            self._groups.session_over(run.run_id)
+            self.groups.session_over(run.run_id)
 
     def ranks_gone(self, run_id: str) -> None:
         """Every process of the run is dead and reaped, or it never had one."""
         for descriptor in self._locks.pop(run_id, ()):
             os.close(descriptor)
         with faults.guarded(None):
-            self._drop(run_id)
-        self._far.gone(run_id)
+            self.drop(run_id)
+        self.far.gone(run_id)
 
     # ------------------------------------------------------------ faults of this program
 
     def words_of(self, error: Exception) -> str:
         """What a user reads of a fault."""
-        where = f"{self._log} on {socket.gethostname()}" if self._log is not None else "the node's log"
+        where = f"{self.log} on {socket.gethostname()}" if self.log is not None else "the node's log"
         text = str(error)[:_FAULT_CHARS]
         return (
             f"the agent on {socket.gethostname()} met a fault of sgpu-magic: {type(error).__name__}: {text}. The "
@@ -171,7 +166,7 @@ class RunRegistry:
                 run.group.listener = None
                 for process in run.group.ranks:
                     process.signal(signal.SIGKILL, whole_session=True)
-                self._groups.dismiss(run.group)
+                self.groups.dismiss(run.group)
                 with faults.guarded(None):
                     run_processes.kill_leftovers(run.run_id, set(run.pids))
             self.say_over(run.run_id, words)
@@ -179,11 +174,11 @@ class RunRegistry:
     def say_over(self, run_id: str, words: str, kind: FailureKind = FailureKind.INTERNAL) -> None:
         """The run can't be started, or go on: tell what the pool waits for and was not told."""
         self._struck.discard(run_id)
-        if not self._reports.has_ended(run_id):
+        if not self.reports.has_ended(run_id):
             failure = Failure(kind=kind, message=words, host=socket.gethostname(), at=time.time())
             with faults.guarded(None):
-                self._reports.happened(run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
-        if not self._reports.is_gone(run_id):
+                self.reports.happened(run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
+        if not self.reports.is_gone(run_id):
             self.ranks_gone(run_id)
             if (run := self._runs.get(run_id)) is not None:
                 self._loop.call_later(_KEEP_DELAY_S, self._keep, run)
@@ -191,7 +186,7 @@ class RunRegistry:
     # ------------------------------------------------------------ from the runs
 
     def happened(self, run_id: str, body: EventBody, frames: Iterable[bytes]) -> None:
-        self._far.happened(run_id, body, tuple(frames))
+        self.far.happened(run_id, body, tuple(frames))
         if isinstance(body, RanksStarted) and (session := self.session(run_id)) is not None:
             self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
 
@@ -222,7 +217,7 @@ class RunRegistry:
 
     def _end_fresh_runs(self, session: Session) -> None:
         """Runs beside the session's ranks use its lease."""
-        self._groups.session_over(session.run_id)
+        self.groups.session_over(session.run_id)
         for run in list(self._runs.values()):
             if run.launch.spec.session == session.run_id and run.launch.spec.fresh:
                 with faults.guarded(functools.partial(self.faulted, run.run_id)):
@@ -230,7 +225,7 @@ class RunRegistry:
 
     def _replenish(self, launch: Launch) -> None:
         if not self.busy:
-            self._groups.replenish_after(launch)
+            self.groups.replenish_after(launch)
 
     def _keep_for_session(self, session: Session) -> None:
         if not session.connected:
@@ -238,7 +233,7 @@ class RunRegistry:
         if self.busy:
             self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
         else:
-            self._groups.keep_for_session(session.launch)
+            self.groups.keep_for_session(session.launch)
 
     def _keep(self, run: NodeRun) -> None:
         if self._runs.get(run.run_id) is not run:
@@ -254,11 +249,11 @@ class RunRegistry:
     def _forget(self, run: NodeRun) -> None:
         if self._runs.get(run.run_id) is not run:
             return
-        if not self._has_service() or self._reports.has_unkept(run.run_id):
+        if not self.has_service() or self.reports.has_unkept(run.run_id):
             self._loop.call_later(_KEEP_DELAY_S, self._forget, run)
         else:
             run.files.memory.close()
-            self._reports.forget(run.run_id)
+            self.reports.forget(run.run_id)
             del self._runs[run.run_id]
 
 

@@ -149,6 +149,7 @@ class ServiceSocket:
         return holder in (0, peer.pid)
 
 
+@dataclass(eq=False, repr=False)
 class Orphaned:
     """Watches over the runs between a pool service's unexpected end and the next one's coming.
 
@@ -160,20 +161,14 @@ class Orphaned:
         end: Ends the agent with all that it has.
     """
 
-    def __init__(
-        self,
-        executions: Callable[[], Collection[NodeRun]],
-        has_news: Callable[[str], bool],
-        successor: Successor | None,
-        timeout_s: float,
-        end: Callable[[], None],
-    ) -> None:
-        self._executions = executions
-        self._has_news = has_news
-        self._successor = successor
-        self._timeout_s = timeout_s
+    executions: Callable[[], Collection[NodeRun]]
+    has_news: Callable[[str], bool]
+    successor: Successor | None
+    timeout_s: float
+    end: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._since = 0.0
-        self._end = end
         self._loop = asyncio.get_running_loop()
         self._until = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -181,7 +176,7 @@ class Orphaned:
     def begin(self) -> None:
         """The service is gone."""
         self._since = self._loop.time()
-        self._until = self._since + self._timeout_s
+        self._until = self._since + self.timeout_s
         self._look()
 
     def over(self) -> None:
@@ -194,21 +189,21 @@ class Orphaned:
         # whatever happens now, the agent does not stay for ever
         self._timer = self._loop.call_later(_LOOK_S, self._look)
         wanted = False
-        for execution in self._executions():
+        for execution in self.executions():
             spec = execution.launch.spec
             if spec.detach or may_be_alive(spec.owner.pid, spec.owner.host):
-                wanted |= not execution.gone or execution.files.memory.in_use or self._has_news(execution.run_id)
+                wanted |= not execution.gone or execution.files.memory.in_use or self.has_news(execution.run_id)
             elif not execution.ended:
                 with faults.guarded(execution.faulted):
                     execution.end_as(RunState.CANCELLED, OWNER_GONE)
-        still_there = any(not execution.gone for execution in self._executions())
-        if not still_there and not any(execution.launch.spec.detach for execution in self._executions()):
+        still_there = any(not execution.gone for execution in self.executions())
+        if not still_there and not any(execution.launch.spec.detach for execution in self.executions()):
             self._until = min(self._until, self._loop.time() + _OVER_S)
         if self._loop.time() > self._until or not (wanted or still_there):
             self.over()
-            self._end()
+            self.end()
         else:
-            successor = self._successor
+            successor = self.successor
             if successor is not None and self._loop.time() > self._since + _SUCCESSOR_S and self._is_needed():
                 self._since = self._loop.time()
                 # a system without room for a process: the timeout ends what nobody can fetch
@@ -216,7 +211,7 @@ class Orphaned:
                     successor.start()
 
     def _is_needed(self) -> bool:
-        return any(execution.launch.spec.detach and not execution.gone for execution in self._executions())
+        return any(execution.launch.spec.detach and not execution.gone for execution in self.executions())
 
 
 class Successor:

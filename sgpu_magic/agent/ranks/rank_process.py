@@ -16,6 +16,7 @@ import signal
 import struct
 import termios
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.system.message_stream import MessageStream
@@ -34,6 +35,7 @@ _LAST_BYTES = 2_000
 _STDOUT, _STDERR = "stdout", "stderr"
 
 
+@dataclass(eq=False, repr=False)
 class RankOutput:
     """Reads one rank's pipes.
 
@@ -44,19 +46,14 @@ class RankOutput:
         log_ended: Told once, with the rank and why, when the log can't be written any more.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        whole_bytes: int,
-        emit: Callable[[OutputWritten], None],
-        log_ended: Callable[[int, str], None],
-    ) -> None:
-        self.rank = rank
+    rank: int
+    whole_bytes: int
+    emit: Callable[[OutputWritten], None]
+    log_ended: Callable[[int, str], None]
+
+    def __post_init__(self) -> None:
         self.lines = 0
         self.total_bytes = 0
-        self._emit = emit
-        self._log_ended = log_ended
-        self._whole_bytes = whole_bytes
         # opened when there is something to write: what a rank does not print is no file
         self._log_path = ""
         self._log: int | None = None
@@ -150,7 +147,7 @@ class RankOutput:
             start, self._pending_start = self._pending_start, self.total_bytes
             self._last_emitted = self._loop.time()
             for batch in self._batches(pending, start):
-                self._emit(batch)
+                self.emit(batch)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -240,7 +237,7 @@ class RankOutput:
         except OSError as error:
             # a full disk stops the capture, never the training
             self._close_log()
-            self._log_ended(self.rank, error.strerror or str(error))
+            self.log_ended(self.rank, error.strerror or str(error))
 
     def _close_log(self) -> None:
         self._log_path = ""
@@ -260,7 +257,7 @@ class RankOutput:
         for stream, data in pending:
             end = start + len(data)
             skipped = b""
-            if start >= self._whole_bytes and len(data) > _TAIL_BYTES:
+            if start >= self.whole_bytes and len(data) > _TAIL_BYTES:
                 cut = data.find(b"\n", len(data) - _TAIL_BYTES) + 1 or len(data) - _TAIL_BYTES
                 skipped, data = data[:cut], data[cut:]
                 self._decoders[stream].reset()

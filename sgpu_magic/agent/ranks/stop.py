@@ -16,6 +16,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from sgpu_magic.agent.failures import ReportsOfRanks
@@ -37,6 +38,7 @@ _PATIENCE_WITH_DRAWING_S = 2.0
 _ESTABLISHED = "01"
 
 
+@dataclass(eq=False, repr=False)
 class FailurePatience:
     """Says when it is known who is to blame, so that the ranks that may wait for one that has failed can be freed.
 
@@ -50,17 +52,12 @@ class FailurePatience:
         drawing: Ranks that have raised, and draw their tracebacks or have drawn them.
     """
 
-    def __init__(
-        self,
-        reports: ReportsOfRanks,
-        later: Callable[[float, Callable[[], None]], None],
-        stopping: Callable[[], bool],
-        free_others: Callable[[], None],
-    ) -> None:
-        self._reports = reports
-        self._later = later
-        self._stopping = stopping
-        self._free_others = free_others
+    reports: ReportsOfRanks
+    later: Callable[[float, Callable[[], None]], None]
+    stopping: Callable[[], bool]
+    free_others: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._deciding = False
         self.drawing: set[int] = set()
@@ -75,7 +72,7 @@ class FailurePatience:
         if failure.is_consequence and self._deciding:
             return
         self._deciding = True
-        self._later(_PATIENCE_WITH_VICTIM_S if failure.is_consequence else _PATIENCE_WITH_CAUSE_S, self._decide)
+        self.later(_PATIENCE_WITH_VICTIM_S if failure.is_consequence else _PATIENCE_WITH_CAUSE_S, self._decide)
 
     def peer_failed(self) -> None:
         """A rank on another node has failed: it is to blame, and those here only wait for it."""
@@ -83,14 +80,14 @@ class FailurePatience:
         self._decide()
 
     def _decide(self) -> None:
-        if self._stopping():
+        if self.stopping():
             return
         now = self._loop.time()
         self._drawn_by = self._drawn_by or now + _PATIENCE_WITH_DRAWING_S
-        if self.drawing.issuperset(self._reports.unreported) and now < self._drawn_by:
-            self._later(_PATIENCE_WITH_CAUSE_S, self._decide)
+        if self.drawing.issuperset(self.reports.unreported) and now < self._drawn_by:
+            self.later(_PATIENCE_WITH_CAUSE_S, self._decide)
         else:
-            self._free_others()
+            self.free_others()
 
 
 class StopPath:

@@ -19,13 +19,13 @@ import msgspec
 from sgpu_magic.agent.failures import ExitDiagnosis, ReportsOfRanks, without_secrets
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.stop import FailurePatience, StopPath
-from sgpu_magic.agent.runs.node_run import CommReports, NodeRun, Surroundings, TrackingAnswers, show
+from sgpu_magic.agent.runs.node_run import Attempt, CommReports, NodeRun, Surroundings, TrackingAnswers, show
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Noted, RanksStarted
 from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.node import Launch, TrackingKnown
+from sgpu_magic.wire.node import TrackingKnown
 from sgpu_magic.wire.rank import (
     AskTracking,
     Cleared,
@@ -48,26 +48,16 @@ class Execution(NodeRun):
     """Runs one launch in its ranks.
 
     Args:
-        launch: What to run.
-        frames: Raw frames of the launch; the first is an inline payload.
+        attempt: What to run.
         group: Where its ranks belong.
         warm: How the ranks came: `standby`, `zygote`, `cold` or `session`.
         here: What it shares with other runs.
-        predecessor: The attempt before this one, or what made it ready: its payload is taken over.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        frames: Sequence[bytes],
-        group: Group,
-        warm: str,
-        here: Surroundings,
-        predecessor: NodeRun | None = None,
-    ) -> None:
-        super().__init__(launch, frames, here, predecessor)
+    def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
+        super().__init__(attempt, here)
         self.group = group
-        part = launch.part
+        launch, part = self.launch, self.launch.part
         numbers = launch.spec.rank_numbers if part is None else range(part.first_rank, part.first_rank + part.ranks)
         self.run_ranks = RunRanks(group, tuple(numbers))
         self._warm = warm

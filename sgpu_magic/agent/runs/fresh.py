@@ -15,8 +15,8 @@ from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, send_cells
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.agent.runs.execution import Execution
-from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.wire.node import Launch, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
+from sgpu_magic.wire.node import MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.wire.rank import FromRank, Joined
 from sgpu_magic.wire.states import FailureKind, RunState
 
@@ -31,16 +31,8 @@ _TRACE_S = 15.0
 class FreshRun(Execution):
     """Runs one launch in a group of its own. Arguments as of `Execution`."""
 
-    def __init__(
-        self,
-        launch: Launch,
-        frames: Sequence[bytes],
-        group: Group,
-        warm: str,
-        here: Surroundings,
-        predecessor: NodeRun | None = None,
-    ) -> None:
-        super().__init__(launch, frames, group, warm, here, predecessor)
+    def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
+        super().__init__(attempt, group, warm, here)
         self._launched_ticks = run_processes.now_in_ticks()
         self._joined: set[int] = set()
         self._meeting: Rendezvous | None = None

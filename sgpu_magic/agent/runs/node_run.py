@@ -68,14 +68,27 @@ class Surroundings:
     far: FilesToPool
 
 
-class NodeRun(abc.ABC):
-    """A run on this node.
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What a run on this node is made of.
 
     Args:
         launch: What to run.
         frames: Raw frames of the launch; the first is an inline payload.
-        here: What it shares with other runs.
         predecessor: The attempt before this one, or what made it ready: its payload is taken over.
+    """
+
+    launch: Launch
+    frames: Sequence[bytes]
+    predecessor: NodeRun | None = None
+
+
+class NodeRun(abc.ABC):
+    """A run on this node.
+
+    Args:
+        attempt: What it is made of.
+        here: What it shares with other runs.
 
     Attributes:
         ended: Its last word was said; its ranks may still be there.
@@ -85,11 +98,9 @@ class NodeRun(abc.ABC):
         OSError: The run's directory can't be made.
     """
 
-    def __init__(
-        self, launch: Launch, frames: Sequence[bytes], here: Surroundings, predecessor: NodeRun | None = None
-    ) -> None:
-        self.launch = launch
-        self.run_id = launch.spec.run_id
+    def __init__(self, attempt: Attempt, here: Surroundings) -> None:
+        self.launch = attempt.launch
+        self.run_id = attempt.launch.spec.run_id
         self._here = here
         self._listener = here.listener
         self._loop = asyncio.get_running_loop()
@@ -98,8 +109,7 @@ class NodeRun(abc.ABC):
         self._launched_at = time.monotonic()
         self.ended = False
         self.gone = False
-        inherited = predecessor.files if predecessor is not None and predecessor.gone else None
-        self.files = RunFiles(launch, frames, here.copier, here.settings.keep_payload, self._say, inherited, here.far)
+        self.files = RunFiles(attempt, here, self._say)
 
     # ------------------------------------------------------------ what the agent asks
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.inputs.blobs import BlobMissing
 from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs, travels_by_blobs
-from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
+from sgpu_magic.agent.runs.node_run import Attempt, NodeRun, Surroundings
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.attachments import StoredPayload
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.node import Launch, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.node import MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
@@ -29,13 +29,11 @@ class PreparingRun(NodeRun):
     """Holds a launch until its ranks can be started.
 
     Args:
-        launch: The run.
-        frames: Raw frames of the launch.
+        attempt: The run.
         here: What it shares with other runs.
         environments: Builds its packages.
         inputs: Brings what the notebook sent along.
         go_on: Starts the ranks: everything is there. Called with this run, the environment and the code.
-        predecessor: The attempt before this one.
 
     Raises:
         OSError: The run's directory can't be made.
@@ -43,16 +41,14 @@ class PreparingRun(NodeRun):
 
     def __init__(
         self,
-        launch: Launch,
-        frames: Sequence[bytes],
+        attempt: Attempt,
         here: Surroundings,
         environments: Environments,
         inputs: LaunchInputs,
         go_on: Callable[[PreparingRun, Built | None, Mapping[str, str]], None],
-        predecessor: NodeRun | None,
     ) -> None:
-        super().__init__(launch, frames, here, predecessor)
-        self.frames = frames
+        super().__init__(attempt, here)
+        self.frames = attempt.frames
         self._environments = environments
         self._inputs = inputs
         self._arriving: asyncio.Task[None] | None = None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from sgpu_magic import __version__
-from sgpu_magic.agent.runs.run_memory import BackgroundCopier, RunMemory
+from sgpu_magic.agent.runs.run_memory import RunMemory
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.config import host_name
 from sgpu_magic.files.run_directory import has_content, link_or_copy
@@ -25,6 +25,9 @@ from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank import FromRank
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RankResult, RunRecord
 from sgpu_magic.wire.states import RunState
+
+if TYPE_CHECKING:
+    from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
 
 _AIR = b'''"""The run of this directory again, outside the notebook:
 
@@ -111,13 +114,9 @@ class RunFiles:
     """Made for each attempt of a run; a further attempt takes the payload over from the one before.
 
     Args:
-        launch: The run.
-        frames: Raw frames of the launch; the first is an inline payload.
-        copier: Who copies large parts into the run's directory.
-        keep_bytes: The largest part that is kept.
+        attempt: The run.
+        here: What it shares with other runs.
         say: Tells what happened.
-        inherited: Those of the attempt before, None for the first.
-        far: Takes what belongs to the pool's machine, where that is another one.
 
     Attributes:
         memory: The payload's and the results' memory files.
@@ -127,33 +126,25 @@ class RunFiles:
         OSError: The run's directory can't be made.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        frames: Sequence[bytes],
-        copier: BackgroundCopier,
-        keep_bytes: int,
-        say: Callable[[EventBody], None],
-        inherited: RunFiles | None,
-        far: FilesToPool,
-    ) -> None:
-        self._far = far if launch.far else None
+    def __init__(self, attempt: Attempt, here: Surroundings, say: Callable[[EventBody], None]) -> None:
+        launch, before = attempt.launch, attempt.predecessor
+        self._far = here.far if launch.far else None
         self._run_id = launch.spec.run_id
         self._say = say
         self._not_written = False
         self._released: PayloadReleased | None = None
         self.directory = RunDirectory(launch)
-        if inherited is not None and inherited.memory.at_hand:
+        if before is not None and before.gone and before.files.memory.at_hand:
             # wherever the service thinks that the payload lies: this one was used before
-            self.memory, self.frames, self.inline = inherited.memory, inherited.frames, inherited.inline
+            self.memory, self.frames, self.inline = before.files.memory, before.files.frames, before.files.inline
             self.memory.close_results()
             self.memory.on_released = self._payload_released
         else:
-            self.frames = frames
-            self.inline = isinstance(launch.payload.source, InlinePayload)
-            self.memory = RunMemory(
-                launch.payload.source, self.directory.path, copier, keep_bytes, self._payload_released
-            )
+            source = launch.payload.source
+            self.frames = attempt.frames
+            self.inline = isinstance(source, InlinePayload)
+            keep_bytes = here.settings.keep_payload
+            self.memory = RunMemory(source, self.directory.path, here.copier, keep_bytes, self._payload_released)
 
     def take_result(self, result: RankResult, stream: MessageStream[FromRank]) -> Payload | None:
         """Own a result's memory file, which came along on `stream`, and return where a notebook finds it."""

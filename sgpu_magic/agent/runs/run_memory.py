@@ -93,6 +93,7 @@ def _copy(job: CopyJob) -> tuple[bool, str]:
     return True, ""
 
 
+@dataclass(eq=False, repr=False)
 class RunMemory:
     """Descriptors of one run's payload and results.
 
@@ -101,26 +102,20 @@ class RunMemory:
         directory: The run's directory.
         copier: Who copies in the background.
         keep_bytes: Largest part that is kept.
-        released: Called once when the payload's memory is no longer read, with why it was not kept, "" when it was.
+        on_released: Called once when the payload's memory is no longer read, with why it was not kept, "" when it was.
 
     Attributes:
         payload_fd: The payload's descriptor, -1 when it travels inline.
     """
 
-    def __init__(
-        self,
-        source: PayloadSource,
-        directory: Path,
-        copier: BackgroundCopier,
-        keep_bytes: int,
-        released: Callable[[str], None],
-    ) -> None:
-        self._source = source
-        self._directory = directory
-        self._copier = copier
-        self._keep_bytes = keep_bytes
-        self.on_released = released
-        self._released = isinstance(source, InlinePayload)
+    source: PayloadSource
+    directory: Path
+    copier: BackgroundCopier
+    keep_bytes: int
+    on_released: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._released = isinstance(self.source, InlinePayload)
         self.payload_fd = -1
         self._job: CopyJob | None = None
         self._results: dict[int, int] = {}
@@ -135,7 +130,7 @@ class RunMemory:
         if self.payload_fd >= 0:
             # an earlier attempt's
             return
-        match self._source:
+        match self.source:
             case SharedPayload(pid=pid, fd=fd):
                 self.payload_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
             case FilePayload(path=path):
@@ -155,12 +150,12 @@ class RunMemory:
         self._close_payload()
         self.payload_fd = descriptor
         if path:
-            self._source = FilePayload(path=path, size=os.fstat(descriptor).st_size)
+            self.source = FilePayload(path=path, size=os.fstat(descriptor).st_size)
 
     @property
     def at_hand(self) -> bool:
         """Whether the payload can be given to ranks once more."""
-        return self.payload_fd >= 0 or isinstance(self._source, InlinePayload)
+        return self.payload_fd >= 0 or isinstance(self.source, InlinePayload)
 
     @property
     def in_use(self) -> bool:
@@ -174,7 +169,7 @@ class RunMemory:
         """Copy what lies in memory into the run's directory, in the background."""
         for rank, descriptor in self._results.items():
             size = os.fstat(descriptor).st_size
-            if size <= self._keep_bytes:
+            if size <= self.keep_bytes:
                 self._copy(os.dup(descriptor), size, f"result-{rank}.bin", functools.partial(self._result_copied, rank))
         if self._released or self._job is not None:
             return
@@ -183,9 +178,9 @@ class RunMemory:
             return
         size = os.fstat(self.payload_fd).st_size
         why = self._too_large(size)
-        if isinstance(self._source, FilePayload):
+        if isinstance(self.source, FilePayload):
             self._close_payload()
-            self._take_file(self._source.path, why)
+            self._take_file(self.source.path, why)
         elif why:
             self._close_payload()
             self._payload_done(why)
@@ -227,8 +222,8 @@ class RunMemory:
     def _copy(self, descriptor: int, size: int, name: str, done: Callable[[bool, str], None]) -> CopyJob:
         """Copy into the run's directory; `done` is called in the loop. The descriptor is closed."""
         in_loop = functools.partial(self._loop.call_soon_threadsafe, faults.bound(done))
-        job = CopyJob(descriptor, size, self._directory / name, in_loop)
-        self._copier.keep(job)
+        job = CopyJob(descriptor, size, self.directory / name, in_loop)
+        self.copier.keep(job)
         return job
 
     def _take_file(self, path: str, why: str) -> None:
@@ -237,14 +232,14 @@ class RunMemory:
             if why:
                 os.unlink(path)
             else:
-                os.replace(path, self._directory / PAYLOAD)
+                os.replace(path, self.directory / PAYLOAD)
         except OSError as error:
             why = f"it could not be moved: {error.strerror}"
         self._payload_done(why)
 
     def _too_large(self, size: int) -> str:
         """Why a payload of that size is not kept, "" when it is."""
-        if size <= self._keep_bytes:
+        if size <= self.keep_bytes:
             return ""
         return f"it has {size / 1e9:.1f} GB, more than the setting keep_payload allows"
 

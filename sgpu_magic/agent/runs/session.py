@@ -15,7 +15,7 @@ from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
-from sgpu_magic.agent.runs.node_run import CommReports, NodeRun, Questions, Surroundings, show
+from sgpu_magic.agent.runs.node_run import Attempt, CommReports, NodeRun, Questions, Surroundings, show
 from sgpu_magic.agent.runs.session_cell import SessionCell, Told
 from sgpu_magic.agent.runs.session_repair import SessionLogs, SessionNews, SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
@@ -23,7 +23,6 @@ from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Noted, RanksStarted, RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank import (
     Cleared,
     CommsSaid,
@@ -52,15 +51,15 @@ class Session(NodeRun):
     """One session's ranks.
 
     Args:
-        launch: The session's run.
-        frames: Raw frames of the launch.
+        attempt: The session's run.
         group: Its ranks, forked or being forked.
         warm: How the group came: `standby`, `zygote` or `cold`.
         here: What it shares with other runs.
     """
 
-    def __init__(self, launch: Launch, frames: Sequence[bytes], group: Group, warm: str, here: Surroundings) -> None:
-        super().__init__(launch, frames, here)
+    def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
+        super().__init__(attempt, here)
+        launch = self.launch
         self.group = group
         self._warm = warm
         self._launched_ticks = run_processes.now_in_ticks()
@@ -95,21 +94,17 @@ class Session(NodeRun):
 
     # ------------------------------------------------------------ cells
 
-    def execute(self, launch: Launch, frames: Sequence[bytes], predecessor: NodeRun | None = None) -> SessionCell:
+    def execute(self, attempt: Attempt) -> SessionCell:
         """Take a cell; it is to be started by the caller.
-
-        Args:
-            launch: The cell.
-            frames: Raw frames of its launch.
-            predecessor: What made it ready.
 
         Raises:
             SessionRefuses: The session ends, or a rank that takes part is dead or busy.
             OSError: The run's directory can't be made.
         """
-        if self._ending_as is not None or self._connected_at is None:
+        if not self.connected:
             raise SessionRefuses(f"session {self.launch.spec.name} has ended. %sgpu_connect starts another one.")
-        dead = [rank for rank in launch.spec.rank_numbers if not self.group.rank(rank).alive]
+        spec = attempt.launch.spec
+        dead = [rank for rank in spec.rank_numbers if not self.group.rank(rank).alive]
         if dead:
             ranks = ",".join(map(str, dead))
             who = f"rank {ranks} of session {self.launch.spec.name} is" if len(dead) == 1 else f"ranks {ranks} are"
@@ -119,9 +114,9 @@ class Session(NodeRun):
             )
         if self._cell is not None or self._repair.busy:
             raise SessionRefuses(f"session {self.launch.spec.name} is busy with another cell. Run it again.")
-        cell = SessionCell(launch, frames, self, self._here, predecessor)
+        cell = SessionCell(attempt, self, self._here)
         self._logs.lend(cell.run_ranks.numbers)
-        self._news.began(launch.spec.name)
+        self._news.began(spec.name)
         self._cell = cell
         return cell
 

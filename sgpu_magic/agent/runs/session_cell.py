@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from sgpu_magic.agent.ranks.orders import send_session_cells
 from sgpu_magic.agent.runs.execution import Execution
-from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
+from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
 from sgpu_magic.wire.events import GroupRenewed
-from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank import Failed, Finished, FromRank
 from sgpu_magic.wire.states import FailureKind, RunState
 
@@ -37,22 +36,13 @@ class SessionCell(Execution):
     """Runs one launch in ranks of a session.
 
     Args:
-        launch: What to run.
-        frames: Raw frames of the launch; the first is an inline payload.
+        attempt: What to run.
         session: Whose ranks.
         here: What it shares with other runs.
-        predecessor: What made it ready.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        frames: Sequence[bytes],
-        session: Session,
-        here: Surroundings,
-        predecessor: NodeRun | None = None,
-    ) -> None:
-        super().__init__(launch, frames, session.group, "session", here, predecessor)
+    def __init__(self, attempt: Attempt, session: Session, here: Surroundings) -> None:
+        super().__init__(attempt, session.group, "session", here)
         self._session = session
         self._ungrouped = False
 

@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from sgpu_magic.agent.ranks import run_processes
@@ -26,6 +27,7 @@ _PATIENCE_S = 60.0
 _Regrouped = Callable[[str, str], None]
 
 
+@dataclass(eq=False, repr=False)
 class SessionRepair:
     """One thing at a time: a renewal, or a replacement, which ends with a renewal of the ranks that stay.
 
@@ -38,21 +40,14 @@ class SessionRepair:
         replaced: Called with the ranks that are new processes as soon as these exist; they have yet to join.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        launch: Launch,
-        scratch: Path,
-        news: SessionNews,
-        say: Callable[[GroupRenewed | RanksRestarted], None],
-        replaced: Callable[[Sequence[int]], None],
-    ) -> None:
-        self._group = group
-        self._launch = launch
-        self._scratch = scratch
-        self._news = news
-        self._say = say
-        self._replaced = replaced
+    group: Group
+    launch: Launch
+    scratch: Path
+    news: SessionNews
+    say: Callable[[GroupRenewed | RanksRestarted], None]
+    replaced: Callable[[Sequence[int]], None]
+
+    def __post_init__(self) -> None:
         # who waits for the renewal under way, the ranks that have yet to answer, and what they said
         self._regrouped: _Regrouped | None = None
         self._waiting: set[int] = set()
@@ -78,7 +73,7 @@ class SessionRepair:
             if problem:
                 lost = f"they could not be ({problem}): %sgpu_restart starts the ranks again"
             news = GroupRenewed(reason=reason, lost=lost)
-            self._say(news)
+            self.say(news)
             done(news)
 
         self._regroup((), renewed)
@@ -92,18 +87,18 @@ class SessionRepair:
         """
         self._replacing, self._done = tuple(ranks), done
         for rank in ranks:
-            self._group.rank(rank).signal(signal.SIGKILL, whole_session=True)
+            self.group.rank(rank).signal(signal.SIGKILL, whole_session=True)
 
     def go_on(self) -> None:
         """Fork the new ranks once all old ones are dead."""
         ranks = self._replacing
-        if not ranks or self._regrouped is not None or any(self._group.rank(rank).alive for rank in ranks):
+        if not ranks or self._regrouped is not None or any(self.group.rank(rank).alive for rank in ranks):
             return
-        old = {self._group.rank(rank).pid or 0 for rank in ranks}
-        run_processes.kill_leftovers(self._launch.spec.run_id, old, marked=False, reaped=True)
+        old = {self.group.rank(rank).pid or 0 for rank in ranks}
+        run_processes.kill_leftovers(self.launch.spec.run_id, old, marked=False, reaped=True)
         self._regroup(ranks, self._end_replacement)
         if self._replacing:
-            self._replaced(ranks)
+            self.replaced(ranks)
 
     def fail(self, problem: str) -> None:
         """Whatever is under way comes to nothing."""
@@ -141,19 +136,19 @@ class SessionRepair:
         """
         self._regrouped = regrouped
         self._problem = self._lost = ""
-        self._waiting = {process.rank for process in self._group.ranks}
+        self._waiting = {process.rank for process in self.group.ranks}
         self._timer = asyncio.get_running_loop().call_later(
             _PATIENCE_S, self._end_regrouping, f"it took longer than {_PATIENCE_S:.0f} s"
         )
         try:
-            store = GroupStore(self._scratch)
+            store = GroupStore(self.scratch)
             staying = sorted(self._waiting.difference(replaced))
             for rank in staying:
                 order = Renew(replaced=tuple(replaced), store_path=store.path)
-                self._group.order(rank, order, descriptors=store.descriptors)
+                self.group.order(rank, order, descriptors=store.descriptors)
             if replaced:
-                self._group.replace(replaced, store)
-                prepare(self._launch, self._group, replaced, stays=True, renewal=bool(staying))
+                self.group.replace(replaced, store)
+                prepare(self.launch, self.group, replaced, stays=True, renewal=bool(staying))
             else:
                 store.close()
         except OSError as error:
@@ -171,12 +166,12 @@ class SessionRepair:
         if done is None:
             return
         for rank in ranks:
-            if not self._group.rank(rank).alive:
-                self._news.died(rank)
+            if not self.group.rank(rank).alive:
+                self.news.died(rank)
         if not problem:
-            pids = tuple(self._group.rank(rank).pid or 0 for rank in ranks)
-            self._say(RanksRestarted(ranks=ranks, pids=pids, lost=lost))
-            self._news.replaced(ranks)
+            pids = tuple(self.group.rank(rank).pid or 0 for rank in ranks)
+            self.say(RanksRestarted(ranks=ranks, pids=pids, lost=lost))
+            self.news.replaced(ranks)
         done(problem)
 
 

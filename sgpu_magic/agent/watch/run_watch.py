@@ -10,6 +10,7 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.group import RunRanks
@@ -161,6 +162,7 @@ def waits_in(stack: RankStack, notebook: NotebookFrames) -> str:
     return ""
 
 
+@dataclass(eq=False, repr=False)
 class IdleGpus:
     """Watches the GPUs of one run.
 
@@ -171,20 +173,15 @@ class IdleGpus:
         say: Takes what was found.
     """
 
-    def __init__(
-        self,
-        taker: StackTaker,
-        notebook: NotebookFrames,
-        idle_s: float,
-        say: Callable[[DeviceIdle | DeviceBusy], None],
-    ) -> None:
-        self._taker = taker
-        self._notebook = notebook
-        self._idle_s = idle_s
-        self._say = say
+    taker: StackTaker
+    notebook: NotebookFrames
+    idle_s: float
+    say: Callable[[DeviceIdle | DeviceBusy], None]
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._watch = IdleWatch(idle_s)
-        self._stopped = idle_s <= 0
+        self._watch = IdleWatch(self.idle_s)
+        self._stopped = self.idle_s <= 0
         self._asking = False
         self._next_look = 0.0
 
@@ -197,19 +194,19 @@ class IdleGpus:
         if self._stopped:
             return
         now = self._loop.time()
-        going = {rank: pct for rank, pct in use_pct.items() if not self._taker.has_reported(rank)}
+        going = {rank: pct for rank, pct in use_pct.items() if not self.taker.has_reported(rank)}
         for busy in self._watch.look(now, going):
-            self._say(busy)
+            self.say(busy)
         idle = self._watch.idle(now)
         # asking costs a rank whose flight recorder is full 30 ms: of what was told only now and then
         if idle and not self._asking and (now >= self._next_look or idle - self._watch.told):
             self._asking = True
-            self._next_look = now + self._idle_s / 2
-            self._taker.take(self._took, gently=True)
+            self._next_look = now + self.idle_s / 2
+            self.taker.take(self._took, gently=True)
 
     def _took(self, stacks: tuple[RankStack, ...]) -> None:
         self._asking = False
         if not self._stopped:
-            causes = {stack.rank: waits_in(stack, self._notebook) for stack in stacks}
+            causes = {stack.rank: waits_in(stack, self.notebook) for stack in stacks}
             for idle in self._watch.explain(self._loop.time(), causes):
-                self._say(idle)
+                self.say(idle)

@@ -142,6 +142,7 @@ class _Used:
         return 0 <= cpu_s - self.cpu_s <= BUSY_SHARE * (now - self.at) + _SLACK_S
 
 
+@dataclass(eq=False, repr=False)
 class StallWatch:
     """Watches one run. While the run prints, a tick compares two numbers.
 
@@ -156,29 +157,20 @@ class StallWatch:
         say: Takes what was found.
     """
 
-    def __init__(
-        self,
-        run_ranks: RunRanks,
-        taker: StackTaker,
-        notebook: NotebookFrames,
-        processes: ProcessTable,
-        gpus: Gpus,
-        uuids: Sequence[str],
-        stall_s: float,
-        say: Callable[[Stalled | Resumed], None],
-    ) -> None:
-        self._run_ranks = run_ranks
-        self._taker = taker
-        self._notebook = notebook
-        self._processes = processes
-        self._gpus = gpus
-        self._uuids = uuids
-        self._stall_s = stall_s
-        self._say = say
+    run_ranks: RunRanks
+    taker: StackTaker
+    notebook: NotebookFrames
+    processes: ProcessTable
+    gpus: Gpus
+    uuids: Sequence[str]
+    stall_s: float
+    say: Callable[[Stalled | Resumed], None]
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._judge = StallJudge(stall_s)
+        self._judge = StallJudge(self.stall_s)
         self._cpu = CpuWatch()
-        self._tick_s = min(5.0, stall_s / _TICKS)
+        self._tick_s = min(5.0, self.stall_s / _TICKS)
         self._idle_s: dict[int, float] = {}
         self._idle_ranks: frozenset[int] = frozenset()
         self._last_output = self._loop.time()
@@ -188,7 +180,7 @@ class StallWatch:
 
     def start(self) -> None:
         """The run's ranks are there."""
-        if self._stall_s > 0:
+        if self.stall_s > 0:
             self._last_output = self._loop.time()
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
@@ -202,7 +194,7 @@ class StallWatch:
         """A rank has printed something."""
         self._last_output = self._loop.time()
         if self._judge.stalled and self._timer is not None and (resumed := self._judge.moved()):
-            self._say(resumed)
+            self.say(resumed)
 
     # ------------------------------------------------------------ within
 
@@ -214,25 +206,25 @@ class StallWatch:
             self._cpu.forget()
             self._pause_s = self._tick_s
             return
-        pids = [process.pid for process in self._run_ranks.ranks if process.pid is not None and process.alive]
-        trees = self._processes.trees(pids, max_age_s=self._tick_s / 2)
+        pids = [process.pid for process in self.run_ranks.ranks if process.pid is not None and process.alive]
+        trees = self.processes.trees(pids, max_age_s=self._tick_s / 2)
         self._idle_s = self._cpu.look(now, {pid: tree.cpu_s for pid, tree in trees.items()})
         idle = frozenset(pid for pid, seconds in self._idle_s.items() if seconds > 0)
         if idle != self._idle_ranks:
             # something has changed: look soon
             self._idle_ranks, self._pause_s = idle, self._tick_s
             self._next_look = min(self._next_look, now)
-        if silent_s >= self._stall_s and now >= self._next_look:
+        if silent_s >= self.stall_s and now >= self._next_look:
             # asking costs a rank whose flight recorder is full 30 ms: less and less often while nothing is found
             self._next_look = now + self._pause_s
-            self._pause_s = min(2 * self._pause_s, self._stall_s)
-            self._taker.take(self._took, gently=True)
+            self._pause_s = min(2 * self._pause_s, self.stall_s)
+            self.taker.take(self._took, gently=True)
 
     def _took(self, stacks: tuple[RankStack, ...]) -> None:
         if self._timer is None:
             return
-        if self._uuids:
-            self._gpus.read(lambda readings: self._judge_now(stacks, readings))
+        if self.uuids:
+            self.gpus.read(lambda readings: self._judge_now(stacks, readings))
         else:
             self._judge_now(stacks, {})
 
@@ -246,22 +238,22 @@ class StallWatch:
             # ranks that are done belong to the picture: the others may wait for them
             found = Stalled(seconds=found.seconds, stacks=stacks)
         if found is not None:
-            self._say(found)
+            self.say(found)
 
     def _is_in_its_cell(self, stack: RankStack) -> bool:
-        return not self._taker.has_reported(stack.rank) and self._run_ranks.rank(stack.rank).alive
+        return not self.taker.has_reported(stack.rank) and self.run_ranks.rank(stack.rank).alive
 
     def _look_of(self, stack: RankStack, readings: Mapping[str, GpuReading]) -> RankLook:
-        process = self._run_ranks.rank(stack.rank)
+        process = self.run_ranks.rank(stack.rank)
         collective = stack.collective
         pending = collective is not None and collective.pending
-        waits_in = collective.name if collective is not None and pending else self._notebook.collective(stack.frames)
+        waits_in = collective.name if collective is not None and pending else self.notebook.collective(stack.frames)
         entered_s = None
-        if pending and (entered_at := self._taker.entered_at.get(stack.rank, 0.0)):
+        if pending and (entered_at := self.taker.entered_at.get(stack.rank, 0.0)):
             entered_s = time.time() - entered_at
-        line = self._notebook.innermost(stack.frames)
+        line = self.notebook.innermost(stack.frames)
         idle_s = self._idle_s.get(process.pid or 0, 0.0)
-        reading = readings.get(self._uuids[stack.rank]) if self._uuids else None
+        reading = readings.get(self.uuids[stack.rank]) if self.uuids else None
         if reading is not None and (reading.utilization_pct or 0) > 100 * BUSY_SHARE:
             idle_s = 0.0
         return RankLook(
