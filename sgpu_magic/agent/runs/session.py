@@ -266,6 +266,9 @@ class Session(NodeRun):
     def abandon(self) -> None:
         super().abandon()
         self._here.sampling.end(self._sampler)
+        # nobody hears of the ranks' end any more
+        for rank in self._run_ranks.numbers:
+            self._questions.died(rank)
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
         if self._ending_as is None:
