@@ -3,42 +3,48 @@
 rank 0              starts the head here, waits for the other nodes, drives, and lets all go
 first of a node     starts Ray there when the head is up, waits for the driver's end
 any other           waits for the driver's end
+
+The token goes through the process group, at once. All that follows stands in the group's own store, into which each
+rank looks: nobody sits in a collective, so a rank that waits for the driver hears an interrupt.
+
+    head            address and version of the head, which is up
+    joined/NODE     Ray is up there too, or why it is not
+    lines/ASKED     the driver wants to know how many lines its tasks and actors have written on each node
+    lines/ASKED/NODE
+    done            the driver is done, however it ended: the cluster goes
+    gone/NODE       Ray has stopped there
 """
+
+# torch.distributed re-exports its stores without saying so
+# pyright: reportPrivateImportUsage=false, reportPrivateUsage=false
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
+import secrets
 import select
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.wire.rank import Execute, PrivateRay, Remarked
 from sgpu_magic.wire.record import Record
+from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.ray import driver
 from sgpu_magic.worker.ray.driver import Driver, Lines, written_in
-from sgpu_magic.worker.ray.meeting import (
-    AtMeeting,
-    Connection,
-    DriverDone,
-    HeadKnown,
-    Host,
-    LinesAsked,
-    LinesCounted,
-    NodeJoined,
-    PeerGone,
-    come_to,
-)
-from sgpu_magic.worker.ray.node_process import NodeProcess, NodeStarted, NodeTroubled, RayMetrics, StartNode
+from sgpu_magic.worker.ray.metrics import RayMetrics
+from sgpu_magic.worker.ray.node import NodeProcess, NodeStarted, NodeTroubled
 
 _JOIN_S = 300.0
 _COUNT_S = 5.0
 _STOP_S = 15.0
+_LOOK_S = 0.1
 # where sgpu_magic is imported from
 _PACKAGE = str(Path(__file__).parents[3])
 
@@ -49,27 +55,33 @@ class Member:
     Args:
         order: The node's part.
         message: What the rank is to execute.
+        shell: The rank's.
         rank: Global rank.
         say: Tells the agent.
     """
 
-    def __init__(self, order: PrivateRay, message: Execute, rank: int, say: Callable[[Record], None]) -> None:
+    def __init__(
+        self, order: PrivateRay, message: Execute, shell: RankShell, rank: int, say: Callable[[Record], None]
+    ) -> None:
         torchruns, context = message.rank_variables, message.context
         self._order = order
+        self._shell = shell
         self._rank = rank
         self._leads = torchruns["LOCAL_RANK"] == "0"
-        self._ranks = int(torchruns["WORLD_SIZE"])
         self._node = int(torchruns["GROUP_RANK"])
+        self._nodes = int(torchruns["GROUP_WORLD_SIZE"])
         # of the rank's path what is not of its Python installation
         installed = frozenset(context.installed)
         self._paths = tuple(entry for entry in context.sys_path if entry and entry not in installed)
         self._say = say
         # Ray's numbers are wanted
         self._tracked = message.tracking is not None
+        # user code may destroy the group; its store stays
+        self._store = dist.PrefixStore("ray", c10d._get_default_store())
         self._process: NodeProcess | None = None
-        self._started: NodeStarted | None = None
         self._metrics: RayMetrics | None = None
         self._ray: dict[str, str] = {}
+        self._logs: Path | None = None
 
     def end(self) -> None:
         """Stop Ray on this node. Called once, whatever has happened."""
@@ -80,56 +92,38 @@ class Member:
 
     # ------------------------------------------------------------ within
 
-    def _start(self, token: str, head: str) -> None:
+    def _start(self, token: str, head: str) -> NodeProcess:
         order = self._order
-        token_file = driver.write_token(order.directory, token)
-        self._ray = driver.of_ray(token_file, order)
-        start = StartNode(
-            head=head,
-            directory=order.directory,
-            address=order.address,
-            cpus=order.cpus,
-            gpus=order.gpus,
-            simulated=order.simulated,
-            object_store_bytes=order.object_store_bytes,
-            objects_directory=order.disk_directory if order.objects_on_disk else "",
-            spill_directory=order.disk_directory,
-            dashboard=order.dashboard,
-        )
+        self._ray = driver.of_ray(driver.write_token(order.directory, token), order)
         environ = driver.of_processes(os.environ, self._ray, self._paths, _PACKAGE)
-        self._process = NodeProcess(start, environ)
+        self._process = process = NodeProcess(order, head, environ)
+        return process
 
-    def _wait(self) -> NodeStarted:
-        if self._process is None:
-            raise EnvironmentFailed("Ray was never started on the rank's node: this is a fault of sgpu-magic.")
-        self._started = started = self._process.started()
+    def _wait(self, process: NodeProcess) -> NodeStarted:
+        started = process.started()
+        self._logs = Path(started.session_directory) / "logs"
         if self._tracked and started.metrics_port:
             self._metrics = RayMetrics(self._order.address, started.metrics_port, self._node, self._say)
             self._metrics.begin()
         return started
 
-    @property
-    def _logs(self) -> Path | None:
-        return Path(self._started.session_directory) / "logs" if self._started is not None else None
-
 
 class Head(Member):
     """Rank 0."""
 
-    _host: Host | None = None
+    _asked = 0
 
     def begin(self) -> None:
-        """Start the head, and tell the other ranks where to come. Ray need not be up when this returns."""
-        token = driver.new_token()
+        """Start the head, and tell the other ranks its token. Ray need not be up when this returns."""
+        token = secrets.token_hex(32)
         self._lines = Lines(self._lines_elsewhere)
         self._driver = Driver(self._lines)
+        # another cluster that the notebook or the node is in is none of this run's
         driver.forget_others()
-        self._start(token, "")
+        self._head = self._start(token, "")
         # before anything imports Ray, which reads some of them then
         os.environ.update(self._ray)
-        if self._ranks > 1:
-            self._host = Host(self._order.address, self._ranks)
-            _tell_all([*self._host.place, self._host.secret, token])
+        _from_first(token)
         self._driver.begin()
 
     def joined(self) -> None:
@@ -137,36 +131,49 @@ class Head(Member):
 
         Raises:
             EnvironmentFailed: Ray can't be started on a node.
-            PeerGone: A rank is gone.
+            RuntimeError: A rank is gone.
         """
-        # it takes half a second, while Ray starts; where it is missing the node's process says so
-        with contextlib.suppress(ImportError):
-            importlib.import_module("ray")
-        started = self._wait()
-        if self._host is not None:
-            self._host.gather()
-            self._host.tell_leaders(HeadKnown(address=started.address, ray_version=started.ray_version))
-            for rank, joined in self._host.answers(NodeJoined, _JOIN_S):
-                if joined.problem:
-                    raise EnvironmentFailed(
-                        f"the node of rank {rank} can't join the run's Ray cluster: {joined.problem}"
-                    )
-        driver.take_over(self._ray, started.address, started.dashboard)
+        started = self._wait(self._head)
+        self._store.set("head", f"{started.address} {started.ray_version}")
+        for problem in self._answers("joined", _JOIN_S):
+            if problem:
+                raise EnvironmentFailed(problem)
+        os.environ["RAY_ADDRESS"] = started.address
+        if started.dashboard:
+            os.environ["RAY_API_SERVER_ADDRESS"] = f"http://{started.dashboard}"
         self._lines.logs = self._logs
-        if self._process is not None:
-            self._process.watch(self._troubled)
+        self._head.watch(self._troubled)
         self._say(Remarked(text=self._introduction(started)))
         self._driver.connect()
 
     def end(self) -> None:
         self._driver.end()
-        if self._host is not None:
-            self._host.close(_STOP_S)
+        # a store that was revoked, or whose host is gone
+        with contextlib.suppress(RuntimeError):
+            self._store.set("done", "")
+            self._answers("gone", _STOP_S)
         super().end()
 
+    def _answers(self, what: str, within_s: float) -> list[str]:
+        """Return what the other nodes have set under this name.
+
+        Raises:
+            RuntimeError: One does not in time, or a rank is gone.
+        """
+        until = time.monotonic() + within_s
+        found: list[str] = []
+        for node in range(1, self._nodes):
+            key = f"{what}/{node}"
+            while not self._store.check([key]):
+                if time.monotonic() > until or self._shell.released:
+                    # in the words of a lost connection: it is one, and no cause
+                    raise RuntimeError(f"Connection closed by peer: the first rank of node {node} is gone")
+                time.sleep(_LOOK_S)
+            found.append(self._store.get(key).decode())
+        return found
+
     def _introduction(self, started: NodeStarted) -> str:
-        nodes = 1 + (len(self._host.leaders) if self._host is not None else 0)
-        on = "on this node" if nodes == 1 else f"on {nodes} nodes"
+        on = "on this node" if self._nodes == 1 else f"on {self._nodes} nodes"
         text = f"Ray {started.ray_version} runs {on} for this run alone"
         if self._order.simulated:
             text += "; its GPUs are simulated: Ray counts them, and code computes on the CPU"
@@ -189,91 +196,71 @@ class Head(Member):
         self._say(Remarked(text=f"{word.text} on rank 0's node: the run's Ray cluster is broken.{log}"))
 
     def _lines_elsewhere(self) -> int:
-        if self._host is None or not self._host.leaders:
-            return 0
+        self._asked += 1
         try:
-            self._host.tell_leaders(LinesAsked())
-            return sum(counted.lines for _, counted in self._host.answers(LinesCounted, _COUNT_S))
-        except PeerGone:
+            self._store.set(f"lines/{self._asked}", "")
+            return sum(map(int, self._answers(f"lines/{self._asked}", _COUNT_S)))
+        except RuntimeError:
             return 0
 
 
 class Guest(Member):
     """Any other rank."""
 
-    _connection: Connection | None = None
-
-    def begin(self) -> None:
-        """Come to rank 0."""
-        host, port, secret, self._token = _hear_from_first(4)
-        self._connection = come_to((str(host), int(str(port))), str(secret), self._rank, leads=self._leads)
-
     def hold(self) -> None:
         """Join Ray where this rank leads its node, and return when the driver is done.
 
         Raises:
             EnvironmentFailed: Ray can't be started here, or one of its processes has died.
-            PeerGone: Rank 0 is gone.
+            RuntimeError: Rank 0 is gone.
         """
-        connection = self._connection
-        if connection is None:
-            raise PeerGone("rank 0")
+        token = _from_first(None)
         if self._leads:
-            self._join(connection, connection.hear(HeadKnown))
-        while True:
-            word = self._next(connection)
-            match word:
-                case DriverDone():
-                    return
-                case LinesAsked():
-                    connection.say(LinesCounted(lines=written_in(self._logs) if self._logs is not None else 0))
-                case _:
-                    continue
-
-    def end(self) -> None:
-        super().end()
-        if self._connection is not None:
-            self._connection.close()
-
-    def _join(self, connection: Connection, head: HeadKnown) -> None:
-        try:
-            self._start(str(self._token), head.address)
-            started = self._wait()
-            if started.ray_version != head.ray_version:
-                raise EnvironmentFailed(
-                    f"it has Ray {started.ray_version}, and the head has {head.ray_version}. All nodes need the same: "
-                    "name an environment for the run with --env-version."
-                )
-        except EnvironmentFailed as error:
-            connection.say(NodeJoined(problem=error.message))
-            raise
-        connection.say(NodeJoined())
-
-    def _next(self, connection: Connection) -> AtMeeting:
-        """The next word of rank 0.
-
-        Raises:
-            EnvironmentFailed: One of Ray's processes here has died.
-        """
-        watched = [connection, *([self._process] if self._process is not None else [])]
-        while not connection.has_word:
-            ready = select.select(watched, [], [])[0]
-            if connection in ready:
-                connection.take()
-            elif self._process is not None:
+            self._join(token)
+        asked = 1
+        while not self._store.check(["done"]):
+            if self._process is None:
+                time.sleep(_LOOK_S)
+                continue
+            if self._store.check([f"lines/{asked}"]):
+                written = written_in(self._logs) if self._logs is not None else 0
+                self._store.set(f"lines/{asked}/{self._node}", str(written))
+                asked += 1
+            if select.select([self._process], [], [], _LOOK_S)[0]:
                 word = self._process.heard()
                 if isinstance(word, NodeTroubled):
                     log = f"\n{word.log}" if word.log else ""
                     raise EnvironmentFailed(f"{word.text} on the node of rank {self._rank}.{log}")
-        return connection.next_word()
+
+    def end(self) -> None:
+        super().end()
+        if self._leads:
+            # rank 0 may have gone without waiting for it
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"gone/{self._node}", "")
+
+    def _join(self, token: str) -> None:
+        while not self._store.check(["head"]):
+            if self._store.check(["done"]):
+                return
+            time.sleep(_LOOK_S)
+        address, version = self._store.get("head").decode().split()
+        try:
+            started = self._wait(self._start(token, address))
+            if started.ray_version != version:
+                raise EnvironmentFailed(
+                    f"it has Ray {started.ray_version}, and the head has {version}. All nodes need the same: name an "
+                    "environment for the run with --env-version."
+                )
+        except EnvironmentFailed as error:
+            problem = f"the node of rank {self._rank} can't join the run's Ray cluster: {error.message}"
+            self._store.set(f"joined/{self._node}", problem)
+            raise
+        self._store.set(f"joined/{self._node}", "")
 
 
-def _tell_all(words: list[object]) -> None:
-    """Through the process group: every rank is in it."""
+def _from_first(token: str | None) -> str:
+    """Give the token to all others, or get it: through the process group, as every rank is in it."""
+    words: list[str | None] = [token]
     dist.broadcast_object_list(words, src=0, device=torch.device("cpu"))
-
-
-def _hear_from_first(count: int) -> list[object]:
-    words: list[object] = [None] * count
-    dist.broadcast_object_list(words, src=0, device=torch.device("cpu"))
-    return words
+    return words[0] or ""

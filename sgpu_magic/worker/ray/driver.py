@@ -10,16 +10,16 @@ Ray's processes find in their environment stands here too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import os
-import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +28,6 @@ from typing import Any, NoReturn
 from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.wire.rank import PrivateRay
 
-Then = Callable[[ModuleType], None]
 # those that start a Serve instance (ray/serve/api.py)
 _STARTERS = ("run", "run_many", "start")
 _REFUSAL = (
@@ -45,33 +44,13 @@ _OURS = "sgpu_count"
 _MARKS = (b":actor_name:", b":task_name:", b":job_id:")
 
 
-def after_import(name: str, then: Then, missing: str = "") -> None:
-    """Call `then` with the module once it is imported; now where it is there already.
-
-    Args:
-        name: The module's.
-        then: Called with it.
-        missing: What an `ImportError` of its own says instead; "" leaves it as it is.
-    """
-    module = sys.modules.get(name)
-    if module is not None:
-        then(module)
-        return
-    sys.meta_path.insert(0, _Finder(name, then, missing))
-
-
-class _Finder(MetaPathFinder):
-    """Finds one module as the finders behind it do."""
-
-    def __init__(self, name: str, then: Then, missing: str) -> None:
-        self._name = name
-        self._then = then
-        self._missing = missing
+class _ServeFinder(MetaPathFinder):
+    """Finds Ray Serve as the finders behind it do, and guards it once it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        if fullname not in ("ray.serve", "ray.serve.api"):
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -80,44 +59,23 @@ class _Finder(MetaPathFinder):
             spec: ModuleSpec | None = find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._then, self._missing)
+                    # the loader's own, of this import alone
+                    spec.loader.exec_module = functools.partial(_execute_guarded, spec.loader.exec_module)
                 return spec
         return None
 
 
-class _Loader(Loader):
-    """Loads as the module's own loader does, and leaves that one in its place."""
-
-    def __init__(self, own: Loader, then: Then, missing: str) -> None:
-        self._own = own
-        self._then = then
-        self._missing = missing
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._own.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._own
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._own
-        try:
-            self._own.exec_module(module)
-        except ImportError as error:
-            if not self._missing:
-                raise
-            # those that can do without it catch this too
-            raise ImportError(self._missing, name=error.name) from error
-        self._then(module)
-
-
 def refuse_serve() -> None:
-    """Refuse Ray Serve in this process, now or when it is imported. Its other names stay: libraries import them."""
-    after_import("ray.serve.api", _guard)
-    # without its own packages its import fails, and to install them would not help
-    after_import("ray.serve", _guard, _REFUSAL)
+    """Refuse Ray Serve in this process when it is imported. Its other names stay: libraries import them."""
+    sys.meta_path.insert(0, _ServeFinder())
 
 
-def _guard(module: ModuleType) -> None:
+def _execute_guarded(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    try:
+        execute(module)
+    except ImportError as error:
+        # it lacks its own packages, and to install them would not help; those that can do without it catch this too
+        raise ImportError(_REFUSAL, name=error.name) from error
     for name in _STARTERS:
         if hasattr(module, name):
             setattr(module, name, _refuse)
@@ -164,14 +122,13 @@ def written_in(logs: Path) -> int:
             data = path.read_bytes()
         except OSError:
             continue
-        lines += sum(not line.startswith(_MARKS) for line in data.split(b"\n") if line)
-        # empty lines are lines too, but for what stands behind the last end of a line
-        lines += sum(not line for line in data.split(b"\n")[:-1])
+        if data:
+            lines += sum(not line.startswith(_MARKS) for line in data.removesuffix(b"\n").split(b"\n"))
     return lines
 
 
 class Driver:
-    """What is done to Ray in the driver's process, from before its import until after its last word.
+    """What is done to Ray in the driver's process, from its import until after its last word.
 
     Args:
         lines: Counts what has come.
@@ -182,9 +139,10 @@ class Driver:
         self._connected: Any = None
 
     def begin(self) -> None:
-        """From now on Ray may be imported."""
+        """Import Ray, which takes half a second. Where it is missing the node's process says so."""
         refuse_serve()
-        after_import("ray", self._prepare)
+        with contextlib.suppress(ImportError):
+            self._prepare(importlib.import_module("ray"))
 
     def connect(self) -> None:
         """Connect to the cluster that `RAY_ADDRESS` names: the code need not call `ray.init()`, and may.
@@ -270,21 +228,15 @@ _OF_RANKS = frozenset({
 })  # fmt: skip
 
 
-def new_token() -> str:
-    """A token that only this run's processes know."""
-    return secrets.token_hex(32)
-
-
 def write_token(directory: str, token: str) -> str:
     """Keep the token where Ray's processes of this node read it; returns the file, of mode 0600.
 
     Raises:
         OSError: It can't be written.
     """
-    path = Path(directory) / "token"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(token)
+    path = Path(directory, "token")
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_text(token)
     return str(path)
 
 
@@ -325,20 +277,6 @@ def of_processes(
     kept = {name: value for name, value in environ.items() if name not in _OTHERS | _OF_RANKS}
     found = [*paths, *([] if package in paths else [package])]
     return {**kept, **ray, "PYTHONPATH": os.pathsep.join(found)}
-
-
-def take_over(ray: Mapping[str, str], address: str, dashboard: str) -> None:
-    """Let this process be the driver: `ray.init()` finds the run's cluster, and no other.
-
-    Args:
-        ray: Of `of_ray`.
-        address: The head's `host:port`.
-        dashboard: The dashboard's, "" where there is none.
-    """
-    forget_others()
-    os.environ.update(ray, RAY_ADDRESS=address)
-    if dashboard:
-        os.environ["RAY_API_SERVER_ADDRESS"] = f"http://{dashboard}"
 
 
 def forget_others() -> None:

@@ -1,13 +1,13 @@
 """Starts Ray's processes of one node, watches them, and ends them with all that they have started.
 
-    python -m sgpu_magic.worker.ray.node
+    python -m sgpu_magic.worker.ray.node PRIVATE_RAY HEAD
 
-Its standard input begins with a `StartNode` and then stays open: at its end all is killed. What it has to say are
-lines on its standard output. As a subreaper it gets what Ray's processes leave behind, so nothing of them outlives it;
-when it is killed itself, the agent finds them by the run's mark.
+`NodeProcess` is that program as its rank holds it. Its standard input is a socket: what it has to say goes there, one
+JSON record a line, and when the other end is shut down all is killed. As a subreaper it gets what Ray's processes leave
+behind, so nothing of them outlives it; when it is killed itself, the agent finds them by the run's mark.
 
-`ray start` would do, but for its client server on a fixed port and the autoscaler's monitor, which a private cluster
-needs neither of.
+`ray start --block` would do, but for what its command line has no option for: a raylet whose simulated GPUs are not
+seen by the workers, and an end that comes with the rank's own.
 """
 
 # Ray's inner parts are only partly typed
@@ -25,15 +25,24 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
+import msgspec
+
+from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.system import processes
+from sgpu_magic.system.child_process import wait_or_kill
+from sgpu_magic.wire.rank import PrivateRay
 from sgpu_magic.wire.record import Record
-from sgpu_magic.worker.ray.node_process import NodeStarted, NodeTroubled, StartNode, line_of, start_words
 
+# Ray's own limits add up to less, also on a machine that swaps
+_START_S = 240.0
+_STOP_S = 10.0
 _LOOK_S = 0.1
 _STARTS = 3
 _TAIL_LINES = 5
@@ -43,55 +52,172 @@ _BAD = re.compile(r"^\[\S+ \S+ [EFC] |\b(ERROR|CRITICAL)\b|^\w*(Error|Exception)
 _FRAME = re.compile(r"\(\+0x[0-9a-f]+\)")
 # without these the cluster can't do anything
 _VITAL = ("gcs_server", "raylet")
-SIMULATED = "simulated"
-"""Custom resource of nodes whose GPUs are simulated."""
+# custom resource of nodes whose GPUs are simulated
+_SIMULATED = "simulated"
+
+
+class NodeStarted(Record, frozen=True, tag="node-started", kw_only=True):
+    """Ray is up on this node.
+
+    Args:
+        address: The head's `host:port`.
+        dashboard: The dashboard's `host:port`, "" where this node has none.
+        metrics_port: Of the node's metrics in Prometheus' format, on `address`; 0 where there are none.
+        session_directory: Of Ray's sockets and logs.
+        ray_version: Ray's.
+    """
+
+    address: str
+    dashboard: str
+    metrics_port: int
+    session_directory: str
+    ray_version: str
+
+
+class NodeTroubled(Record, frozen=True, tag="node-troubled", kw_only=True):
+    """Ray could not be started here, or one of its processes has died.
+
+    Args:
+        text: What has happened, a clause: "Ray's raylet ended with status 1".
+        log: The end of that process's log.
+        missing: Ray is not installed in the ranks' Python.
+    """
+
+    text: str
+    log: str = ""
+    missing: bool = False
+
+
+_words: msgspec.json.Decoder[NodeStarted | NodeTroubled] = msgspec.json.Decoder(NodeStarted | NodeTroubled)
+
+
+class NodeProcess:
+    """Ray's processes on this node, as the child of the rank that leads here.
+
+    Args:
+        order: The node's part of the cluster.
+        head: The head's `host:port`; "" makes this node the head.
+        environ: Their environment.
+
+    Raises:
+        OSError: The system has no process or descriptor left.
+    """
+
+    def __init__(self, order: PrivateRay, head: str, environ: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._lines = self._socket.makefile("rb")
+        self._ending = False
+        with theirs:
+            # in the rank's own session: the agent finds all that is left of it there
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sgpu_magic.worker.ray.node", msgspec.json.encode(order).decode(), head],
+                stdin=theirs.fileno(),
+                env=environ,
+            )
+
+    def fileno(self) -> int:
+        """Readable when the program has something to say."""
+        return self._socket.fileno()
+
+    def started(self) -> NodeStarted:
+        """Wait until Ray is up here.
+
+        Raises:
+            EnvironmentFailed: It can't be started.
+        """
+        if not select.select([self], [], [], _START_S)[0]:
+            raise EnvironmentFailed(
+                f"Ray was not up on the rank's node after {_START_S:.0f} s. Its logs are in the run's output; a "
+                "node with more memory or fewer other programs may do."
+            )
+        word = self.heard()
+        if isinstance(word, NodeTroubled):
+            raise EnvironmentFailed(_why_not(word))
+        return word
+
+    def heard(self) -> NodeStarted | NodeTroubled:
+        """Return the program's next word. To be called when there is something to read."""
+        line = self._lines.readline()
+        if not line:
+            status = self._process.wait()
+            return NodeTroubled(text=f"the program that holds Ray's processes ended with status {status}")
+        return _words.decode(line)
+
+    def watch(self, troubled: Callable[[NodeTroubled], None]) -> None:
+        """Have it told, in a thread, when one of Ray's processes dies."""
+
+        def listen() -> None:
+            word = self.heard()
+            if isinstance(word, NodeTroubled) and not self._ending:
+                troubled(word)
+
+        threading.Thread(target=listen, name="sgpu-ray-node", daemon=True).start()
+
+    def stop(self) -> None:
+        """End all of Ray's processes here; return when they are gone."""
+        self._ending = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        # what one that is killed leaves the agent finds by the run's mark
+        wait_or_kill(self._process, _STOP_S)
+
+
+def _why_not(word: NodeTroubled) -> str:
+    if word.missing:
+        return (
+            f"the ranks' Python ({sys.executable}) has no Ray: {word.text}. Install it in the notebook with "
+            '%pip install "ray[default]" and run the cell again, or name an environment that has it with --env-version.'
+        )
+    log = f"\n{word.log}" if word.log else ""
+    return f"Ray does not start in the ranks' Python ({sys.executable}): {word.text}.{log}"
+
+
+# ---------------------------------------------------------------- the program
 
 
 def main() -> None:
-    """Be the node until standard input ends, or Ray's own processes do."""
+    """Be the node until the rank shuts the socket down, or Ray's own processes end."""
+    order, head = msgspec.json.decode(sys.argv[1], type=PrivateRay), sys.argv[2]
     # an interrupt is the driver's
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda signum, frame: _end(order))
     processes.become_subreaper()
-    words = os.fdopen(os.dup(1), "wb", buffering=0)
-    # whatever Ray prints is no word of ours, and how often it has looked for its raylet is nobody's
+    link = socket.socket(fileno=os.dup(0))
+    # what Ray starts is not to hold the socket, and what it prints is none of the driver's output
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    # how often Ray has looked for its raylet is nobody's
     logging.disable(logging.INFO)
-    order = start_words.decode(sys.stdin.buffer.readline())
-
-    def leave(signum: int, frame: FrameType | None) -> None:
-        os._exit(_ended(order))
-
-    signal.signal(signal.SIGTERM, leave)
     try:
-        node, started = _start_patiently(order)
+        node, started = _start_patiently(order, head)
     except ImportError as error:
-        _say(words, NodeTroubled(text=f"{error}", missing=error.name in ("ray", "ray._raylet")))
+        _say(link, NodeTroubled(text=f"{error}", missing=error.name in ("ray", "ray._raylet")))
     except Exception as error:  # noqa: BLE001  a process's entry: whatever Ray raises is told by the rank
-        _say(words, NodeTroubled(text=f"Ray could not be started: {error}", log=_tails(order.directory)))
+        _say(link, NodeTroubled(text=f"Ray could not be started: {error}", log=_tails(order.directory)))
     else:
-        _say(words, started)
-        _watch(node, started.session_directory, words)
-    os._exit(_ended(order))
+        _say(link, started)
+        _watch(node, started.session_directory, link)
+    _end(order)
 
 
-def _ended(order: StartNode) -> int:
+def _end(order: PrivateRay) -> NoReturn:
     processes.kill_descendants()
     # the agent does it too, when it is alive
-    for directory in (order.directory, order.spill_directory):
+    for directory in (order.directory, order.disk_directory):
         shutil.rmtree(directory, ignore_errors=True)
-    return 0
+    os._exit(0)
 
 
-def _say(words: Any, word: Record) -> None:
+def _say(link: socket.socket, word: NodeStarted | NodeTroubled) -> None:
     # the rank is gone: nobody is left to tell
     with contextlib.suppress(OSError):
-        words.write(line_of(word))
+        link.sendall(msgspec.json.encode(word) + b"\n")
 
 
 # ---------------------------------------------------------------- start
 
 
-def _start_patiently(order: StartNode) -> tuple[Any, NodeStarted]:
+def _start_patiently(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
     """Start, and again where it took too long.
 
     Ray gives its processes 15 s to import what they need, and no setting changes that: from a cold or shared disk it
@@ -99,21 +225,20 @@ def _start_patiently(order: StartNode) -> tuple[Any, NodeStarted]:
     """
     for _ in range(_STARTS - 1):
         try:
-            return _start(order)
+            return _start(order, head)
         except Exception as error:
             if "timed out" not in str(error):
                 raise
         processes.kill_descendants()
-    return _start(order)
+    return _start(order, head)
 
 
-def _start(order: StartNode) -> tuple[Any, NodeStarted]:
+def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
     """Start Ray's processes and return when they are there."""
     import ray
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    is_head = not order.head
     wanted: dict[str, Any] = {
         "node_ip_address": order.address,
         "node_manager_port": 0,
@@ -128,33 +253,35 @@ def _start(order: StartNode) -> tuple[Any, NodeStarted]:
         "num_cpus": order.cpus,
         "num_gpus": order.gpus,
         "object_store_memory": order.object_store_bytes,
-        "object_spilling_directory": order.spill_directory,
+        "object_spilling_directory": order.disk_directory,
         # Ray opens its own directory to all (mode 0777); the one around it is private
         "temp_dir": str(Path(order.directory) / _TEMP),
         "include_log_monitor": True,
         "log_to_stderr": False,
         "no_monitor": True,
     }
-    if order.objects_directory:
-        wanted["plasma_directory"] = order.objects_directory
+    if order.objects_on_disk:
+        wanted["plasma_directory"] = order.disk_directory
     if order.simulated:
-        wanted["resources"] = {SIMULATED: order.gpus}
+        wanted["resources"] = {_SIMULATED: order.gpus}
         wanted["env_vars"] = _no_gpus()
-    if is_head:
+    if head:
+        wanted["gcs_address"] = head
+    else:
         port = _free_port(order.address)
-        # what tasks ask Ray about is asked here, and not of another cluster on this machine
-        os.environ["RAY_ADDRESS"] = f"[{order.address}]:{port}" if ":" in order.address else f"{order.address}:{port}"
+        head = f"[{order.address}]:{port}" if ":" in order.address else f"{order.address}:{port}"
         wanted |= {
             "gcs_server_port": port,
             "include_dashboard": order.dashboard and _has_dashboard(),
             "dashboard_host": "127.0.0.1",
             "dashboard_port": _free_port("127.0.0.1"),
         }
-    else:
-        os.environ["RAY_ADDRESS"] = wanted["gcs_address"] = order.head
+    # what tasks ask Ray about is asked here, and not of another cluster on this machine
+    os.environ["RAY_ADDRESS"] = head
     # a version that does not know one has no such port or process
     known = inspect.signature(RayParams.__init__).parameters
     params = RayParams(**{name: value for name, value in wanted.items() if name in known})
+    is_head = "gcs_address" not in wanted
     node = Node(params, head=is_head, shutdown_at_exit=False, spawn_reaper=False)
     return node, NodeStarted(
         address=node.gcs_address,
@@ -177,12 +304,9 @@ def _no_gpus() -> dict[str, str]:
 
 def _has_dashboard() -> bool:
     """Whether `ray[default]` is there, whose parts the dashboard needs."""
-    import ray._private.utils as found
+    from ray._private.utils import get_dashboard_dependency_error
 
-    utils: Any = found
-    if hasattr(utils, "get_dashboard_dependency_error"):
-        return utils.get_dashboard_dependency_error() is None
-    return bool(utils.check_dashboard_dependencies_installed())
+    return get_dashboard_dependency_error() is None
 
 
 def _free_port(address: str) -> int:
@@ -195,12 +319,9 @@ def _free_port(address: str) -> int:
 # ---------------------------------------------------------------- watch
 
 
-def _watch(node: Any, session_directory: str, words: Any) -> None:
-    """Return when standard input ends, or a process has died without which nothing goes on."""
-    while True:
-        ready, _, _ = select.select([0], [], [], _LOOK_S)
-        if ready and not os.read(0, 4096):
-            return
+def _watch(node: Any, session_directory: str, link: socket.socket) -> None:
+    """Return when the rank has shut the socket down, or a process has died without which nothing goes on."""
+    while not select.select([link], [], [], _LOOK_S)[0]:
         for kind, process in node.dead_processes():
             if kind not in _VITAL:
                 continue
@@ -208,7 +329,7 @@ def _watch(node: Any, session_directory: str, words: Any) -> None:
             ended = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
             text = f"Ray's {kind} ({process.pid}) {ended}"
             log = _tail_of(Path(session_directory) / "logs", kind)
-            _say(words, NodeTroubled(text=text, log=log))
+            _say(link, NodeTroubled(text=text, log=log))
             # the driver may go down with it before it can tell
             sys.stderr.write(f"sgpu: {text}.{chr(10) + log if log else ''}\n")
             sys.stderr.flush()

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,7 @@ class RayRun(CellRun):
 
     def _prepare(self) -> None:
         self._take_place()
-        self._member = head = Head(self._ray, self._message, self._rank, self._say)
+        self._member = head = Head(self._ray, self._message, self._shell, self._rank, self._say)
         head.begin()
         # what the cell reads is unpickled while Ray starts
         self._take_names()
@@ -75,8 +76,7 @@ class RayRun(CellRun):
         begin = time.perf_counter()
         try:
             self._take_place()
-            self._member = guest = Guest(self._ray, self._message, self._rank, self._say)
-            guest.begin()
+            self._member = guest = Guest(self._ray, self._message, self._shell, self._rank, self._say)
             guest.hold()
         except (SgpuError, OSError, RuntimeError, ValueError) as error:
             self._shell.showtraceback((type(error), error, error.__traceback__))
@@ -158,10 +158,9 @@ def _note(text: str, error: BaseException, shell: RankShell) -> str:
     task = _TASK.search(text)
     where = f"in the Ray task {task['task']} (pid {task['pid']} on {task['ip']})" if task else "in a Ray task"
     cells = shell.compile._filename_map  # pyright: ignore[reportPrivateUsage]
-    line, entry = 0, error.__traceback__
-    while entry is not None:
-        if entry.tb_frame.f_code.co_filename in cells:
-            line = entry.tb_lineno
-        entry = entry.tb_next
+    line = 0
+    for frame, at in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename in cells:
+            line = at
     waited = f"; the driver waited for it in line {line} of the cell" if line else ""
     return f"raised {where}{waited}."

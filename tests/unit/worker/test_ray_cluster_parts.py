@@ -27,7 +27,7 @@ from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.node import Launch, Part
 from sgpu_magic.worker.ray import driver
 from sgpu_magic.worker.ray.driver import written_in
-from sgpu_magic.worker.ray.node_process import values_in
+from sgpu_magic.worker.ray.metrics import values_in
 from sgpu_magic.worker.ray.ray_run import with_frames
 
 METRICS = """# HELP ray_node_cpu_utilization of the node
