@@ -30,7 +30,6 @@ INLINE_LIMIT = 65536
 
 _CHUNK = 4 << 20
 _THREADED_FROM = 8 << 20
-_COPY_THREADS = 2
 
 
 def write_packed(packed: Packed, target: memoryview) -> None:
@@ -46,7 +45,7 @@ def write_packed(packed: Packed, target: memoryview) -> None:
         else:
             large.append((offset, view))
     if large:
-        _copy_threaded(_address(target), large)
+        _copy_threaded(address_of(target), large)
 
 
 def _copy_threaded(base: int, parts: list[tuple[int, memoryview]]) -> None:
@@ -56,7 +55,7 @@ def _copy_threaded(base: int, parts: list[tuple[int, memoryview]]) -> None:
     unmapped, and the next copy takes 0.15 s instead of 0.05 s.
     """
     work = (
-        (base + offset + begin, _address(view) + begin, min(_CHUNK, view.nbytes - begin))
+        (base + offset + begin, address_of(view) + begin, min(_CHUNK, view.nbytes - begin))
         for offset, view in parts
         for begin in range(0, view.nbytes, _CHUNK)
     )
@@ -71,18 +70,17 @@ def _copy_threaded(base: int, parts: list[tuple[int, memoryview]]) -> None:
                 return
             ctypes.memmove(*chunk)
 
-    threads = [threading.Thread(target=copy, name="sgpu-copy", daemon=True) for _ in range(_COPY_THREADS - 1)]
-    for thread in threads:
-        thread.start()
+    second = threading.Thread(target=copy, name="sgpu-copy", daemon=True)
+    second.start()
     try:
         copy()
     finally:  # also when interrupted: the memory must not go while it is written to
         stop.set()
-        for thread in threads:
-            thread.join()
+        second.join()
 
 
-def _address(view: memoryview) -> int:
+def address_of(view: memoryview) -> int:
+    """Where its bytes lie in memory."""
     import numpy
 
     return int(numpy.frombuffer(view, numpy.uint8).ctypes.data)
@@ -141,12 +139,6 @@ class SharedBuffer:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> SharedBuffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:

@@ -39,15 +39,7 @@ class RankValue:
 
     def here(self) -> object:
         """The value on this rank; of torchrun's variables, which a notebook's variable of that name can't hide."""
-        match self.name:
-            case "rank":
-                return int(os.environ["RANK"])
-            case "local_rank":
-                return int(os.environ["LOCAL_RANK"])
-            case "world_size":
-                return int(os.environ["WORLD_SIZE"])
-            case _:
-                return rank_device()
+        return rank_device() if self.name == "device" else int(os.environ[self.name.upper()])
 
 
 class FunctionCall:

@@ -16,6 +16,7 @@ import types
 from collections.abc import Iterator
 from typing import Any, cast
 
+from sgpu_magic.payload.buffers import address_of
 from sgpu_magic.payload.names import stored_names
 from sgpu_magic.payload.pickler import NamespacePickler
 from sgpu_magic.payload.unpack import collector_paused
@@ -49,15 +50,15 @@ class Fingerprint:
         buffers: list[memoryview] = []
         pickler = _Pickler(stream, namespace, buffers)
         try:
-            _dump(pickler, value)
+            with collector_paused():
+                pickler.dump(value)
         except _TooLong:
             # what is beyond is told by where the object lies
-            stream.take(f"{id(value)}".encode())
-        except _NotPicklable:
-            # packing says it better
+            stream.hash.update(f"{id(value)}".encode())
+        except Exception:  # noqa: BLE001  __reduce__ and __getstate__ of any class run here, and packing says it better
             return
-        _take_buffers(stream, buffers, pickler.versions)
-        self.digest = stream.digest()
+        _take_buffers(stream.hash, buffers, pickler.versions)
+        self.digest = stream.hash.digest()
         self.needs = tuple(pickler.found)
         self._pickler = pickler
 
@@ -77,39 +78,19 @@ class _TooLong(Exception):
     """The stream has more bytes than are looked at."""
 
 
-class _NotPicklable(Exception):
-    """Something in the value can't be pickled."""
-
-
-def _dump(pickler: _Pickler, value: object) -> None:
-    try:
-        with collector_paused():
-            pickler.dump(value)
-    except _TooLong:
-        raise
-    except Exception as error:  # __reduce__ and __getstate__ of any class run here
-        raise _NotPicklable from error
-
-
 class _Digesting:
     """Takes a stream and keeps its digest."""
 
     def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
+        self.hash = hashlib.blake2b(digest_size=16)
         self._size = 0
 
     def write(self, data: Any) -> int:
-        self.take(data)
+        self.hash.update(data)
         self._size += len(data)
         if self._size > WHOLE_BYTES:
             raise _TooLong
         return len(data)
-
-    def take(self, data: Any) -> None:
-        self._hash.update(data)
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
 
 
 class _Pickler(NamespacePickler):
@@ -161,16 +142,16 @@ def _of_definition(obj: object) -> Iterator[object]:
         yield from vars(obj).values()
 
 
-def _take_buffers(stream: _Digesting, buffers: list[memoryview], versions: list[int]) -> None:
+def _take_buffers(digest: hashlib.blake2b, buffers: list[memoryview], versions: list[int]) -> None:
     if sum(view.nbytes for view in buffers) <= WHOLE_BYTES:
         for view in buffers:
-            stream.take(view)
+            digest.update(view)
         return
-    stream.take(repr(versions).encode())
+    digest.update(repr(versions).encode())
     for view in buffers:
-        stream.take(f"{_address(view)} {view.nbytes}".encode())
+        digest.update(f"{address_of(view)} {view.nbytes}".encode())
         for page in _pages(view):
-            stream.take(page)
+            digest.update(page)
 
 
 def _pages(view: memoryview) -> Iterator[memoryview]:
@@ -181,11 +162,6 @@ def _pages(view: memoryview) -> Iterator[memoryview]:
     for index in range(_PAGES):
         begin = int(index * step)
         yield view[begin : begin + _PAGE]
-
-
-def _address(view: memoryview) -> int:
-    numpy: Any = sys.modules.get("numpy")
-    return 0 if numpy is None else int(numpy.frombuffer(view, dtype="uint8").ctypes.data)
 
 
 def _stores(value: object, namespace: dict[str, object]) -> Iterator[str]:

@@ -10,11 +10,13 @@ object was made during pickling there is no way to it; then dill may still name 
 from __future__ import annotations
 
 import functools
+import io
 import sys
 import time
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from sgpu_magic.payload.call import FunctionCall
@@ -22,6 +24,7 @@ from sgpu_magic.payload.call import FunctionCall
 _DILL_NODES = 2_000
 
 
+@dataclass(frozen=True, slots=True)
 class _Kind:
     """How one sort of culprit is spoken of.
 
@@ -32,11 +35,22 @@ class _Kind:
         hides_inside: Told of instead of what lies inside it.
     """
 
-    def __init__(self, phrase: str, noun: str, *advice: str, hides_inside: bool = True) -> None:
-        self.phrase = phrase
-        self.noun = noun
-        self.advice = advice or ("Create it inside the cell",)
-        self.hides_inside = hides_inside
+    phrase: str
+    noun: str
+    advice: tuple[str, ...] = ("Create it inside the cell",)
+    hides_inside: bool = True
+
+
+# by module and name of their class; a class whose module is not loaded has no instances
+_KINDS = {
+    ("types", "GeneratorType"): _Kind("a generator", "generator", ("Make it a list", "create it inside the cell")),
+    ("types", "AsyncGeneratorType"): _Kind("a generator", "generator", ("Make it a list", "create it inside the cell")),
+    ("types", "CoroutineType"): _Kind("a coroutine", "coroutine", ("Await it in an earlier cell",)),
+    ("asyncio", "Future"): _Kind("a running asyncio task", "task", ("Await it in an earlier cell",)),
+    ("socket", "socket"): _Kind("a socket", "socket", ("Connect inside the cell",)),
+    ("threading", "Thread"): _Kind("a thread", "thread", ("Start it inside the cell",)),
+    ("subprocess", "Popen"): _Kind("a running process", "process", ("Start it inside the cell",)),
+}
 
 
 def explain_name(chain: Sequence[str], values: Mapping[str, object], culprit: object, error: Exception) -> str:
@@ -84,14 +98,11 @@ def _either(remedies: Sequence[str]) -> str:
 def _describe(root: str, value: object, culprit: object, error: Exception) -> tuple[str, _Kind, bool]:
     """Return the sentence that names the culprit, its kind, and whether it lies inside a class's instance."""
     if isinstance(error.__cause__, RecursionError) or isinstance(error, RecursionError):
-        kind = _Kind("", "long chain", "Build it inside the cell")
+        kind = _Kind("", "long chain", ("Build it inside the cell",))
         return f"{root} is nested deeper than pickle can follow", kind, False
     steps, nodes = find_way(value, culprit)
-    said = (
-        ""
-        if _is_stock_message(error)
-        else f" ({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''})"
-    )
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    said = "" if _is_stock_message(error) else f" ({type(error).__name__}: {first_line})"
     if steps is None:
         attribute = _bad_attribute(value) if nodes < _DILL_NODES else None
         kind = _kind_of(culprit)
@@ -107,9 +118,7 @@ def _describe(root: str, value: object, culprit: object, error: Exception) -> tu
     path = root
     for label, _ in steps[1:]:
         path = path + label if label[:1] in ".[" else label
-    is_inside = (
-        len(steps) > 1 and steps[-1][0].startswith((".", "[")) and any(_has_getstate(step) for _, step in steps[:-1])
-    )
+    is_inside = steps[-1][0].startswith((".", "[")) and any(_has_getstate(step) for _, step in steps[:-1])
     return f"{path} is {kind.phrase}{said}", kind, is_inside
 
 
@@ -119,10 +128,8 @@ def _has_getstate(obj: object) -> bool:
 
 
 def _is_stock_message(error: Exception) -> bool:
-    text = str(error).lower()
-    return isinstance(error, TypeError) and (
-        text.startswith("cannot pickle") or "can't pickle" in text or "cannot be pickled" in text
-    )
+    words = ("cannot pickle", "can't pickle", "cannot be pickled")
+    return isinstance(error, TypeError) and any(word in str(error).lower() for word in words)
 
 
 def _kind_of(obj: object) -> _Kind:
@@ -144,43 +151,23 @@ def _special(obj: object) -> _Kind | None:
         return _Kind(f"a _thread.{name}", "lock", hides_inside=False)
     if package == "_multiprocessing":
         return _Kind("a multiprocessing lock", "lock")
-    if _is_a(obj, "io", "IOBase") and not _is_a(obj, "io", "BytesIO") and not _is_a(obj, "io", "StringIO"):
+    if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
         file = getattr(obj, "name", None)
-        return _Kind(
-            f"an open file ({file})" if isinstance(file, str) else "an open file",
-            "file",
-            "Open it inside the cell",
-        )
-    if isinstance(obj, types.GeneratorType | types.AsyncGeneratorType):
-        return _Kind("a generator", "generator", "Make it a list", "create it inside the cell")
-    if isinstance(obj, types.CoroutineType):
-        return _Kind("a coroutine", "coroutine", "Await it in an earlier cell")
-    if _is_a(obj, "asyncio", "Future"):
-        return _Kind("a running asyncio task", "task", "Await it in an earlier cell")
+        named = f" ({file})" if isinstance(file, str) else ""
+        return _Kind(f"an open file{named}", "file", ("Open it inside the cell",))
+    for (home, class_name), kind in _KINDS.items():
+        if isinstance(known := getattr(sys.modules.get(home), class_name, None), type) and isinstance(obj, known):
+            return kind
     if package in ("sqlite3", "_sqlite3"):
-        return _Kind(f"a SQLite {name.lower()}", name.lower(), "Connect inside the cell")
-    if _is_a(obj, "socket", "socket"):
-        return _Kind("a socket", "socket", "Connect inside the cell")
-    if _is_a(obj, "threading", "Thread"):
-        return _Kind("a thread", "thread", "Start it inside the cell")
-    if _is_a(obj, "subprocess", "Popen"):
-        return _Kind("a running process", "process", "Start it inside the cell")
+        return _Kind(f"a SQLite {name.lower()}", name.lower(), ("Connect inside the cell",))
     if package == "torch" and name in ("Stream", "Event", "CUDAGraph"):
         return _Kind(f"a CUDA {name.removeprefix('CUDA').lower()}", name.lower())
     if package == "pyspark":
-        return _Kind(
-            f"Spark's {name}, which lives on the driver",
-            name,
-            "Collect what the cell needs first with toPandas()",
-        )
+        remedy = "Collect what the cell needs first with toPandas()"
+        return _Kind(f"Spark's {name}, which lives on the driver", name, (remedy,))
     if package == "mlflow":
         return _Kind("an MLflow client" if "Client" in name else f"MLflow's {name}", "client")
     return None
-
-
-def _is_a(obj: object, module: str, name: str) -> bool:
-    cls = getattr(sys.modules.get(module), name, None)
-    return isinstance(cls, type) and isinstance(obj, cls)
 
 
 def _bad_attribute(value: object) -> str | None:
@@ -228,11 +215,8 @@ def find_way(value: object, culprit: object) -> tuple[list[tuple[str, object]] |
                 return None, len(parents)
             if isinstance(child, _ATOMS) or id(child) in parents:
                 continue
-            parents[id(child)] = (
-                id(node),
-                label,
-                child,
-            )  # keeps the child alive, so that its id stays its own
+            # keeps the child alive, so that its id stays its own
+            parents[id(child)] = (id(node), label, child)
             if child is culprit:
                 return _way(parents, id(child)), len(parents)
             queue.append(child)
@@ -302,11 +286,10 @@ def _attributes(node: Any) -> Iterator[tuple[str, object]]:
     except AttributeError:
         own = {}
     if isinstance(own, dict):
-        for group in ("_modules", "_parameters", "_buffers"):  # written as torch.nn.Module shows them
-            held_group = own.get(group)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-            if isinstance(held_group, dict):
-                yield from ((f".{key}", held) for key, held in list(held_group.items()))  # pyright: ignore
-        yield from ((f".{key}", held) for key, held in list(own.items()))  # pyright: ignore
+        # a torch.nn.Module's are written as it shows them
+        for group in (own.get("_modules"), own.get("_parameters"), own.get("_buffers"), own):
+            if isinstance(group, dict):
+                yield from ((f".{key}", held) for key, held in list(group.items()))
     for cls in type(node).__mro__:
         slots = vars(cls).get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else tuple(slots):

@@ -106,9 +106,7 @@ def parse_quietly(source: str, filename: str) -> ast.Module:
     """Parse as IPython does a cell (top-level await allowed), without warnings: the run gives those."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tree = compile(source, filename, "exec", flags=ast.PyCF_ONLY_AST | _ALLOWED, dont_inherit=True)
-    assert isinstance(tree, ast.Module)
-    return tree
+        return ast.parse(source, filename)
 
 
 def compile_quietly(source: str | ast.Module, filename: str, *, flags: int = 0) -> CodeType:

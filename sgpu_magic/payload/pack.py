@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import secrets
+import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -77,15 +78,16 @@ def pack_namespace(
         SerializationError: A value can't be pickled; names the path to the culprit and the remedy.
     """
     values = {name: value for name, value in names.items() if name not in exclude}
-    packing = _Packing(namespace, exclude, tuple(submodules))
+    modules = tuple(sys.modules[name] for name in submodules if name in sys.modules)
     order = _in_order(values, lambda name: _names_needed(values.get(name, namespace.get(name)), namespace))
     with collector_paused():
-        for _ in range(_MOST_TRIES):
-            packing.run(values, order)
-            better = _in_order(packing.needs, lambda name: packing.needs.get(name, {}))
+        packing = _Packing(namespace, exclude, values, order, modules)
+        for _ in range(_MOST_TRIES - 1):
+            needs = packing.needs
+            better = _in_order(needs, lambda name, needs=needs: needs.get(name, {}))
             if better == packing.done or not packing.has_late_names():
                 break
-            order = better
+            packing = _Packing(namespace, exclude, values, better, modules)
     return packing.result(key)
 
 
@@ -129,24 +131,28 @@ def pack_object(obj: object, namespace: dict[str, object], key: bytes, *, most_b
 
 
 class _Packing:
-    """One go, and perhaps a second, at packing a namespace.
+    """One go at packing a namespace: the given order first, then what that turns out to need, until nothing is new.
 
     Args:
         namespace: The notebook's namespace.
         exclude: Names that stay here.
-        submodules: Modules to import on the other side.
+        values: What is asked for, by name.
+        order: Names to begin with.
+        modules: Modules to import on the other side.
     """
 
-    def __init__(self, namespace: dict[str, object], exclude: frozenset[str], submodules: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        namespace: dict[str, object],
+        exclude: frozenset[str],
+        values: dict[str, object],
+        order: Iterable[str],
+        modules: tuple[types.ModuleType, ...],
+    ) -> None:
         self._namespace = namespace
         self._exclude = exclude
-        self._submodules = submodules
-        self.needs: dict[str, dict[str, None]] = {}
-
-    def run(self, values: dict[str, object], order: Iterable[str]) -> None:
-        """Pickle `values`, the given order first, then what they turn out to need, until nothing is new."""
         self.done: list[str] = []
-        self.needs = {}
+        self.needs: dict[str, dict[str, None]] = {}
         self._values = dict(values)
         self._sizes: dict[str, int] = {}
         self._buffers: list[memoryview] = []
@@ -162,18 +168,12 @@ class _Packing:
                     continue
                 self._values[name] = self._namespace[name]
             waiting.update(dict.fromkeys(new for new in self._dump(name) if new not in self._sizes))
-        self._pickler.found = {}
-        self._pickler.dump(tuple(self._submodule_objects()))
+        self._pickler.dump(modules)
 
     def _is_shippable(self, name: str) -> bool:
         if name not in self._namespace or name in self._exclude:
             return False
         return not is_ipythons(name, self._namespace[name])
-
-    def _submodule_objects(self) -> Iterable[types.ModuleType]:
-        import sys
-
-        return (sys.modules[name] for name in self._submodules if name in sys.modules)
 
     def _dump(self, name: str) -> dict[str, None]:
         begin, first_buffer = self._stream.tell(), len(self._buffers)

@@ -26,6 +26,7 @@ _LRU_TYPE = type(functools.lru_cache(lambda: None))
 _DISPATCH_CODE = cast("types.FunctionType", functools.singledispatch(lambda: None)).__code__
 _NO_FILE = "<dynamic-code>"
 _STANDARD_STREAMS = ("stdin", "stdout", "stderr")
+_FUNCTION_SLOTS = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
 
 
 class _NamespaceRef:
@@ -97,29 +98,26 @@ class NamespacePickler(cloudpickle.Pickler):
 
         Functions that are not bound: a cycle would keep the buffers in memory.
         """
-        here: Any = type(self)
-        if isinstance(obj, types.FunctionType):
-            return here._reduce_function
-        if isinstance(obj, types.CodeType):
-            return here._reduce_code
-        if isinstance(obj, type):
-            return here._reduce_class
-        if isinstance(obj, types.BuiltinFunctionType):
-            return here._reduce_builtin
-        if isinstance(obj, types.ModuleType):
-            return here._reduce_module
-        if isinstance(obj, _LRU_TYPE):
-            return here._reduce_lru_cache
+        known: dict[type[object], Callable[[NamespacePickler, Any], Any]] = {
+            types.FunctionType: NamespacePickler._reduce_function,
+            types.CodeType: NamespacePickler._reduce_code,
+            type: NamespacePickler._reduce_class,
+            types.BuiltinFunctionType: NamespacePickler._reduce_builtin,
+            types.ModuleType: NamespacePickler._reduce_module,
+            _LRU_TYPE: NamespacePickler._reduce_lru_cache,
+            io.IOBase: NamespacePickler._reduce_stream,
+        }
+        for kind, reduce in known.items():
+            if isinstance(obj, kind):
+                return reduce
         if type(obj) is functools.cached_property:
-            return here._reduce_cached_property
-        if isinstance(obj, io.IOBase):
-            return here._reduce_stream
+            return NamespacePickler._reduce_cached_property
         if self._torch is not None and type(obj) is self._torch.Tensor:
-            return here._reduce_tensor
+            return NamespacePickler._reduce_tensor
         if self._torch is not None and tensors.is_storage(self._torch, obj):
-            return here._reduce_storage
+            return NamespacePickler._reduce_storage
         if self._numpy is not None and isinstance(obj, self._numpy.ndarray):
-            return here._reduce_array
+            return NamespacePickler._reduce_array
         return None
 
     def _reduce_tensor(self, tensor: Any) -> Any:
@@ -151,17 +149,7 @@ class NamespacePickler(cloudpickle.Pickler):
                 contents[index] = cell.cell_contents
             except ValueError:  # not bound yet
                 continue
-        slots = {
-            name: getattr(function, name)
-            for name in (
-                "__name__",
-                "__qualname__",
-                "__module__",
-                "__doc__",
-                "__defaults__",
-                "__kwdefaults__",
-            )
-        }
+        slots = {name: getattr(function, name) for name in _FUNCTION_SLOTS}
         slots["__annotations__"] = function.__annotations__
         if getattr(function, "__type_params__", ()):
             slots["__type_params__"] = cast("Any", function).__type_params__
@@ -169,14 +157,8 @@ class NamespacePickler(cloudpickle.Pickler):
         find_submodules: Callable[..., list[object]] = _cloudpickle._find_imported_submodules
         state = (dict(function.__dict__), slots, contents, find_submodules(code, reached))
         refs = None if cells is None else tuple(self._cells.setdefault(id(cell), _CellRef(cell)) for cell in cells)
-        return (
-            unpack.make_function,
-            (code, self._namespace_ref, refs),
-            state,
-            None,
-            None,
-            unpack.set_function_state,
-        )
+        arguments = (code, self._namespace_ref, refs)
+        return unpack.make_function, arguments, state, None, None, unpack.set_function_state
 
     def _reduce_code(self, code: types.CodeType) -> Any:
         """With its file, by which tracebacks find the cell; cloudpickle 3.1.3 and newer write a word in its place."""

@@ -87,9 +87,9 @@ def rebuild_storage(data: Any, on_device: bool) -> Any:
     import torch
 
     if not len(data):
-        return torch.UntypedStorage(0, device=own_device(torch) if on_device else "cpu")
+        return torch.UntypedStorage(0, device=rank_device() if on_device else "cpu")
     host: Any = torch.frombuffer(data, dtype=torch.uint8)
-    return (host.to(own_device(torch)) if on_device else host).untyped_storage()
+    return (host.to(rank_device()) if on_device else host).untyped_storage()
 
 
 def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
@@ -102,14 +102,9 @@ def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
 
 
 def rank_device() -> Any:
-    """Return this rank's own device as torch names it."""
+    """Return the device on which CUDA tensors arrive: this rank's own, the CPU where there is none."""
     import torch
 
-    return own_device(torch)
-
-
-def own_device(torch: Any) -> Any:
-    """Return the device on which CUDA tensors arrive: this rank's own, the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK", "")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import io
@@ -992,7 +993,7 @@ def test_every_place_holds_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "payload").read_bytes() == inline
     assert (tmp_path / "payload").stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path) == ["payload"]
-    with buffers.SharedBuffer() as shared:
+    with contextlib.closing(buffers.SharedBuffer()) as shared:
         shared.write(packed)
         mapped = map_private(shared.fd, shared.size)
         assert mapped[: packed.total_bytes] == inline
