@@ -1,7 +1,7 @@
 """One rank as the agent holds it: its process, its socket, its stack file, and its output's two pipes.
 
 The pipes are taken apart into the rank's log and into bounded batches for the pool. Python's stderr arrives marked in
-the first (see `worker.process.output`); C code's and child processes' in the second.
+the first (see `worker.process.terminal`); C code's and child processes' in the second.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ failures        an exception described, and let go of
 asking          the user's objects about themselves, whatever their classes do
 displays        to the notebook, or into the widget whose block is under way
 widgets         what widgets say and hear
-interaction     what asks for a keyboard, and exit
 questions       completion and inspection while no cell runs
 edited_modules  the user's own modules, edited since their import
 profiling       a trace of torch's profiler around it

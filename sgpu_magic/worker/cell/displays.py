@@ -22,7 +22,7 @@ from IPython.core.displaypub import DisplayPublisher
 
 from sgpu_magic.wire.rank import Cleared, Displayed
 from sgpu_magic.wire.record import Record
-from sgpu_magic.worker.process import output
+from sgpu_magic.worker.process import terminal
 
 Report = Callable[[Record], None]
 _MOST_CHARS = 100_000
@@ -52,7 +52,7 @@ class RankDisplayPublisher(DisplayPublisher):
         if self.captures:
             self.captures[-1].display(data, metadata or {})
             return
-        output.flush()
+        terminal.flush()
         display_id = (transient or {}).get("display_id", "")
         self.report(
             Displayed(bundle=_to_json(data), metadata=_to_json(metadata or {}), display_id=display_id, update=update)
@@ -62,7 +62,7 @@ class RankDisplayPublisher(DisplayPublisher):
         if self.captures:
             self.captures[-1].clear(wait)
             return
-        output.flush()
+        terminal.flush()
         self.report(Cleared(wait=wait))
 
 

@@ -311,7 +311,7 @@ def leave_own_frames_out(error: BaseException) -> None:
         if module == "sgpu_magic.payload.call" and before is not None and entry.tb_next is not None:
             before.tb_next = entry.tb_next
         before = last
-        if module == "sgpu_magic.worker.cell.interaction":
+        if module == "sgpu_magic.worker.process.terminal":
             if last is not None:
                 last.tb_next = None
             return

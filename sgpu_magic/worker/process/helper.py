@@ -34,7 +34,7 @@ from sgpu_magic.wire.rank import (
 from sgpu_magic.worker.cell import widgets
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import flight_recorder, rendezvous, renewal
-from sgpu_magic.worker.process import output
+from sgpu_magic.worker.process import terminal
 from sgpu_magic.worker.process.trace import Sampler
 
 _INTERVAL_S = 0.05
@@ -129,7 +129,7 @@ class Helper:
             if self.is_busy or not ready:
                 self._sampler.sample()
             if not ready:
-                output.flush()
+                terminal.flush()
                 widgets.tick()
                 continue
             self._receives = True

@@ -38,12 +38,12 @@ from sgpu_magic.wire.rank import (
 )
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.zygote import Fork
-from sgpu_magic.worker.cell import diagnosis, interaction, questions, widgets
+from sgpu_magic.worker.cell import diagnosis, questions, widgets
 from sgpu_magic.worker.cell import shell as rank_shell
 from sgpu_magic.worker.cell.cell_run import CellRun, rehearse
 from sgpu_magic.worker.cell.results import Reply
 from sgpu_magic.worker.group import rendezvous, renewal
-from sgpu_magic.worker.process import interrupts, output, trace
+from sgpu_magic.worker.process import interrupts, terminal, trace
 from sgpu_magic.worker.process.helper import Helper, Order
 from sgpu_magic.worker.process.rank_context import Standing, reseed
 
@@ -64,7 +64,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
         signal.signal(number, signal.SIG_DFL)
     # until it has work: a cell's tensors are faster with them
     processes.allow_huge_pages(False)
-    output.install(descriptors[1], descriptors[2])
+    terminal.install(descriptors[1], descriptors[2])
     sampler = trace.install(descriptors[3])
     link = Link(socket.socket(fileno=descriptors[0]), codec.to_rank)
     store_path = order.store_path or f"/proc/self/fd/{descriptors[4]}"
@@ -79,7 +79,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
             # a peer is gone already; told once there is a run to tell it of
             join_error = error
     shell = rank_shell.RankShell.instance()
-    interaction.refuse(shell, order.rank)
+    terminal.refuse_input(shell, order.rank)
     rehearsed = order.rehearse and join_error is None
     if rehearsed:
         rehearse(shell)
@@ -121,10 +121,10 @@ class _Life:
         rank_shell.report_to(self._shell, self._report_display, self._report_raised)
         interrupts.look_for_orders(self._helper.has_order)
         self._helper.start()
+        self._obey(order)
         while not isinstance(order.message, Leave):
-            self._obey(order)
             order = self._helper.orders.get()
-        self._leave()
+            self._obey(order)
 
     def _obey(self, order: Order) -> None:
         match order.message:
@@ -139,12 +139,12 @@ class _Life:
             case CommsHeard():
                 self._hear()
             case Leave():
-                pass
+                self._leave()
 
     def _execute(self, message: Execute, order: Order) -> None:
         if len(order.descriptors) > int(not message.inline):
             rendezvous.keep_listening_socket(order.descriptors[-1])
-        output.hold_lines_back()
+        terminal.write_each_line(False)
         widgets.begin(self._link.send if message.context.widgets else None, lambda: self._helper.is_busy)
         run = self._cell_run(message, order)
         try:
@@ -232,14 +232,14 @@ class _Life:
                 if not self._helper.orders.empty():
                     # it was meant for the cell that waits
                     signal.raise_signal(signal.SIGINT)
-            output.flush()
+            terminal.flush()
             widgets.flush()
         self._helper.rest()
 
     def _tell(self, reply: Reply) -> None:
-        output.flush()
+        terminal.flush()
         widgets.end_cell()
-        output.write_each_line()
+        terminal.write_each_line()
         # before the last word: the next order may come right after
         self._helper.rest()
         interrupts.forget()
@@ -276,4 +276,4 @@ class _Life:
             for thread in os.listdir("/proc/self/task"):
                 os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
-        output.flush()
+        terminal.flush()

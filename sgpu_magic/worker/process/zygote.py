@@ -29,7 +29,7 @@ from sgpu_magic.system.message_stream import Link
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.zygote import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
-from sgpu_magic.worker.process import output
+from sgpu_magic.worker.process import terminal
 
 # getrusage(2): kilobytes, on macOS bytes
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -185,7 +185,7 @@ def _become_rank(
         status = rank.live(order, descriptors)
     except Exception:  # noqa: BLE001  a process's entry: the rank's log is where a fault of ours can be read
         traceback.print_exc()
-        output.flush()
+        terminal.flush()
     finally:
         # never the interpreter's own exit, which takes 0.4 s after an import of torch
         os._exit(status)

@@ -789,7 +789,7 @@ def test_a_missing_kernel_is_told_in_a_sentence(single: Session):
     single.execute("get_ipython().kernel")
     failure = single.failure(0).failure
     assert "has no Jupyter kernel" in failure.message
-    assert "interaction.py" not in failure.traceback_text
+    assert "terminal.py" not in failure.traceback_text
 
 
 def test_an_indented_body_runs_as_in_a_plain_cell(single: Session):

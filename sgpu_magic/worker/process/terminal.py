@@ -1,0 +1,195 @@
+"""What a rank has in place of a terminal: two pipes for its output, and nothing that could be asked.
+
+stdout and stderr are at descriptor level, in exact order for Python's own writes. C code and child processes write to
+descriptors 1 and 2 directly. Python's `sys.stderr` writes into the *same* pipe as `sys.stdout`, each write framed by
+two marks, so that what a program prints to the two in turn arrives in that turn; the agent takes the marks away again.
+
+stdout is block-buffered, which is several times faster than line-buffered. A line after a pause goes out at once, so
+that the last words of a rank that dies are not lost with its buffer; `flush` is called every 50 ms by the rank's helper
+thread, before each display, before each write to stderr and at the end.
+
+Whatever asks for a keyboard fails at once and says what to do instead; `exit` ends its cell.
+"""
+
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import builtins
+import getpass
+import io
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from sgpu_magic.wire.zygote import STDERR_BEGIN, STDERR_END
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+    from typing_extensions import Buffer
+
+_BUFFER_BYTES = 1 << 16
+# a line that comes sooner after the last one that was written out waits in the buffer: that is a flood
+_PAUSE_S = 0.005
+
+
+class _LineBuffer(io.BufferedWriter):
+    """Asked for a flush at every line's end, it writes out only after a pause. Costs 0.6 us a line."""
+
+    pause_s = _PAUSE_S
+    line_at = 0.0
+
+    def flush(self) -> None:
+        now = time.monotonic()
+        if now - self.line_at > self.pause_s:
+            self.line_at = now
+            super().flush()
+
+    def write_out(self) -> None:
+        """Flush whatever the time."""
+        super().flush()
+
+
+class _Stdout(io.TextIOWrapper):
+    """Hands each line over to a `_LineBuffer`; an explicit flush is always done."""
+
+    def __init__(self, lines: _LineBuffer) -> None:
+        super().__init__(lines, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        self._lines = lines
+
+    def flush(self) -> None:
+        # the helper's flushes are no lines: the next line is not held back because of one
+        line_at = self._lines.line_at
+        super().flush()
+        self._lines.line_at = line_at
+        self._lines.write_out()
+
+    def write_every_line(self, on: bool) -> None:
+        self._lines.pause_s = -1.0 if on else _PAUSE_S
+
+
+class _MarkedStderr(io.RawIOBase):
+    """Descriptor 2 to those who ask for it; what Python writes goes marked into descriptor 1."""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 2
+
+    def write(self, data: Buffer, /) -> int:
+        text = bytes(data)
+        sys.stdout.flush()
+        rest = memoryview(STDERR_BEGIN + text + STDERR_END)
+        while rest:
+            rest = rest[os.write(1, rest) :]
+        return len(text)
+
+
+def install(stdout_pipe: int, stderr_pipe: int) -> None:
+    """Make the two pipes this process's descriptors 1 and 2, `/dev/null` 0, and replace Python's streams."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (stdout_pipe, 1), (stderr_pipe, 2)):
+        os.dup2(source, target, inheritable=True)
+        os.close(source)
+    sys.stdout = _Stdout(_LineBuffer(io.FileIO(1, "wb", closefd=False), _BUFFER_BYTES))
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(_MarkedStderr(), _BUFFER_BYTES),
+        encoding="utf-8",
+        errors="backslashreplace",
+        line_buffering=True,
+    )
+    sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # pyright: ignore[reportConstantRedefinition]
+    # a forked child must not print again what its parent had buffered
+    os.register_at_fork(before=flush, after_in_child=write_each_line)
+
+
+def flush() -> None:
+    """Write out what Python has buffered. Never fails: user code may have closed or replaced the streams."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue
+
+
+def write_each_line(on: bool = True) -> None:
+    """Write each line out at once, or hold back those that come fast, while a cell runs and the helper thread flushes.
+
+    Between cells nobody flushes what the user's threads print, and in a forked child nobody ever does.
+    """
+    if isinstance(sys.stdout, _Stdout):
+        sys.stdout.write_every_line(on)
+
+
+# ---------------------------------------------------------------- nobody is there to answer
+
+
+def refuse_input(shell: InteractiveShell, rank: int) -> None:
+    """Replace `input`, `getpass`, `breakpoint`, `exit` and the debugger's magics."""
+    import pdb
+
+    from IPython.core.error import StdinNotImplementedError
+
+    def leave(code: object = None) -> NoReturn:
+        raise SystemExit(code)
+
+    def no_input(*args: object, **kwargs: object) -> NoReturn:
+        raise StdinNotImplementedError(
+            f"input() on rank {rank} has no keyboard to read from. Ask in a plain cell of the notebook and use the "
+            "variable here: it is shipped with the cell."
+        )
+
+    def no_breakpoint(*args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(
+            f"breakpoint() on rank {rank} has no terminal. Print from the rank, call the function in a plain cell of "
+            "the notebook, or run the cell's _air.py from the run's directory under torchrun in a terminal."
+        )
+
+    def no_debugger(line: str = "", cell: str | None = None) -> NoReturn:
+        raise RuntimeError(
+            f"%debug and %pdb need a terminal, which rank {rank} has not. The notebook has the rank's traceback; "
+            "run the failing function in a plain cell to step through it there."
+        )
+
+    for name in ("exit", "quit"):
+        shell.user_ns[name] = shell.user_ns_hidden[name] = leave
+    shell.ask_exit = leave  # pyright: ignore[reportAttributeAccessIssue]
+
+    def no_kernel(shell: InteractiveShell) -> NoReturn:
+        raise AttributeError(
+            f"rank {rank} has no Jupyter kernel, so get_ipython().kernel is missing. Use it in a plain cell of the "
+            "notebook."
+        )
+
+    type(shell).kernel = property(no_kernel)  # pyright: ignore[reportAttributeAccessIssue]
+    builtins.input = no_input
+    getpass.getpass = no_input
+    sys.breakpointhook = no_breakpoint
+    sys.stdin = _NoKeyboard(no_input)
+    for magic in ("debug", "pdb"):
+        shell.register_magic_function(no_debugger, "line", magic)  # pyright: ignore[reportArgumentType]
+    shell.raw_input = no_input  # pyright: ignore[reportAttributeAccessIssue]
+    pdb.Pdb.set_trace = no_breakpoint  # pyright: ignore[reportAttributeAccessIssue]
+    pdb.set_trace = no_breakpoint
+
+
+class _NoKeyboard(io.TextIOBase):
+    """`sys.stdin` of a rank."""
+
+    def __init__(self, refuse_reading: Any) -> None:
+        self._refuse = refuse_reading
+
+    def readable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 0
+
+    def read(self, size: int | None = -1, /) -> str:
+        return self._refuse()
+
+    def readline(self, size: int = -1, /) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._refuse()
