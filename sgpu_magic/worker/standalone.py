@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic import runtime
 from sgpu_magic.functions import compat
 from sgpu_magic.payload import unpack
 from sgpu_magic.wire.attachments import PackedLayout
@@ -51,17 +52,16 @@ def run(directory: Path) -> None:
     import torch.distributed as dist
     from IPython.core.interactiveshell import InteractiveShell
 
-    cuda = torch.cuda.is_available()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
+    device = runtime.get_device()
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     shell = InteractiveShell.instance()
     # as in a rank: prompts say that a person is there
     del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
+    rank = runtime.get_global_rank()
     shell.user_ns.update(
-        rank=int(os.environ["RANK"]), local_rank=local_rank, world_size=dist.get_world_size(), device=device
+        rank=rank, local_rank=runtime.get_local_rank(), world_size=runtime.get_world_size(), device=device
     )
     payload = bytearray((directory / "payload.bin").read_bytes())
     unpack.unpack_namespace(
@@ -72,7 +72,7 @@ def run(directory: Path) -> None:
     if outcome.success and recorded.spec.kind is RunKind.CALL:
         # there is no notebook that it could travel to
         for output in recorded.spec.outputs:
-            sys.stdout.write(f"rank {os.environ['RANK']} returned {shell.user_ns.get(output.name)!r}\n")
+            sys.stdout.write(f"rank {rank} returned {shell.user_ns.get(output.name)!r}\n")
     sys.stdout.flush()
     if not outcome.success:
         raise SystemExit(1)

@@ -96,10 +96,6 @@ def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, fl
     return (None if error is not None and asking.is_exit(error) else error), seconds
 
 
-# unpickling runs the user's own classes: what they raise is the user's error, told like any other
-_PREPARATION_ERRORS = (SgpuError, OSError, ImportError, AttributeError, TypeError, ValueError, RuntimeError)
-
-
 class CellRun:
     """Executes one `Execute` on the main thread; interrupts are allowed meanwhile.
 
@@ -127,15 +123,11 @@ class CellRun:
         """Do it all; every error becomes the reply."""
         try:
             self._prepare()
-        except _PREPARATION_ERRORS as error:
-            self._shell.showtraceback((type(error), error, error.__traceback__))
-            return self.failed(error)
-        # a model's reducer that is the last to hold a destroyed group waits for gloo's threads with Python's lock held,
-        # and those may want it (torch 2.13): the group is let go of after the cell, which gives the lock away
-        self.groups = rendezvous.groups()
-        try:
+            # a model's reducer that is the last to hold a destroyed group waits for gloo's threads with Python's lock
+            # held, and those may want it (torch 2.13): the group is let go of after the cell, which gives the lock away
+            self.groups = rendezvous.groups()
             self._look_at_modules()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  a module's first lines may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's classes and modules may raise anything
             self._shell.showtraceback((type(error), error, error.__traceback__))
             return self.failed(error)
         kind = self._message.kind
@@ -199,9 +191,8 @@ class CellRun:
     def _look_at_modules(self) -> None:
         """Tell of modules that were edited since their import, or load them anew."""
         message, first = self._message, self._shell.is_first
-        if not message.in_session or message.kind not in (RunKind.CELL, RunKind.CALL):
-            return
-        if not message.reload and not first:
+        is_cell = message.in_session and message.kind in (RunKind.CELL, RunKind.CALL)
+        if not is_cell or not (message.reload or first):
             return
         modules = self._standing.modules
         edited = modules.find(message.context)

@@ -11,10 +11,12 @@ import os
 import re
 import socket
 import time
+import traceback
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import torch
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
@@ -72,18 +74,17 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     )
 
 
-def _position(traceback: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:
+def _position(entry: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:
     """The last line of a notebook cell on the stack, and the torch function entered below it."""
     line: int | None = None
     where = ""
     cells = shell.compile._filename_map  # pyright: ignore[reportPrivateUsage]
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
+    for frame, at in traceback.walk_tb(entry):
+        code = frame.f_code
         if code.co_filename in cells:
-            line, where = traceback.tb_lineno, ""
+            line, where = at, ""
         elif not where and f"{os.sep}torch{os.sep}" in code.co_filename and code.co_name != "wrapper":
             where = code.co_name.strip("_")
-        traceback = traceback.tb_next
     return line, where
 
 
@@ -129,23 +130,21 @@ def measure(device: str) -> RankMemory | None:
     return None
 
 
-def take_stock(error: BaseException, traceback: types.TracebackType | None, shell: RankShell) -> RankMemory | None:
+def take_stock(error: BaseException, entry: types.TracebackType | None, shell: RankShell) -> RankMemory | None:
     """Return what held the memory, with the largest tensors; before the error's frames are freed.
 
     Args:
         error: The failed allocation.
-        traceback: Its frames.
+        entry: Its frames.
         shell: Whose names tell what a tensor is.
     """
     device = "cuda" if is_a(error, torch.cuda.OutOfMemoryError) else "cpu"
     found = measure(device)
     if found is None:
         return None
-    import msgspec
-
     # a Python that has no memory left for this tells what it can
     with contextlib.suppress(MemoryError):
-        return msgspec.structs.replace(found, largest=_largest(device, _names(traceback, shell)))
+        return msgspec.structs.replace(found, largest=_largest(device, _names(entry, shell)))
     return found
 
 
@@ -176,7 +175,7 @@ def _largest(device: str, names: dict[int, str]) -> tuple[TensorUse, ...]:
     return tuple(ordered[:_LARGEST])
 
 
-def _names(traceback: types.TracebackType | None, shell: RankShell) -> dict[int, str]:
+def _names(entry: types.TracebackType | None, shell: RankShell) -> dict[int, str]:
     """Name by id of each tensor that hangs at a notebook's name, or at a local one of the frames that failed."""
     names: dict[int, str] = {}
     # IPython's own names of values come last
@@ -185,9 +184,7 @@ def _names(traceback: types.TracebackType | None, shell: RankShell) -> dict[int,
         value = namespace[name]
         for way, tensor in _tensors_of(name, value):
             names.setdefault(id(tensor), way)
-    while traceback is not None:
-        frame, line = traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next
+    for frame, line in traceback.walk_tb(entry):
         if frame.f_locals is shell.user_ns or frame.f_code.co_name == _MODULE_LEVEL:
             continue
         for name, value in frame.f_locals.items():
@@ -220,16 +217,15 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    yield name, tensor
-    # a sharded one is a shell around the part that is here
-    local = getattr(tensor, "_local_tensor", None)
-    if isinstance(local, torch.Tensor):
-        yield name, local
+    parts = {name: tensor}
     if tensor.is_leaf and tensor.grad is not None:
-        yield f"{name}.grad", tensor.grad
-        local = getattr(tensor.grad, "_local_tensor", None)
+        parts[f"{name}.grad"] = tensor.grad
+    for way, part in parts.items():
+        yield way, part
+        # a sharded one is a shell around the part that is here
+        local = getattr(part, "_local_tensor", None)
         if isinstance(local, torch.Tensor):
-            yield f"{name}.grad", local
+            yield way, local
 
 
 def free() -> None:

@@ -68,10 +68,11 @@ class RankDisplayPublisher(DisplayPublisher):
 
 def _to_json(value: Mapping[str, object]) -> bytes:
     # what is no UTF-8 has no place in JSON either
-    return json.dumps(value, default=_encode_binary, ensure_ascii=False).encode("utf-8", "replace")
+    return json.dumps(value, default=encode_binary, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def _encode_binary(value: object) -> str:
+def encode_binary(value: object) -> str:
+    """What JSON has no form for, as text."""
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode("ascii")
     return str(value)

@@ -91,7 +91,7 @@ class EditedModules:
         return f"rank {rank} holds {versions} of {names}, edited since: --reload loads {them} anew."
 
     def reload(self, edited: dict[str, types.ModuleType], context: RankContext) -> str:
-        """Load the edited modules anew and return what to tell the user, "" when there were none.
+        """Load the edited modules anew and return what to tell the user.
 
         Functions, classes and instances that others hold follow (IPython's autoreload); plain values that other
         modules of the user's or the notebook have imported by name are set anew there.
@@ -100,8 +100,6 @@ class EditedModules:
             SyntaxError: A file does not compile; nothing was loaded.
             Exception: What a module raised; it stays as it was.
         """
-        if not edited:
-            return ""
         for path in edited:
             with open(path, "rb") as file:
                 compile(file.read(), path, "exec")

@@ -15,6 +15,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,13 +96,12 @@ class WholeTexts:
             return "the whole text was not kept"
         try:
             if what:
-                with open(
-                    self._path, "ab", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600)
-                ) as file:
-                    file.write(f"---- {what}\n".encode())
+                self._path.touch(mode=0o600)
+                with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(f"---- {what}\n")
                     for begin in range(0, len(text), 1 << 20):
-                        file.write(text[begin : begin + (1 << 20)].encode("utf-8", "backslashreplace"))
-                    file.write(b"\n")
+                        file.write(text[begin : begin + (1 << 20)])
+                    file.write("\n")
         except OSError as error:
             self._path = None
             return f"the whole text could not be kept: {error.strerror}"
@@ -136,8 +136,7 @@ class Shown:
 def look_at(error: BaseException, whole: WholeTexts) -> Shown:
     """Ask the exception for all that is shown of it. Never raises on account of the user's code."""
     asking.begin()
-    texts: dict[int, str] = {}
-    standing = _Standing(whole, texts)
+    standing = _Standing(whole)
     stand_in = standing.of(error)
     drawn = ask(_draw_itself, error, default=None)
     drawing: list[str] | None = None
@@ -146,7 +145,7 @@ def look_at(error: BaseException, whole: WholeTexts) -> Shown:
         drawing = [encodable(whole.cut(line, MESSAGE_CHARS, "a line")) for line in lines if line is not None]
     is_odd = whole.has_cut or asking.refused() > 0
     type_name = ".".join(_names_of(type(error)))
-    return Shown(error, stand_in, type_name, texts[id(error)], is_odd, standing.has_group, drawing)
+    return Shown(error, stand_in, type_name, str(stand_in), is_odd, standing.has_group, drawing)
 
 
 def is_peer_lost(error: BaseException, message: str) -> bool:
@@ -171,15 +170,13 @@ class _Standing:
 
     Args:
         whole: Takes texts that are too long.
-        texts: Takes the text by the object's id.
 
     Attributes:
         has_group: There is a group among them.
     """
 
-    def __init__(self, whole: WholeTexts, texts: dict[int, str]) -> None:
+    def __init__(self, whole: WholeTexts) -> None:
         self._whole = whole
-        self._texts = texts
         self._made: dict[int, BaseException] = {}
         self._left = _MOST_CHAINED
         self.has_group = False
@@ -207,7 +204,6 @@ class _Standing:
         module, qualname = _names_of(cls)
         name = _plain_name(name_of(cls))
         text = self._text_of(error, name)
-        self._texts[id(error)] = text
 
         def __str__(self: BaseException) -> str:
             return text
@@ -338,12 +334,11 @@ def _clear_frames(entry: types.TracebackType | None) -> None:
 
     To clear a generator's frame would end the generator, which the user's code may still hold.
     """
-    while entry is not None:
-        if not entry.tb_frame.f_code.co_flags & _GENERATORS:
+    for frame, _ in traceback.walk_tb(entry):
+        if not frame.f_code.co_flags & _GENERATORS:
             # it still runs: one of those that lead to the cell
             with contextlib.suppress(RuntimeError):
-                entry.tb_frame.clear()
+                frame.clear()
                 if sys.version_info < (3, 13):
                     # asked for again, the copy of the variables that was made for the drawing is emptied too
-                    _ = entry.tb_frame.f_locals
-        entry = entry.tb_next
+                    _ = frame.f_locals

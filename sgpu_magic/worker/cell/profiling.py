@@ -13,7 +13,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch
 # no viewer opens, and that the rank may have no room for
 LONGEST_S = 20.0
 
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
+_LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
 
 
 class CellTrace:
@@ -49,8 +49,13 @@ class CellTrace:
         if torch.cuda.is_available():
             activities.append(profiler.ProfilerActivity.CUDA)
         self._profiler = profiler.profile(activities=activities)
-        with _silent_kineto():
+        # the library under torch's profiler tells each of its steps on the rank's stderr, unless it begins like this
+        said = os.environ.setdefault(_LOG_LEVEL, _SILENT)
+        try:
             self._profiler.start()
+        finally:
+            if said == _SILENT:
+                del os.environ[_LOG_LEVEL]
         self._began = time.monotonic()
         threading.Thread(target=self._limit, name="sgpu-profile", daemon=True).start()
 
@@ -102,17 +107,6 @@ class CellTrace:
             for left in (text, packed):
                 with contextlib.suppress(OSError):
                     os.unlink(left)
-
-
-@contextlib.contextmanager
-def _silent_kineto() -> Generator[None]:
-    """The library under torch's profiler tells each of its steps on the rank's stderr, unless it begins like this."""
-    said = os.environ.setdefault(_LOG_LEVEL, "99")
-    try:
-        yield
-    finally:
-        if said == "99":
-            os.environ.pop(_LOG_LEVEL, None)
 
 
 _waiting: list[Callable[[], None]] = []

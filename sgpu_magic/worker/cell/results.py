@@ -65,7 +65,8 @@ def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes)
     grouped = rendezvous.is_grouped()
     packed = None
     if shell.shown is not None and not shell.shown.is_odd:
-        packed = asking.ask(pack_exception, error, key, default=None)
+        # its type, message and traceback travel anyway
+        packed = asking.ask(_pack, error, key, buffers.INLINE_LIMIT, default=None)
     if packed is None or packed.total_bytes > buffers.INLINE_LIMIT:
         return Reply(Failed(failure=failure, grouped=grouped))
     failure = msgspec.structs.replace(failure, exception=packed.layout)
@@ -172,14 +173,13 @@ def _pack_call(shell: RankShell, order: Execute, rank: int) -> Packed | None:
     names = {output.name: shell.user_ns.pop(output.name, None) for output in order.outputs if output.all_ranks or first}
     if not names:
         return None
-    namespace = sys.modules["__main__"].__dict__
     try:
-        return pack_object({"names": names, "value": None}, namespace, order.context.key)
+        return _pack({"names": names, "value": None}, order.context.key)
     except SerializationError:
         what = f"what {getattr(function, '__name__', 'the function')}() returned on rank {rank}"
         for value in names.values():
             # once more, under words that tell the user what it is
-            pack_object({"names": {what: value}, "value": None}, namespace, order.context.key)
+            _pack({"names": {what: value}, "value": None}, order.context.key)
         raise
 
 
@@ -195,18 +195,16 @@ def pack_names(names: dict[str, object], value: object, rank: int, key: bytes, o
     Raises:
         SerializationError: Something can't be pickled; tells which name of `option`.
     """
-    namespace = sys.modules["__main__"].__dict__
     try:
-        return pack_object({"names": names, "value": value}, namespace, key)
+        return _pack({"names": names, "value": value}, key)
     except SerializationError:
         for name, single in names.items():
             try:
-                pack_object(single, namespace, key)
+                _pack(single, key)
             except SerializationError as error:
                 raise SerializationError(f"`{name}` of {option} can't leave rank {rank}: {error.message}") from None
         raise
 
 
-def pack_exception(error: BaseException, key: bytes) -> Packed:
-    """Pack the exception itself. Its type, message and traceback travel anyway."""
-    return pack_object(error, sys.modules["__main__"].__dict__, key, most_bytes=buffers.INLINE_LIMIT)
+def _pack(value: object, key: bytes, most_bytes: int | None = None) -> Packed:
+    return pack_object(value, sys.modules["__main__"].__dict__, key, most_bytes=most_bytes)

@@ -7,7 +7,6 @@ changes faster than it is sent is merged: the newest value of each trait goes ou
 from __future__ import annotations
 
 import _thread
-import base64
 import contextlib
 import json
 import os
@@ -19,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from sgpu_magic.wire.rank import CommsSaid, Remarked
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
@@ -119,7 +118,15 @@ class _Comms:
     # ------------------------------------------------------------ to the front end
 
     def begin(self, send: Send | None, is_helped: Callable[[], bool]) -> None:
+        """Send what widgets say from now on; None: their kernel would not understand it. For the main thread.
+
+        Args:
+            send: To the agent.
+            is_helped: Whether `tick` is called now.
+        """
         self._pid, self._send, self._is_helped = os.getpid(), send, is_helped
+        if signal.getsignal(_SIGNAL) != self.interrupted:
+            signal.signal(_SIGNAL, self.interrupted)
 
     def say(self, said: _Said) -> None:
         if self._send is None or os.getpid() != self._pid:
@@ -273,23 +280,12 @@ def install() -> None:
     comm.get_comm_manager = lambda: manager
 
 
-def begin(send: Send | None, is_helped: Callable[[], bool]) -> None:
-    """Send what widgets say from now on; None: their kernel would not understand it. For the main thread.
-
-    Args:
-        send: To the agent.
-        is_helped: Whether `tick` is called now.
-    """
-    _comms.begin(send, is_helped)
-    if signal.getsignal(_SIGNAL) != _comms.interrupted:
-        signal.signal(_SIGNAL, _comms.interrupted)
-
-
 def is_hearing() -> bool:
     """Whether a widget's callback runs now."""
     return _comms.hears
 
 
+begin = _comms.begin
 heard = _comms.heard
 hear = _comms.hear
 flush = _comms.flush
@@ -322,16 +318,14 @@ def _said(
 ) -> _Said:
     """Write a comm message down as it is now: its parts may change before it is sent."""
     raw = [bytes(buffer) for buffer in buffers or ()]
-    state, paths = data.get("state"), data.get("buffer_paths")
-    said = _Said(comm_id, kind, target, {}, _json(dict(metadata or {})))
-    if isinstance(state, dict) and isinstance(paths, list):
-        said.state = {str(key): _json(value) for key, value in cast("dict[Any, Any]", state).items()}
-        said.buffers = list(zip(cast("list[list[Any]]", paths), raw, strict=True))
+    rest, state = dict(data), None
+    if isinstance(rest.get("state"), dict) and isinstance(rest.get("buffer_paths"), list):
+        state = {str(key): _json(value) for key, value in rest.pop("state").items()}
+        placed = list(zip(rest.pop("buffer_paths"), raw, strict=True))
     else:
-        said.buffers = [([at], buffer) for at, buffer in enumerate(raw)]
-    left_out = ("state", "buffer_paths") if said.state is not None else ()
-    said.rest = {key: _json(value) for key, value in data.items() if key not in left_out}
-    return said
+        placed = [([at], buffer) for at, buffer in enumerate(raw)]
+    parts = {key: _json(value) for key, value in rest.items()}
+    return _Said(comm_id, kind, target, parts, _json(dict(metadata or {})), state, placed)
 
 
 def _object(parts: Mapping[str, str]) -> str:
@@ -339,10 +333,4 @@ def _object(parts: Mapping[str, str]) -> str:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, default=_as_text)
-
-
-def _as_text(value: object) -> str:
-    if isinstance(value, bytes | bytearray):
-        return base64.b64encode(value).decode("ascii")
-    return str(value)
+    return json.dumps(value, default=displays.encode_binary)

@@ -9,21 +9,21 @@ With 2,000 entries an all_reduce of one number over gloo takes as long as withou
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
-from collections.abc import Callable
-from types import ModuleType
-from typing import cast
+from typing import Any
 
 import msgspec
+import torch._C._distributed_c10d as _c10d
 
 from sgpu_magic.wire.failures import Collective
 
-BUFFER_ENTRIES = 2000
-_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-# the variable that each of them reads
-_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_distributed_c10d: Any = _c10d
+_BUFFER_ENTRIES = "2000"
+_EVERY_BACKEND = "_dump_fr_trace_json"
+# the function, newest first, and the variable that it reads
+_SIZES = {_EVERY_BACKEND: "TORCH_FR_BUFFER_SIZE", "_dump_nccl_trace_json": "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+_DUMP = next((name for name in _SIZES if hasattr(_distributed_c10d, name)), "")
 
 
 class _Entry(msgspec.Struct):
@@ -57,15 +57,13 @@ def switch_on() -> None:
 
     torch 2.13 records as many by itself; earlier ones may not. One that knows the newer variable warns of the older.
     """
-    if not any(name in os.environ for name in _SIZES):
-        name = _dump_name(_bindings())
-        if name:
-            os.environ[_SIZES[_DUMPS.index(name)]] = str(BUFFER_ENTRIES)
+    if _DUMP and not any(name in os.environ for name in _SIZES.values()):
+        os.environ[_SIZES[_DUMP]] = _BUFFER_ENTRIES
 
 
 def records_every_backend() -> bool:
     """Whether a collective that is not recorded was not called; earlier torch records NCCL's alone."""
-    return _dump_name(_bindings()) == _DUMPS[0]
+    return _DUMP == _EVERY_BACKEND
 
 
 def current(rehearsed: int = 0) -> tuple[Collective | None, float]:
@@ -78,18 +76,13 @@ def current(rehearsed: int = 0) -> tuple[Collective | None, float]:
     Args:
         rehearsed: Collectives of the first process group that were none of the user's.
     """
-    bindings = _bindings()
-    name = _dump_name(bindings)
-    if not name:
-        return None, 0.0
     # what was made before a renewal is over, also what the recorder takes for pending
     if _forgotten.before_ns:
         rehearsed = 0
-    dump = cast(Callable[[], bytes | str], getattr(bindings, name))
     try:
-        return newest(dump(), rehearsed, _forgotten.before_ns)
-    except (RuntimeError, msgspec.DecodeError):
-        # a recorder that is switched off, or of a form that this version does not know
+        return newest(getattr(_distributed_c10d, _DUMP)(), rehearsed, _forgotten.before_ns)
+    except (AttributeError, RuntimeError, msgspec.DecodeError):
+        # no recorder, one that is switched off, or of a form that this version does not know
         return None, 0.0
 
 
@@ -118,17 +111,6 @@ def newest(trace: bytes | str, rehearsed: int = 0, since_ns: int = 0) -> tuple[C
         group=_group_name(entry),
     )
     return found, entry.time_created_ns / 1e9
-
-
-def _bindings() -> ModuleType | None:
-    try:
-        return importlib.import_module("torch._C._distributed_c10d")
-    except ImportError:
-        return None
-
-
-def _dump_name(bindings: ModuleType | None) -> str:
-    return next((name for name in _DUMPS if hasattr(bindings, name)), "")
 
 
 def _is_pending(entry: _Entry) -> bool:

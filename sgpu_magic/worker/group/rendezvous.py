@@ -56,6 +56,8 @@ class _LateStore:
 
 
 _USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""The interface of groups on one node."""
 
 
 class _FileStores:
@@ -114,15 +116,13 @@ def join(rank: int, ranks: int, store_path: str, *, cuda: bool, several_nodes: b
         cuda: Also use NCCL, for tensors on the rank's GPU.
         several_nodes: The ranks meet at `MASTER_ADDR` and `MASTER_PORT`, over the interface that the environment names.
     """
-    if not dist.is_available():
-        return
     if several_nodes:
         _late_store.start_server()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.PrefixStore("ranks", dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
     else:
         # whatever a cluster's settings say: all ranks are on this node, and any other interface looks names up
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+        os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
         store = open_store(store_path, ranks)
     backend = "cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
@@ -242,9 +242,9 @@ def _leave_groups_to_the_parent() -> None:
 
 def groups() -> list[object]:
     """Return torch's process groups that this rank is in."""
-    return list(c10d._world.pg_map) if dist.is_available() else []  # pyright: ignore[reportPrivateUsage]
+    return list(c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage]
 
 
 def is_grouped() -> bool:
     """Whether the default process group is there."""
-    return dist.is_available() and dist.is_initialized()
+    return dist.is_initialized()

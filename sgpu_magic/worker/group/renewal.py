@@ -36,7 +36,7 @@ _PATIENCE = datetime.timedelta(seconds=60)
 _FIRST_TYPE, _LAST_TYPE = 16, 255
 _DEFAULT = "default"
 # the classes themselves, also while others stand in for them
-_GLOO: Any = getattr(c10d, "ProcessGroupGloo", None)
+_GLOO: Any = c10d.ProcessGroupGloo
 _NCCL: Any = getattr(c10d, "ProcessGroupNCCL", None)
 
 
@@ -84,9 +84,7 @@ def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), 
     Raises:
         RuntimeError: A rank does not come, or torch refuses.
     """
-    if not dist.is_available():
-        return ""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.LOOPBACK
     store = rendezvous.open_store(store_path, ranks)
     store.set_timeout(_PATIENCE)
     every_census = _take_census(store, rank, ranks)
@@ -220,8 +218,7 @@ def _name(backend: Any, group_name: Any, members: Sequence[int]) -> None:
 
 def _make_gloo(store: Any, rank: int, ranks: int, timeout: datetime.timedelta) -> Any:
     if _state.device is None:
-        interface = "lo" if sys.platform == "linux" else "lo0"
-        _state.device = _GLOO.create_device(interface=interface)
+        _state.device = _GLOO.create_device(interface=rendezvous.LOOPBACK)
     options = _GLOO._Options()
     options._devices, options._threads, options._timeout = [_state.device], 1, _PATIENCE
     backend = _GLOO(store, rank, ranks, options)
@@ -297,8 +294,8 @@ def mend_models() -> None:
     # by type: to ask an object for its class may run the user's code
     for module in [found for found in gc.get_objects() if issubclass(type(found), kinds)]:
         if ddp is not None and issubclass(type(module), ddp):
-            # torch 2.3 and newer; also makes all ranks lay their buckets out anew at the same iteration
-            if hasattr(module, "_update_process_group") and hasattr(module, "reducer"):
+            # also makes all ranks lay their buckets out anew at the same iteration
+            if hasattr(module, "reducer"):
                 module._update_process_group(module.process_group)
         elif hasattr(module, "reset_iter_state"):
             _reset_sharded(module)

@@ -33,8 +33,7 @@ def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str
     os.umask(context.umask)
     os.environ.clear()
     os.environ.update(context.environ)
-    for name, value in rank_variables.items():
-        os.environ[name] = value
+    os.environ.update(rank_variables)
     if context.cwd:
         os.chdir(context.cwd)
         # where a spawned process looks for a script that was started by a relative path
@@ -198,11 +197,8 @@ class Standing:
             OSError: The kernel's new directory can't be entered any more.
         """
         old, self._context = self._context, context
-        if rank_variables != self._variables:
-            for name, value in rank_variables.items():
-                if self._variables.get(name) != value:
-                    os.environ[name] = value
-            self._variables = rank_variables
+        os.environ.update(rank_variables.items() - self._variables.items())
+        self._variables = rank_variables
         if old is not None and old != context:
             follow_kernel(old, context, rank_variables)
             if old.environ.get("OMP_NUM_THREADS") != context.environ.get("OMP_NUM_THREADS"):

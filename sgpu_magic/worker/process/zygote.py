@@ -67,7 +67,6 @@ def _preload() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
-        import torch.distributed as dist
 
         # what each rank needs at once would otherwise be imported, and lie in memory, once per rank
         for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.process.rank"):
@@ -77,9 +76,8 @@ def _preload() -> str:
         from sgpu_magic.worker.group import flight_recorder, rendezvous
         from sgpu_magic.worker.process import notebook_classes
 
-        if dist.is_available():
-            flight_recorder.switch_on()
-            rendezvous.accept_second_init()
+        flight_recorder.switch_on()
+        rendezvous.accept_second_init()
         notebook_classes.teach_multiprocessing()
         edited_modules.note_imports()
         cell_run.count_optimizer_steps()
