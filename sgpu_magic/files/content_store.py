@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.files.kept_folders import evict
@@ -77,13 +76,6 @@ class _Coming:
     file: int
     hashed: hashlib.blake2b
     size: int
-
-
-class _Entry(NamedTuple):
-    """A blob that is there."""
-
-    path: Path
-    digest: str
 
 
 class BlobStore:
@@ -207,9 +199,7 @@ class BlobStore:
         os.replace(self._part(store, digest), path)
 
     def _drop(self, key: tuple[str, str]) -> None:
-        coming = self._coming.pop(key, None)
-        if coming is not None:
-            os.close(coming.file)
+        os.close(self._coming.pop(key).file)
         self._part(*key).unlink(missing_ok=True)
 
     def _part(self, store: str, digest: str) -> Path:
@@ -244,10 +234,11 @@ class BlobStore:
         needed = {*self._asked, *self._coming}
         needed.update(*list(self._in_use.values()))
 
-        def remove(entry: _Entry) -> bool:
-            if (store, entry.digest) in needed:
+        def remove(blob: tuple[Path, str]) -> bool:
+            path, digest = blob
+            if (store, digest) in needed:
                 return False
-            entry.path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             return True
 
         total = self._sizes[store] = evict(self._all(store), most_bytes, remove)
@@ -257,7 +248,7 @@ class BlobStore:
                 "may keep at this pool (its setting blobs_bytes). Wait for one of them, or ship less."
             )
 
-    def _all(self, store: str) -> Iterator[tuple[float, int, _Entry]]:
+    def _all(self, store: str) -> Iterator[tuple[float, int, tuple[Path, str]]]:
         """Yield all that is there as `evict` takes it; what has not come whole for long is removed."""
         stale = time.time() - _PART_STALE_S
         for path in (self._root / store).glob("*/*"):
@@ -266,7 +257,7 @@ class BlobStore:
                 whole = path.parent.name != _PARTS
                 digest = path.parent.name + path.name if whole else path.name
                 if whole or status.st_mtime > stale or (store, digest) in self._coming:
-                    yield status.st_mtime, status.st_size, _Entry(path, digest)
+                    yield status.st_mtime, status.st_size, (path, digest)
                 else:
                     path.unlink()
 

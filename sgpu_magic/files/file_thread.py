@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import sys
-import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,8 +22,7 @@ class FileThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     def do(self, call: Callable[[], T], done: Callable[[T], None], failed: Callable[[OSError], None]) -> None:
         """Make a call there, and one of the other two in the loop when it is over.
@@ -34,39 +32,21 @@ class FileThread:
             done: Gets what it returned.
             failed: Gets the OSError that it raised; a fault of ours is logged and comes as one.
         """
-        loop = asyncio.get_running_loop()
 
-        def work() -> None:
-            try:
-                result = call()
-            except OSError as error:
-                _tell(loop, failed, error)
-            except Exception as error:  # noqa: BLE001
-                # the thread goes on with what others have asked for
-                with contextlib.suppress(OSError):
-                    sys.stderr.write(f"a fault in thread {self._name}: {''.join(traceback.format_exception(error))}")
-                _tell(loop, failed, OSError(f"{type(error).__name__}: {error}"))
-            else:
-                _tell(loop, done, result)
+        def over(future: asyncio.Future[T]) -> None:
+            match future.exception():
+                case None:
+                    done(future.result())
+                case OSError() as error:
+                    failed(error)
+                case error:
+                    with contextlib.suppress(OSError):
+                        trace = "".join(traceback.format_exception(error))
+                        sys.stderr.write(f"a fault in thread {self._name}: {trace}")
+                    failed(OSError(f"{type(error).__name__}: {error}"))
 
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._work.put(work)
+        asyncio.get_running_loop().run_in_executor(self._executor, call).add_done_callback(over)
 
     def close(self) -> None:
         """Finish what was asked for, and end."""
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-
-
-def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[T], None], value: T) -> None:
-    # the loop is closed when the program ends
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(call, value)
+        self._executor.shutdown()

@@ -49,6 +49,8 @@ class HeldLock:
 
     def close(self) -> None:
         if self._descriptor >= 0:
+            # said, not left to the descriptor's end: a child of this process may have inherited it
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -120,7 +122,7 @@ def keep_newest(folder: Path, most: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         found = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
         for path in found[most:]:
-            remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            remove_tree(path)
 
 
 def remove_unused(folder: Path) -> bool:
@@ -134,12 +136,15 @@ def remove_unused(folder: Path) -> bool:
         return not folder.exists()
 
 
-def remove_tree(folder: Path) -> None:
-    """Remove a folder, also one in which nothing may be written."""
-    for directory, _, _ in os.walk(folder):
+def remove_tree(path: Path) -> None:
+    """Remove a file or a folder, also one in which nothing may be written; another process may be at it too."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    for directory, _, _ in os.walk(path):
         with contextlib.suppress(OSError):
             os.chmod(directory, stat.S_IRWXU)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- held by this process

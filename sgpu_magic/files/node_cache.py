@@ -15,42 +15,22 @@ living process has been given the folder.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 from platformdirs import user_cache_path
 
 from sgpu_magic.config import Settings, host_name, load_settings, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.kept_folders import LOCK_FILE, HeldLock, evict, locked, take_lock
+from sgpu_magic.files.kept_folders import LOCK_FILE, HeldLock, evict, locked, remove_tree, take_lock
 from sgpu_magic.system.byte_sizes import folder_bytes
 
 _BOOKS = ".sgpu"
 _LONGEST_NAME_BYTES = 200
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What lies in the cache under one name.
-
-    Args:
-        name: Its name.
-        size_bytes: What it holds.
-        last_use_ns: When it was last used; of one without a lock when it was last changed or read.
-        has_lock: It was made or used through the cache.
-    """
-
-    name: str
-    size_bytes: int
-    last_use_ns: int
-    has_lock: bool
 
 
 class NodeCache:
@@ -105,49 +85,31 @@ class NodeCache:
                 f"{name!r} can't be a name in the node's cache: it has to be one component of a path, not begin with a "
                 f"dot, and have at most {_LONGEST_NAME_BYTES} bytes."
             )
-        lock = self._acquire(name, fill)
+        held = self._acquire(name, fill)
         try:
             yield self._root / name
         finally:
             with contextlib.suppress(OSError):
-                os.utime(lock)
-            # said, not left to the descriptor's end: a child of this process may have inherited it
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            os.close(lock)
+                os.utime(self._lock_path(name))
+            held.close()
 
     # ------------------------------------------------------------ locks
 
-    def _acquire(self, name: str, fill: Callable[[Path], object]) -> int:
+    def _acquire(self, name: str, fill: Callable[[Path], object]) -> HeldLock:
         """Return the entry's lock, held shared, with the entry there."""
+        lock, entry = self._lock_path(name), self._root / name
         while True:
-            lock = os.open(self._lock_path(name), LOCK_FILE | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH)
-                if not self._is_there(lock, name):
-                    # a lock is let go before its other kind is given (flock(2)), so all is looked at again
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                    if self._is_current(lock, name) and not os.path.lexists(self._root / name):
-                        self._fill(lock, name, fill)
-                    fcntl.flock(lock, fcntl.LOCK_SH)
-                if self._is_there(lock, name):
-                    return lock
-            except BaseException:
-                os.close(lock)
-                raise
-            os.close(lock)
+            held = take_lock(lock, shared=True, flags=LOCK_FILE)
+            if held is not None:
+                if os.path.lexists(entry):
+                    return held
+                held.close()
+            with locked(lock, flags=LOCK_FILE):
+                if not os.path.lexists(entry):
+                    self._fill(name, fill)
 
     def _lock_path(self, name: str) -> Path:
         return self._books / "locks" / name
-
-    def _is_current(self, lock: int, name: str) -> bool:
-        """Whether it is still the entry's lock: who takes an entry out removes its lock too."""
-        try:
-            return os.path.samestat(os.fstat(lock), os.stat(self._lock_path(name)))
-        except FileNotFoundError:
-            return False
-
-    def _is_there(self, lock: int, name: str) -> bool:
-        return self._is_current(lock, name) and os.path.lexists(self._root / name)
 
     def _unused(self, name: str) -> AbstractContextManager[bool]:
         """Hold the lock of `name` for the block if nobody else does; yields whether it is held."""
@@ -155,10 +117,10 @@ class NodeCache:
 
     # ------------------------------------------------------------ filling
 
-    def _fill(self, lock: int, name: str, fill: Callable[[Path], object]) -> None:
+    def _fill(self, name: str, fill: Callable[[Path], object]) -> None:
         """Make the entry; its lock is held exclusively."""
         filling = self._books / "filling" / name
-        _delete(filling)
+        remove_tree(filling)
         try:
             fill(filling)
             if not os.path.lexists(filling):
@@ -167,12 +129,11 @@ class NodeCache:
                     f"given. It has to write a file or a folder at exactly that path: {filling}."
                 )
             size = _size_bytes(filling)
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(size).encode(), 0)
+            self._lock_path(name).write_text(str(size))
             self._make_room(size)
             os.rename(filling, self._root / name)
         except BaseException:
-            _delete(filling)
+            remove_tree(filling)
             raise
 
     # ------------------------------------------------------------ room
@@ -182,53 +143,50 @@ class NodeCache:
         trash = self._books / "trash"
         with locked(self._books / "room", flags=LOCK_FILE):
             self._sweep()
-            entries = [(entry.last_use_ns, entry.size_bytes, entry) for entry in self._entries()]
-            evict(entries, self._budget_bytes - needed_bytes, lambda entry: self._take_out(entry, by_hand_too))
-        for leftover in os.scandir(trash):
-            _delete(Path(leftover.path))
+            room = self._budget_bytes - needed_bytes
+            evict(self._entries(), room, lambda name: self._take_out(name, by_hand_too))
+        for leftover in trash.iterdir():
+            remove_tree(leftover)
 
-    def _entries(self) -> Iterator[_Entry]:
-        for found in os.scandir(self._root):
+    def _entries(self) -> Iterator[tuple[float, int, str]]:
+        """Yield when each was used last, its size and its name, as `evict` takes them."""
+        for found in self._root.iterdir():
             if found.name == _BOOKS:
                 continue
-            try:
-                own = found.stat(follow_symlinks=False)
-                lock = self._lock_path(found.name)
-                has_lock = lock.exists()
-                size = own.st_size
-                if found.is_dir(follow_symlinks=False):
-                    # the lock of a folder that was put there by hand has no size
-                    size = int((has_lock and lock.read_bytes()) or _size_bytes(Path(found.path)))
-                last_use = lock.stat().st_mtime_ns if has_lock else max(own.st_mtime_ns, own.st_atime_ns)
-                yield _Entry(found.name, size, last_use, has_lock)
-            except FileNotFoundError:
-                # its owner has moved it away meanwhile
-                continue
+            lock = self._lock_path(found.name)
+            # its owner may move it away meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                own = found.lstat()
+                last_use_ns = lock.stat().st_mtime_ns if lock.exists() else max(own.st_mtime_ns, own.st_atime_ns)
+                # the lock of a folder that was put there by hand has no size
+                known = lock.read_bytes() if stat.S_ISDIR(own.st_mode) and lock.exists() else b""
+                yield last_use_ns, int(known or _size_bytes(found)), found.name
 
-    def _take_out(self, entry: _Entry, by_hand_too: bool) -> bool:
+    def _take_out(self, name: str, by_hand_too: bool) -> bool:
         """Move an entry to the trash, at once and whole; returns whether that was possible."""
+        entry, lock = self._root / name, self._lock_path(name)
         trash = self._books / "trash" / secrets.token_hex(8)
-        if not entry.has_lock:
+        if not lock.exists():
             if by_hand_too:
-                os.rename(self._root / entry.name, trash)
+                os.rename(entry, trash)
             return by_hand_too
-        with self._unused(entry.name) as unused:
+        with self._unused(name) as unused:
             if unused:
-                os.rename(self._root / entry.name, trash)
-                os.unlink(self._lock_path(entry.name))
+                os.rename(entry, trash)
+                lock.unlink()
         return unused
 
     def _sweep(self) -> None:
         """Remove what killed processes have left: half-filled entries, and locks of entries that never came."""
-        for found in os.scandir(self._books / "filling"):
+        for found in (self._books / "filling").iterdir():
             with self._unused(found.name) as unused:
                 if unused:
-                    _delete(Path(found.path))
-        for found in os.scandir(self._books / "locks"):
+                    remove_tree(found)
+        for found in (self._books / "locks").iterdir():
             if not os.path.lexists(self._root / found.name):
                 with self._unused(found.name) as unused:
                     if unused and not os.path.lexists(self._root / found.name):
-                        os.unlink(found.path)
+                        found.unlink()
 
 
 _held: dict[Path, HeldLock | None] = {}
@@ -254,12 +212,3 @@ def _size_bytes(path: Path) -> int:
     """What a file has, or all files below a folder have together; links count as themselves."""
     own = os.lstat(path)
     return folder_bytes(path) if stat.S_ISDIR(own.st_mode) else own.st_size
-
-
-def _delete(path: Path) -> None:
-    """Delete a file or a folder; another process may be at it too."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
