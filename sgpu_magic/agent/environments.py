@@ -20,7 +20,7 @@ import msgspec
 from sgpu_magic.agent import faults
 from sgpu_magic.config import Settings, host_name
 from sgpu_magic.packages.node.base_layer import layer_tag
-from sgpu_magic.packages.node.build_order import (
+from sgpu_magic.packages.node.store import (
     BuildMoved,
     BuildNews,
     BuildOrder,
@@ -28,9 +28,11 @@ from sgpu_magic.packages.node.build_order import (
     BuildRefused,
     decode_news,
     encode,
+    Built,
+    HeldLock,
+    Store,
     needs_build,
 )
-from sgpu_magic.packages.node.store import Built, HeldLock, Store
 from sgpu_magic.system.child_process import private
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.events import EnvironmentMoved

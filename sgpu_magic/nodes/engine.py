@@ -15,7 +15,7 @@ from sgpu_magic.nodes.engine_runs import EngineRuns
 from sgpu_magic.nodes.merge_parts import merged_inventory
 from sgpu_magic.nodes.node_files import NodeFiles
 from sgpu_magic.nodes.run_on_nodes import HeldParts, RunOnNodes
-from sgpu_magic.packages.node.build_order import needs_build
+from sgpu_magic.packages.node.store import needs_build
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.devices import Inventory

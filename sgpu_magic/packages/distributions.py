@@ -94,6 +94,12 @@ class Distribution:
         return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
     @property
+    def module_names(self) -> list[str]:
+        """Its top-level modules: what its metadata list, else its name's usual spelling."""
+        listed = _read(f"{self.location}/top_level.txt").decode(errors="replace").split()
+        return listed or [self.key.replace("-", "_")]
+
+    @property
     def direct_reference(self) -> str:
         """The requirement of one from a repository or an archive (PEP 508), "" for all others."""
         parts = [f"subdirectory={self.subdirectory}"] if self.subdirectory else []
@@ -176,7 +182,7 @@ def read_distribution(info: str, entry: str, conda_names: Mapping[str, str]) -> 
     """
     is_egg = info.endswith(".egg-info")
     metadata = info if is_egg and os.path.isfile(info) else f"{info}/{'PKG-INFO' if is_egg else 'METADATA'}"
-    name, version = name_and_version(metadata)
+    name, version = _name_and_version(metadata)
     if not name or not version:
         return None
     installer = "" if is_egg else _read(f"{info}/INSTALLER").decode(errors="replace").strip()
@@ -242,46 +248,33 @@ def _from_direct_url(plain: Distribution, text: bytes) -> Distribution:
     return replace(what, kind=kind, sha256="" if "=" in sha256 else sha256)
 
 
-def name_and_version(path: str) -> tuple[str, str]:
+def _name_and_version(path: str) -> tuple[str, str]:
     """What a file of metadata calls its distribution, "" where it does not say."""
     head = _read(path, _HEAD_BYTES)
     found = _in_head(head)
-    if not all(found) and len(head) == _HEAD_BYTES:
-        # a long field stands before them
-        found = _in_head(_read(path))
-    return found
+    # a long field may stand before them
+    return found if all(found) or len(head) < _HEAD_BYTES else _in_head(_read(path))
 
 
 def _in_head(head: bytes) -> tuple[str, str]:
-    name = version = ""
+    found: dict[bytes, str] = {}
     for line in head.split(b"\n"):
-        if not line.strip():
+        if not line.strip() or len(found) == 2:
             break
-        if line[:5].lower() == b"name:":
-            name = line[5:].decode(errors="replace").strip()
-        elif line[:8].lower() == b"version:":
-            version = line[8:].decode(errors="replace").strip()
-        if name and version:
-            break
-    return name, version
+        field, _, value = line.partition(b":")
+        if field.lower() in (b"name", b"version"):
+            found[field.lower()] = value.decode(errors="replace").strip()
+    return found.get(b"name", ""), found.get(b"version", "")
 
 
 def _read(path: str, most_bytes: int = -1) -> bytes:
     """The file's first bytes; b"" when there is none or it can't be read."""
     try:
-        # half of what `open` costs, and there are hundreds
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # without a buffer: there are hundreds
+        with open(path, "rb", buffering=0) as file:
+            return file.read(most_bytes) or b""
     except OSError:
         return b""
-    try:
-        if most_bytes >= 0:
-            return os.read(descriptor, most_bytes)
-        with open(descriptor, "rb", buffering=0, closefd=False) as file:
-            return file.read() or b""
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
 
 
 # ---------------------------------------------------------------- what a set of them is known by

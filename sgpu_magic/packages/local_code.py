@@ -13,13 +13,16 @@ import re
 import site
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import cast
 
-from sgpu_magic.packages.file_tree import TreeFile, Walk, walk
+from sgpu_magic.errors import SerializationError
+from sgpu_magic.packages.code_files import TreeFile, Walk, walk
+from sgpu_magic.system.byte_sizes import format_bytes
 
 # never travels: the node has it
 _OWN_PACKAGE = "sgpu_magic"
@@ -28,6 +31,7 @@ _IMPORT_CALL = re.compile(r"\b(?:import_module|__import__)\(\s*[\"']([\w][\w.]*)
 _IMPORTERS = frozenset({"import_module", "__import__"})
 # of a tree with more than this nobody wants all
 MOST_FILES = 20_000
+_NAMED = 5
 
 
 @dataclass(slots=True)
@@ -232,6 +236,59 @@ def _imports_of_file(path: str, mtime_ns: int, size: int) -> frozenset[str]:
             return frozenset(_imports_in_text(file.read()))
     except OSError:
         return frozenset()
+
+
+# ---------------------------------------------------------------- whether it may travel
+
+
+def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int) -> tuple[str, ...]:
+    """Return notes about local code that is large or lacks files.
+
+    Args:
+        codes: All that travels.
+        warn_bytes: A note names the largest files of more than this.
+        limit_bytes: More than this does not travel.
+
+    Raises:
+        SerializationError: It is too large, or has too many files.
+    """
+    files = [file for code in codes for file in code.files]
+    for code in codes:
+        if code.walked.full:
+            raise SerializationError(
+                f"the local code under {code.entry} can't travel to the ranks: it has more than {MOST_FILES:,} files, "
+                f"most of them in {_fullest(code.files)}. Name what the code does not need in a .gitignore, or move "
+                "it out of the folder."
+            )
+    total = sum(file.size for file in files)
+    if total > limit_bytes:
+        raise SerializationError(
+            f"the notebook's local code is {format_bytes(total)} and can't travel to the ranks, the limit is "
+            f"{format_bytes(limit_bytes)}. The largest files: {_largest(files)}. Name what the code does not need in a "
+            ".gitignore, put data where the ranks can read it, or raise the setting code_limit_bytes."
+        )
+    notes: list[str] = []
+    if total > warn_bytes:
+        notes.append(
+            f"{format_bytes(total)} of local code travel along; the largest files: {_largest(files)}. What a "
+            ".gitignore names stays here"
+        )
+    unreadable = [path for code in codes for path in code.walked.unreadable]
+    if unreadable:
+        more = f" and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
+        names = ", ".join(unreadable[:_NAMED])
+        notes.append(f"local files that can't be read did not travel along: {names}{more}")
+    return tuple(notes)
+
+
+def _largest(files: Iterable[TreeFile]) -> str:
+    largest = sorted(files, key=lambda file: file.size, reverse=True)[:_NAMED]
+    return ", ".join(f"{file.path} ({format_bytes(file.size)})" for file in largest)
+
+
+def _fullest(files: Iterable[TreeFile]) -> str:
+    counts = Counter(os.path.dirname(file.path) for file in files)
+    return ", ".join(directory for directory, _ in counts.most_common(3))
 
 
 # ---------------------------------------------------------------- what of `sys.path` is the Python installation's

@@ -5,8 +5,8 @@ Which packages they need is in their metadata, and whether they are compiled, an
 
 from __future__ import annotations
 
+import functools
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from sgpu_magic.packages.cuda import is_driver_too_old, oldest_driver
 from sgpu_magic.packages.distributions import Distribution, Snapshot, normalised
 from sgpu_magic.packages.requirement_files import needed_by
 
@@ -24,8 +23,6 @@ _CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]([\d.]+)['\"]", re.MULTILINE)
 _LOCAL_CUDA = re.compile(r"\+cu(\d{2})(\d)")
 # torch says which CUDA it was built with by what it needs, too: the runtime of that version
 _RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
-_facts_lock = threading.Lock()
-_facts: tuple[Snapshot, Packages] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +46,10 @@ Packages = Mapping[str, Package]
 """Packages by normalised name."""
 
 
+@functools.lru_cache(maxsize=1)
 def packages_of(snapshot: Snapshot) -> Packages:
     """What the packages of a snapshot say of themselves, read once for each snapshot: under 0.5 ms a package."""
-    global _facts
-    with _facts_lock:
-        if _facts is None or _facts[0] is not snapshot:
-            _facts = (snapshot, {found.key: _read(found) for found in snapshot.distributions})
-        return _facts[1]
+    return {found.key: _read(found) for found in snapshot.distributions}
 
 
 def packages_of_pins(pins: Mapping[str, str]) -> dict[str, Package]:
@@ -99,8 +93,8 @@ def _text(path: Path) -> str:
 # ---------------------------------------------------------------- what does not go together
 
 # The first versions whose wheels are built for NumPy 2 as well, of packages that do not all say so in their metadata:
-# NumPy's issue 26191, "Ecosystem compatibility with numpy 2.0". Of each but
-# torch the version before it was seen to break, and this one to work
+# NumPy's issue 26191, "Ecosystem compatibility with numpy 2.0". Of each but torch the version before it was seen to
+# break, and this one to work
 _FIRST_FOR_NUMPY_2 = {
     "h5py": "3.11",
     "matplotlib": "3.8.4",
@@ -156,13 +150,8 @@ def find_mismatches(
         shadowed: Those of the same names further back on `sys.path`.
         driver: The NVIDIA driver's version where they run, "" when there is none or nobody knows.
     """
-    found = [
-        *_numpy(packages),
-        *_cuda_libraries(packages),
-        *_torch_pairs(packages),
-        *_driver(packages, driver),
-        *_twice(packages, shadowed),
-    ]
+    found = [*_numpy(packages), *_cuda_libraries(packages), *_torch_pairs(packages), *_driver(packages, driver)]
+    found += _twice(packages, shadowed)
     return tuple(sorted(found, key=lambda mismatch: not mismatch.sure))
 
 
@@ -176,17 +165,11 @@ def find_left_behind(packages: Packages) -> tuple[Mismatch, ...]:
     bound = sorted(name for name in packages if name in _BUILT_FOR_TORCH)
     if torch is None or not bound:
         return ()
-    return (
-        Mismatch(
-            f"{', '.join(bound)} {'is' if len(bound) == 1 else 'are'} built for one torch ({torch.version} here), and "
-            "the ranks get the node's",
-            "--torch mine takes this one along.",
-            sure=False,
-        ),
+    text = (
+        f"{', '.join(bound)} {'is' if len(bound) == 1 else 'are'} built for one torch ({torch.version} here), and the "
+        "ranks get the node's"
     )
-
-
-# ---------------------------------------------------------------- numpy
+    return (Mismatch(text, "--torch mine takes this one along.", sure=False),)
 
 
 def _numpy(packages: Packages) -> Iterator[Mismatch]:
@@ -214,21 +197,20 @@ def _numpy(packages: Packages) -> Iterator[Mismatch]:
             )
 
 
-# ---------------------------------------------------------------- torch
-
-
 def _cuda_libraries(packages: Packages) -> Iterator[Mismatch]:
     torch = packages.get("torch")
-    for name, wants in torch.requires.items() if torch is not None else ():
-        if torch is None or not (name.startswith("nvidia-") or name in ("triton", "pytorch-triton")):
-            continue
+    if torch is None:
+        return
+    for name, wants in torch.requires.items():
         there = packages.get(name)
-        pin = _pinned(wants)
+        if not name.startswith("nvidia-") and name not in ("triton", "pytorch-triton"):
+            continue
         if there is not None and wants.specifier.contains(there.version, prereleases=True):
             continue
         has = f"{name} is {there.version}" if there is not None else f"{name} is not installed"
         text = f"torch {torch.version} needs {name}{wants.specifier}, and {has}"
-        wrong_major = there is not None and pin is not None and _major(there.version) != pin.major
+        pin, version = _pinned(wants), _version(there)
+        wrong_major = there is not None and pin is not None and (version is None or version.major != pin.major)
         if name in _CUDNN:
             soname = f"libcudnn.so.{pin.major}" if pin is not None else "libcudnn.so"
             text += f": `import torch` then misses {soname}, or finds another one than it was built with"
@@ -238,12 +220,10 @@ def _cuda_libraries(packages: Packages) -> Iterator[Mismatch]:
 def _torch_pairs(packages: Packages) -> Iterator[Mismatch]:
     torch = packages.get("torch")
     version = _version(torch)
-    if torch is None or version is None:
-        return
     for name in ("torchvision", "torchaudio"):
         partner = packages.get(name)
         own = _version(partner)
-        if partner is None or own is None:
+        if torch is None or version is None or partner is None or own is None:
             continue
         wants = partner.requires.get("torch")
         if wants is not None:
@@ -258,11 +238,10 @@ def _torch_pairs(packages: Packages) -> Iterator[Mismatch]:
                 continue
             fits, wanted = (version.major, version.minor) == (major, minor), f"=={major}.{minor}"
         if not fits:
+            missing = ": its operators are missing (`operator torchvision::nms does not exist`)"
             yield Mismatch(
-                f"{name} {partner.version} is built for torch{wanted}, and torch is {torch.version}: its operators are "
-                f"missing (`operator {name}::nms does not exist`)"
-                if name == "torchvision"
-                else f"{name} {partner.version} is built for torch{wanted}, and torch is {torch.version}",
+                f"{name} {partner.version} is built for torch{wanted}, and torch is {torch.version}"
+                + (missing if name == "torchvision" else ""),
                 f"`%pip install -U {name} 'torch=={version.public}'` chooses the version that belongs to it.",
                 sure=True,
             )
@@ -279,9 +258,6 @@ def _driver(packages: Packages, driver: str) -> Iterator[Mismatch]:
         )
 
 
-# ---------------------------------------------------------------- twice
-
-
 def _twice(packages: Packages, shadowed: Iterable[Distribution]) -> Iterator[Mismatch]:
     others = {
         each.key: each for each in shadowed if each.key in packages and packages[each.key].version != each.version
@@ -294,15 +270,13 @@ def _twice(packages: Packages, shadowed: Iterable[Distribution]) -> Iterator[Mis
             sure=False,
         )
         return
-    for other in others.values():
-        first = packages.get(other.key)
-        if first is not None:
-            yield Mismatch(
-                f"{other.key} is installed twice: {first.version} is imported, {other.version} is in "
-                f"{other.location.rpartition('/')[0]}",
-                f"`%pip uninstall {other.key}` removes the first, which leaves the other.",
-                sure=False,
-            )
+    for name, other in others.items():
+        yield Mismatch(
+            f"{name} is installed twice: {packages[name].version} is imported, {other.version} is in "
+            f"{other.location.rpartition('/')[0]}",
+            f"`%pip uninstall {name}` removes the first, which leaves the other.",
+            sure=False,
+        )
 
 
 def _version(package: Package | None) -> Version | None:
@@ -318,14 +292,53 @@ def _older(package: Package, first: str) -> bool:
     return version is not None and version < Version(first) and package.compiled is not False
 
 
-def _major(version: str) -> int | None:
-    parsed = _version(Package(version, {}))
-    return parsed.major if parsed is not None else None
-
-
 def _pinned(wants: Requirement) -> Version | None:
     pins = [clause.version for clause in wants.specifier if clause.operator == "=="]
     try:
         return Version(pins[0].removesuffix(".*")) if pins else None
     except InvalidVersion:
         return None
+
+
+# ---------------------------------------------------------------- which NVIDIA driver a CUDA version needs
+
+# NVIDIA, "CUDA Compatibility", chapter "Minor Version Compatibility", table 1: the oldest driver by CUDA major version
+_OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
+_DRIVER_FILE = "/proc/driver/nvidia/version"
+_KERNEL_MODULE = re.compile(r"Kernel Module.*?\s(\d{3,}(?:\.\d+)+)\s")
+
+
+def driver_version() -> str:
+    """The version of this machine's NVIDIA driver, "" without one. Costs the reading of a small file."""
+    try:
+        with open(_DRIVER_FILE, encoding="utf-8", errors="replace") as file:
+            return driver_in(file.read())
+    except OSError:
+        return ""
+
+
+def driver_in(text: str) -> str:
+    """Find the version in the words of the driver's kernel module, "" where there is none."""
+    found = _KERNEL_MODULE.search(text)
+    return found[1] if found is not None else ""
+
+
+def oldest_driver(cuda: str) -> int | None:
+    """The oldest major version of a driver that programs of a CUDA version run on; None when that is not known.
+
+    Args:
+        cuda: `12.6`.
+    """
+    major = cuda.partition(".")[0]
+    return _OLDEST_DRIVERS.get(int(major)) if major.isdigit() else None
+
+
+def is_driver_too_old(cuda: str, driver: str) -> bool:
+    """Whether a driver is known to be too old for a CUDA version; False when one of them is not known.
+
+    Args:
+        cuda: `12.6`, "" for none.
+        driver: `535.183.01`, "" for none.
+    """
+    oldest, major = oldest_driver(cuda), driver.partition(".")[0]
+    return oldest is not None and major.isdigit() and int(major) < oldest

@@ -20,8 +20,8 @@ import msgspec
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.run_directory import link_or_copy
 from sgpu_magic.packages.distributions import normalised
-from sgpu_magic.packages.requirements import environment_requirements
 from sgpu_magic.wire.attachments import Environment
 
 BASE_NAMES = ("4", "ai-4")
@@ -136,12 +136,15 @@ def save(settings: Settings, name: str, environment: Environment) -> Path:
         UsageError: The name is none.
         OSError: It can't be written.
     """
+    # `packaging` takes 20 ms, and who only looks for names need not wait for it
+    from sgpu_magic.packages.requirement_files import environment_requirements
+
     root = private_dir(saved_path(settings))
     target = root / check_name(name)
     making = Path(tempfile.mkdtemp(prefix=".saving-", dir=root))
     try:
         wheels = tuple(
-            msgspec.structs.replace(wheel, path=str(target / "wheels" / _keep(wheel.path, making / "wheels")))
+            msgspec.structs.replace(wheel, path=str(target / "wheels" / _keep(Path(wheel.path), making / "wheels")))
             for wheel in environment.wheels
         )
         kept = msgspec.structs.replace(environment, label=name, own=False, wheels=wheels)
@@ -192,12 +195,8 @@ def remove(settings: Settings, name: str) -> bool:
     return True
 
 
-def _keep(path: str, folder: Path) -> str:
+def _keep(wheel: Path, folder: Path) -> str:
     """Have a wheel in a folder, by a second name of the same file where that is possible."""
     folder.mkdir(exist_ok=True)
-    name = os.path.basename(path)
-    try:
-        os.link(path, folder / name)
-    except OSError:
-        shutil.copyfile(path, folder / name)
-    return name
+    link_or_copy(wheel, folder / wheel.name)
+    return wheel.name

@@ -1,18 +1,23 @@
-"""From what the notebook has to what a node is told to build; what would surely break there is refused.
-
-Mismatches of the notebook's own packages are told.
-"""
+"""What a node is told to build: what the notebook has, or the packages that `--env-version` means."""
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sgpu_magic.errors import EnvironmentFailed
+from msgspec.structs import replace
+from packaging.requirements import Requirement
+
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import EnvironmentFailed, UsageError
+from sgpu_magic.files.whole_file import sha256_of
+from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.distributions import (
+    SGPU_MAGIC,
     Distribution,
     Kind,
     Snapshot,
@@ -20,15 +25,23 @@ from sgpu_magic.packages.distributions import (
     has_project_file,
     is_from_node,
     normalised,
+    own_python,
 )
 from sgpu_magic.packages.lock import Lock
+from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
+from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
+from sgpu_magic.packages.uv_command import index_variables
+from sgpu_magic.packages.wheels import build_project
 from sgpu_magic.wire.attachments import Environment, Wheel
 
-if TYPE_CHECKING:
-    from sgpu_magic.packages.mismatches import Mismatch
+NONE = "none"
+"""`--env-version none`: the notebook's own packages."""
 
 # every conda environment has them; no code of a notebook's needs them in conda's build
 _INSTALLERS = {"pip", "setuptools", "wheel", "uv"}
+# of what sgpu-magic needs, that which its ranks import
+_RANKS_NEED = ("cloudpickle", "dill", "ipython", "mlflow-skinny", "msgspec", "numpy", "platformdirs", "sqlalchemy")
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +50,14 @@ class Ordered:
 
     Args:
         environment: That is.
-        notes: Sentences about what does not come along.
+        notes: Sentences for the user, about what does not come along.
     """
 
     environment: Environment
     notes: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------- the notebook's own
 
 
 def order_of(
@@ -110,80 +126,165 @@ def order_of(
     return Ordered(environment, tuple(notes))
 
 
-def check_before_travel(environment: Environment, snapshot: Snapshot | None = None, *, driver: str = "") -> list[str]:
-    """Look for what is known to break in packages that a node is to install.
+# ---------------------------------------------------------------- what `--env-version` means
+
+
+def chosen(
+    settings: Settings, env_version: str, *, torch_mine: bool = False, allow_build: bool = False
+) -> Ordered | None:
+    """Find the packages that were asked for.
 
     Args:
-        environment: The packages.
-        snapshot: What they are a copy of, for the notebook's own.
-        driver: The NVIDIA driver's version on the node, "" when it is not known.
+        settings: With the default.
+        env_version: As `Wishes` has it; "" is the default.
+        torch_mine: `--torch mine`: torch is installed as the environment names it.
+        allow_build: `--allow-build`.
 
     Returns:
-        Sentences for the user.
+        None when the notebook's own are meant.
 
     Raises:
-        EnvironmentFailed: They would surely break.
+        UsageError: There is no such environment, or its file can't be used.
+        EnvironmentFailed: It is for another Python.
     """
-    # `packaging` takes 20 ms, which a notebook need not wait for when it loads the magics
-    from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches, packages_of, packages_of_pins
-    from sgpu_magic.packages.requirement_files import name_of, version_of
-
-    if snapshot is not None:
-        everything = packages_of(snapshot)
-        travelling = {
-            name: package
-            for name, package in everything.items()
-            if not is_from_node(name, torch_mine=environment.torch_mine)
-        }
-        found = [*find_mismatches(travelling, driver=driver if environment.torch_mine else "")]
-        if not environment.torch_mine:
-            found += find_left_behind({**travelling, **{k: v for k, v in everything.items() if k == "torch"}})
-    else:
-        pins = {normalised(name_of(line)): version_of(line) for line in environment.requirements}
-        travelling = packages_of_pins({name: version for name, version in pins.items() if version})
-        found = [*find_mismatches(travelling, driver=driver)]
-    sure = [mismatch for mismatch in found if mismatch.sure]
-    if sure:
-        raise EnvironmentFailed(_refusal(environment, sure))
-    return [mismatch.sentence for mismatch in found]
+    name = env_version or settings.env_version
+    if name in ("", NONE):
+        return None
+    if name in BASE_NAMES:
+        return _from_base(base_list(name), torch_mine, allow_build)
+    path = Path(name)
+    with contextlib.suppress(RuntimeError):
+        # of a home that there is not
+        path = path.expanduser()
+    if not os.path.isfile(path):
+        kept = named_environments.load(settings, name)
+        if kept is None:
+            raise UsageError(_unknown(settings, name))
+        return _from_saved(kept, torch_mine, allow_build)
+    return _from_file(settings, path, torch_mine, allow_build)
 
 
-def _refusal(environment: Environment, sure: list[Mismatch]) -> str:
-    whose = f"the packages of {environment.label}" if environment.label else "the notebook's packages"
-    more = f" (There are {len(sure) - 1} more like this: %sgpu_env lists them.)" if len(sure) > 1 else ""
-    return f"{whose} would break on the ranks, so nothing was started: {sure[0].sentence}{more}"
+def _from_base(base: BaseList, torch_mine: bool, allow_build: bool) -> Ordered:
+    _check_python(base.title, base.python_minor, "")
+    made = _environment(base.name, base.pins(allow_build=allow_build), torch_mine, allow_build)
+    left_out = sorted({**base.left_out, **({} if allow_build else {n: v for n, v in base.wheels.items() if not v})})
+    other = {name: version for name, version in base.wheels.items() if version and not allow_build}
+    notes = [f"left out of environment {base.name}, as no package index has them for this: {_listed(left_out)}"]
+    if other:
+        pairs = ", ".join(f"{name} {version} for {base.public[name]}" for name, version in sorted(other.items()))
+        notes.append(f"in environment {base.name} stand versions that need no building: {pairs}")
+    return Ordered(made.environment, (*notes, *made.notes))
 
 
-# ---------------------------------------------------------------- looked for in the background, told once
-
-_lock = threading.Lock()
-_looked_at = ""
-_told: set[str] = set()
-_news: tuple[str, ...] = ()
-
-
-def look_for_mismatches(snapshot: Snapshot) -> None:
-    """Look through a snapshot, once for each. Some 50 ms for 100 packages, so never where somebody waits."""
-    global _looked_at, _news
-    if snapshot.digest == _looked_at:
-        return
-    # who only asks for the news needs nothing of this
-    from sgpu_magic.packages.cuda import driver_version
-    from sgpu_magic.packages.mismatches import find_mismatches, packages_of
-
-    # a package that is there twice is told by %sgpu_env: many a Python has dozens
-    found = find_mismatches(packages_of(snapshot), driver=driver_version())
-    with _lock:
-        _looked_at = snapshot.digest
-        _news = tuple(mismatch.sentence for mismatch in found if mismatch.sentence not in _told)
+def _from_file(settings: Settings, path: Path, torch_mine: bool, allow_build: bool) -> Ordered:
+    found = read_file(path)
+    _check_python(str(path), found.python, "")
+    local = [(name, there) for name, there in found.local if not is_from_node(name, torch_mine=torch_mine)]
+    wheels = tuple(_wheel(settings, name, there) for name, there in local)
+    return _environment(path.name, found.lines, torch_mine, allow_build, resolve=found.resolve, wheels=wheels)
 
 
-def mismatch_news() -> tuple[str, ...]:
-    """What was found and not told yet. Never waits."""
-    global _news
-    if not _news:
-        return ()
-    with _lock:
-        new, _news = _news, ()
-        _told.update(new)
-    return new
+def _wheel(settings: Settings, name: str, there: Path) -> Wheel:
+    """A wheel of this machine, or one made of a project of this machine."""
+    if there.is_file():
+        return Wheel(file=there.name, sha256=sha256_of(there), size=there.stat().st_size, path=str(there))
+    project = Distribution(name=name, version="", kind=Kind.EDITABLE, url=there.resolve().as_uri())
+    return build_project(project, settings.state_path / "wheels", index_variables(settings.index_url))
+
+
+def _from_saved(kept: Environment, torch_mine: bool, allow_build: bool) -> Ordered:
+    _check_python(f"the saved environment {kept.label}", kept.python, "save it again from there, or ")
+    missing = [wheel.file for wheel in kept.wheels if not Path(wheel.path).is_file()]
+    if missing:
+        raise EnvironmentFailed(
+            f"the saved environment {kept.label} has lost its wheel {missing[0]} ({kept.wheels[0].path}). Save it "
+            "again with %sgpu_env save."
+        )
+    lines = kept.requirements
+    if torch_mine:
+        lines += tuple(pin for pin in kept.needed if normalised(name_of(pin)) != SGPU_MAGIC)
+    made = _environment(kept.label, lines, torch_mine, allow_build, wheels=kept.wheels, platform=kept.platform)
+    return Ordered(replace(made.environment, conda=kept.conda), made.notes)
+
+
+def _environment(
+    label: str,
+    lines: tuple[str, ...],
+    torch_mine: bool,
+    allow_build: bool,
+    *,
+    resolve: bool = False,
+    wheels: tuple[Wheel, ...] = (),
+    platform: str = "",
+) -> Ordered:
+    """Describe the environment of these lines, without what a node brings itself."""
+    requirements: list[str] = []
+    needed: list[str] = []
+    notes: list[str] = []
+    bounds = _bounds()
+    for line in lines:
+        name, version = normalised(name_of(line)), version_of(line)
+        if is_from_node(name, torch_mine=torch_mine):
+            needed.append(line.partition(" --hash")[0])
+        elif version and name in bounds and not bounds[name].specifier.contains(version, prereleases=True):
+            needed.append(f"{name}=={version}")
+            notes.append(f"{name} {version} is too old for sgpu-magic, which needs {bounds[name]}: the node's is used")
+        else:
+            requirements.append(line)
+    digest = environment_digest(
+        [*requirements, f"{resolve=}", *(wheel.sha256 for wheel in wheels)],
+        f"cp{own_python().replace('.', '')}",
+        platform,
+        torch_mine=torch_mine,
+        allow_build=allow_build,
+    )
+    environment = Environment(
+        digest=digest,
+        label=label,
+        own=False,
+        python=own_python(),
+        platform=platform,
+        requirements=tuple(requirements),
+        needed=tuple(needed),
+        resolve=resolve,
+        wheels=wheels,
+        torch_mine=torch_mine,
+        allow_build=allow_build,
+        packages=len(requirements) + len(wheels),
+    )
+    return Ordered(environment, tuple(notes))
+
+
+def _bounds() -> dict[str, Requirement]:
+    """What sgpu-magic needs on a rank, by name."""
+    try:
+        lines = metadata.requires(SGPU_MAGIC) or []
+    except metadata.PackageNotFoundError:
+        # its source is on the path, and nothing says what it needs
+        return {}
+    found = (Requirement(line) for line in lines if "extra ==" not in line)
+    return {normalised(one.name): one for one in found if normalised(one.name) in _RANKS_NEED}
+
+
+def _check_python(what: str, python: str, first: str) -> None:
+    """Refuse another minor version: neither pickled functions nor binary packages cross it."""
+    if python and python != own_python():
+        raise EnvironmentFailed(
+            f"{what} is for Python {python}, and the notebook runs Python {own_python()}. Functions that a notebook "
+            f"sends are understood by the same minor version only: {first}start the notebook with a kernel of Python "
+            f"{python}, or leave --env-version out (`--env-version none`)."
+        )
+
+
+def _unknown(settings: Settings, name: str) -> str:
+    kept = named_environments.saved_names(settings)
+    there = f"There are the base environments {' and '.join(BASE_NAMES)}, `{NONE}` for the notebook's own packages"
+    there += f", and saved ones: {', '.join(kept)}" if kept else ", and none was saved yet (%sgpu_env save NAME)"
+    is_file = "/" in name or name.endswith((".txt", ".toml"))
+    what = f"there is no such file ({os.path.abspath(name)[:300]})" if is_file else "that names nothing"
+    return f"--env-version is {name[:200]!r}, and {what}. {there}; a requirements file's path is possible."
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,14 +1,20 @@
-"""Requirements files and `pylock.toml` as people write them, read into lines that a node's uv understands."""
+"""Requirements files: as people write them, read into lines that a node's uv understands; as they are written here.
+
+Also `pylock.toml` as people have it. A `requirements.txt` of ours is written without asking anybody, so it is there when
+no package index can be reached.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import platform
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from packaging.pylock import (
@@ -25,12 +31,18 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
+from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, distribution_name
 from sgpu_magic.packages.secrets import without_url_credentials
+from sgpu_magic.wire.attachments import Environment
+
+if TYPE_CHECKING:
+    from sgpu_magic.packages.lock import Lock
 
 _HEADER = re.compile(r"# Python (\d+\.\d+)[\w.+]* on [\w ]*, digest [0-9a-f]+")
 _COMPLETE = "Complete: "
 _HEAD_LINES = 3
 _LOCAL = "@ file:"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _COMMENT = re.compile(r"(^|\s)#.*$")
 _HASH = re.compile(r"\s+--hash[= ](\S+)")
 _INCLUDE = re.compile(r"(?:-r|--requirement)[= ]?\s*(.+)")
@@ -96,13 +108,18 @@ def _local(path: Path, line: str) -> tuple[str, Path]:
 
 
 def name_of(line: str) -> str:
-    """The name that a line of `Requirements` asks for."""
-    return Requirement(_HASH.sub("", line)).name
+    """The name with which a requirement begins: `torch==2.13.0`, `six @ https://...`; "" where there is none."""
+    found = _NAME.match(line.strip())
+    return found[0] if found is not None else ""
 
 
 def version_of(line: str) -> str:
     """The version that a line pins, "" when it leaves it open."""
-    pins = [clause.version for clause in Requirement(_HASH.sub("", line)).specifier if clause.operator == "=="]
+    try:
+        specifier = Requirement(_COMMENT.sub("", _HASH.sub("", line))).specifier
+    except InvalidRequirement:
+        return ""
+    pins = [clause.version for clause in specifier if clause.operator == "=="]
     return pins[0] if len(pins) == 1 and "*" not in pins[0] else ""
 
 
@@ -217,3 +234,83 @@ def _locked_line(path: Path, package: Package, source: object) -> str:
             files = [*(package.wheels or ()), *([package.sdist] if package.sdist else [])]
             hashes = dict.fromkeys(f"--hash={kind}:{value}" for file in files for kind, value in file.hashes.items())
             return " ".join([f"{package.name}=={package.version}", *hashes])
+
+
+# ---------------------------------------------------------------- `requirements.txt`, as it is written into a run's directory
+
+_COMPLETE_LINE = "# Complete: `uv pip install --no-deps -r requirements.txt` looks no dependencies up."
+
+
+def snapshot_requirements(snapshot: Snapshot, lock: Lock | None) -> str:
+    """What an interpreter has.
+
+    Args:
+        snapshot: That is.
+        lock: What the package index said of it, None while it was not asked.
+    """
+    lines = [
+        f"# Python {platform.python_version()} on {snapshot.platform}, digest {snapshot.digest}",
+        f"# What {snapshot.executable} has. {_COMPLETE_LINE.removeprefix('# ')}",
+        _about_lock(lock),
+    ]
+    lines += [_line(distribution, lock) for distribution in snapshot.distributions]
+    return "\n".join(lines) + "\n"
+
+
+def environment_requirements(environment: Environment, lock: Lock | None) -> str:
+    """What a node is told to build.
+
+    Args:
+        environment: That is.
+        lock: Its lock, None while there is none.
+    """
+    what, own = environment.label or "the notebook's own packages", platform.python_version()
+    # with the patch where it is this process's own
+    python = own if own.startswith(f"{environment.python}.") else environment.python
+    lines = [
+        f"# Python {python} on {environment.platform or 'any machine'}, digest {environment.digest}",
+        f"# {what}, as a node was told to build them.",
+        *([] if environment.resolve else [_COMPLETE_LINE]),
+        _about_lock(lock),
+        *environment.requirements,
+    ]
+    lines += [
+        f"{distribution_name(wheel)} @ {Path(wheel.path).as_uri()}  # sha256 {wheel.sha256}"
+        for wheel in environment.wheels
+    ]
+    lines += [f"# {pin}  (the node's own takes its place)" for pin in environment.needed]
+    return "\n".join(lines) + "\n"
+
+
+def _about_lock(lock: Lock | None) -> str:
+    if lock is None:
+        return "# There is no pylock.toml (yet): the package index was not asked for hashes."
+    if not lock.pylock:
+        return f"# There is no pylock.toml: {' '.join(lock.problem.split())}"
+    return "# With hashes: pylock.toml beside this file."
+
+
+def _line(distribution: Distribution, lock: Lock | None) -> str:
+    key, pin = distribution.key, distribution.pin
+    wheel = lock.wheels.get(key) if lock is not None else None
+    is_unpublished = lock is not None and key in lock.unpublished
+    match distribution.kind:
+        case Kind.VCS | Kind.ARCHIVE:
+            return f"{distribution.direct_reference}  # {distribution.version}"
+        case Kind.EDITABLE:
+            return f"{key} @ {distribution.url}  # {distribution.version}, editable"
+        case Kind.WHEEL | Kind.PROJECT if wheel is None:
+            return f"{key} @ {distribution.url}  # {distribution.version}, in no package index"
+        case Kind.CONDA:
+            return f"{pin}  # installed by conda"
+        case Kind.SYSTEM if is_unpublished:
+            return f"# {pin}  the operating system's, in no package index"
+        case Kind.SYSTEM:
+            return f"{pin}  # the operating system's"
+        case _:
+            pass
+    if wheel is not None:
+        return f"{key} @ {Path(wheel.path).as_uri()}  # {distribution.version}, repacked: in no package index"
+    if lock is not None and key in lock.other_builds:
+        return f"{pin}  # the package index has {lock.other_builds[key]}"
+    return f"{pin}  # in no package index" if is_unpublished else pin

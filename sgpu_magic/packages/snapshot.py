@@ -273,7 +273,7 @@ def stale_modules(
     after = versions(now)
     for distribution in now.distributions:
         if _installed_at(distribution) > started_at:
-            loaded = _loaded_version(_module_names(distribution), modules)
+            loaded = _loaded_version(distribution.module_names, modules)
             if loaded and loaded != distribution.version:
                 found[distribution.key] = Stale(distribution.key, loaded, distribution.version)
     for change in changes(versions(first), after):
@@ -301,15 +301,6 @@ def _installed_at(distribution: Distribution) -> float:
         return os.stat(distribution.location).st_mtime
     except OSError:
         return 0.0
-
-
-def _module_names(distribution: Distribution) -> Iterable[str]:
-    """The top-level modules of a distribution: what its metadata list, else its name's usual spelling."""
-    try:
-        listed = (Path(distribution.location) / "top_level.txt").read_text("utf-8", errors="replace").split()
-    except OSError:
-        listed = []
-    return listed or [distribution.key.replace("-", "_")]
 
 
 def _loaded_version(names: Iterable[str], modules: Mapping[str, ModuleType]) -> str:

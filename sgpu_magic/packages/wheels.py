@@ -23,8 +23,8 @@ from pathlib import Path
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.files.whole_file import sha256_of
+from sgpu_magic.packages.code_files import walk
 from sgpu_magic.packages.distributions import INSTALLERS_OWN, Distribution, has_project_file
-from sgpu_magic.packages.file_tree import walk
 from sgpu_magic.packages.uv_command import call_uv
 from sgpu_magic.wire.attachments import Wheel
 

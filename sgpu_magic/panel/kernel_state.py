@@ -13,10 +13,9 @@ from sgpu_magic import __version__
 from sgpu_magic.client.pools import PATIENCE_S
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.packages import bases, named_environments, snapshot
-from sgpu_magic.packages.cuda import driver_version
-from sgpu_magic.packages.distributions import Snapshot, normalised
-from sgpu_magic.packages.mismatches import find_mismatches, packages_of
+from sgpu_magic.packages import named_environments, order, snapshot
+from sgpu_magic.packages.distributions import Snapshot, normalised, own_python
+from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import name_of, version_of
 from sgpu_magic.packages.snapshot import Change, changes, versions
@@ -102,7 +101,7 @@ class KernelPictures:
 
 
 def _default(settings: Settings) -> str:
-    return "" if settings.env_version == bases.NONE else settings.env_version
+    return "" if settings.env_version == order.NONE else settings.env_version
 
 
 # ---------------------------------------------------------------- packages
@@ -138,7 +137,7 @@ def _of_base(choice: Choice, base: Base) -> tuple[str, int, list[PackageLine]]:
             shown = f"{name} {after[name]}" if after[name] else line
             lines.append(PackageLine(sign="+", name=name, words=shown, removable=True))
     python = base_list(choice.env_version).python if choice.env_version in BASE_NAMES else base.python
-    return _python(python or bases.own_python(), after), len(after), lines
+    return _python(python or own_python(), after), len(after), lines
 
 
 def _python(version: str, packages: Mapping[str, str]) -> str:
@@ -157,7 +156,7 @@ def _line(change: Change) -> PackageLine:
 
 def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoice, ...]:
     """This notebook's packages, the published ones, the saved ones, and the one that is chosen."""
-    own = _about(bases.own_python(), len(now.distributions))
+    own = _about(own_python(), len(now.distributions))
     found = [BaseChoice(name="", label=OWN_PACKAGES, about=own)]
     for name in BASE_NAMES:
         base = base_list(name)
@@ -180,7 +179,7 @@ def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoic
 
 def _about(python: str, packages: int) -> str:
     about = f"Python {python} · {count_of(packages, 'package')}"
-    return about if python in ("", bases.own_python()) else f"{about} · needs a kernel of Python {python}"
+    return about if python in ("", own_python()) else f"{about} · needs a kernel of Python {python}"
 
 
 # ---------------------------------------------------------------- sessions

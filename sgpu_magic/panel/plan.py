@@ -12,7 +12,7 @@ from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
 from sgpu_magic.options.asked import DEFAULT_NAME, Devices
-from sgpu_magic.packages import bases, snapshot
+from sgpu_magic.packages import order, snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
 from sgpu_magic.panel.pool_state import as_sentence
@@ -301,7 +301,7 @@ def _for_ranks(settings: Settings, choice: Choice, words: list[str]) -> None:
     problem = problem_of_base(settings, choice.env_version)
     if problem:
         raise UsageError(problem)
-    found = bases.chosen(settings, choice.env_version)
+    found = order.chosen(settings, choice.env_version)
     if not (choice.dependencies or choice.removed) and found is not None:
         digest, count = found.environment.digest, found.environment.packages
         if not _is_built(settings, digest):

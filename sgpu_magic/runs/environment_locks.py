@@ -100,7 +100,7 @@ def installed_here(snapshot: Snapshot) -> Described:
 
     def requirements(lock: Lock | None) -> str:
         # what writes these texts is only loaded where they are wanted
-        from sgpu_magic.packages.requirements import snapshot_requirements
+        from sgpu_magic.packages.requirement_files import snapshot_requirements
 
         return snapshot_requirements(snapshot, lock)
 
@@ -111,7 +111,7 @@ def built_for(environment: Environment) -> Described:
     """What a node was told to build."""
 
     def requirements(lock: Lock | None) -> str:
-        from sgpu_magic.packages.requirements import environment_requirements
+        from sgpu_magic.packages.requirement_files import environment_requirements
 
         return environment_requirements(environment, lock)
 

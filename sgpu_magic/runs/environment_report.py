@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages import named_environments, snapshot
-from sgpu_magic.packages.cuda import driver_version
 from sgpu_magic.packages.distributions import Kind, Snapshot, normalised
-from sgpu_magic.packages.mismatches import find_mismatches, packages_of
+from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
 from sgpu_magic.packages.snapshot import changes, process_began_at, stale_modules, versions

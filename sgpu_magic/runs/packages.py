@@ -14,16 +14,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import load_settings
 from sgpu_magic.packages import snapshot as snapshots
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.lock import Lock
-from sgpu_magic.packages.order import Ordered, look_for_mismatches, order_of
+from sgpu_magic.packages.travel_checks import look_for_mismatches
 from sgpu_magic.runs.environment_locks import WHEELS, Ask, Described, built_for, installed_here, lock_of_snapshot
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import KeepEnvironment
+
+if TYPE_CHECKING:
+    from sgpu_magic.packages.order import Ordered
 
 REQUIREMENTS = "requirements.txt"
 PYLOCK = "pylock.toml"
@@ -113,6 +117,7 @@ class Packages:
             EnvironmentFailed: A project can't be built, or what is in no index can't be repacked.
         """
         # what builds wheels is only loaded where packages travel
+        from sgpu_magic.packages.order import order_of
         from sgpu_magic.packages.uv_command import index_variables
         from sgpu_magic.packages.wheels import build_project, repack
 

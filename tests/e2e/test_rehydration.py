@@ -87,7 +87,7 @@ def moves(run: ClientRun) -> list[EnvironmentMoved]:
 
 def builders(home: Home) -> list[int]:
     """Processes that build, and those that they have started."""
-    marks = ("sgpu_magic.packages.node.build", "/bin/uv ", "compileall")
+    marks = ("sgpu_magic.packages.node ", "/bin/uv ", "compileall")
     return [pid for pid, process in home.processes().items() if any(mark in process.command for mark in marks)]
 
 
@@ -264,7 +264,7 @@ def test_a_session_is_ended_while_its_packages_are_made(client: PoolClient, home
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mark", ["sgpu_magic.packages.node.build", "/bin/uv "])
+@pytest.mark.parametrize("mark", ["sgpu_magic.packages.node ", "/bin/uv "])
 def test_a_build_that_is_killed(client: PoolClient, home: Home, index: SmallIndex, mark: str):
     version = 9 if mark == "/bin/uv " else 10
     index.open.clear()

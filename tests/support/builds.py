@@ -15,10 +15,9 @@ from process_table import below, is_alive, process_table
 from waiting import eventually
 
 from sgpu_magic.packages.node.base_layer import layer_tag
-from sgpu_magic.packages.node.build_order import BuildMoved, BuildOrder, BuildReady, BuildRefused, decode_news, encode
 from sgpu_magic.packages.node.builder import folder_name
 from sgpu_magic.packages.node.refusals import own_platform, own_python
-from sgpu_magic.packages.node.store import Store
+from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, BuildReady, BuildRefused, Store, decode_news, encode
 from sgpu_magic.wire.attachments import Environment
 
 PATIENCE_S = 60.0
@@ -90,7 +89,7 @@ class Build:
 
     def __init__(self, order: BuildOrder, variables: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sgpu_magic.packages.node.build", str(os.getpid())],
+            [sys.executable, "-m", "sgpu_magic.packages.node", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -26,7 +26,7 @@ from sgpu_magic.agent.watch.nvml import (
 )
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import UsageError
-from sgpu_magic.packages.cuda import driver_version
+from sgpu_magic.packages.mismatches import driver_version
 from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.devices import ANY, CPU, Device, Inventory, canonical_type, memory_of
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 import csv
 import hashlib
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from sgpu_magic.packages.distributions import SGPU_MAGIC, name_and_version, normalised
+from sgpu_magic.packages.distributions import SGPU_MAGIC, Distribution, Kind, Snapshot, normalised
 from sgpu_magic.packages.requirement_files import needed_by
+from sgpu_magic.packages.snapshot import take_snapshot
 
 # of what sgpu-magic needs, this only where notebooks and pools are
 _NOT_FOR_RANKS = {"anywidget", "ipywidgets", "pathspec", "uv"}
@@ -27,61 +26,46 @@ _ROOTS = ("torch", SGPU_MAGIC, "threadpoolctl", "mlflow-skinny", "sqlalchemy", "
 _FOLDERS_AS_ONE = (".dist-info", ".libs", ".data")
 
 
-@dataclass(frozen=True, slots=True)
-class BaseDistribution:
-    """One distribution of the node's own Python.
-
-    Args:
-        name: Normalised.
-        version: Its version.
-        info: Its `.dist-info` folder.
-        requires: Normalised names of what it needs here.
-    """
-
-    name: str
-    version: str
-    info: Path
-    requires: tuple[str, ...]
-
-
 def base_layer(
-    without: Collection[str] = (), further: Iterable[str] = (), *, path: Iterable[str] | None = None
-) -> dict[str, BaseDistribution]:
+    without: Collection[str] = (), further: Iterable[str] = (), *, snapshot: Snapshot | None = None
+) -> dict[str, Distribution]:
     """Find what the base layer brings into an environment, by name.
 
     Args:
         without: Normalised names of what the environment has itself: neither these nor what only they need.
         further: Names beside torch and sgpu-magic, taken where the node has them, such as torchvision.
-        path: Where to look, by default this process's `sys.path`.
+        snapshot: What the node's Python has, by default this process's.
     """
-    infos = _find_infos(sys.path if path is None else path)
-    found: dict[str, BaseDistribution] = {}
-    wanted = [*_ROOTS, *(normalised(name) for name in further)]
+    snapshot = snapshot or take_snapshot()
+    found: dict[str, Distribution] = {}
+    wanted = [*_ROOTS, *further]
     while wanted:
-        name = wanted.pop()
-        if name in found or name in without or name not in infos:
+        one = snapshot.get(wanted.pop())
+        if one is None or one.key in found or one.key in without or not one.location.endswith(".dist-info"):
             continue
-        found[name] = one = _read(name, infos[name])
-        wanted += one.requires
+        found[one.key] = one
+        needed = {normalised(requirement.name) for requirement in needed_by(Path(one.location))}
+        wanted += needed - _NOT_FOR_RANKS if one.key == SGPU_MAGIC else needed
     return found
 
 
-def layer_tag(path: Iterable[str] | None = None) -> str:
+_tag: tuple[Snapshot, str] | None = None
+
+
+def layer_tag(snapshot: Snapshot | None = None) -> str:
     """Eight digits that change with what the base layer would bring. Cheap while no site directory has changed."""
-    entries = tuple(sys.path if path is None else path)
-    times = tuple(_changed_at(entry) for entry in entries)
-    if _tags.get(entries, (None, ""))[0] != times:
+    global _tag
+    snapshot = snapshot or take_snapshot()
+    if _tag is None or _tag[0] is not snapshot:
         digest = hashlib.blake2b(f"{sys.prefix} {sys.version}".encode(), digest_size=4)
-        for name, one in sorted(base_layer(path=entries).items()):
-            digest.update(f"{name} {one.version} {one.info} {_changed_at(str(one.info))}\n".encode())
-        _tags[entries] = (times, digest.hexdigest())
-    return _tags[entries][1]
+        for name, one in sorted(base_layer(snapshot=snapshot).items()):
+            changed_ns = os.stat(one.location).st_mtime_ns
+            digest.update(f"{name} {one.version} {one.location} {changed_ns}\n".encode())
+        _tag = (snapshot, digest.hexdigest())
+    return _tag[1]
 
 
-_tags: dict[tuple[str, ...], tuple[tuple[int, ...], str]] = {}
-
-
-def link_layer(layer: Mapping[str, BaseDistribution], folder: Path) -> None:
+def link_layer(layer: Mapping[str, Distribution], folder: Path) -> None:
     """Link the files of these distributions into a folder, as they lie in a site directory.
 
     Raises:
@@ -89,43 +73,13 @@ def link_layer(layer: Mapping[str, BaseDistribution], folder: Path) -> None:
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for one in layer.values():
-        site = one.info.parent
-        _link(one.info, folder / one.info.name)
-        if _is_editable(one.info):
+        info = Path(one.location)
+        _link(info, folder / info.name)
+        if one.kind is Kind.EDITABLE:
             for source in _editable_sources(one):
                 _link(source, folder / source.name)
         else:
-            _link_tree(_files_of(one.info), site, folder)
-
-
-# ---------------------------------------------------------------- what is installed
-
-
-def _find_infos(path: Iterable[str]) -> dict[str, Path]:
-    infos: dict[str, Path] = {}
-    for entry in path:
-        try:
-            names = os.listdir(entry)
-        except OSError:
-            continue
-        for name in names:
-            if name.endswith(".dist-info"):
-                infos.setdefault(normalised(name.partition("-")[0]), Path(entry, name))
-    return infos
-
-
-def _read(name: str, info: Path) -> BaseDistribution:
-    _, version = name_and_version(f"{info}/METADATA")
-    needed = [normalised(requirement.name) for requirement in needed_by(info)]
-    requires = [each for each in needed if not (name == SGPU_MAGIC and each in _NOT_FOR_RANKS)]
-    return BaseDistribution(name, version, info, tuple(requires))
-
-
-def _changed_at(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return 0
+            _link_tree(_files_of(info), info.parent, folder)
 
 
 # ---------------------------------------------------------------- links
@@ -159,20 +113,10 @@ def _link(source: Path, target: Path) -> None:
         target.symlink_to(source)
 
 
-def _is_editable(info: Path) -> bool:
-    try:
-        origin = json.loads((info / "direct_url.json").read_bytes())
-        return bool(origin.get("dir_info", {}).get("editable"))
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _editable_sources(one: BaseDistribution) -> list[Path]:
+def _editable_sources(one: Distribution) -> list[Path]:
     """Where an editable distribution's packages and modules lie, as this process imports them."""
-    listed = one.info / "top_level.txt"
-    names = listed.read_text().split() if listed.is_file() else [one.name.replace("-", "_")]
     sources: list[Path] = []
-    for name in names:
+    for name in one.module_names:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations:
             sources += [Path(entry) for entry in spec.submodule_search_locations if Path(entry).name == name]

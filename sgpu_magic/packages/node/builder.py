@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -20,12 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sgpu_magic.files.whole_file import sha256_of
-from sgpu_magic.packages.distributions import normalised, own_python
+from sgpu_magic.packages.distributions import distribution_name, normalised, own_python
 from sgpu_magic.packages.node import refusals
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
-from sgpu_magic.packages.node.build_order import BuildMoved, BuildOrder
 from sgpu_magic.packages.node.refusals import BuildFailed, Estimate, KnownSizes, estimate
-from sgpu_magic.packages.node.store import Built, HeldLock, Store
+from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, Built, HeldLock, Store
+from sgpu_magic.packages.requirement_files import name_of
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv
 from sgpu_magic.system import processes
 from sgpu_magic.wire.attachments import Environment, Wheel
@@ -33,7 +32,6 @@ from sgpu_magic.wire.attachments import Environment, Wheel
 _POLL_S = 0.05
 # what torch's dependants would bring in, though the base layer has it
 _FROM_BASE = ("torch", "torchvision", "torchaudio", "triton", "pytorch-triton")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PATH_ENTRY = "sgpu_base_layer.pth"
 
 
@@ -253,8 +251,8 @@ class _Layer:
     def foresee(self) -> None:
         """Link it, as far as one can tell from the requirements what the environment has itself."""
         if not self._environment.resolve:
-            files = (wheel.file.partition("-")[0] for wheel in self._environment.wheels)
-            self._link({normalised(name) for name in (*_names(self._environment.requirements), *files)})
+            lines, wheels = self._environment.requirements, self._environment.wheels
+            self._link({*(normalised(name_of(line)) for line in lines), *map(distribution_name, wheels)})
 
     def complete(self, has_itself: set[str]) -> None:
         """Link what is missing.
@@ -274,7 +272,7 @@ class _Layer:
             )
 
     def _link(self, without: set[str]) -> None:
-        layer = base_layer(without, _names(self._environment.needed))
+        layer = base_layer(without, map(name_of, self._environment.needed))
         link_layer(layer, self._folder)
         self._linked = set(layer)
 
@@ -282,11 +280,6 @@ class _Layer:
 def folder_name(environment: Environment, tag: str) -> str:
     """Where a node with this base layer keeps the environment."""
     return f"{environment.digest}-{tag}"
-
-
-def _names(lines: tuple[str, ...]) -> list[str]:
-    """The names with which requirements begin: `torch==2.13.0`, `six @ https://...`."""
-    return [found.group() for line in lines if (found := _NAME.match(line.strip()))]
 
 
 def _site_packages(venv: Path) -> Path:

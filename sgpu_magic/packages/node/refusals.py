@@ -16,6 +16,7 @@ from typing import Any
 
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.packages.distributions import normalised, own_platform, own_python
+from sgpu_magic.packages.requirement_files import name_of, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import UvFailed
 from sgpu_magic.system.byte_sizes import format_bytes
@@ -151,7 +152,6 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
 
 # ---------------------------------------------------------------- its size, before anything is downloaded
 
-_PIN = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^\]]*\])?\s*==\s*([^\s;#,*]+)\s*(?:;.*|#.*|--hash.*)?$")
 _LARGEST = 5
 
 
@@ -177,8 +177,8 @@ class Estimate:
 
 def pin_of(line: str) -> str:
     """`name==version` of a requirement's line, "" for one that is no exact pin."""
-    found = _PIN.match(line)
-    return f"{normalised(found.group(1))}=={found.group(2)}" if found else ""
+    version = version_of(line)
+    return f"{normalised(name_of(line))}=={version}" if version else ""
 
 
 def estimate(

@@ -21,8 +21,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.files.whole_file import write_whole
-from sgpu_magic.packages import bases, named_environments
-from sgpu_magic.packages.distributions import distribution_name, environment_digest, normalised
+from sgpu_magic.packages import named_environments, order
+from sgpu_magic.packages.distributions import distribution_name, environment_digest, normalised, own_python
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
@@ -100,7 +100,7 @@ def env_version_of(settings: Settings, choice: Choice, *, write: bool = True) ->
     if not choice.env_version or not (choice.dependencies or choice.removed):
         return choice.env_version
     # says what is wrong with the base itself in the base's own name
-    bases.chosen(settings, choice.env_version)
+    order.chosen(settings, choice.env_version)
     return str(_kept(settings, choice, _text_of(choice, base_of(settings, choice.env_version)), write=write))
 
 
@@ -120,7 +120,7 @@ def base_of(settings: Settings, name: str) -> Base:
         return Base((*found.lines, *local), not found.resolve, found.python)
     kept = named_environments.load(settings, name)
     if kept is None:
-        bases.chosen(settings, name)
+        order.chosen(settings, name)
         raise UsageError(f"there is no environment named {name!r}.")
     wheels = tuple(f"{distribution_name(wheel)} @ {Path(wheel.path).as_uri()}" for wheel in kept.wheels)
     return Base((*kept.requirements, *kept.needed, *wheels), True, kept.python)
@@ -137,13 +137,13 @@ def problem_of_base(settings: Settings, name: str) -> str:
     if name not in BASE_NAMES and not is_file and name not in named_environments.saved_names(settings):
         known = ", ".join((*BASE_NAMES, *named_environments.saved_names(settings)))
         return f"There is no environment {name!r} here. There are: {known}; a requirements file's path is possible."
-    here, python = bases.own_python(), base_of(settings, name).python
+    here, python = own_python(), base_of(settings, name).python
     if python and python != here:
         return (
             f"The packages of {name} are for Python {python}, and this notebook runs Python {here}: what it sends is "
             f"understood by the same version only. Start it with a kernel of Python {python}, or choose other packages."
         )
-    bases.chosen(settings, name)
+    order.chosen(settings, name)
     return ""
 
 
@@ -158,7 +158,7 @@ def _text_of(choice: Choice, base: Base) -> str:
     lines = [line for line in base.lines if normalised(name_of(line)) not in left_out]
     head: list[str] = []
     if base.complete and not choice.dependencies:
-        python = bases.own_python()
+        python = own_python()
         tag = environment_digest(lines, f"cp{python.replace('.', '')}", "", torch_mine=False, allow_build=False)
         head = [f"# Python {python} on any machine, digest {tag}", _COMPLETE]
     return "\n".join((*head, *lines, *choice.dependencies)) + "\n"

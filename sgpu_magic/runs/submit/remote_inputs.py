@@ -14,8 +14,8 @@ import msgspec
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.config import Settings
-from sgpu_magic.packages.order import check_before_travel, mismatch_news
 from sgpu_magic.packages.snapshot import take_snapshot
+from sgpu_magic.packages.travel_checks import check_before_travel, check_references, mismatch_news
 from sgpu_magic.packages.variables import travelling
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.notebook import working_directory
@@ -26,7 +26,7 @@ from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
     from sgpu_magic.options.asked import Wishes
-    from sgpu_magic.packages.bundle import Bundles
+    from sgpu_magic.packages.code_files import Bundles
     from sgpu_magic.packages.local_code import LocalCode
 
 
@@ -138,19 +138,17 @@ def _wished(pool: Pool, settings: Settings, submission: Submission) -> tuple[Env
     if (wishes.env_version or settings.env_version) in _OWN_PACKAGES:
         return None
     # only loaded where packages travel
-    from sgpu_magic.packages import bases
+    from sgpu_magic.packages.order import chosen
 
-    chosen = bases.chosen(settings, wishes.env_version, torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
-    if chosen is None:
+    found = chosen(settings, wishes.env_version, torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
+    if found is None:
         return None
     driver = _driver(pool) if wishes.torch_mine else ""
-    return chosen.environment, (*chosen.notes, *check_before_travel(chosen.environment, driver=driver))
+    return found.environment, (*found.notes, *check_before_travel(found.environment, driver=driver))
 
 
 def _own(pool: Pool, submission: Submission) -> tuple[tuple[Environment, tuple[str, ...]], tuple[str, ...]]:
     """The notebook's own packages, and the directories of projects of which wheels were made."""
-    from sgpu_magic.packages.order import check_before_travel
-
     wishes = submission.wishes
     ordered = packages.of(pool).environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
     snapshot = take_snapshot()
@@ -187,7 +185,6 @@ def _local_code(
         SerializationError: The payload needs modules that neither these nor the packages have.
     """
     from sgpu_magic.packages.local_code import find_local_code
-    from sgpu_magic.packages.references import check_references
 
     stand = submission.stand
     cwd = stand.cwd if stand is not None else working_directory()
@@ -217,7 +214,8 @@ def _files(files: Iterable[str]) -> Iterable[str]:
 
 def _bundled(settings: Settings, code: list[LocalCode]) -> tuple[tuple[CodeBundle, ...], tuple[str, ...]]:
     """Local code as archives, and what to say of their size."""
-    from sgpu_magic.packages.bundle import Bundles, check_size
+    from sgpu_magic.packages.code_files import Bundles
+    from sgpu_magic.packages.local_code import check_size
 
     notes = check_size(code, warn_bytes=settings.code_warn_bytes, limit_bytes=settings.code_limit_bytes)
     folder = settings.state_path / _BUNDLES

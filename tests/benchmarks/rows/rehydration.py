@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 
 from sgpu_magic.packages.node.base_layer import layer_tag
-from sgpu_magic.packages.node.build_order import BuildOrder, BuildReady, BuildRefused, decode_news, encode
 from sgpu_magic.packages.node.builder import folder_name
-from sgpu_magic.packages.node.store import Store
+from sgpu_magic.packages.node.store import BuildOrder, BuildReady, BuildRefused, Store, decode_news, encode
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv, uv_path
 from sgpu_magic.wire.attachments import Environment
 from tests.benchmarks.environment import Bench
@@ -61,7 +60,7 @@ class _Node:
             budget_bytes=50_000_000_000,
         )
         before = time.perf_counter()
-        command = [sys.executable, "-m", "sgpu_magic.packages.node.build", str(os.getpid())]
+        command = [sys.executable, "-m", "sgpu_magic.packages.node", str(os.getpid())]
         environ = {**os.environ, **self.variables}
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as builder:
             assert builder.stdin is not None

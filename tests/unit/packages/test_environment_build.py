@@ -19,9 +19,9 @@ from builds import Nodes, environment_of
 from small_index import SmallIndex, small_wheel, write_wheel
 
 from sgpu_magic.packages.node.base_layer import base_layer, layer_tag, link_layer
-from sgpu_magic.packages.node.build_order import BuildReady, BuildRefused
 from sgpu_magic.packages.node.refusals import own_python, pin_of, sizes_in
-from sgpu_magic.packages.node.store import Built
+from sgpu_magic.packages.node.store import BuildReady, BuildRefused, Built
+from sgpu_magic.packages.snapshot import read_snapshot
 from sgpu_magic.packages.uv_command import index_variables, last_words
 from sgpu_magic.wire.attachments import Wheel
 
@@ -128,18 +128,18 @@ def test_a_namespace_that_distributions_share_is_linked_part_by_part(tmp_path: P
         "Name: torch\nVersion: 2.0\nRequires-Dist: nvidia-one; extra != 'x'\n\nRequires-Dist: no\n"
     )
     (torch / "RECORD").write_text("torch/__init__.py,,\n")
-    layer = base_layer(path=[str(site)])
+    layer = base_layer(snapshot=read_snapshot([str(site)]))
     assert sorted(layer) == ["nvidia-one", "torch"]
     link_layer(layer, tmp_path / "base")
     assert sorted(entry.name for entry in (tmp_path / "base" / "nvidia").iterdir()) == ["one"]
     assert (tmp_path / "base" / "nvidia" / "one").readlink() == site / "nvidia" / "one"
-    assert base_layer({"torch"}, path=[str(site)]) == {}
+    assert base_layer({"torch"}, snapshot=read_snapshot([str(site)])) == {}
     # a base layer that has changed is another environment
-    before = layer_tag([str(site)])
-    assert layer_tag([str(site)]) == before
+    before = layer_tag(read_snapshot([str(site)]))
+    assert layer_tag(read_snapshot([str(site)])) == before
     (torch / "METADATA").write_text("Name: torch\nVersion: 2.1\n")
     (site / "changed").touch()
-    assert layer_tag([str(site)]) != before
+    assert layer_tag(read_snapshot([str(site)])) != before
 
 
 # ---------------------------------------------------------------- once, and whole

@@ -50,7 +50,7 @@ from sgpu_magic.packages.distributions import (
 )
 from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock, lock_order, make_lock
 from sgpu_magic.packages.order import order_of
-from sgpu_magic.packages.requirements import environment_requirements, snapshot_requirements
+from sgpu_magic.packages.requirement_files import environment_requirements, snapshot_requirements
 from sgpu_magic.packages.uv_command import index_variables
 from sgpu_magic.packages.wheels import build_project, content_key, project_files, repack
 from sgpu_magic.runs import packages

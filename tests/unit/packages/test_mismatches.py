@@ -12,12 +12,19 @@ from types import ModuleType
 import pytest
 
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.packages.cuda import driver_in, is_driver_too_old, oldest_driver
 from sgpu_magic.packages.distributions import Snapshot
-from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches, packages_of, packages_of_pins
+from sgpu_magic.packages.mismatches import (
+    driver_in,
+    find_left_behind,
+    find_mismatches,
+    is_driver_too_old,
+    oldest_driver,
+    packages_of,
+    packages_of_pins,
+)
 from sgpu_magic.packages.named_environments import base_list
-from sgpu_magic.packages.order import check_before_travel
 from sgpu_magic.packages.snapshot import changes, process_began_at, read_snapshot, stale_modules, versions
+from sgpu_magic.packages.travel_checks import check_before_travel
 from sgpu_magic.packages.uv_command import index_variables, uv_path
 from sgpu_magic.wire.attachments import Environment
 
@@ -293,7 +300,7 @@ def test_what_was_found_in_the_background_is_told_once(site: Site):
     site.install("numpy", "2.1.3", pure=False).install("pandas", "1.5.3", pure=False)
     script = (
         "import sys\n"
-        "from sgpu_magic.packages import order as known\n"
+        "from sgpu_magic.packages import travel_checks as known\n"
         "assert 'packaging' not in sys.modules\n"
         "from sgpu_magic.packages.snapshot import read_snapshot\n"
         "print(known.mismatch_news())\n"

@@ -1,4 +1,4 @@
-"""`python -m sgpu_magic.packages.node.build <pid of the agent>`: builds one environment for the agent that started it.
+"""`python -m sgpu_magic.packages.node <pid of the agent>`: builds one environment for the agent that started it.
 
 The order comes as JSON on standard input, what happens goes as JSON lines to standard output. It dies with the agent;
 told to end by TERM, it leaves nothing.
@@ -18,9 +18,9 @@ def main() -> None:
     processes.die_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
-    from sgpu_magic.packages.node.build_order import BuildNews, BuildReady, BuildRefused, decode_order, encode
     from sgpu_magic.packages.node.builder import Builder
     from sgpu_magic.packages.node.refusals import BuildFailed
+    from sgpu_magic.packages.node.store import BuildNews, BuildReady, BuildRefused, decode_order, encode
 
     def tell(news: BuildNews) -> None:
         os.write(1, encode(news) + b"\n")

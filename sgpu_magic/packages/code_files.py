@@ -1,16 +1,28 @@
-"""The files below a directory that belong to its code: what git would ignore, caches and environments are left out."""
+"""The files below a directory that belong to its code, and archives of them.
+
+What git would ignore, caches and environments are left out.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import stat
+import tempfile
+import time
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
+
+from sgpu_magic.wire.attachments import CodeBundle
 
 if TYPE_CHECKING:
     import pathspec
+
+    from sgpu_magic.packages.local_code import LocalCode
 
 _SKIPPED_DIRECTORIES = frozenset({
     "__pycache__", ".git", ".hg", ".svn", ".bzr", ".ipynb_checkpoints", ".venv", ".tox", ".nox", ".mypy_cache",
@@ -202,3 +214,99 @@ def _rules_in(directory: str, file: str) -> _Rules | None:
     import pathspec
 
     return _Rules(directory, pathspec.GitIgnoreSpec.from_lines(lines))
+
+
+# ---------------------------------------------------------------- archives of them
+
+# the earliest time that an archive knows
+_TIME = (1980, 1, 1, 0, 0, 0)
+_CHUNK_BYTES = 1 << 20
+# its entry in the archive has another form
+_LARGE_BYTES = 1 << 31
+# archives that were not used for this long are removed, and the oldest beyond these bytes
+_KEEP_S = 7 * 24 * 3600.0
+_KEEP_BYTES = 1_000_000_000
+_KEEP_AT_LEAST_S = 3600.0
+
+
+class Bundles:
+    """Makes archives of local code, and keeps them: alike contents have alike bytes.
+
+    Args:
+        folder: Where they lie, by digest.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # by entry of the path: the files when the archive was made
+        self._made: dict[str, tuple[list[TreeFile], CodeBundle]] = {}
+
+    def bundle(self, code: LocalCode) -> CodeBundle:
+        """Return the archive of one entry's code, made now unless its files are as they were.
+
+        Raises:
+            OSError: It can't be written.
+        """
+        files = sorted(code.files, key=lambda file: file.name)
+        known, made = self._made.get(code.entry, (None, None))
+        if made is None or known != files or not _touched(made.path):
+            made = self._make(code.entry, files)
+            self._made[code.entry] = files, made
+        return made
+
+    def _make(self, entry: str, files: Iterable[TreeFile]) -> CodeBundle:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".part", dir=self._folder)
+        try:
+            with open(descriptor, "w+b") as archive:
+                _write(archive, files)
+                archive.seek(0)
+                digest = hashlib.file_digest(archive, "sha256").hexdigest()
+                size = archive.tell()
+            path = self._folder / f"{digest}.zip"
+            os.replace(temporary, path)
+        finally:
+            # gone already when all went well
+            Path(temporary).unlink(missing_ok=True)
+        self._tidy(keep=path)
+        return CodeBundle(entry=entry, sha256=digest, size=size, path=str(path))
+
+    def _tidy(self, keep: Path) -> None:
+        now = time.time()
+        kept: list[tuple[float, int, Path]] = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                kept.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in kept)
+        for mtime, size, path in sorted(kept):
+            is_old = now - mtime > _KEEP_S or total > _KEEP_BYTES
+            if path != keep and is_old and now - mtime > _KEEP_AT_LEAST_S:
+                path.unlink(missing_ok=True)
+                total -= size
+
+
+def _write(archive: IO[bytes], files: Iterable[TreeFile]) -> None:
+    """Not compressed: libraries compress alike contents to different bytes."""
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as target:
+        for file in files:
+            info = zipfile.ZipInfo(file.name, _TIME)
+            info.create_system = 3
+            info.external_attr = (0o100755 if file.executable else 0o100644) << 16
+            # a file that was removed since it was found was removed before this run
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open(file.path, "rb") as source,
+                target.open(info, "w", force_zip64=file.size >= _LARGE_BYTES) as member,
+            ):
+                while chunk := source.read(_CHUNK_BYTES):
+                    member.write(chunk)
+
+
+def _touched(path: str) -> bool:
+    """Whether the archive is still there; it counts as used now."""
+    try:
+        os.utime(path)
+    except OSError:
+        return False
+    return True
