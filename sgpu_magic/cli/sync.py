@@ -23,8 +23,7 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.tracking import progress
-from sgpu_magic.tracking.progress import Progress, without_user
-from sgpu_magic.tracking.sync import Sent, Unsent
+from sgpu_magic.tracking.progress import SYNC, Progress, Sent, Unsent, without_user
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.ids import short
@@ -112,7 +111,7 @@ def _variables(environ: Mapping[str, str], *, credentials: bool) -> dict[str, st
 def _send(settings: Settings, uri: str, items: Sequence[Left], environ: dict[str, str]) -> list[Sent]:
     order = Unsent(settings, uri, tuple(str(directory) for directory, _ in items))
     done = subprocess.run(
-        [sys.executable, "-m", "sgpu_magic.tracking.sync"],
+        [sys.executable, "-m", "sgpu_magic.tracking", SYNC],
         input=msgspec.json.encode(order),
         capture_output=True,
         env=environ | {"PYTHONSAFEPATH": "1"},

@@ -1,8 +1,11 @@
-"""`python -m sgpu_magic.tracking FD SETTINGS`: writes the runs of one pool to one MLflow store.
+"""`python -m sgpu_magic.tracking FD SETTINGS`: writes the runs of one pool to one MLflow store. `... sync`: runs alone.
 
 The pool service starts it with the first tracked run of a store, and again when it died; end of file on its socket
 ends it. It gets what to write from the runs' event logs, so that nothing is lost with it. The store's variables come
 with the first message and are nobody else's: runs with other credentials have a process of their own.
+
+`python -m sgpu_magic.tracking sync` is what `sgpu sync` starts. Its standard input has one encoded `Unsent`; each run
+gives one line on standard output, an encoded `Sent`.
 """
 
 from __future__ import annotations
@@ -13,14 +16,26 @@ import queue
 import socket
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.tracking import store
+from sgpu_magic.tracking.progress import SYNC, Sent, Unsent
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.tracking import EndTracker, FromTracker, Hurry, RunOver, ToTracker, Track
+from sgpu_magic.wire.tracking import (
+    EndTracker,
+    FromTracker,
+    Hurry,
+    RunOver,
+    ToTracker,
+    Track,
+    Tracking,
+    is_store_variable,
+)
 
 if TYPE_CHECKING:
     from sgpu_magic.tracking.writer_queue import WriterQueue
@@ -29,6 +44,9 @@ URGENT = "--urgent"
 _NICE = 10
 _END_S = 3.0
 _CHUNK_BYTES = 1 << 16
+# `sync` waits so long for a run that the pool writes
+_BUSY_S = 10.0
+_LOOK_S = 0.2
 
 
 class Inbox:
@@ -114,6 +132,41 @@ def _work(writers: WriterQueue, inbox: Inbox) -> None:
     writers.prune()
 
 
+def sync() -> None:
+    """Send what is unsent of some runs to one store, with this process's variables."""
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Unsent)
+    variables = {name: value for name, value in os.environ.items() if is_store_variable(name)}
+    store.stand_in(variables)
+    from sgpu_magic.tracking.client import Store, StoreTroubled
+    from sgpu_magic.tracking.writer import Busy, RunWriter
+
+    tracking = Tracking(uri=order.uri, variables=variables)
+    target = Store(order.settings, tracking)
+    down = ""
+    for directory in order.directories:
+        writer = RunWriter(order.settings, target, Path(directory), tracking)
+        # it is over: nobody writes its events any more
+        writer.over = True
+        problem = down
+        until = time.monotonic() + _BUSY_S
+        while not problem and not writer.progress.complete:
+            try:
+                writer.step()
+            except Busy:
+                if time.monotonic() > until:
+                    problem = "the pool is writing it"
+                time.sleep(_LOOK_S)
+            except StoreTroubled as trouble:
+                problem = str(trouble)
+                down = problem if trouble.unreachable else ""
+                writer.trouble(problem)
+            except OSError as error:
+                problem = f"{error.strerror or error}"
+        problem = problem or writer.progress.problem
+        sys.stdout.write(msgspec.json.encode(Sent(run_id=Path(directory).name, problem=problem)).decode() + "\n")
+        sys.stdout.flush()
+
+
 def _import(*, urgent: bool) -> None:
     """Import what takes seconds: at idle priority, while nobody waits for it, so that it takes nothing from the run.
 
@@ -132,4 +185,4 @@ def _import(*, urgent: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sync() if sys.argv[1:] == [SYNC] else main()

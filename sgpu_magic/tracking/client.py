@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -23,9 +23,9 @@ from sgpu_magic.packages.secrets import find_secrets, without_secrets
 from sgpu_magic.tracking import store
 from sgpu_magic.tracking.artifacts import OWN_NAMES
 from sgpu_magic.tracking.progress import without_user
-from sgpu_magic.tracking.runs import LOGGED_TAG, RUN_TAG, Batch, in_chunks
+from sgpu_magic.tracking.runs import LOGGED_TAG, RUN_TAG, Batch
 from sgpu_magic.wire.ids import is_valid_id
-from sgpu_magic.wire.tracking import TrackedRun, Tracking
+from sgpu_magic.wire.tracking import Tracking
 
 # of one request, which MLflow's servers take up to 1,000 things and a megabyte (mlflow.utils.validation)
 _METRICS, _NAMES = 800, 50
@@ -94,13 +94,12 @@ class Store:
             found = self.client.get_experiment_by_name(name)
             if found is None:
                 try:
-                    self._experiments[name] = str(self.client.create_experiment(name, self._artifact_location()))
-                    return self._experiments[name]
+                    self.client.create_experiment(name, self._artifact_location())
                 except MlflowException as error:
+                    # another pool was quicker
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
-                    # another pool was quicker
-                    found = self.client.get_experiment_by_name(name)
+                found = self.client.get_experiment_by_name(name)
         if found is None or found.lifecycle_stage != "active":
             raise Gone(f"the experiment {name!r} was deleted there; restore it, or name another one")
         self._experiments[name] = str(found.experiment_id)
@@ -168,20 +167,16 @@ class Store:
         there = {entry.name for entry in artifacts.iterdir()} if artifacts.is_dir() else set[str]()
         return not (self._settings.runs_path / run_id).exists() and there <= OWN_NAMES
 
-    def where(self, made: Any, experiment: str) -> TrackedRun:
-        """Return what others are told of a run."""
+    def where(self, made: Any) -> dict[str, str]:
+        """Return where a run is, as `Progress` has it."""
         info = made.info
-        url = ""
-        if self.uri.startswith(("http:", "https:")):
-            url = f"{self.uri.rstrip('/')}/#/experiments/{info.experiment_id}/runs/{info.run_id}"
-        return TrackedRun(
-            uri=self.uri,
-            mlflow_run_id=info.run_id,
-            experiment_id=str(info.experiment_id),
-            experiment=experiment,
-            artifact_uri=without_user(info.artifact_uri or ""),
-            url=url,
-        )
+        url = f"{self.uri.rstrip('/')}/#/experiments/{info.experiment_id}/runs/{info.run_id}"
+        return {
+            "mlflow_run_id": info.run_id,
+            "experiment_id": str(info.experiment_id),
+            "artifact_uri": without_user(info.artifact_uri or ""),
+            "url": url if self.uri.startswith(("http:", "https:")) else "",
+        }
 
     def write(self, mlflow_run_id: str, batch: Batch) -> list[str]:
         """Write a batch; what it does not take is left out. Returns the names of those.
@@ -190,13 +185,7 @@ class Store:
             StoreTroubled: The store does not work; everything may be written again.
             Gone: The run was deleted.
         """
-        refused: list[str] = []
-
-        def write(part: Batch) -> None:
-            refused.extend(self._write(mlflow_run_id, part))
-
-        in_chunks(batch, _METRICS, _NAMES, write)
-        return refused
+        return [name for part in in_chunks(batch, _METRICS, _NAMES) for name in self._write(mlflow_run_id, part)]
 
     def rename(self, mlflow_run_id: str, name: str) -> None:
         with self._translated():
@@ -276,6 +265,22 @@ def _plain(text: str) -> str:
     return text
 
 
+def in_chunks(batch: Batch, metrics: int, names: int) -> Iterator[Batch]:
+    """Yield the batch in parts that one request takes.
+
+    Args:
+        batch: All of it.
+        metrics: Most metrics of a part.
+        names: Most parameters, and most tags of a part.
+    """
+    params, tags = list(batch.params.items()), list(batch.tags.items())
+    parts = max(-(-len(batch.metrics) // metrics), -(-max(len(params), len(tags)) // names))
+    for part in range(parts):
+        some = slice(part * names, (part + 1) * names)
+        points = batch.metrics[part * metrics : (part + 1) * metrics]
+        yield Batch(points, dict(params[some]), dict(tags[some]), batch.seq)
+
+
 def _halves(part: Batch) -> list[Batch]:
     """Return two parts of what was refused as a whole, [] when it is one thing only, or one that can be shortened."""
     if len(part.params) == 1 and not part.metrics and not part.tags:
@@ -285,15 +290,8 @@ def _halves(part: Batch) -> list[Batch]:
     kinds = [kind for kind in kinds if not kind.empty]
     if len(kinds) > 1:
         return kinds
-    if len(part.metrics) > 1:
-        middle = len(part.metrics) // 2
-        return [Batch(metrics=part.metrics[:middle]), Batch(metrics=part.metrics[middle:])]
-    for params, names in ((True, list(part.params.items())), (False, list(part.tags.items()))):
-        if len(names) > 1:
-            middle = len(names) // 2
-            pairs = (dict(names[:middle]), dict(names[middle:]))
-            return [Batch(params=some) if params else Batch(tags=some) for some in pairs]
-    return []
+    half = -(-max(len(part.metrics), len(part.params), len(part.tags)) // 2)
+    return list(in_chunks(part, half, half)) if len(_names(part)) > 1 else []
 
 
 def _names(part: Batch) -> list[str]:

@@ -28,13 +28,15 @@ from mlflow.utils.validation import (
     _validate_tag,  # pyright: ignore[reportPrivateUsage]
 )
 
-from sgpu_magic.tracking.in_rank_cell import CellHere, current
+from sgpu_magic.tracking.in_rank import CellHere, current
 from sgpu_magic.tracking.progress import without_user
 from sgpu_magic.wire.tracking import MetricPoint, absolute_uri
 
 # what MLflow sets by itself on a run that it creates, and the writer has set on this one
 _SET_BY_WRITER = ("mlflow.source.", "mlflow.user")
 _NO_NAME = "lightning_logs"
+# nothing of these is to be done where nothing was logged to the real store
+_ASYNC_ENDS = ("flush_async_logging", "shut_down_async_logging", "end_async_logging")
 
 
 def wrapped(builder: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,6 +92,8 @@ class RunStore:
 
     def __getattr__(self, name: str) -> Any:
         """All else is the real store's; the run's stand-in becomes its id on the way."""
+        if name in _ASYNC_ENDS and self._opened is None:
+            return lambda: None
         attribute = getattr(self._real, name)
         if not callable(attribute):
             return attribute
@@ -160,18 +164,6 @@ class RunStore:
 
     def set_tag_async(self, run_id: str, tag: RunTag) -> RunOperations:
         return self.log_batch_async(run_id, [], [], [tag])
-
-    def flush_async_logging(self) -> None:
-        if self._opened is not None:
-            self._opened.flush_async_logging()
-
-    def shut_down_async_logging(self) -> None:
-        if self._opened is not None:
-            self._opened.shut_down_async_logging()
-
-    def end_async_logging(self) -> None:
-        if self._opened is not None:
-            self._opened.end_async_logging()
 
     def _log_for_models(self, cell: CellHere, metrics: Sequence[Metric]) -> bool:
         """Metrics that belong to a logged model or a dataset as well: only the real store can say so."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.files.kept_folders import locked
+from sgpu_magic.config import Settings
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.ids import is_valid_id
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import TrackedRun, Tracking
+
+SYNC = "sync"
+"""Of the tracking process: it sends what is unsent, and ends."""
 
 _USER = re.compile(r"(?<=://)[^/]*@")
 
@@ -119,13 +121,30 @@ def unsent(runs_path: Path) -> Iterator[tuple[Path, Progress]]:
             yield runs_path / name, found
 
 
-@contextlib.contextmanager
-def hold(directory: Path) -> Generator[bool]:
-    """Hold a run's directory against other writers; yields False when one has it, or it is gone."""
-    with locked(directory, wait=False) as held:
-        yield held
-
-
 def without_user(uri: str) -> str:
     """Return the URI without user name and password."""
     return _USER.sub("", uri)
+
+
+# ---------------------------------------------------------------- what `sgpu sync` and its process tell each other
+
+
+class Unsent(Record, frozen=True):
+    """What is to be sent.
+
+    Args:
+        settings: The pool's.
+        uri: The store's, with user name and password where the shell has it so; "" is the default store.
+        directories: The runs'.
+    """
+
+    settings: Settings
+    uri: str
+    directories: tuple[str, ...]
+
+
+class Sent(Record, frozen=True):
+    """What became of a run; `problem` says why it is not there, "" when it is."""
+
+    run_id: str
+    problem: str = ""

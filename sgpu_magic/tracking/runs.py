@@ -1,4 +1,4 @@
-"""What a run's events are in MLflow: parameters, tags, metrics and a final status. Pure.
+"""What a run's events are in MLflow: parameters, tags, metrics, its system metrics too, and a final status. Pure.
 
 Names and values are brought within MLflow's limits, so that no run is refused for a long name.
 """
@@ -6,10 +6,9 @@ Names and values are brought within MLflow's limits, so that no run is refused f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sgpu_magic.tracking.system_metrics import SystemMetrics
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.events import (
     AttemptFailed,
@@ -21,7 +20,7 @@ from sgpu_magic.wire.events import (
     StateChanged,
     Submitted,
 )
-from sgpu_magic.wire.rank_events import MetricsLogged, Sampled
+from sgpu_magic.wire.rank_events import MetricsLogged, RankSample, Sampled
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 from sgpu_magic.wire.tracking import MetricPoint
@@ -45,14 +44,6 @@ def key(text: str) -> str:
     """Return a name as MLflow takes it: other characters become `_`, no part of it is empty or `..`."""
     parts = [part for part in _NOT_IN_KEYS.sub("_", text).strip().split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:_KEY_LENGTH].rstrip("/ ") or "_"
-
-
-def param(text: str) -> str:
-    return text[:_PARAM_LENGTH]
-
-
-def tag(text: str) -> str:
-    return text[:_TAG_LENGTH]
 
 
 @dataclass(slots=True)
@@ -159,14 +150,12 @@ class RunFold:
 
     def _logged(self, body: MetricsLogged) -> None:
         self._tags({LOGGED_TAG: "true"})
-        for point in body.metrics:
-            name = key(point.key)
-            self.batch.metrics.append(
-                point if name == point.key else MetricPoint(name, point.value, point.at_ms, point.step)
-            )
+        self.batch.metrics += [
+            MetricPoint(key(point.key), point.value, point.at_ms, point.step) for point in body.metrics
+        ]
         for name, value in body.params:
             self._param(name, value)
-            if self._params[key(name)] != param(value):
+            if self._params[key(name)] != value[:_PARAM_LENGTH]:
                 self._tags({f"sgpu.param.{name}": value})
         for name, value in body.tags:
             if name == NAME_TAG:
@@ -197,10 +186,10 @@ class RunFold:
         """MLflow takes a parameter once: the first value counts."""
         name = key(name)
         if name not in self._params:
-            self._params[name] = self.batch.params[name] = param(value)
+            self._params[name] = self.batch.params[name] = value[:_PARAM_LENGTH]
 
     def _tags(self, tags: dict[str, str]) -> None:
-        self.batch.tags.update({key(name): tag(value) for name, value in tags.items() if value})
+        self.batch.tags.update({key(name): value[:_TAG_LENGTH] for name, value in tags.items() if value})
 
 
 def opening_tags(spec: RunSpec, pool: str) -> dict[str, str]:
@@ -258,20 +247,103 @@ def status_of(spec: RunSpec | None, state: RunState) -> str:
     return _STATUS.get(state, "FAILED")
 
 
-def in_chunks(batch: Batch, metrics: int, names: int, write: Callable[[Batch], None]) -> None:
-    """Hand the batch to `write` in parts that one request takes.
+# ---------------------------------------------------------------- what its ranks and devices did
 
-    Args:
-        batch: All of it.
-        metrics: Most metrics of a part.
-        names: Most parameters, and most tags of a part.
-        write: Takes a part.
-    """
-    rest = Batch(list(batch.metrics), dict(batch.params), dict(batch.tags), batch.seq)
-    while not rest.empty:
-        part = Batch(rest.metrics[:metrics], seq=rest.seq)
-        rest.metrics = rest.metrics[metrics:]
-        for taken, left in ((part.params, rest.params), (part.tags, rest.tags)):
-            for name in list(left)[:names]:
-                taken[name] = left.pop(name)
-        write(part)
+# Under the keys of MLflow's own system metrics:
+#     system/node0/gpu_0_utilization_percentage     the first of the run's own devices, in rank order
+#     system/node0/gpu_0_memory_usage_megabytes
+#     system/node0/gpu_0_memory_usage_percentage
+#     system/node0/gpu_0_power_usage_watts
+#     system/node0/cpu_utilization_percentage       of the run's processes together, of all cores of the node
+#     system/node0/system_memory_usage_megabytes    the same of memory
+#     system/node0/rank_0_cpu_utilization_percentage, rank_0_memory_usage_megabytes      of each rank; 100 is one core
+#
+# In the first minute each sample is a point; later ten seconds are averaged into one, which is how often MLflow itself
+# looks. The same events make the same points however often they are read, so nothing is written twice.
+
+_EACH_S = 60.0
+_WINDOW_S = 10.0
+_MB = 1e6
+_NODE = "system/node0/"
+
+
+class SystemMetrics:
+    """Makes points of one run's samples; `cores` are the node's, None when not known."""
+
+    def __init__(self, cores: int | None) -> None:
+        self._cores = cores
+        self._devices: tuple[str, ...] = ()
+        self._uuids: dict[int, str] = {}
+        self._totals: dict[int, int] = {}
+        self._sums: dict[str, list[float]] = {}
+        self._gathered_s = 0.0
+        self._passed_s = 0.0
+        self._step = 0
+        self._at_ms = 0
+
+    def placed(self, uuids: Sequence[str]) -> None:
+        """The run's devices, in rank order."""
+        self._devices = tuple(dict.fromkeys(uuids))
+
+    def started_again(self) -> None:
+        """Other processes are the ranks now; the first sample of each says again what its device is."""
+        self._uuids, self._totals = {}, {}
+
+    def take(self, sampled: Sampled, at: float) -> list[MetricPoint]:
+        """Return the points that this makes; `at` is wall-clock time, seconds since the epoch."""
+        for sample in sampled.samples:
+            if sample.uuid:
+                self._uuids[sample.rank] = sample.uuid
+            if sample.total_bytes:
+                self._totals[sample.rank] = sample.total_bytes
+        for key, value in self._values(sampled.samples).items():
+            self._sums.setdefault(key, []).append(value)
+        self._gathered_s += sampled.seconds
+        self._passed_s += sampled.seconds
+        self._at_ms = int(at * 1000)
+        if self._passed_s > _EACH_S and self._gathered_s < _WINDOW_S:
+            return []
+        return self.rest()
+
+    def rest(self) -> list[MetricPoint]:
+        """Return what was gathered since the last points."""
+        points = [
+            MetricPoint(_NODE + key, round(sum(values) / len(values), 1), self._at_ms, self._step)
+            for key, values in self._sums.items()
+        ]
+        self._step += bool(points)
+        self._sums, self._gathered_s = {}, 0.0
+        return points
+
+    def _values(self, samples: Sequence[RankSample]) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for sample in samples:
+            if sample.kind != "cpu":
+                self._of_device(sample, values)
+            if sample.cpu_cores is not None:
+                values[f"rank_{sample.rank}_cpu_utilization_percentage"] = 100 * sample.cpu_cores
+            if sample.rss_bytes is not None:
+                values[f"rank_{sample.rank}_memory_usage_megabytes"] = sample.rss_bytes / _MB
+        cores = [sample.cpu_cores for sample in samples if sample.cpu_cores is not None]
+        if cores and self._cores:
+            values["cpu_utilization_percentage"] = 100 * sum(cores) / self._cores
+        held = [sample.rss_bytes for sample in samples if sample.rss_bytes is not None]
+        if held:
+            values["system_memory_usage_megabytes"] = sum(held) / _MB
+        return values
+
+    def _of_device(self, sample: RankSample, values: dict[str, float]) -> None:
+        gpu = f"gpu_{self._index_of(sample.rank)}"
+        if sample.utilization_pct is not None:
+            values[f"{gpu}_utilization_percentage"] = sample.utilization_pct
+        if sample.used_bytes is not None:
+            values[f"{gpu}_memory_usage_megabytes"] = sample.used_bytes / _MB
+            total = self._totals.get(sample.rank)
+            if total:
+                values[f"{gpu}_memory_usage_percentage"] = 100 * sample.used_bytes / total
+        if sample.power_w is not None:
+            values[f"{gpu}_power_usage_watts"] = sample.power_w
+
+    def _index_of(self, rank: int) -> int:
+        uuid = self._uuids.get(rank, "")
+        return self._devices.index(uuid) if uuid in self._devices else rank

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
+from sgpu_magic.files.kept_folders import locked
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.artifacts import MAX_BYTES, files_of
@@ -50,8 +51,11 @@ class RunWriter:
 
     Attributes:
         progress: How far it is.
-        troubled_told: Its pool was told that the store does not work.
         over: Its event log does not grow any more.
+        due: Monotonic time of its next step.
+        failures: How many steps have failed since the last one that did not.
+        announced: Its pool was told where it is.
+        troubled_told: Its pool was told that the store does not work.
     """
 
     def __init__(
@@ -59,8 +63,11 @@ class RunWriter:
     ) -> None:
         self.directory = directory
         self.run_id = directory.name
-        self.troubled_told = False
         self.over = False
+        self.due = time.monotonic()
+        self.failures = 0
+        self.announced = False
+        self.troubled_told = False
         self.progress = progress.load(directory) or progress.opening(tracking, parent_run)
         self._settings = settings
         self._store = store
@@ -71,14 +78,6 @@ class RunWriter:
         self._fold = RunFold(self._settings.pool or "local", os.cpu_count(), self.progress.seq)
         self._batch: Batch | None = None
 
-    @property
-    def spec(self) -> RunSpec | None:
-        return self._fold.spec
-
-    @property
-    def started(self) -> bool:
-        return bool(self.progress.mlflow_run_id)
-
     def step(self) -> bool:
         """Write what is new. Returns whether there is more to be written at once.
 
@@ -86,7 +85,7 @@ class RunWriter:
             StoreTroubled: The store does not work; the next step begins where this one was.
             Busy: Another process has the run.
         """
-        with progress.hold(self.directory) as held:
+        with locked(self.directory, wait=False) as held:
             if not held:
                 raise Busy
             on_disk = progress.load(self.directory)
@@ -105,7 +104,7 @@ class RunWriter:
     def trouble(self, text: str) -> None:
         """Remember why it is not written."""
         if text != self.progress.problem:
-            with progress.hold(self.directory) as held:
+            with locked(self.directory, wait=False) as held:
                 on_disk = progress.load(self.directory)
                 if held and (on_disk is None or on_disk == self.progress):
                     self._keep(problem=text)
@@ -116,7 +115,7 @@ class RunWriter:
             if self.over:
                 self._keep(complete=True, problem="its directory has no events")
             return False
-        if not self.started:
+        if not self.progress.mlflow_run_id:
             self._create(self._fold.spec)
         batch = self._batch
         if batch is not None:
@@ -125,7 +124,7 @@ class RunWriter:
             if not batch.empty:
                 self._keep(seq=batch.seq, problem="")
         if self._fold.ended is None and self.over and not self._read():
-            self._end_unknown(self._fold.spec)
+            self._end_unknown()
             return True
         if self._batch is not None:
             return True
@@ -169,22 +168,11 @@ class RunWriter:
         if made is None:
             self._keep(creating=True)
             began_ms = int(spec.submitted_at * 1000)
-            made = self._create_or_drop(experiment_id, spec, began_ms, tags)
-        tracked = self._store.where(made, now.experiment)
-        self._keep(
-            mlflow_run_id=tracked.mlflow_run_id,
-            experiment_id=tracked.experiment_id,
-            artifact_uri=tracked.artifact_uri,
-            url=tracked.url,
-            creating=now.creating,
-            problem="",
-        )
-
-    def _create_or_drop(self, experiment_id: str, spec: RunSpec, began_ms: int, tags: dict[str, str]):
-        try:
-            return self._store.create_run(experiment_id, self.progress.experiment, self._fold.name, began_ms, tags)
-        except Rejected as refused:
-            raise Gone(f"the store does not take the run: {refused}") from None
+            try:
+                made = self._store.create_run(experiment_id, now.experiment, self._fold.name, began_ms, tags)
+            except Rejected as refused:
+                raise Gone(f"the store does not take the run: {refused}") from None
+        self._keep(**self._store.where(made), creating=now.creating, problem="")
 
     def _session(self, run_id: str) -> str:
         """Return the MLflow run of the session that the run is in, "" when it has none in this store."""
@@ -208,7 +196,7 @@ class RunWriter:
             names = ", ".join(dict.fromkeys(refused))
             self._store.write(self.progress.mlflow_run_id, Batch(tags={"sgpu.refused": names[:500]}))
 
-    def _end_unknown(self, spec: RunSpec) -> None:
+    def _end_unknown(self) -> None:
         """The log ends without a last word: its pool was killed, or the disk was full."""
         failure = Failure(kind=FailureKind.NODE_LOST, message=_END_UNKNOWN)
         ended = RunEnded(state=RunState.FAILED, failure=failure)

@@ -29,21 +29,6 @@ _MAX_REST_S = 0.2
 _AT_ONCE = 0.0
 
 
-class _Pending:
-    """A run, and when it is due.
-
-    Args:
-        writer: The run.
-        due: Monotonic time.
-    """
-
-    def __init__(self, writer: RunWriter, due: float) -> None:
-        self.writer = writer
-        self.due = due
-        self.failures = 0
-        self.announced = False
-
-
 class WriterQueue:
     """Takes the runs' steps in turn.
 
@@ -57,7 +42,7 @@ class WriterQueue:
         self._settings = settings
         self._store = Store(settings, tracking)
         self._send = send
-        self._runs: dict[str, _Pending] = {}
+        self._runs: dict[str, RunWriter] = {}
         self._failures = 0
         self._down_until = 0.0
         self._why_down = ""
@@ -70,11 +55,11 @@ class WriterQueue:
         return not self._runs and time.monotonic() - self._used_at > IDLE_S
 
     def track(self, order: Track) -> None:
-        now = time.monotonic()
-        self._used_at = now
+        self._used_at = time.monotonic()
         if order.run_id not in self._runs:
-            writer = RunWriter(self._settings, self._store, Path(order.run_dir), order.tracking, order.parent_run)
-            self._runs[order.run_id] = _Pending(writer, now)
+            self._runs[order.run_id] = RunWriter(
+                self._settings, self._store, Path(order.run_dir), order.tracking, order.parent_run
+            )
         if order.urgent:
             self.hurry(order.run_id)
 
@@ -87,7 +72,7 @@ class WriterQueue:
     def over(self, run_id: str) -> None:
         run = self._runs.get(run_id)
         if run is not None:
-            run.writer.over = True
+            run.over = True
 
     def wait_s(self) -> float:
         """Return seconds until something is due."""
@@ -106,7 +91,7 @@ class WriterQueue:
         self._used_at = now
         if now < self._down_until:
             self._trouble(run, self._why_down)
-            run.due = max(self._down_until, now)
+            run.due = self._down_until
             return
         self._take_step(run)
         # many short cells in a row: it takes half of a core at most
@@ -127,42 +112,41 @@ class WriterQueue:
                 return
             self._take_step(run)
 
-    def _take_step(self, run: _Pending) -> None:
-        writer = run.writer
+    def _take_step(self, run: RunWriter) -> None:
         try:
-            more = writer.step()
+            more = run.step()
         except Busy:
             run.due = time.monotonic() + INTERVAL_S
-            if not writer.directory.is_dir():
+            if not run.directory.is_dir():
                 self._done(run)
             return
         except StoreTroubled as trouble:
             self._failed(run, str(trouble), unreachable=trouble.unreachable)
             return
         except OSError as error:
-            self._failed(run, f"{error.strerror or error} ({writer.directory})", unreachable=False)
+            self._failed(run, f"{error.strerror or error} ({run.directory})", unreachable=False)
             return
         self._failures = run.failures = 0
         self._announce(run)
-        if writer.progress.complete:
-            if writer.progress.problem:
-                self._tell(run, writer.progress.problem)
+        if run.progress.complete:
+            if run.progress.problem:
+                self._tell(run, run.progress.problem)
             self._done(run)
             return
         run.due = time.monotonic() + (0.0 if more else INTERVAL_S)
 
-    def _announce(self, run: _Pending) -> None:
-        tracked = run.writer.progress.tracked
+    def _announce(self, run: RunWriter) -> None:
+        tracked = run.progress.tracked
         if tracked is not None and not run.announced:
             run.announced = True
-            self._send(TrackingStarted(run_id=run.writer.run_id, tracked=tracked))
+            self._send(TrackingStarted(run_id=run.run_id, tracked=tracked))
 
-    def _done(self, run: _Pending) -> None:
-        progress = run.writer.progress
-        del self._runs[run.writer.run_id]
-        self._send(TrackingDone(run_id=run.writer.run_id, complete=progress.complete and not progress.problem))
+    def _done(self, run: RunWriter) -> None:
+        progress = run.progress
+        del self._runs[run.run_id]
+        self._send(TrackingDone(run_id=run.run_id, complete=progress.complete and not progress.problem))
 
-    def _failed(self, run: _Pending, text: str, *, unreachable: bool) -> None:
+    def _failed(self, run: RunWriter, text: str, *, unreachable: bool) -> None:
         now = time.monotonic()
         self._announce(run)
         run.failures += 1
@@ -173,26 +157,26 @@ class WriterQueue:
             self._down_until = run.due = now + _pause_s(self._failures)
         self._trouble(run, text)
 
-    def _trouble(self, run: _Pending, text: str) -> None:
+    def _trouble(self, run: RunWriter, text: str) -> None:
         try:
-            run.writer.trouble(text)
+            run.trouble(text)
         except OSError as error:
             text = f"{text} ({error.strerror})"
         self._tell(run, text)
 
-    def _tell(self, run: _Pending, text: str) -> None:
-        if run.writer.troubled_told:
+    def _tell(self, run: RunWriter, text: str) -> None:
+        if run.troubled_told:
             return
-        run.writer.troubled_told = True
+        run.troubled_told = True
         where = self._store.uri or "the default store"
-        if run.writer.progress.complete:
+        if run.progress.complete:
             said = f"the run is not tracked any more: {where} says {text}"
         else:
             said = (
                 f"tracking at {where} does not work: {text}. The run goes on; what is not written is kept, and sent "
-                f"when it works again or by `sgpu sync {short(run.writer.run_id)}`"
+                f"when it works again or by `sgpu sync {short(run.run_id)}`"
             )
-        self._send(TrackingTroubled(run_id=run.writer.run_id, text=said))
+        self._send(TrackingTroubled(run_id=run.run_id, text=said))
 
 
 def _pause_s(failures: int) -> float:

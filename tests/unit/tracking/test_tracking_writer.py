@@ -26,11 +26,11 @@ from waiting import eventually
 import sgpu_magic
 from sgpu_magic.cli.sync import sync
 from sgpu_magic.config import Settings
+from sgpu_magic.files.kept_folders import locked
 from sgpu_magic.pool.retention import RunOnDisk, Why, choose_removals
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
-from sgpu_magic.tracking.runs import Batch, RunFold, in_chunks, key
-from sgpu_magic.tracking.system_metrics import SystemMetrics
+from sgpu_magic.tracking.runs import Batch, RunFold, SystemMetrics, key
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.ids import short
@@ -57,13 +57,15 @@ def test_names_are_what_mlflow_takes(given: str, kept: str):
 
 
 def test_a_batch_goes_in_parts_that_one_request_takes():
+    with quiet_mlflow():
+        from sgpu_magic.tracking.client import in_chunks
+
     batch = Batch(
         [MetricPoint("m", float(step), 0, step) for step in range(1700)],
         {f"p{number}": "1" for number in range(120)},
         {"t": "1"},
     )
-    parts: list[Batch] = []
-    in_chunks(batch, 800, 50, parts.append)
+    parts = in_chunks(batch, 800, 50)
     assert [(len(part.metrics), len(part.params), len(part.tags)) for part in parts] == [
         (800, 50, 1),
         (800, 50, 0),
@@ -160,9 +162,9 @@ def test_no_credentials_stand_in_a_run_directory():
 
 
 def test_a_run_directory_has_one_writer_at_a_time(tmp_path: Path):
-    with progress.hold(tmp_path) as first, progress.hold(tmp_path) as second:
+    with locked(tmp_path, wait=False) as first, locked(tmp_path, wait=False) as second:
         assert (first, second) == (True, False)
-    with progress.hold(tmp_path) as again, progress.hold(tmp_path / "gone") as gone:
+    with locked(tmp_path, wait=False) as again, locked(tmp_path / "gone", wait=False) as gone:
         assert (again, gone) == (True, False)
 
 
