@@ -152,18 +152,12 @@ def _walk(
         is_directory = entry.is_dir()
         if _is_skipped(entry.name, is_directory=is_directory):
             continue
-        if _is_ignored(entry.path, here, is_directory=is_directory):
-            if not is_directory and entry.path not in keep:
-                continue
-            if is_directory and not any(kept.startswith(entry.path + os.sep) for kept in keep):
-                continue
-            if is_directory:
-                # only for the sake of what is kept below it
-                for file in _walk(entry.path, f"{name}/{entry.name}", [], keep, notes, below):
-                    if file.path in keep:
-                        yield file
-                continue
-        yield from _walk(entry.path, f"{name}/{entry.name}", here, keep, notes, below)
+        place = f"{name}/{entry.name}"
+        if not _is_ignored(entry.path, here, is_directory=is_directory):
+            yield from _walk(entry.path, place, here, keep, notes, below)
+        elif entry.path in keep or (is_directory and any(kept.startswith(entry.path + os.sep) for kept in keep)):
+            # only for the sake of what is kept there
+            yield from (file for file in _walk(entry.path, place, [], keep, notes, below) if file.path in keep)
 
 
 def _is_skipped(name: str, *, is_directory: bool) -> bool:

@@ -85,7 +85,7 @@ def make_lock(snapshot: Snapshot, wheels: Path, variables: Mapping[str, str], *,
         variables: Tell uv where packages are.
         gently: Nobody waits for it.
     """
-    asked = {d.key: _asked_line(d) for d in snapshot.distributions if _is_asked(d)}
+    asked = {d.key: d.direct_reference or d.pin for d in snapshot.distributions if _is_asked(d)}
     unpublished: set[str] = set()
     unlocked: dict[str, str] = {}
     other_builds: dict[str, str] = {}
@@ -150,10 +150,6 @@ def lock_order(environment: Environment, python: str, variables: Mapping[str, st
 def _is_asked(distribution: Distribution) -> bool:
     from_index = distribution.kind in (Kind.REGISTRY, Kind.SYSTEM, Kind.CONDA)
     return from_index or (distribution.kind is Kind.ARCHIVE and not distribution.sha256)
-
-
-def _asked_line(distribution: Distribution) -> str:
-    return distribution.direct_reference or distribution.pin
 
 
 def _compile(python: str, lines: Iterable[str], variables: Mapping[str, str], *, gently: bool) -> tuple[int, str, str]:
@@ -235,19 +231,14 @@ def _toml(value: object) -> str:
     return json.dumps(value)
 
 
-def _problem_of(text: str) -> str:
-    """Why a text is no lock file, "" when it is one."""
+def _valid(lock: Lock) -> Lock:
+    """The lock, without its file where that is none."""
     # some ms, and needed here only
     from packaging.pylock import Pylock, PylockValidationError
 
     try:
-        Pylock.from_dict(tomllib.loads(text)).validate()
+        Pylock.from_dict(tomllib.loads(lock.pylock)).validate()
     except (PylockValidationError, tomllib.TOMLDecodeError) as error:
-        return f"what was found out makes no valid pylock.toml: {error}"
-    return ""
-
-
-def _valid(lock: Lock) -> Lock:
-    """The lock, without its file where that is none."""
-    problem = _problem_of(lock.pylock)
-    return msgspec.structs.replace(lock, pylock="", problem=problem) if problem else lock
+        problem = f"what was found out makes no valid pylock.toml: {error}"
+        return msgspec.structs.replace(lock, pylock="", problem=problem)
+    return lock

@@ -1,7 +1,7 @@
 """Requirements files: as people write them, read into lines that a node's uv understands; as they are written here.
 
-Also `pylock.toml` as people have it. A `requirements.txt` of ours is written without asking anybody, so it is there when
-no package index can be reached.
+Also `pylock.toml` as people have it. A `requirements.txt` of ours is written without asking anybody, so it is there
+when no package index can be reached.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _locked_line(path: Path, package: Package, source: object) -> str:
             return " ".join([f"{package.name}=={package.version}", *hashes])
 
 
-# ---------------------------------------------------------------- `requirements.txt`, as it is written into a run's directory
+# ---------------------------------------------------------------- `requirements.txt` of ours, for a run's directory
 
 _COMPLETE_LINE = "# Complete: `uv pip install --no-deps -r requirements.txt` looks no dependencies up."
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 from sgpu_magic.packages.distributions import (
@@ -197,8 +196,6 @@ def _interpreter_tag() -> str:
 
 # ---------------------------------------------------------------- how two of them differ, and what is loaded
 
-_IMPORTED_AT = time.time()
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -286,14 +283,11 @@ def stale_modules(
 
 
 def process_began_at() -> float:
-    """Wall-clock time at which this process began; that of its first import of this where the system does not tell."""
-    try:
-        # the program's name stands in parentheses and may have spaces; the 22nd field is in ticks since the boot
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
-    except (OSError, StopIteration):
-        return _IMPORTED_AT
-    return int(booted.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+    """Wall-clock time at which this process began."""
+    # only who asks for this needs it
+    import psutil
+
+    return psutil.Process().create_time()
 
 
 def _installed_at(distribution: Distribution) -> float:

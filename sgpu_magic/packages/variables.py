@@ -7,6 +7,7 @@ the user names (`--env`, the setting `variables`), and what the notebook itself 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -91,15 +92,19 @@ def travelling(
     return Travelling(values, find_secrets(values))
 
 
+@functools.cache
 def start_variables() -> Mapping[str, str]:
     """The variables that this process was started with."""
-    global _started_with
-    if _started_with is None:
-        _started_with = _read_start()
-    return _started_with
-
-
-_started_with: Mapping[str, str] | None = None
+    if not _HAS_PROC:
+        return _AT_LOAD
+    try:
+        with open("/proc/self/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return dict(os.environ)
+    found = dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
+    # a program that shows a title of its own in the process list writes it over these
+    return found if found.keys() & {"PATH", "HOME", "LANG"} else dict(os.environ)
 
 
 class SecretsOf:
@@ -156,16 +161,3 @@ def _read(chosen: str) -> tuple[frozenset[str], tuple[str, ...]]:
     words = [word for word in re.split(r"[,\s]+", chosen) if word]
     beginnings = tuple(word.rstrip("*") for word in words if word.endswith(("*", "_")))
     return frozenset(words), beginnings
-
-
-def _read_start() -> Mapping[str, str]:
-    if not _HAS_PROC:
-        return _AT_LOAD
-    try:
-        with open("/proc/self/environ", "rb") as file:
-            entries = file.read().split(b"\0")
-    except OSError:
-        return dict(os.environ)
-    found = dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
-    # a program that shows a title of its own in the process list writes it over these
-    return found if found.keys() & {"PATH", "HOME", "LANG"} else dict(os.environ)

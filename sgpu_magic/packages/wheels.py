@@ -303,14 +303,11 @@ def _file_hash(path: str) -> bytes:
 def _commit(folder: Path) -> str:
     """The commit that is checked out around a project, "" without a repository."""
     for parent in (folder, *folder.parents):
-        head = parent / ".git" / "HEAD"
-        try:
-            text = head.read_text().strip()
-            return (parent / ".git" / text[5:]).read_text().strip() if text.startswith("ref: ") else text
-        except OSError:
-            if head.exists():
-                # packed references: the name of the branch has to do
-                return str(head)
+        with contextlib.suppress(OSError):
+            head = (parent / ".git" / "HEAD").read_text().strip()
+            reference = parent / ".git" / head.removeprefix("ref: ")
+            # of packed references the name of the branch has to do
+            return reference.read_text().strip() if reference.is_file() else head
     return ""
 
 

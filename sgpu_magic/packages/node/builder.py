@@ -22,7 +22,7 @@ from sgpu_magic.files.whole_file import sha256_of
 from sgpu_magic.packages.distributions import distribution_name, normalised, own_python
 from sgpu_magic.packages.node import refusals
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
-from sgpu_magic.packages.node.refusals import BuildFailed, Estimate, KnownSizes, estimate
+from sgpu_magic.packages.node.refusals import BuildFailed, KnownSizes, estimate
 from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, Built, HeldLock, Store
 from sgpu_magic.packages.requirement_files import name_of
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv
@@ -63,10 +63,7 @@ class Builder:
         """
         refusals.refuse_unfit(self._environment)
         try:
-            lock = self._wait_for_claim()
-            if isinstance(lock, HeldLock):
-                return True, self._build_claimed(lock)
-            return False, lock[1]
+            return self._build_or_wait()
         except UvFailed as failed:
             raise refusals.of_uv(failed, self._root) from None
         except OSError as error:
@@ -96,18 +93,17 @@ class Builder:
 
     # ------------------------------------------------------------ one builder at a time
 
-    def _wait_for_claim(self) -> HeldLock | tuple[Built, HeldLock]:
-        """The right to build it, or what another process has built meanwhile."""
-        name = self._order.name
-        told = False
+    def _build_or_wait(self) -> tuple[bool, HeldLock]:
+        """Build it, or wait for another process that does."""
+        name, told = self._order.name, False
         while True:
             there = self._store.open(name)
             if there is not None:
-                return there
+                return False, there[1]
             lock = self._store.claim(name)
             if lock is not None:
                 if not self._store.is_whole(name):
-                    return lock
+                    return True, self._build_claimed(lock)
                 # between the two looks
                 lock.close()
                 continue
@@ -177,7 +173,7 @@ class Builder:
             options += ["--override", str(overrides)]
         return options
 
-    def _estimate(self, options: list[str]) -> Estimate:
+    def _estimate(self, options: list[str]) -> dict[str, int]:
         known = KnownSizes(self._root / "sizes.json", f"{sys.implementation.cache_tag}")
 
         def ask(lines: list[str]) -> str:
@@ -187,8 +183,8 @@ class Builder:
         complete = not self._environment.resolve
         found = estimate(self._environment.requirements, known.get(), ask, complete=complete)
         with contextlib.suppress(OSError):
-            known.add(found.sizes)
-        return Estimate({**found.sizes, **{wheel.file: wheel.size for wheel in self._environment.wheels}})
+            known.add(found)
+        return found | {wheel.file: wheel.size for wheel in self._environment.wheels}
 
     def _install(self, lines: list[str], options: list[str], meanwhile: Callable[[], None]) -> None:
         def heard(line: str) -> None:

@@ -10,7 +10,6 @@ import socket
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +61,24 @@ def refuse_unfit(environment: Environment) -> None:
         raise _not_built(host, [line.partition("@")[0].strip() or line for line in sources])
 
 
-def refuse_large(estimate: Estimate, limit_bytes: int) -> None:
-    """Raises: BuildFailed: The packages are larger than a node builds."""
-    if estimate.total > limit_bytes:
+def refuse_large(sizes: Mapping[str, int], limit_bytes: int) -> None:
+    """Refuse packages that are larger than a node builds.
+
+    Args:
+        sizes: Bytes to download by package.
+        limit_bytes: All that it builds.
+
+    Raises:
+        BuildFailed: They are larger.
+    """
+    if sum(sizes.values()) > limit_bytes:
+        by_size = sorted(sizes.items(), key=lambda item: -item[1])
+        largest = ", ".join(f"{name} ({format_bytes(size)})" for name, size in by_size[:_LARGEST])
         raise BuildFailed(
-            f"the run's packages have {format_bytes(estimate.total)} to download, more than the "
-            f"{format_bytes(limit_bytes)} that the node {socket.gethostname()} builds. The largest are "
-            f"{estimate.largest()}. Uninstall what the run does not need, choose other packages with --env-version, or "
-            "raise the setting environment_limit of the pool."
+            f"the run's packages have {format_bytes(sum(sizes.values()))} to download, more than the "
+            f"{format_bytes(limit_bytes)} that the node {socket.gethostname()} builds. The largest are {largest}. "
+            "Uninstall what the run does not need, choose other packages with --env-version, or raise the setting "
+            "environment_limit of the pool."
         )
 
 
@@ -155,26 +164,6 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
 _LARGEST = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Bytes to download by package. What is not known, such as a repository's, is not in it.
-
-    Args:
-        sizes: By `name==version`.
-    """
-
-    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    @property
-    def total(self) -> int:
-        return sum(self.sizes.values())
-
-    def largest(self) -> str:
-        """The largest packages, for people."""
-        by_size = sorted(self.sizes.items(), key=lambda item: -item[1])
-        return ", ".join(f"{name} ({format_bytes(size)})" for name, size in by_size[:_LARGEST])
-
-
 def pin_of(line: str) -> str:
     """`name==version` of a requirement's line, "" for one that is no exact pin."""
     version = version_of(line)
@@ -183,8 +172,8 @@ def pin_of(line: str) -> str:
 
 def estimate(
     lines: Iterable[str], known: Mapping[str, int], ask: Callable[[list[str]], str], *, complete: bool
-) -> Estimate:
-    """Add up what the packages of these lines weigh.
+) -> dict[str, int]:
+    """Return the bytes to download by `name==version`. What is not known, such as a repository's, is not in it.
 
     Args:
         lines: Of a requirements file.
@@ -197,14 +186,14 @@ def estimate(
     """
     lines = list(lines)
     if not complete:
-        return Estimate(sizes_in(ask(lines)))
+        return sizes_in(ask(lines))
     pins = {line: pin_of(line) for line in lines}
     sizes = {pin: known[pin] for pin in pins.values() if pin in known}
     unknown = [line for line, pin in pins.items() if pin and pin not in known]
     if unknown:
         # an index may not tell a size; it need not be asked again
         sizes |= {pins[line]: 0 for line in unknown} | sizes_in(ask(unknown))
-    return Estimate(sizes)
+    return sizes
 
 
 def sizes_in(pylock: str) -> dict[str, int]:

@@ -136,15 +136,10 @@ class Store:
         (folder / _SIZE).write_text(str(size))
         return size
 
-    def make_room(self, budget_bytes: int) -> list[str]:
-        """Remove the least recently used ones until all have no more than the budget. Never one that is in use.
-
-        Returns:
-            The names of those that are gone.
-        """
-        names = self.names()
-        evict([(self._last_used(name), self._known_size(name), name) for name in names], budget_bytes, self.remove)
-        return [name for name in names if not self.folder(name).exists()]
+    def make_room(self, budget_bytes: int) -> None:
+        """Remove the least recently used ones until all have no more than the budget. Never one that is in use."""
+        all_here = [(self._last_used(name), self._known_size(name), name) for name in self.names()]
+        evict(all_here, budget_bytes, self.remove)
 
     def remove(self, name: str) -> bool:
         """Remove it unless it is in use."""
@@ -207,7 +202,7 @@ def needs_build(settings: Settings, environment: Environment) -> bool:
     return not environment.own or settings.environments != "auto"
 
 
-# ---------------------------------------------------------------- what an agent and the building process tell each other, as JSON
+# ---------------------------------------------------------------- what agent and building process tell each other
 
 
 class BuildOrder(Record, frozen=True, kw_only=True):
