@@ -11,7 +11,7 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import SANS, SOFT, safe
 from sgpu_magic.views.run_notes import restart_command
 from sgpu_magic.views.units import count_of, format_gb, format_ranks, format_seconds, format_span
-from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, use_text
+from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, device_line, use_text
 from sgpu_magic.views.words import names_text, returned_bytes, session_text, tracked_text
 from sgpu_magic.wire.costs import HOUR_S, cost_of, format_money
 from sgpu_magic.wire.devices import CPU
@@ -24,13 +24,7 @@ _IDLE_S = 60.0
 # a GPU that was mostly busy has had its pauses: only a low mean is worth a sentence
 _LOW_MEAN_PCT = 25.0
 _DIGITS = {"%": 0, "W": 0, "°C": 0}
-_KEYS = {
-    "GPU": "utilization_pct",
-    "GPU, this run": "own_utilization_pct",
-    "power": "power_w",
-    "temperature": "temperature_c",
-    "CPU": "cpu_cores",
-}
+_IN_RECORD = ("utilization_pct", "own_utilization_pct", "power_w", "temperature_c", "cpu_cores")
 
 
 def busy_text(usage: RunUsage) -> str:
@@ -46,12 +40,11 @@ def whole_text(usage: RankUsage) -> str:
     latest = usage.latest
     if latest is None:
         return ""
-    cores = next((drawn.series.mean for drawn in usage.curves() if drawn.name == "CPU"), None)
     whole = msgspec.structs.replace(
         latest,
         utilization_pct=usage.mean_utilization_pct,
         used_bytes=usage.peak_used_bytes,
-        cpu_cores=cores,
+        cpu_cores=usage.mean("cpu_cores"),
         rss_bytes=usage.peak_used_bytes if latest.kind == "cpu" else latest.rss_bytes,
         problem="",
     )
@@ -60,7 +53,7 @@ def whole_text(usage: RankUsage) -> str:
 
 def curve_text(drawn: Drawn) -> str:
     """Return `GPU: 94 % on average, 98 % at most`."""
-    mean, peak = drawn.series.mean, _peak(drawn)
+    mean, peak = drawn.series.mean, drawn.series.peak
     if mean is None or peak is None:
         return f"{drawn.name}: not told"
     return f"{drawn.name}: {_value(mean, drawn.unit)} on average, {_value(peak, drawn.unit)} at most"
@@ -71,11 +64,7 @@ def measured_lines(usage: RankUsage) -> list[str]:
     latest = usage.latest
     if latest is None:
         return []
-    where = {"gpu": "", "mig": "a MIG slice, ", "cpu": "CPU"}.get(latest.kind, "")
-    if latest.kind == "cpu" and latest.uuid:
-        where = "CPU stands in for a simulated device"
-    device = f"device: {where}{latest.uuid if latest.kind != 'cpu' else ''}"
-    lines = [device, *([latest.problem] if latest.problem else [])]
+    lines = [device_line(latest), *([latest.problem] if latest.problem else [])]
     for drawn in usage.curves():
         line = curve_text(drawn)
         if drawn.name == "memory" and drawn.top and drawn.series.mean is not None:
@@ -121,12 +110,12 @@ def usage_record(usage: RunUsage, most: int) -> dict[str, object]:
     """
     ranks = [usage.ranks[rank] for rank in sorted(usage.ranks)[:most]]
     record: dict[str, object] = {"gpus_busy_pct": _rounded(usage.busy_pct), "ranks": [rank.rank for rank in ranks]}
-    for name, key in _KEYS.items():
-        curves = [next((drawn for drawn in rank.curves() if drawn.name == name), None) for rank in ranks]
-        means = [_rounded(drawn.series.mean) if drawn is not None else None for drawn in curves]
+    for field in _IN_RECORD:
+        means = [_rounded(rank.mean(field)) for rank in ranks]
         if any(mean is not None for mean in means):
-            record[f"mean_{key}"] = means
-            record[f"peak_{key}"] = [_rounded(_peak(drawn)) if drawn is not None else None for drawn in curves]
+            record[f"mean_{field}"] = means
+            curves = [rank.series.get(field) for rank in ranks]
+            record[f"peak_{field}"] = [_rounded(curve.peak) if curve is not None else None for curve in curves]
     record["peak_bytes"] = [rank.peak_used_bytes for rank in ranks]
     own = [rank.peak_own_bytes for rank in ranks]
     if any(count is not None for count in own):
@@ -139,15 +128,10 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _idle_s(usage: RankUsage) -> float:
-    for drawn in usage.curves():
-        if drawn.name == "GPU":
-            idle = [value for value in drawn.series.values if value is not None and value < IDLE_GPU_PCT]
-            return len(idle) * drawn.series.step_s
-    return 0.0
-
-
-def _peak(drawn: Drawn) -> float | None:
-    return max((value for value in drawn.series.values if value is not None), default=None)
+    series = usage.series.get("utilization_pct")
+    if series is None:
+        return 0.0
+    return series.step_s * sum(value is not None and value < IDLE_GPU_PCT for value in series.values)
 
 
 def _value(value: float, unit: str) -> str:

@@ -67,6 +67,11 @@ class Series:
         told_s = sum(self._told_s)
         return sum(self._sums) / told_s if told_s else None
 
+    @property
+    def peak(self) -> float | None:
+        """The largest of `values`; None when nothing was told."""
+        return max((value for value in self.values if value is not None), default=None)
+
     def _halve(self) -> None:
         for column in (self._sums, self._told_s):
             column[:] = [sum(column[at : at + 2]) for at in range(0, len(column), 2)]
@@ -105,6 +110,7 @@ class RankUsage:
         idle: Why its GPU stands out, None when it does not.
         peak_used_bytes: Most memory in use on the device; on CPU most that the rank's processes held.
         peak_own_bytes: Most that this run's own processes had of it; None when nobody tells.
+        series: What was measured over time, by the sample's field; bytes in GB.
     """
 
     def __init__(self, rank: int) -> None:
@@ -115,7 +121,7 @@ class RankUsage:
         self.peak_own_bytes: int | None = None
         self._idle_at = 0.0
         self._now = 0.0
-        self._series: dict[str, Series] = {}
+        self.series: dict[str, Series] = {}
 
     def sampled(self, sample: RankSample, begin_s: float, end_s: float, at: float) -> None:
         """Take a sample of the time from `begin_s` to `end_s`, told `at`."""
@@ -128,21 +134,17 @@ class RankUsage:
         used = sample.rss_bytes if sample.kind == "cpu" else sample.used_bytes
         self.peak_used_bytes = _larger(self.peak_used_bytes, used)
         self.peak_own_bytes = _larger(self.peak_own_bytes, sample.own_bytes)
-        for name, value in _measured(sample).items():
-            series = self._series.get(name)
-            if series is None:
-                if value is None:
-                    continue
-                series = self._series[name] = Series(begin_s, digits=2 if name.endswith("memory") else 1)
-            series.add(begin_s, end_s, value)
+        for field, _, unit in _GPU_CURVES:
+            value: float | None = getattr(sample, field)
+            is_gb = unit == "GB"
+            if value is not None and field not in self.series:
+                self.series[field] = Series(begin_s, digits=2 if is_gb else 1)
+            if field in self.series:
+                self.series[field].add(begin_s, end_s, value / 1e9 if value is not None and is_gb else value)
 
     def turned_idle(self, idle: DeviceIdle | None, at: float) -> None:
         """Its GPU stands out from now on, or (None) no more."""
         self.idle, self._idle_at, self._now = idle, at, max(at, self._now)
-
-    def ended(self) -> None:
-        """The run is over: nothing stands out any more."""
-        self.idle = None
 
     @property
     def idle_s(self) -> float:
@@ -160,20 +162,24 @@ class RankUsage:
     @property
     def mean_utilization_pct(self) -> float | None:
         """Of its GPU over the whole attempt, 0 to 100; None on CPU and on MIG slices."""
-        series = self._series.get("GPU")
-        return series.mean if series is not None else None
+        return self.mean("utilization_pct")
+
+    def mean(self, field: str) -> float | None:
+        """Return the mean of one of the sample's fields; None when nobody tells it."""
+        return self.series[field].mean if field in self.series else None
 
     def curves(self) -> list[Drawn]:
         """What there is to draw. The first is for the grid: GPU use; memory of a MIG slice; cores on CPU."""
         if self.latest is None:
             return []
-        tops = {"GPU": 100.0, "own GPU": 100.0}
+        tops = {"utilization_pct": 100.0, "own_utilization_pct": 100.0}
         if self.latest.total_bytes:
             # what a CPU rank may use is the whole machine's: against that nothing would be seen
-            tops |= dict.fromkeys(("memory", "own memory"), self.latest.total_bytes / 1e9)
+            tops |= dict.fromkeys(("used_bytes", "own_bytes"), self.latest.total_bytes / 1e9)
         order = _CPU_CURVES if self.latest.kind == "cpu" else _GPU_CURVES
-        found = [(name, unit, self._series.get(key), tops.get(key)) for name, key, unit in order]
-        return [Drawn(name, unit, series, top) for name, unit, series, top in found if series is not None]
+        return [
+            Drawn(name, unit, self.series[field], tops.get(field)) for field, name, unit in order if field in self.series
+        ]
 
 
 class RunUsage:
@@ -210,7 +216,7 @@ class RunUsage:
     def ended(self) -> None:
         """The run is over: no GPU stands out any more."""
         for usage in self.ranks.values():
-            usage.ended()
+            usage.idle = None
 
     @property
     def busy_pct(self) -> float | None:
@@ -247,20 +253,25 @@ def use_text(sample: RankSample) -> str:
     return _joined(None if sample.utilization_pct is None else _percent(sample.utilization_pct), sample.used_bytes)
 
 
+def device_line(sample: RankSample) -> str:
+    """Return `device: GPU-1a2b`, `device: a MIG slice, MIG-1a2b`, `device: CPU`."""
+    if sample.kind == "cpu":
+        return f"device: {'CPU stands in for a simulated device' if sample.uuid else 'CPU'}"
+    return f"device: {'a MIG slice, ' if sample.kind == 'mig' else ''}{sample.uuid}"
+
+
 def detail_lines(sample: RankSample) -> list[str]:
     """Say everything that was measured, a line each; what nobody tells is said as absent."""
     cores = "not known" if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores"
     if sample.kind == "cpu":
-        where = "CPU stands in for a simulated device" if sample.uuid else "CPU"
         held = _memory(sample.rss_bytes, sample.total_bytes, "not known")
-        return [f"device: {where}", f"CPU: {cores}", f"memory: {held}"]
+        return [device_line(sample), f"CPU: {cores}", f"memory: {held}"]
     own = [f"CPU: {cores}", f"main memory: {_memory(sample.rss_bytes, None, 'not known')}"]
-    device = f"device: {'a MIG slice, ' if sample.kind == 'mig' else ''}{sample.uuid}"
     if sample.problem:
-        return [device, sample.problem, *own]
+        return [device_line(sample), sample.problem, *own]
     absent = _NOT_FOR_SLICES if sample.kind == "mig" else _NOT_TOLD
     return [
-        device,
+        device_line(sample),
         f"GPU: {_or(sample.utilization_pct, absent, _percent)}",
         f"GPU, this run: {_or(sample.own_utilization_pct, absent, _percent)}",
         f"memory: {_memory(sample.used_bytes, sample.total_bytes, _NOT_TOLD)}",
@@ -273,32 +284,18 @@ def detail_lines(sample: RankSample) -> list[str]:
 
 # ---------------------------------------------------------------- within
 
-# name, what of `_measured`, unit
+# the sample's field, its name, the curve's unit
 _GPU_CURVES = (
-    ("GPU", "GPU", "%"),
-    ("memory", "memory", "GB"),
-    ("GPU, this run", "own GPU", "%"),
-    ("memory, this run", "own memory", "GB"),
-    ("power", "power", "W"),
-    ("temperature", "temperature", "°C"),
-    ("CPU", "CPU", "cores"),
-    ("main memory", "rank's memory", "GB"),
+    ("utilization_pct", "GPU", "%"),
+    ("used_bytes", "memory", "GB"),
+    ("own_utilization_pct", "GPU, this run", "%"),
+    ("own_bytes", "memory, this run", "GB"),
+    ("power_w", "power", "W"),
+    ("temperature_c", "temperature", "°C"),
+    ("cpu_cores", "CPU", "cores"),
+    ("rss_bytes", "main memory", "GB"),
 )
-_CPU_CURVES = (("CPU", "CPU", "cores"), ("memory", "rank's memory", "GB"))
-
-
-def _measured(sample: RankSample) -> dict[str, float | None]:
-    """What was measured, in the units of its curves."""
-    return {
-        "GPU": sample.utilization_pct,
-        "own GPU": sample.own_utilization_pct,
-        "memory": _in_gb(sample.used_bytes),
-        "own memory": _in_gb(sample.own_bytes),
-        "power": sample.power_w,
-        "temperature": sample.temperature_c,
-        "CPU": sample.cpu_cores,
-        "rank's memory": _in_gb(sample.rss_bytes),
-    }
+_CPU_CURVES = (("cpu_cores", "CPU", "cores"), ("rss_bytes", "memory", "GB"))
 
 
 def _idle_sentence(waits_in: str, usages: list[RankUsage]) -> str:
@@ -327,10 +324,6 @@ def _percent(value: float) -> str:
 
 def _or(value: float | None, absent: str, said: Callable[[float], str]) -> str:
     return absent if value is None else said(value)
-
-
-def _in_gb(count: int | None) -> float | None:
-    return None if count is None else count / 1e9
 
 
 def _larger(one: int | None, other: int | None) -> int | None:
