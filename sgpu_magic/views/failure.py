@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 from sgpu_magic.config import host_name
 from sgpu_magic.system.processes import signal_name
-from sgpu_magic.views.stacks import last_python_line
 from sgpu_magic.views.units import format_ranks, format_seconds
 from sgpu_magic.wire.events import AttemptFailed
-from sgpu_magic.wire.failures import Failure, StackFrame
-from sgpu_magic.wire.run import CellSource
+from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.states import BUDGET, COST_LIMIT, FailureKind
 
 _RULE = re.compile(r"-{5,}")
@@ -123,28 +121,6 @@ def death_sentence(failure: Failure, ranks: int) -> str:
     if message.startswith(("was ", "died", "ended", "exited")):
         return f"{subject} {message}".strip()
     return f"{subject} {died}: {message}".strip()
-
-
-def last_words(failure: Failure, cell: CellSource | None, last_line: str) -> list[str]:
-    """Return where the rank was and what it had said last, as far as its message does not tell.
-
-    Args:
-        failure: A death without traceback.
-        cell: The run's cell.
-        last_line: The rank's last line of output, "" when there was none.
-    """
-    told: list[str] = []
-    cell = cell or CellSource(body="")
-    if "last Python line" not in failure.message:
-        frames = failure.stack
-        if not frames and failure.line is not None:
-            number = cell.execution_count or 0
-            frames = (StackFrame(f"<ipython-input-{number}->", failure.line, failure.where),)
-        at = last_python_line(frames, cell)
-        told += [f"its last Python line: {at}"] if at else []
-    if last_line.strip() and "last output" not in failure.message:
-        told.append(f"its last output: {last_line.strip()}")
-    return told
 
 
 def other_lines(others: Iterable[Failure], culprit: int | None = None) -> list[str]:

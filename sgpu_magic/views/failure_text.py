@@ -12,7 +12,6 @@ from sgpu_magic.views.failure import (
     death_sentence,
     error_line,
     last_part,
-    last_words,
     limit_of,
     other_lines,
     place,
@@ -21,9 +20,9 @@ from sgpu_magic.views.failure import (
 )
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
-from sgpu_magic.views.stacks import group_lines, group_stacks, summary, verdict
+from sgpu_magic.views.stacks import group_lines, group_stacks, last_python_line, summary, verdict
 from sgpu_magic.views.units import aligned, count_of, format_gb, format_seconds
-from sgpu_magic.wire.failures import Failure, RankMemory, TensorUse
+from sgpu_magic.wire.failures import Failure, RankMemory, StackFrame, TensorUse
 from sgpu_magic.wire.states import FailureKind, RunState
 
 _MAX_TRACEBACK_LINES = 400
@@ -54,7 +53,8 @@ def failure_block(view: RunView, failure: Failure, most_chars: int, most_whole_c
         whole = traceback_body(failure) if left_out else []
     else:
         sentence = failure_sentence(view) if view.is_final else death_sentence(failure, view.ranks)
-        title, *rest = cut_lines([*sentence.split("\n"), *culprits_last_words(view)], most_chars)
+        words = last_words(view, failure) if view.is_final else []
+        title, *rest = cut_lines([*sentence.split("\n"), *words], most_chars)
         lines = [_line(title, "title"), *(_line(line, "text") for line in rest)]
         if not told_again:
             lines += _traceback(traceback_body(failure), most_chars)
@@ -128,19 +128,29 @@ def failure_lines(view: RunView) -> list[str]:
         elif failure.kind is FailureKind.USER_CODE:
             lines.append(error_line(failure))
         elif failure.kind is FailureKind.WORKER_DIED:
-            lines.extend(culprits_last_words(view))
+            lines.extend(last_words(view, failure))
         lines.extend(memory_lines(view, failure))
     lines.extend(ending_stacks(view))
     lines.extend(other_lines(view.others, failure.rank if failure else None))
     return lines
 
 
-def culprits_last_words(view: RunView) -> list[str]:
-    """Return the last Python line and the last output of a rank that died without a traceback."""
-    failure = view.failure
-    if failure is None or failure.rank is None:
+def last_words(view: RunView, failure: Failure) -> list[str]:
+    """Return where a rank that died without a traceback was, and what it said last, as far as its message is silent."""
+    if failure.rank is None:
         return []
-    return last_words(failure, view.spec.cell, ansi.plain(view.output.last_lines.get(failure.rank, "")))
+    told: list[str] = []
+    cell, last_line = view.spec.cell, ansi.plain(view.output.last_lines.get(failure.rank, "")).strip()
+    if "last Python line" not in failure.message:
+        frames = failure.stack
+        if not frames and failure.line is not None:
+            number = cell.execution_count or 0
+            frames = (StackFrame(f"<ipython-input-{number}->", failure.line, failure.where),)
+        at = last_python_line(frames, cell)
+        told += [f"its last Python line: {at}"] if at else []
+    if last_line and "last output" not in failure.message:
+        told.append(f"its last output: {last_line}")
+    return told
 
 
 def failed_line(view: RunView, brief: bool = False) -> str:

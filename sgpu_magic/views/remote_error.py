@@ -7,23 +7,14 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic import errors
-from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import (
-    death_sentence,
-    error_line,
-    last_part,
-    last_words,
-    other_lines,
-    timeout_sentence,
-)
-from sgpu_magic.views.failure_text import cut_lines
+from sgpu_magic.views.failure import death_sentence, error_line, last_part, other_lines, timeout_sentence
+from sgpu_magic.views.failure_text import cut_lines, last_words
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.stacks import group_lines, group_stacks, stack_lines, stacks_text, verdict
 from sgpu_magic.views.units import format_ranks, format_seconds
-from sgpu_magic.wire import ids
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.run import CellSource, RunSpec
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind
 
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
@@ -46,78 +37,38 @@ def run_exception(
     exception: BaseException | None = None,
     notebook_names: Container[str] = (),
 ) -> BaseException:
-    """Return the exception to raise for a run that has ended with a failure; the rest as for `remote_exception`."""
-    last_output = view.output.last_lines.get(failure.rank, "") if failure.rank is not None else ""
-    return remote_exception(
-        failure,
-        ended.others,
-        view.run_id,
-        view.ranks,
-        ended.starting_s + ended.running_s,
-        exception,
-        notebook_names,
-        cell=view.spec.cell,
-        last_output=ansi.plain(last_output),
-        stacks=ended.stacks,
-        spec=view.spec,
-        output_limit=view.output_limit,
-    )
-
-
-def remote_exception(
-    failure: Failure,
-    others: tuple[Failure, ...],
-    run_id: str,
-    ranks: int,
-    seconds: float,
-    exception: BaseException | None,
-    notebook_names: Container[str] = (),
-    *,
-    cell: CellSource | None = None,
-    last_output: str = "",
-    stacks: Sequence[RankStack] = (),
-    spec: RunSpec | None = None,
-    output_limit: int = 200_000,
-) -> BaseException:
     """Return the exception to raise for a failed run.
 
     Args:
-        failure: The root cause.
-        others: Further ranks' failures.
-        run_id: The run's whole id.
-        ranks: Number of ranks.
-        seconds: Time from the lease to the failure.
+        view: The run. Of its traceback no more than its `output_limit` is shown.
+        ended: Its last word.
+        failure: The root cause in it.
         exception: The user's own exception object, unpickled; None when it could not travel.
         notebook_names: Names that exist in the notebook, for the hint on a NameError.
-        cell: The run's cell, for the lines in `failure.stack` and `stacks`.
-        last_output: The culprit's last line of output, "" when it had none.
-        stacks: Where the ranks were when the run's time was over.
-        spec: The run; None where it is not known.
-        output_limit: Characters of the traceback that are shown; the rest of it is left out.
 
     Returns:
         `exception` itself with `.rank`, `.run_id` and `.remote_traceback`, or one of `errors` with the same.
         One that would end a kernel (SystemExit and its like) comes as `RemoteError`.
     """
-    run = f"run {ids.short(run_id)}"
-    source = cell or CellSource(body="")
-    plain = "\n".join(cut_lines(failure.traceback_text.strip("\n").split("\n"), output_limit))
-    remote_traceback = failure.traceback_text or "\n".join(stack_lines(failure.stack, source))
-    more = " · ".join(other_lines(others, failure.rank))
+    run, cell, stacks = f"run {view.short_id}", view.spec.cell, ended.stacks
+    plain = "\n".join(cut_lines(failure.traceback_text.strip("\n").split("\n"), view.output_limit))
+    remote_traceback = failure.traceback_text or "\n".join(stack_lines(failure.stack, cell))
+    more = " · ".join(other_lines(ended.others, failure.rank))
     attributes: dict[str, object] = {
         "rank": failure.rank,
-        "run_id": run_id,
-        "remote_traceback": remote_traceback or (stacks_text(run_id, stacks, source) if stacks else ""),
+        "run_id": view.run_id,
+        "remote_traceback": remote_traceback or (stacks_text(view.run_id, stacks, cell) if stacks else ""),
     }
     if failure.kind is FailureKind.USER_CODE:
-        hint = _name_hint(failure, notebook_names) or no_cuda_hint(failure) or context_hint(failure, others, spec)
+        hint = _name_hint(failure, notebook_names) or no_cuda_hint(failure)
+        hint = hint or context_hint(failure, ended.others, view.spec)
         raised = exception if isinstance(exception, Exception) else None
         if raised is None:
             raised = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")
-        where = f"rank {failure.rank} of {ranks}" if failure.rank is not None else f"{ranks} ranks"
+        where = f"rank {failure.rank} of {view.ranks}" if failure.rank is not None else f"{view.ranks} ranks"
         heading = f"{where} on {failure.host} · {run}" if failure.host else f"{where} · {run}"
         # colours are never cut in the middle
-        coloured = failure.traceback_ansi.strip("\n") if len(failure.traceback_ansi) <= output_limit else ""
+        coloured = failure.traceback_ansi.strip("\n") if len(failure.traceback_ansi) <= view.output_limit else ""
         trace = coloured or plain or error_line(failure)
         lines = (heading, trace, hint, more)
         # outside IPython the notes are all that a plain traceback shows of the rank
@@ -125,9 +76,9 @@ def remote_exception(
         known = getattr(raised, "__notes__", None)
         attributes["__notes__"] = [*known, note] if isinstance(known, list) else [note]
     else:
-        words = last_words(failure, cell, last_output) if failure.kind is FailureKind.WORKER_DIED else []
-        words += [*map(_one_line, group_lines(group_stacks(stacks, source))), *verdict(stacks, source)]
-        message = _message(failure, seconds, ranks, words, more, run)
+        words = last_words(view, failure) if failure.kind is FailureKind.WORKER_DIED else []
+        words += [*map(_one_line, group_lines(group_stacks(stacks, cell))), *verdict(stacks, cell)]
+        message = _message(failure, ended.starting_s + ended.running_s, view.ranks, words, more, run)
         raised = _ERRORS.get(failure.kind, errors.InternalError)(message)
         trace = plain if failure.kind is FailureKind.INTERNAL else ""
         lines = (trace, f"{type(raised).__name__}: {message}")
@@ -243,13 +194,13 @@ def no_cuda_hint(failure: Failure) -> str:
     )
 
 
-def context_hint(failure: Failure, others: Iterable[Failure], spec: RunSpec | None) -> str:
+def context_hint(failure: Failure, others: Iterable[Failure], spec: RunSpec) -> str:
     """Return what a destroyed CUDA context means and what to do, "" for any other failure.
 
     Args:
         failure: The root cause, raised by user code.
         others: Further ranks' failures; they may be of the same kind.
-        spec: The run; None where it is not known.
+        spec: The run.
     """
     if failure.rank is None or not destroys_context(failure):
         return ""
@@ -258,7 +209,7 @@ def context_hint(failure: Failure, others: Iterable[Failure], spec: RunSpec | No
     who, one = format_ranks(ranks), len(ranks) == 1
     fails = f"every further CUDA call in {'its process' if one else 'their processes'} fails"
     parts = [f"This error destroyed the CUDA context of {who}: {fails}."]
-    if spec is not None and spec.in_session:
+    if spec.in_session:
         new = "a new process in its place" if one else "new processes in their place"
         numbers = ",".join(map(str, ranks))
         parts.append(f"`%sgpu_restart --rank {numbers}` starts {new}; what {who} had in GPU memory is lost.")
@@ -266,7 +217,7 @@ def context_hint(failure: Failure, others: Iterable[Failure], spec: RunSpec | No
         parts.append("Fix the code and run it again: the next run gets new processes.")
     # it is read when the context is made, which the ranks of a session, and those kept for it, have behind them
     blocking = "with `--env CUDA_LAUNCH_BLOCKING=1`"
-    if spec is not None and spec.session:
+    if spec.session:
         blocking = "in a session connected with `%sgpu_connect --env CUDA_LAUNCH_BLOCKING=1`"
     if _FROM_HARDWARE.search(failure.message[:_MOST_CHARS]):
         parts.append("The GPU or its link may be at fault: see `nvidia-smi -q` and the Xid lines in `dmesg`.")

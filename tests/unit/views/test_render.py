@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,7 +62,7 @@ from sgpu_magic.views.output import LineAssembler, TextSegment, segments
 from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, trim
 from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.publisher import NotebookPublisher, OutputSlots, SilentPublisher, publisher_for
-from sgpu_magic.views.remote_error import remote_exception
+from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
 from sgpu_magic.views.text import TerminalPublisher, summary_line
 from sgpu_magic.views.units import format_clock, format_ranks, format_seconds
@@ -88,6 +88,23 @@ def test_text_is_as_drawn(name: str) -> None:
     if os.environ.get("SGPU_UPDATE_GOLDEN"):
         file.write_text(text)
     assert text == file.read_text()
+
+
+def raised_for(
+    failure: Failure,
+    *others: Failure,
+    run: Run | None = None,
+    seconds: float = 31.0,
+    original: BaseException | None = None,
+    names: Container[str] = (),
+    stacks: tuple[RankStack, ...] = (),
+) -> Any:
+    """Return what a run raises in the notebook that has ended so."""
+    run = run or Run()
+    ended = ev.RunEnded(
+        state=RunState.FAILED, failure=failure, others=others, running_s=seconds, total_s=seconds, stacks=stacks
+    )
+    return run_exception(run.tell(ended).view, ended, failure, original, names)
 
 
 # ------------------------------------------------------------ stacks
@@ -242,7 +259,7 @@ def test_a_stall_is_told_once_where_nothing_can_be_taken_back() -> None:
 
 def test_the_stacks_of_a_timeout_are_in_its_error() -> None:
     failure = Failure(kind=FailureKind.TIMEOUT, message="")
-    error = remote_exception(failure, (), RUN_ID, 4, 90, None, cell=CELL, stacks=STUCK)
+    error = raised_for(failure, run=Run(cell=CELL), seconds=90, stacks=STUCK)
     assert isinstance(error, errors.RunTimeout)
     assert "ranks 0, 2, 3 wait in all_reduce #41 Cell In[7], line 8 loss.backward()" in error.message
     assert "rank 1 has not come to all_reduce #41" in error.message
@@ -260,7 +277,7 @@ def test_a_death_tells_where_it_was_and_what_it_had_said() -> None:
         "its last output: step 1180  loss 0.22",
         "run 7f3a",
     ]
-    error = remote_exception(failure, (), RUN_ID, 4, 31, None, cell=CELL, last_output="step 1180  loss 0.22")
+    error = raised_for(failure, run=Run(cell=CELL).say(1, "step 1180  loss 0.22\n"))
     assert isinstance(error, errors.WorkerDied)
     assert "its last Python line: Cell In[7], line 4, in load_batch: x = f.read()" in error.message
     assert "its last output: step 1180" in error.message
@@ -874,7 +891,7 @@ class Record(Exception):
 @pytest.mark.parametrize("original", [ValueError("NaN in batch 118"), Frozen("x"), Computed("y"), Record(3)])
 def test_the_users_own_exception_is_raised(original: Exception) -> None:
     kind = type(original)
-    raised = remote_exception(value_error("node-2"), released(0, 2, 3), RUN_ID, 4, 9.2, original)
+    raised = raised_for(value_error("node-2"), *released(0, 2, 3), original=original)
     assert raised is original
     assert isinstance(raised, kind)
     assert type(raised).__name__ == kind.__name__
@@ -910,7 +927,7 @@ def test_a_traceback_is_cut_at_output_limit_by_the_kernel_and_by_the_server(kind
 
 
 def test_ipython_shows_the_ranks_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    raised = remote_exception(value_error(), (), RUN_ID, 4, 9.2, ValueError("NaN in batch 118"))
+    raised = raised_for(value_error(), original=ValueError("NaN in batch 118"))
     shell = InteractiveShell.instance(colors="nocolor")
     try:
         shell.push({"raised": raised})
@@ -930,7 +947,7 @@ def test_ipython_shows_the_ranks_traceback(capsys: pytest.CaptureFixture[str]) -
 def test_exceptions_that_end_kernels_are_wrapped() -> None:
     failure = Failure(kind=FailureKind.USER_CODE, message="3", rank=0, type_name="SystemExit")
     for original in (SystemExit(3), KeyboardInterrupt(), None):
-        raised = remote_exception(failure, (), RUN_ID, 2, 1.0, original)
+        raised = raised_for(failure, original=original)
         assert isinstance(raised, errors.RemoteError)
         assert raised.rank == 0
         assert raised.type_name == "SystemExit"
@@ -952,7 +969,7 @@ def test_exceptions_that_end_kernels_are_wrapped() -> None:
 )
 def test_other_failures_have_their_own_class(kind: FailureKind, cls: type[errors.SgpuError]) -> None:
     failure = Failure(kind=kind, message="the reason and the remedy", rank=2)
-    raised = remote_exception(failure, (), RUN_ID, 4, 31.0, None)
+    raised = raised_for(failure)
     assert type(raised) is cls
     assert (raised.rank, raised.run_id) == (2, RUN_ID)  # type: ignore[attr-defined]
     assert raised._render_traceback_() == [
@@ -964,18 +981,16 @@ def test_other_failures_have_their_own_class(kind: FailureKind, cls: type[errors
 
 
 def test_signal_death_reads_as_drawn() -> None:
-    raised = remote_exception(
-        Failure(kind=FailureKind.WORKER_DIED, message="", rank=2, exit_status=-9), (), RUN_ID, 4, 31.0, None
-    )
+    raised = raised_for(Failure(kind=FailureKind.WORKER_DIED, message="", rank=2, exit_status=-9))
     assert str(raised) == "failed after 31 s · rank 2 of 4 was killed by SIGKILL · run 7f3a"
 
 
 def test_a_name_the_notebook_has_gives_a_hint() -> None:
     failure = Failure(kind=FailureKind.USER_CODE, message="name 'x' is not defined", rank=0, type_name="NameError")
-    raised = remote_exception(failure, (), RUN_ID, 2, 1.0, NameError("name 'x' is not defined"), {"x"})
+    raised = raised_for(failure, original=NameError("name 'x' is not defined"), names={"x"})
     hint = "`x` exists in the notebook but the cell's code does not show that it is used: add --in x"
     assert hint in raised._render_traceback_()  # type: ignore[attr-defined]
-    silent = remote_exception(failure, (), RUN_ID, 2, 1.0, NameError("name 'x' is not defined"), {"y"})
+    silent = raised_for(failure, original=NameError("name 'x' is not defined"), names={"y"})
     assert hint not in silent._render_traceback_()  # type: ignore[attr-defined]
 
 
@@ -989,7 +1004,9 @@ def cuda_error(words: str, rank: int = 2) -> Failure:
 
 def hint_of(failure: Failure, *others: Failure, spec: RunSpec | None = None) -> list[str]:
     """What a failure's traceback says of a lost CUDA context."""
-    raised = remote_exception(failure, others, RUN_ID, 4, 1.0, RuntimeError("CUDA error"), spec=spec)
+    run = Run()
+    run.view.spec = spec or run.view.spec
+    raised = raised_for(failure, *others, run=run, original=RuntimeError("CUDA error"))
     drawn: list[str] = raised._render_traceback_()  # type: ignore[attr-defined]
     hints = [line for line in drawn if "CUDA context" in line]
     assert all(hint in raised.__notes__[-1] for hint in hints)
