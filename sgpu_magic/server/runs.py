@@ -187,7 +187,6 @@ class Follower:
         if isinstance(event.body, Detached):
             self._note_detached(event.at)
         self._view.apply(event, frames)
-        self._feed.apply(event)
         if isinstance(event.body, DisplayPublished | OutputCleared):
             self._displays += 1
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views.failure import attempt_note
 from sgpu_magic.views.output import RunOutput
-from sgpu_magic.views.output_buffer import DisplayItem, GapItem, Item, LineItem
+from sgpu_magic.views.output_buffer import Item
 from sgpu_magic.views.rank_models import RankModels
 from sgpu_magic.views.run_notes import SessionState, renewal_note, restart_note, run_name, unstopped_note
 from sgpu_magic.views.units import heard_at, steady_time
@@ -51,7 +52,8 @@ from sgpu_magic.wire.run import RankResult, RunSpec
 from sgpu_magic.wire.states import OWNER_GONE, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
-__all__ = ["DisplayItem", "GapItem", "Item", "LineItem", "RunView"]
+if TYPE_CHECKING:
+    from sgpu_magic.views.live.log_index import RecentLines
 
 _MAX_NOTES = 50
 
@@ -87,6 +89,7 @@ class RunView:
         tracked: Its place in MLflow, None until known.
         silence: That its pool is not heard, "" as long as it is.
         output: What its ranks have said.
+        log: The same as lines of their logs, for a live view; None where there is none.
         models: Widgets of its ranks; of a session's cells those of the session.
         left: Why nobody follows it here any more while it goes on, "" while somebody does.
         ended: The run's last word, None while it goes on.
@@ -131,6 +134,7 @@ class RunView:
         self._metered_at: float | None = None
         self._notes: list[str] = []
         self.output = RunOutput(output_limit)
+        self.log: RecentLines | None = None
         self._cached: tuple[int, list[Item]] = (-1, [])
 
     def apply(self, event: Event, frames: Sequence[bytes] = ()) -> None:
@@ -139,6 +143,8 @@ class RunView:
         match event.body:
             case OutputWritten() as body:
                 self.output.write(body)
+                if self.log is not None:
+                    self.log.write(body)
             case StateChanged(state=state, reason=reason):
                 self.state, self.reason = state, reason
                 self._starting_at = heard_at(event.at) if state is RunState.STARTING else self._starting_at
@@ -310,6 +316,8 @@ class RunView:
 
     def _end(self, body: RunEnded) -> None:
         self.output.finish_lines()
+        if self.log is not None:
+            self.log.finish()
         if body.state in (RunState.SUCCEEDED, RunState.CANCELLED) or body.stacks:
             self.stalled = None
         self.usage.ended()

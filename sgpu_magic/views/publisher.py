@@ -15,7 +15,6 @@ from sgpu_magic.views.html_style import SANS, SOFT
 from sgpu_magic.views.output import TextSegment, segments
 from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.text import TerminalPublisher
-from sgpu_magic.wire.events import Event
 
 FIRST_AFTER_S = 0.1
 MESSAGE_INTERVAL_S = 0.1
@@ -26,10 +25,6 @@ CLOCK_S = 1.0
 
 class Publisher(Protocol):
     """Shows a view. Call `tick` whenever events were applied and about every 50 ms."""
-
-    def applied(self, event: Event) -> None:
-        """An event was applied to the view."""
-        ...
 
     def tick(self, now: float, final: bool = False) -> None:
         """Bring what is shown up to date.
@@ -43,9 +38,6 @@ class Publisher(Protocol):
 
 class SilentPublisher:
     """Shows nothing (`--ui none`)."""
-
-    def applied(self, event: Event) -> None:
-        pass
 
     def tick(self, now: float, final: bool = False) -> None:
         pass
@@ -92,9 +84,6 @@ class NotebookPublisher:
         self._drawn_at = 0.0
         self._drawn_version = -1
         self._finished = False
-
-    def applied(self, event: Event) -> None:
-        pass
 
     def tick(self, now: float, final: bool = False) -> None:
         due = self._pace.is_due(now)

@@ -38,7 +38,6 @@ from sgpu_magic.views.summary_words import (
 )
 from sgpu_magic.views.units import count_of, format_seconds, format_span
 from sgpu_magic.views.words import attempt_text, header_line, packages_text, returned_text, state_word, tracked_text
-from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.states import RunState
 
 
@@ -186,9 +185,6 @@ class TerminalPublisher:
         self._warned: list[str] = []
         self._finished = False
         self._pending = _fresh_lines(view)
-
-    def applied(self, event: Event) -> None:
-        pass
 
     def tick(self, now: float, final: bool = False) -> None:
         """Write what is new.

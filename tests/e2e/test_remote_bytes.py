@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from kernels import Kernel
 from lazy_modules import torch
+from live_log import lines_of
 from pool_client import ClientRun, PoolClient, set_environ
 from served_pools import RemoteUser, ServedPool
 from tcp_proxy import Proxy
@@ -366,11 +367,11 @@ def test_logs_are_read_while_they_grow_and_afterwards(ann: RemoteUser, tmp_path:
     assert mirror is not None
     run.wait_for(OutputWritten)
     reader = LogReader(run.run.directory, mirror.follow)
-    eventually(lambda: reader.lines(1, 399, 1) == ["line 399 of rank 1"], 10, "the log does not come")
+    eventually(lambda: lines_of(reader, 1, 399, 1) == ["line 399 of rank 1"], 10, "the log does not come")
     eventually(lambda: reader.find(0, "line 39", 1000, 100).total == 11, 10, "rank 0's log does not come")
     go.touch()
     run.ended()
-    eventually(lambda: reader.lines(0, 400, 10) == ["the end"], 5, "the log's end does not come")
+    eventually(lambda: lines_of(reader, 0, 400, 10) == ["the end"], 5, "the log's end does not come")
     here, there = ((run.run.directory / "rank-1.log").read_bytes(), (mirror.bring("rank-1.log")).read_bytes())
     assert here.startswith(there[:1000])
     assert there.count(b"\n") == 401

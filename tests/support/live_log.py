@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 from sgpu_magic.views.fold import RunView
@@ -62,7 +64,6 @@ class LiveRun:
             self._seq += 1
             event = ev.Event(run_id=self.view.run_id, seq=self._seq, at=self.at, body=body)
             self.view.apply(event)
-            self.feed.apply(event)
         return self
 
     def start(self, device_type: str = "a10", labels: tuple[str, ...] = (), at: float | None = None) -> LiveRun:
@@ -121,6 +122,12 @@ class LiveRun:
     def all_lines(self) -> list[LineRow]:
         every = {rank: self.log_lines(rank) for rank in range(self.view.ranks)}
         return [(rank, number, every[rank][number]) for rank, number in self.order]
+
+
+def lines_of(reader: LogReader, rank: int, first: int, count: int) -> list[str]:
+    """Return `count` lines from number `first` on, fewer where the log ends."""
+    with closing(reader.lines_from(rank, first)) as found:
+        return list(islice(found, count))
 
 
 class FrontEnd:

@@ -54,7 +54,6 @@ def play(name: str, go: Path, ended: str = "") -> None:
             with open(directory / f"rank-{event.body.rank}.log", "a") as log:
                 log.write(event.body.text)
         view.apply(event)
-        publisher.applied(event)
 
     for event in events:
         apply(event)

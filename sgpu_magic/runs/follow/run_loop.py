@@ -76,7 +76,6 @@ class Followed:
         self.view.apply(event, frames)
         if isinstance(event.body, RunEnded):
             self.pool.heard_end(event.run_id, event.body.state, event.at)
-        self.publisher.applied(event)
         if self.heard is not None:
             self.heard()
 

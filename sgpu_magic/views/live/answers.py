@@ -127,14 +127,11 @@ class Answers:
         if not ask.text or len(ask.text) > _MAX_SOUGHT_CHARS:
             return Refusal(n=ask.n, text=f"what to look for is a text of 1 to {_MAX_SOUGHT_CHARS:,} characters.")
         totals = self._feed.totals
-        if ask.rank is not None:
-            found = self._reader.find(ask.rank, ask.text, totals[ask.rank], MAX_MATCHES)
-            return FindAnswer(n=ask.n, matches=tuple(found.numbers), total=found.total)
         every: list[list[int]] = []
         total = 0
-        for rank, lines in enumerate(totals):
-            found = self._reader.find(rank, ask.text, lines, MAX_MATCHES)
-            every.append(self._feed.numbers_of(rank, found.numbers))
+        for rank in range(len(totals)) if ask.rank is None else (ask.rank,):
+            found = self._reader.find(rank, ask.text, totals[rank], MAX_MATCHES)
+            every.append(self._feed.numbers_of(rank, found.numbers) if ask.rank is None else found.numbers)
             total += found.total
         return FindAnswer(n=ask.n, matches=tuple(merge(*every))[-MAX_MATCHES:], total=total)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -14,8 +13,6 @@ from sgpu_magic.views.live.messages import HelloAnswer, NewLines, Told
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.units import steady_time
-from sgpu_magic.wire.events import Event, RunEnded
-from sgpu_magic.wire.rank_events import OutputWritten
 
 _WINDOW_S = 1.0
 _MAX_MESSAGES = 10
@@ -27,21 +24,19 @@ _SNAPSHOT_EVERY_S = 1.0
 class Feed:
     """What a front end is told of a run without asking.
 
-    One thread has the view: it applies events to it, then to the feed, and takes what is to be told. Any other thread
-    may ask `hello`, `since`, `locate`, `numbers_of` and `totals`: what they read is behind the feed's lock, and the
-    view is not among it.
+    One thread has the view: it applies events to it, and takes what is to be told. Any other thread may ask `hello`,
+    `since`, `locate`, `numbers_of` and `totals`: what they read is behind the log's lock, and the view is not among it.
 
     Args:
-        view: The run; `apply` of it is the caller's, before the feed's.
+        view: The run; no event was applied to it yet.
         clock: The time by the views' clock.
     """
 
     def __init__(self, view: RunView, clock: Callable[[], float] = steady_time) -> None:
         self._view = view
         self._clock = clock
-        self._lock = threading.Lock()
-        self._recent = RecentLines(view.ranks)
-        self._order = self._recent.order
+        self._recent = view.log = RecentLines(view.ranks)
+        self._order, self._lock = self._recent.order, self._recent.lock
         self._seq = 0
         self._told_total = 0
         self._told_ranks: tuple[int, ...] = (0,) * view.ranks
@@ -53,18 +48,6 @@ class Feed:
         self._latest = snapshot_of(view, 1, self._told_ranks, self._made_at)
 
     # ------------------------------------------------------------ the thread that has the view
-
-    def apply(self, event: Event) -> None:
-        """Fold one event in."""
-        match event.body:
-            case OutputWritten() as body:
-                with self._lock:
-                    self._recent.write(body)
-            case RunEnded():
-                with self._lock:
-                    self._recent.finish()
-            case _:
-                pass
 
     def told(self, now: float) -> list[Told]:
         """Return what is to be sent now: one message of new lines, or nothing.

@@ -29,7 +29,6 @@ from sgpu_magic.views.publisher import (
     publisher_for,
 )
 from sgpu_magic.views.summary_words import is_quiet
-from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.states import RunKind
 
 HELLO_S = 5.0
@@ -84,9 +83,6 @@ class WidgetPublisher:
         self._opened_at = 0.0
         self._greeted = False
         self._displays_version = -1
-
-    def applied(self, event: Event) -> None:
-        self._feed.apply(event)
 
     def tick(self, now: float, final: bool = False) -> None:
         self._began = now if self._began is None else self._began

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -116,12 +117,6 @@ class LogOrder:
             numbers.append(at + line - behind)
         return numbers
 
-    @property
-    def used_bytes(self) -> int:
-        """Memory that the order takes, about."""
-        of_blocks = len(self._before_block) * (56 + 8 * len(self.totals))
-        return len(self._ranks) * (self._ranks.itemsize + self._counts.itemsize) + of_blocks
-
     def _add(self, rank: int, lines: int) -> None:
         if self._ranks and self._ranks[-1] == rank and self._counts[-1] + lines <= _MOST_IN_ONE:
             self._counts[-1] += lines
@@ -175,11 +170,15 @@ class RecentLines:
 
     A batch costs two searches for newlines; a line costs something only when it is drawn.
 
+    One thread writes. What others read they read with the lock held.
+
     Attributes:
         order: The order of all lines.
+        lock: Held while something is written.
     """
 
     def __init__(self, ranks: int) -> None:
+        self.lock = threading.Lock()
         self.order = LogOrder(ranks)
         self._begun: list[str | None] = [""] * ranks
         self._batches: deque[_Batch] = deque()
@@ -187,6 +186,10 @@ class RecentLines:
 
     def write(self, body: OutputWritten) -> None:
         """Fold a batch in."""
+        with self.lock:
+            self._write(body)
+
+    def _write(self, body: OutputWritten) -> None:
         rank, text = body.rank, body.text
         head = self._begun[rank]
         skipped = body.skipped_lines
@@ -208,11 +211,12 @@ class RecentLines:
 
     def finish(self) -> None:
         """The run is over: lines that were begun are lines."""
-        at = self.order.total
-        for rank in self.order.finish():
-            self._keep(_Batch(rank, self.order.totals[rank] - 1, at, 1, self._begun[rank], "\n"))
-            self._begun[rank] = ""
-            at += 1
+        with self.lock:
+            at = self.order.total
+            for rank in self.order.finish():
+                self._keep(_Batch(rank, self.order.totals[rank] - 1, at, 1, self._begun[rank], "\n"))
+                self._begun[rank] = ""
+                at += 1
 
     def rows_since(self, first: int) -> tuple[int, Rows]:
         """Return the lines from number `first` among all on; what would not fit is skipped, and the newest are there.

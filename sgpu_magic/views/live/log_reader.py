@@ -10,8 +10,7 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,13 +99,11 @@ class LogReader:
         self._brought(rank)
         return self.path(rank).exists()
 
-    def lines(self, rank: int, first: int, count: int) -> list[str]:
-        """Return `count` lines from number `first` on, fewer where the log ends; also a last line without newline."""
-        with closing(self.lines_from(rank, first)) as found:
-            return list(islice(found, count))
-
     def lines_from(self, rank: int, first: int) -> Generator[str]:
-        """Yield the lines from number `first` on, as they are drawn; to be closed by who does not take them all."""
+        """Yield the lines from number `first` on, as they are drawn, also a last one without newline.
+
+        To be closed by who does not take them all.
+        """
         with self._opened(rank) as file:
             if file is None:
                 return
@@ -130,12 +127,12 @@ class LogReader:
         with self._opened(rank) as file:
             if file is None:
                 return Matches([], 0)
-            matches = _matcher(text)
+            wanted = text.lower()
             for chunk in _whole_lines(file):
                 if at >= lines:
                     break
                 count = chunk.count(b"\n") + (not chunk.endswith(b"\n"))
-                numbers = [at + index for index in matches(chunk) if at + index < lines]
+                numbers = [at + index for index in _matches(chunk, wanted) if at + index < lines]
                 found.extend(numbers)
                 total += len(numbers)
                 at += count
@@ -290,30 +287,14 @@ def _whole_lines(file: int) -> Iterator[bytes]:
         yield rest
 
 
-def _matcher(text: str) -> Callable[[bytes], list[int]]:
-    """Return what tells the lines of a piece that contain `text`."""
-    wanted = text.lower()
-
-    def of_ascii(piece: bytes) -> list[int]:
-        lowered = piece.lower()
-        if raw not in lowered:
-            return []
-        return [index for index, line in enumerate(lowered.split(b"\n")) if raw in line]
-
-    def of_any(piece: bytes) -> list[int]:
-        lowered = piece.decode("utf-8", "replace").lower()
-        if wanted not in lowered:
-            return []
-        return [index for index, line in enumerate(lowered.split("\n")) if wanted in line]
-
-    raw = wanted.encode("utf-8", "replace")
-    look = of_ascii if wanted.isascii() else of_any
-    return lambda piece: look(_seen(piece))
-
-
-def _seen(piece: bytes) -> bytes:
+def _matches(piece: bytes, wanted: str) -> list[int]:
+    """Return which lines of a piece contain `wanted`, a text in small letters."""
     if b"\r" in piece:
         piece = _REWRITTEN.sub(b"", piece)
     if b"\x1b" in piece:
         piece = _SEQUENCE.sub(b"", piece)
-    return piece.translate(None, _CONTROLS)
+    lowered = piece.translate(None, _CONTROLS).decode("utf-8", "replace").lower()
+    # most pieces have none
+    if wanted not in lowered:
+        return []
+    return [index for index, line in enumerate(lowered.split("\n")) if wanted in line]

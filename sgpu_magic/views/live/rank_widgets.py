@@ -17,7 +17,6 @@ from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, Publisher
 from sgpu_magic.views.rank_models import REFERENCE, WIDGET_MIME, ModelKey, Moved, RankModels, refers
 from sgpu_magic.wire.client import TellComms
-from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
 
@@ -227,9 +226,6 @@ class SessionWidgets:
         self._publisher = publisher
         self._widgets = widgets
         self._ended = ended
-
-    def applied(self, event: Event) -> None:
-        self._publisher.applied(event)
 
     def tick(self, now: float, final: bool = False) -> None:
         self._publisher.tick(now, final)

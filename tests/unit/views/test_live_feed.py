@@ -115,7 +115,7 @@ def test_a_flood_that_nobody_is_told_of_costs_no_memory(tmp_path: Path) -> None:
     for step in range(1_000):
         text = "".join(f"{step:06d} of {at}\n" for at in range(500))
         body = ev.OutputWritten(rank=step % 4, stream="stdout", text=text, start=0, end=len(text))
-        run.feed.apply(ev.Event(run_id=run.view.run_id, seq=step + 1, at=0.0, body=body))
+        run.view.log.write(body)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert run.feed.totals == (125_000,) * 4
@@ -129,7 +129,7 @@ def test_what_is_skipped_in_too_many_places_is_not_told_at_all(tmp_path: Path) -
     assert run.feed.told(0.0)
     for step in range(40_000):
         body = ev.OutputWritten(rank=step % 4, stream="stdout", text="x\n", start=0, end=2)
-        run.feed.apply(ev.Event(run_id=run.view.run_id, seq=step + 10, at=0.0, body=body))
+        run.view.log.write(body)
     (message,) = run.feed.told(1.0)
     assert isinstance(message, NewLines)
     assert json_bytes(message) <= MOST_BYTES
