@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -106,19 +107,22 @@ class RunOutput:
         limit: Bytes kept: the first 40 % and the last 60 %; the middle becomes one gap.
 
     Attributes:
-        total_lines: Lines that ranks have finished, kept or not.
-        rank_lines: The same by rank, of those that have finished any.
+        rank_lines: Lines that ranks have finished, kept or not, by rank, of those that have finished any.
     """
 
     def __init__(self, limit: int) -> None:
-        self.total_lines = 0
-        self.rank_lines: dict[int, int] = {}
+        self.rank_lines: Counter[int] = Counter()
         self._store = OutputStore(limit)
         self._assemblers: dict[tuple[int, str], LineAssembler] = {}
         self._last_stream: dict[int, str] = {}
         self._last_finished: dict[int, str] = {}
         self._clear_before_next: set[int] = set()
         self._fresh: list[Item] | None = None
+
+    @property
+    def total_lines(self) -> int:
+        """Lines that ranks have finished, kept or not."""
+        return self.rank_lines.total()
 
     @property
     def items(self) -> list[Item]:
@@ -161,7 +165,7 @@ class RunOutput:
             # what was left out begins in the unfinished line and ends in the first line of the text
             assembler.flush()
             self._store.add_skip(rank, body.skipped_lines)
-            self._count(rank, body.skipped_lines)
+            self.rank_lines[rank] += body.skipped_lines
             if self._fresh is not None:
                 self._fresh.append(GapItem(body.skipped_lines, 1))
         elif body.skipped_bytes:
@@ -199,15 +203,11 @@ class RunOutput:
     def _add_lines(self, rank: int, stream: str, lines: list[str]) -> None:
         if not lines:
             return
-        self._count(rank, len(lines))
+        self.rank_lines[rank] += len(lines)
         self._last_finished[rank] = lines[-1]
         if self._fresh is not None:
             self._fresh.extend([LineItem(rank, stream, text) for text in lines])
         self._store.add_lines(rank, stream, lines)
-
-    def _count(self, rank: int, lines: int) -> None:
-        self.total_lines += lines
-        self.rank_lines[rank] = self.rank_lines.get(rank, 0) + lines
 
     def _assembler(self, rank: int, stream: str) -> LineAssembler:
         key = (rank, stream)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -127,31 +127,8 @@ class _Lines:
     size: int
 
 
-@dataclass(slots=True)
-class _Shown:
-    item: DisplayItem
-    size: int
-
-    @property
-    def rank(self) -> int:
-        return self.item.rank
-
-
-_Chunk = _Lines | _Shown
-
-
-@dataclass(slots=True)
-class _Gap:
-    lines: dict[int, int] = field(default_factory=dict[int, int])
-    displays: int = 0
-
-    def add(self, rank: int, lines: int) -> None:
-        self.lines[rank] = self.lines.get(rank, 0) + lines
-
-    def item(self) -> GapItem | None:
-        if not self.lines and not self.displays:
-            return None
-        return GapItem(sum(self.lines.values()), len(self.lines), self.displays)
+_Chunk = _Lines | int
+"""Lines, or the serial of a display."""
 
 
 class OutputStore:
@@ -166,15 +143,18 @@ class OutputStore:
         self._tail_limit = limit - self._head_limit
         self._reset()
         self._serial = 0
-        self._displays: dict[int, _Shown] = {}
+        # by their serials, the oldest first, each with its bytes
+        self._displays: dict[int, tuple[DisplayItem, int]] = {}
         self._display_bytes = 0
 
     def _reset(self) -> None:
+        # once it is sealed, only displays that leave the tail come to the head
         self._head: list[_Chunk] = []
         self._head_size = 0
         self._sealed = False
-        self._gap = _Gap()
-        self._middle: list[_Shown] = []
+        # of each rank the lines that are left out
+        self._gap: Counter[int] = Counter()
+        self._gap_displays = 0
         self._tail: deque[_Chunk] = deque()
         self._tail_size = 0
 
@@ -205,101 +185,97 @@ class OutputStore:
         self._sealed = True
         for chunk in self._tail:
             if isinstance(chunk, _Lines) and chunk.rank == rank:
-                self._gap.add(rank, len(chunk.lines))
+                self._gap[rank] += len(chunk.lines)
                 self._tail_size -= chunk.size
-        self._tail = deque(c for c in self._tail if isinstance(c, _Shown) or c.rank != rank)
-        self._gap.add(rank, lines)
+        self._tail = deque(chunk for chunk in self._tail if isinstance(chunk, int) or chunk.rank != rank)
+        self._gap[rank] += lines
 
     def add_display(
         self, rank: int, bundle: dict[str, object], metadata: dict[str, object], display_id: str, size: int
     ) -> DisplayItem:
         self._serial += 1
-        shown = _Shown(DisplayItem(rank, bundle, metadata, display_id, self._serial), size)
-        (self._tail if self._sealed else self._head).append(shown)
-        self._displays[self._serial] = shown
+        item = DisplayItem(rank, bundle, metadata, display_id, self._serial)
+        (self._tail if self._sealed else self._head).append(self._serial)
+        self._displays[self._serial] = item, size
         self._display_bytes += size
         while len(self._displays) > MAX_DISPLAYS or (
             self._display_bytes > MAX_DISPLAY_BYTES and len(self._displays) > 1
         ):
-            oldest = self._displays[next(iter(self._displays))]
-            self._forget([oldest])
-            self._gap.displays += 1
-        return shown.item
+            self._forget([next(iter(self._displays))])
+            self._gap_displays += 1
+        return item
 
     def update_display(
         self, rank: int, bundle: dict[str, object], metadata: dict[str, object], display_id: str, size: int
     ) -> list[DisplayItem]:
         """Replace what `display_id` of this rank shows, wherever it stands; an unknown id changes nothing."""
         updated: list[DisplayItem] = []
-        for serial, shown in self._displays.items():
-            if shown.item.rank == rank and shown.item.display_id == display_id:
-                self._display_bytes += size - shown.size
-                shown.item, shown.size = DisplayItem(rank, bundle, metadata, display_id, serial), size
-                updated.append(shown.item)
+        for serial, (item, before) in self._displays.items():
+            if item.rank == rank and item.display_id == display_id:
+                self._display_bytes += size - before
+                updated.append(DisplayItem(rank, bundle, metadata, display_id, serial))
+                self._displays[serial] = updated[-1], size
         return updated
 
     def clear(self, rank: int) -> None:
         """Forget everything of one rank (`clear_output`)."""
-        self._forget([shown for shown in self._displays.values() if shown.rank == rank])
-        self._head = [chunk for chunk in self._head if chunk.rank != rank]
+        self._forget([serial for serial, (item, _) in self._displays.items() if item.rank == rank])
+        self._head = [chunk for chunk in self._head if isinstance(chunk, int) or chunk.rank != rank]
         self._head_size = sum(chunk.size for chunk in self._head if isinstance(chunk, _Lines))
-        self._tail = deque(chunk for chunk in self._tail if chunk.rank != rank)
+        self._tail = deque(chunk for chunk in self._tail if isinstance(chunk, int) or chunk.rank != rank)
         self._tail_size = sum(chunk.size for chunk in self._tail if isinstance(chunk, _Lines))
-        self._gap.lines.pop(rank, None)
-        if not (self._head or self._middle or self._tail or self._gap.item()):
+        self._gap.pop(rank, None)
+        if not (self._head or self._tail or self._gap or self._gap_displays):
             self._reset()
 
     def items(self) -> list[Item]:
         """Return the kept items; exactly one gap stands where something is left out."""
         items: list[Item] = []
         for chunk in self._head:
-            _expand(chunk, items)
-        items.extend(shown.item for shown in self._middle)
-        gap = _Gap(dict(self._gap.lines), self._gap.displays)
+            self._expand(chunk, items)
+        gap = self._gap.copy()
         excess = self._tail_size - self._tail_limit
         rest: list[Item] = []
         for chunk in self._tail:
             if excess <= 0:
-                _expand(chunk, rest)
-            elif isinstance(chunk, _Shown):
-                items.append(chunk.item)
+                self._expand(chunk, rest)
+            elif isinstance(chunk, int):
+                self._expand(chunk, items)
             else:
                 dropped = _covering(chunk.lines, excess)
                 excess -= _size(chunk.lines[:dropped])
-                gap.add(chunk.rank, dropped)
-                _expand(_Lines(chunk.rank, chunk.stream, chunk.lines[dropped:], 0), rest)
-        item = gap.item()
-        return [*items, item, *rest] if item else [*items, *rest]
+                gap[chunk.rank] += dropped
+                self._expand(_Lines(chunk.rank, chunk.stream, chunk.lines[dropped:], 0), rest)
+        if gap or self._gap_displays:
+            items.append(GapItem(gap.total(), len(gap), self._gap_displays))
+        return [*items, *rest]
+
+    def _expand(self, chunk: _Chunk, into: list[Item]) -> None:
+        if isinstance(chunk, int):
+            into.append(self._displays[chunk][0])
+        else:
+            rank, stream = chunk.rank, chunk.stream
+            into.extend([LineItem(rank, stream, text) for text in chunk.lines])
 
     def _evict(self) -> None:
         while self._tail and self._tail_size > self._tail_limit:
             front = self._tail[0]
-            if isinstance(front, _Shown):
-                self._middle.append(front)
+            if isinstance(front, int):
+                self._head.append(front)
             elif self._tail_size - front.size < self._tail_limit:
                 return
             else:
                 self._tail_size -= front.size
-                self._gap.add(front.rank, len(front.lines))
+                self._gap[front.rank] += len(front.lines)
             self._tail.popleft()
 
-    def _forget(self, gone: Sequence[_Shown]) -> None:
-        for shown in gone:
-            del self._displays[shown.item.serial]
-            self._display_bytes -= shown.size
-        ids = {id(shown) for shown in gone}
-        if ids:
-            self._head = [chunk for chunk in self._head if id(chunk) not in ids]
-            self._middle = [chunk for chunk in self._middle if id(chunk) not in ids]
-            self._tail = deque(chunk for chunk in self._tail if id(chunk) not in ids)
-
-
-def _expand(chunk: _Chunk, into: list[Item]) -> None:
-    if isinstance(chunk, _Shown):
-        into.append(chunk.item)
-    else:
-        rank, stream = chunk.rank, chunk.stream
-        into.extend([LineItem(rank, stream, text) for text in chunk.lines])
+    def _forget(self, serials: Sequence[int]) -> None:
+        for serial in serials:
+            self._display_bytes -= self._displays.pop(serial)[1]
+        if serials:
+            self._head = [chunk for chunk in self._head if isinstance(chunk, _Lines) or chunk in self._displays]
+            kept = (chunk for chunk in self._tail if isinstance(chunk, _Lines) or chunk in self._displays)
+            self._tail = deque(kept)
 
 
 def _size(lines: Sequence[str]) -> int:
