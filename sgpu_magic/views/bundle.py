@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import error_line
@@ -24,6 +25,9 @@ RECORD_VERSION = 1
 _MAX_USAGE_RANKS = 64
 _MAX_LISTED = 64
 _MAX_SENTENCE_CHARS = 1000
+_OF_RUN = ("run_id", "name", "ranks", "pool", "host", "attempt", "attempts", "directory")
+_OF_LEASE = ("device_type", "ranks", "cpu_slots", "simulated")
+_OF_TRACKED = ("experiment_id", "experiment", "uri", "url")
 _DURATIONS = ("queued_s", "starting_s", "running_s", "total_s")
 
 
@@ -100,19 +104,12 @@ def run_record(view: RunView) -> dict[str, object]:
     lease, failure, ended, shipped = view.lease, view.failure, view.ended, view.spec.shipped
     record: dict[str, object] = {
         "version": RECORD_VERSION,
-        "run_id": view.run_id,
-        "name": view.name,
+        **_fields(view, _OF_RUN),
         "state": str(view.state),
-        "ranks": view.ranks,
         "rank_numbers": list(view.rank_numbers[:_MAX_LISTED]),
         "kind": str(view.spec.kind),
         "session": view.spec.session,
-        "pool": view.pool,
-        "host": view.host,
         "lines": view.output.total_lines,
-        "attempt": view.attempt,
-        "attempts": view.attempts,
-        "directory": view.directory,
         "shipped": {
             "names": list(shipped.names[:_MAX_LISTED]),
             "total_bytes": shipped.total_bytes,
@@ -127,13 +124,7 @@ def run_record(view: RunView) -> dict[str, object]:
     if view.session is not None:
         record["cells"] = view.session.cells
     if lease is not None:
-        record["lease"] = {
-            "device_type": lease.device_type,
-            "ranks": lease.ranks,
-            "uuids": list(lease.uuids[:_MAX_LISTED]),
-            "cpu_slots": lease.cpu_slots,
-            "simulated": lease.simulated,
-        }
+        record["lease"] = {**_fields(lease, _OF_LEASE), "uuids": list(lease.uuids[:_MAX_LISTED])}
     if ended is not None:
         record["durations"] = {name: round(getattr(ended, name), 6) for name in _DURATIONS}
         if ended.gpu_s is not None:
@@ -143,13 +134,7 @@ def run_record(view: RunView) -> dict[str, object]:
     if (environment := _environment(view)) is not None:
         record["environment"] = environment
     if view.tracked is not None:
-        record["mlflow"] = {
-            "run_id": view.tracked.mlflow_run_id,
-            "experiment_id": view.tracked.experiment_id,
-            "experiment": view.tracked.experiment,
-            "uri": view.tracked.uri,
-            "url": view.tracked.url,
-        }
+        record["mlflow"] = {"run_id": view.tracked.mlflow_run_id, **_fields(view.tracked, _OF_TRACKED)}
     if failure is not None:
         record["failure"] = {
             "kind": str(failure.kind),
@@ -160,6 +145,10 @@ def run_record(view: RunView) -> dict[str, object]:
             "line": failure.line,
         }
     return record
+
+
+def _fields(record: object, names: Sequence[str]) -> dict[str, object]:
+    return {name: getattr(record, name) for name in names}
 
 
 def _environment(view: RunView) -> dict[str, object] | None:

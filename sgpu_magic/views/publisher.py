@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Protocol, TextIO
 
@@ -122,14 +121,6 @@ class Pace:
 Part = TextSegment | DisplayItem
 
 
-@dataclass(slots=True)
-class _Published:
-    """What an output of the cell shows now."""
-
-    display_id: str
-    content: object
-
-
 class OutputSlots:
     """Publishes a run's parts, each in an output of its own that is updated by its display id.
 
@@ -143,7 +134,8 @@ class OutputSlots:
         self._bundle = bundle or self._static
         # the same run may be shown in two cells
         self._token = secrets.token_hex(4)
-        self._shown: dict[int, _Published] = {}
+        # what each output shows now, and its metadata
+        self._shown: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
 
     def draw(self, budget: int | None = None, limit: int | None = None, remark: str = "") -> tuple[int, bool]:
         """Publish what differs from what is shown.
@@ -174,12 +166,12 @@ class OutputSlots:
                     bundle["text/html"] = f'{bundle["text/html"]}<div style="{SOFT};{SANS}">{escape(remark)}</div>'
                     bundle["text/plain"] = f"{bundle['text/plain']}\n{remark}"
                 if bundle["text/html"] or _slot(part) in self._shown:
-                    sent += self._show(_slot(part), bundle, bundle, {})
+                    sent += self._show(_slot(part), bundle)
         return sent + self._empty_others(parts), True
 
     def open(self, bundle: dict[str, object]) -> None:
         """Publish a live view where the run's first text will stand."""
-        self._show(0, bundle, bundle, {})
+        self._show(0, bundle)
 
     def draw_displays(self, budget: int) -> tuple[int, bool]:
         """Publish displays, their captions and places for the text between them, below a live view that is open.
@@ -199,7 +191,7 @@ class OutputSlots:
                 sent += self._show_display(part, final=False)
             else:
                 bare = mime_bundle(self._view, TextSegment((), part.after, part.next_rank), False, False)
-                sent += self._show(_slot(part), bare, bare, {})
+                sent += self._show(_slot(part), bare)
         return sent + self._empty_others([live, *parts]), True
 
     def _without_bare_end(self, parts: list[Part]) -> list[Part]:
@@ -230,28 +222,25 @@ class OutputSlots:
     def _empty_others(self, parts: Sequence[Part]) -> int:
         """Empty outputs whose part is gone; return the number of messages."""
         wanted = {_slot(part) for part in parts}
-        return sum(self._show(slot, None, {"text/plain": ""}, {}) for slot in self._shown.keys() - wanted)
+        return sum(self._show(slot, {"text/plain": ""}) for slot in self._shown.keys() - wanted)
 
     def _static(self, item: DisplayItem, final: bool) -> dict[str, object]:
         return self._view.models.static(item.rank, item.bundle)
 
     def _show_display(self, item: DisplayItem, *, final: bool) -> int:
-        data = self._bundle(item, final)
-        return self._show(_slot(item), (data, item.metadata), data, item.metadata)
+        return self._show(_slot(item), self._bundle(item, final), item.metadata)
 
-    def _show(self, slot: int, content: object, data: dict[str, object], metadata: dict[str, object]) -> int:
+    def _show(self, slot: int, data: dict[str, object], metadata: dict[str, object] | None = None) -> int:
         """Publish or update one output; return the number of messages that took."""
         # IPython declares no types here
         from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
 
-        shown = self._shown.get(slot)
-        if shown is not None and shown.content == content:
+        shown, content = self._shown.get(slot), (data, metadata or {})
+        if shown == content:
             return 0
-        update = shown is not None
-        if shown is None:
-            shown = self._shown[slot] = _Published(f"sgpu-{self._view.run_id}-{self._token}-{slot}", content)
-        shown.content = content
-        publish_display_data(data, metadata, transient={"display_id": shown.display_id}, update=update)
+        self._shown[slot] = content
+        display_id = f"sgpu-{self._view.run_id}-{self._token}-{slot}"
+        publish_display_data(*content, transient={"display_id": display_id}, update=shown is not None)
         return 1
 
 

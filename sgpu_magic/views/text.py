@@ -9,9 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple, TextIO
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import (
-    other_lines,
-)
+from sgpu_magic.views.failure import other_lines
 from sgpu_magic.views.failure_text import ending_stacks, failed_line, failure_lines, memory_lines, stall_lines
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.output import TextSegment
@@ -115,8 +113,7 @@ def live_line(view: RunView) -> str:
 
 def _ending(view: RunView) -> list[str]:
     if not view.is_final:
-        live = [f"[{rank}] {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
-        return [*live, *stall_lines(view), summary_line(view)]
+        return [*_unfinished(view), *stall_lines(view), summary_line(view)]
     problems = [
         f"rank {result.rank}: the last expression's value stayed there: {result.value_problem}"
         for result in view.results
@@ -133,6 +130,11 @@ def _ending(view: RunView) -> list[str]:
     else:
         lines.append(last)
     return lines
+
+
+def _unfinished(view: RunView) -> list[str]:
+    """Return the line that each rank has begun."""
+    return [f"[{rank}] {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
 
 
 def _last_words(view: RunView) -> list[str]:
@@ -180,9 +182,8 @@ class TerminalPublisher:
         self._began: float | None = None
         self._has_header = False
         self._notes = 0
-        self._waited = ""
-        self._stall: list[str] = []
-        self._warned: list[str] = []
+        # by what it is about, what was said last
+        self._said: dict[str, list[str]] = {}
         self._finished = False
         self._pending = _fresh_lines(view)
 
@@ -225,47 +226,32 @@ class TerminalPublisher:
             self._has_header = True
             lines.append(header_line(view))
         elif not self._has_header and not self._is_terminal and now - began >= HEADER_AFTER_S:
-            lines.extend(self._queue_line())
+            place = [f"{view.name} · {live_line(view)}"]
+            lines.extend(place if view.waiting_for and self._has_changed("queue", place) else [])
         if self._has_header:
             notes = view.notes
             lines.extend(f"note: {ansi.plain(note)}" for note in notes[self._notes :])
             self._notes = len(notes)
-            lines.extend(self._session_lines())
+            warnings = standing_warnings(view)
+            if self._has_changed("warnings", warnings):
+                lines.extend(f"note: {line}" for line in warnings)
         draw = ansi.colours_only if self._is_terminal else ansi.plain
         printed = [line._replace(text=draw(line.text)) for line in fresh]
         if not final and not self._is_terminal:
-            after.extend(self._stall_lines())
+            stall = stall_lines(view)
+            after.extend((stall or ["it goes on"]) if self._has_changed("stall", stall) else [])
         if final:
             if not view.is_final:
-                after.extend(f"[{rank}] {ansi.plain(text)}" for rank, text in view.output.live_lines.items())
+                after.extend(_unfinished(view))
             after.extend(memory_lines(view, view.failure))
             after.extend(ending_stacks(view))
             after.append(summary_line(view))
         return [*map(_Line, lines), *printed, *map(_Line, after)]
 
-    def _session_lines(self) -> list[str]:
-        """Return that its link is silent, and which ranks of a session are dead, when that has changed."""
-        told = standing_warnings(self._view)
-        if told == self._warned:
-            return []
-        self._warned = told
-        return [f"note: {line}" for line in told]
-
-    def _stall_lines(self) -> list[str]:
-        """Return where the ranks wait when that has changed, and that they have gone on."""
-        told = stall_lines(self._view)
-        if told == self._stall:
-            return []
-        self._stall = told
-        return told or ["it goes on"]
-
-    def _queue_line(self) -> list[str]:
-        """Return the place in the queue when it has changed."""
-        line = f"{self._view.name} · {live_line(self._view)}"
-        if line == self._waited or not self._view.waiting_for:
-            return []
-        self._waited = line
-        return [line]
+    def _has_changed(self, about: str, lines: list[str]) -> bool:
+        """Whether something else is to be said of this than the last time."""
+        before, self._said[about] = self._said.get(about, []), lines
+        return lines != before
 
     def _live_lines(self) -> list[str]:
         size = _terminal_size(self._stream)
@@ -273,8 +259,7 @@ class TerminalPublisher:
         if not self._has_header:
             lines = [f"{view.name} · {live_line(view)}"] if view.waiting_for else []
         else:
-            lines = [f"[{rank}] {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
-            lines += stall_lines(view)
+            lines = [*_unfinished(view), *stall_lines(view)]
         room = max(size.lines - 2, 1)
         if len(lines) > room:
             lines = [*lines[: room - 1], f"... and {count_of(len(lines) - room + 1, 'more rank')}"]

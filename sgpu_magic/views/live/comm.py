@@ -42,31 +42,25 @@ class Channels:
 
     Args:
         kernel: The ipykernel.
+
+    Attributes:
+        serve_comms: A widget's messages are answered while a cell blocks if the front end sends them to a subshell.
+        serve_every_comm: They are answered wherever it sends them.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         # of the two below: a view may be opened by one thread while another closes the last one
         self._lock = threading.Lock()
-        self._views: dict[str, Answerer] = {}
-        self._takers: dict[str, Taker] = {}
-        # of them those that are no widget
-        self._served: set[str] = set()
+        self._open: dict[str, Taker] = {}
+        # those that are no widget
+        self._served: dict[str, Taker] = {}
         # (model, number) of the newest questions: a widget asks on the other way too when an answer takes long
         self._taken: deque[tuple[str, object]] = deque(maxlen=_MOST_TAKEN)
         self._worker: ThreadPoolExecutor | None = None
         self._subshell = OwnSubshell(kernel)
+        self.serve_comms, self.serve_every_comm = self._subshell.kernel_has_them, self._subshell.kernel_asks
         kernel.control_handlers[REQUEST] = self._from_control
-
-    @property
-    def serve_comms(self) -> bool:
-        """Whether a widget's messages are answered while a cell blocks if the front end sends them to a subshell."""
-        return self._subshell.kernel_has_them
-
-    @property
-    def serve_every_comm(self) -> bool:
-        """Whether they are answered wherever it sends them."""
-        return self._subshell.kernel_asks
 
     def opened(self, widget: Any, answer: Answerer) -> None:
         """Answer questions to this widget's model from now on.
@@ -75,25 +69,23 @@ class Channels:
             widget: The ipywidget.
             answer: Called in one of several threads; it must not print.
         """
-        with self._lock:
-            self._views[widget.model_id] = answer
-        self._listen(widget)
+        self._listen(widget, partial(self._ask, answer))
+
+    def opened_for(self, widget: Any, take: Taker) -> None:
+        """Have this widget's custom messages taken by `take` from now on, each once; `closed` ends that."""
+
+        def once(content: object, send: Send) -> None:
+            if not self._is_taken(widget.model_id, content):
+                take(content, _from_any_thread(send))
+
+        self._listen(widget, once)
 
     def serve(self, model_id: str, take: Taker | None) -> None:
         """Have questions to a model that is no widget taken by `take` from now on; by nobody when it is None."""
         with self._lock:
-            if take is None:
-                self._takers.pop(model_id, None)
-                self._served.discard(model_id)
-            else:
-                self._takers[model_id] = take
-                self._served.add(model_id)
-
-    def opened_for(self, widget: Any, take: Taker) -> None:
-        """Have this widget's custom messages taken by `take` from now on; `closed` ends that."""
-        with self._lock:
-            self._takers[widget.model_id] = take
-        self._listen(widget)
+            self._served.pop(model_id, None)
+            if take is not None:
+                self._served[model_id] = lambda content, send: take(content, _from_any_thread(send))
 
     def take(self, comm: Any) -> None:
         """Have what the front end says to this comm handled where the cell does not block."""
@@ -103,9 +95,8 @@ class Channels:
         """Answer no more questions to this widget, which is about to be closed."""
         widget.on_msg(self._from_comm, remove=True)
         with self._lock:
-            self._views.pop(widget.model_id, None)
-            self._takers.pop(widget.model_id, None)
-            if not self._views and not self._takers.keys() - self._served:
+            self._open.pop(widget.model_id, None)
+            if not self._open:
                 self._rest()
 
     def remove(self) -> None:
@@ -113,12 +104,13 @@ class Channels:
         if self._kernel.control_handlers.get(REQUEST) == self._from_control:
             del self._kernel.control_handlers[REQUEST]
         with self._lock:
-            self._views.clear()
-            self._takers.clear()
+            self._open.clear()
             self._served.clear()
             self._rest()
 
-    def _listen(self, widget: Any) -> None:
+    def _listen(self, widget: Any, take: Taker) -> None:
+        with self._lock:
+            self._open[widget.model_id] = take
         self._subshell.take(widget.comm)
         widget.on_msg(self._from_comm)
 
@@ -147,39 +139,28 @@ class Channels:
 
     def _take(self, model_id: str, content: object, send: Send) -> None:
         """Answer now or soon; `send` is called in this thread."""
-        taker = self._takers.get(model_id)
-        if taker is not None:
-            if self._is_taken(model_id, content):
-                return
-            taker(content, _from_any_thread(send))
-            return
-        try:
-            question = messages.question_of(content)
-        except msgspec.ValidationError as error:
-            number = cast("dict[str, object]", content).get("n") if isinstance(content, dict) else None
-            if isinstance(number, int):
-                send(messages.to_builtins(Refusal(n=number, text=f"This is no question that can be answered: {error}")))
-            return
-        answer = self._views.get(model_id)
-        if answer is None:
+        take = self._open.get(model_id) or self._served.get(model_id)
+        if take is not None:
+            take(content, send)
+        elif (question := _question_of(content, send)) is not None:
             send(messages.to_builtins(Refusal(n=question.n, text=_CLOSED)))
-        elif isinstance(question, _AT_ONCE):
-            send(self._answered(answer, question))
-        else:
-            self._hand_over(answer, question, send)
 
     def _is_taken(self, model_id: str, content: object) -> bool:
         """Whether this widget's question has come before, on the other way; it is answered there, once."""
-        number = cast("dict[str, object]", content).get("n") if isinstance(content, dict) else None
+        number = _number_of(content)
         with self._lock:
-            # who is no widget asks on one way, and counts anew when its page is loaded again
-            if number is None or model_id in self._served:
-                return False
-            key = (model_id, number)
-            if key in self._taken:
+            if (model_id, number) in self._taken:
                 return True
-            self._taken.append(key)
+            if number is not None:
+                self._taken.append((model_id, number))
             return False
+
+    def _ask(self, answer: Answerer, content: object, send: Send) -> None:
+        question = _question_of(content, send)
+        if isinstance(question, _AT_ONCE):
+            send(self._answered(answer, question))
+        elif question is not None:
+            self._hand_over(answer, question, send)
 
     def _hand_over(self, answer: Answerer, question: Question, send: Send) -> None:
         send_here = _from_any_thread(send)
@@ -200,6 +181,20 @@ class Channels:
             self._kernel.log.exception("sgpu-magic can't answer %r", question)
             text = f"This can't be answered: {type(error).__name__}: {error}"
             return messages.to_builtins(Refusal(n=question.n, text=text))
+
+
+def _number_of(content: object) -> object:
+    return cast("dict[str, object]", content).get("n") if isinstance(content, dict) else None
+
+
+def _question_of(content: object, send: Send) -> Question | None:
+    """Return a run view's question, None for what is none, which is said."""
+    try:
+        return messages.question_of(content)
+    except msgspec.ValidationError as error:
+        if isinstance(number := _number_of(content), int):
+            send(messages.to_builtins(Refusal(n=number, text=f"This is no question that can be answered: {error}")))
+        return None
 
 
 def _from_any_thread(send: Send) -> Send:
@@ -224,25 +219,21 @@ class OwnSubshell:
 
     Args:
         kernel: The ipykernel.
+
+    Attributes:
+        kernel_has_them: It has subshells.
+        kernel_asks: It asks a comm for the shell.
     """
 
     def __init__(self, kernel: Any) -> None:
         # where a kernel is, this has been imported; a terminal shall not pay for it
-        from ipykernel._version import version_info
         from ipykernel.comm.comm import BaseComm
 
-        # None on ipykernel 6; 7.0 loses what other threads send
-        self._thread: Any = None if version_info[:2] == (7, 0) else getattr(kernel, "shell_channel_thread", None)
-        self._is_asked = self._thread is not None and hasattr(BaseComm, "_reply_subshell_for")
+        # None on ipykernel 6
+        self._thread: Any = getattr(kernel, "shell_channel_thread", None)
+        self.kernel_has_them = self._thread is not None
+        self.kernel_asks = self.kernel_has_them and hasattr(BaseComm, "_reply_subshell_for")
         self._id: str | None = None
-
-    @property
-    def kernel_has_them(self) -> bool:
-        return self._thread is not None
-
-    @property
-    def kernel_asks(self) -> bool:
-        return self._is_asked
 
     def take(self, comm: Any) -> None:
         """Have messages for this comm handled where the cell does not block."""
