@@ -8,11 +8,11 @@ from pathlib import Path
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.views.bundle import mime_bundle
-from sgpu_magic.views.failure import last_part
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.output import segments
 from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.remote_error import run_exception
+from sgpu_magic.views.run_notes import last_part
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.ids import short

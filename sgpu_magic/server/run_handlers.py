@@ -139,15 +139,15 @@ class NewsHandler(_Handler):
         self._gone = asyncio.Event()
         while True:
             # one thread for each run: the pages that show it wait for its pool together
-            async with self.followers.turn(run_id):
+            async with follower.turn:
                 news = await self.in_thread(follower.news, known)
             self.followers.asked(run_id)
-            if news is not None or now() >= deadline or self._gone.is_set():
+            if news.is_new(known) or now() >= deadline or self._gone.is_set():
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), _LOOK_EVERY_S)
         if not self._gone.is_set():
-            answer(self, news if news is not None else follower.no_news(known))
+            answer(self, news)
 
     def on_connection_close(self) -> None:
         super().on_connection_close()

@@ -68,6 +68,10 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
     displays: int
     final: bool
 
+    def is_new(self, known: Known) -> bool:
+        """Whether there is something that a page does not know."""
+        return bool(self.snapshot or self.told or self.final or self.displays != known.displays)
+
 
 class Follower:
     """One run, folded from its events. Methods may be called by any thread, and may block.
@@ -75,10 +79,16 @@ class Follower:
     Args:
         place: Where it is.
         output_limit: As in the settings.
+
+    Attributes:
+        turn: What the requests for its news take turns by; for the server's loop alone.
+        asked_at: When somebody asked about it last, by the clock of `Followers`.
     """
 
     def __init__(self, place: RunPlace, output_limit: int) -> None:
         self.spec = spec = place.spec
+        self.turn = asyncio.Lock()
+        self.asked_at = 0.0
         self._place = place
         self._view = RunView(spec, output_limit, place.pool, error_follows=True)
         self._view.directory = str(place.directory) if place.bring is None else ""
@@ -98,8 +108,8 @@ class Follower:
     def is_final(self) -> bool:
         return self._view.is_final
 
-    def news(self, known: Known) -> News | None:
-        """Return what a page does not know yet, None when it knows everything.
+    def news(self, known: Known) -> News:
+        """Return what a page does not know yet.
 
         Raises:
             RunNotHere: The run's directory has gone.
@@ -111,8 +121,6 @@ class Follower:
             told = (msgspec.structs.replace(lines, seq=known.after + 1),) if lines is not None else ()
             # the picture of the end comes with the end
             final = self.is_final and self._snapshot is not None and self._snapshot.final
-            if not (snapshot or told or final or self._displays != known.displays):
-                return None
             total = sum(lines.ranks) if lines is not None else known.lines
             return News(
                 snapshot=snapshot,
@@ -122,10 +130,6 @@ class Follower:
                 displays=self._displays,
                 final=final,
             )
-
-    def no_news(self, known: Known) -> News:
-        """Return that there is nothing new."""
-        return News(snapshot=None, told=(), seq=known.after, lines=known.lines, displays=known.displays, final=False)
 
     def answer(self, question: Question) -> Answer:
         """Answer a view's question.
@@ -226,11 +230,6 @@ class Followers:
         self._clock = clock
         self._lock = threading.Lock()
         self._followers: dict[str, Follower] = {}
-        self._asked_at: dict[str, float] = {}
-        self._turns: dict[str, asyncio.Lock] = {}
-
-    def __len__(self) -> int:
-        return len(self._followers)
 
     def get(self, run_id: str) -> Follower:
         """Return the follower of a run; it reads nothing but what was submitted yet.
@@ -242,26 +241,21 @@ class Followers:
         # files are read without the lock, which the server's loop takes too
         made = self._new(run_id) if follower is None else follower
         with self._lock:
-            self._asked_at[run_id] = self._clock()
-            return self._followers.setdefault(run_id, made)
-
-    def turn(self, run_id: str) -> asyncio.Lock:
-        """Return what the requests for a run's news take turns by; for the server's loop alone."""
-        return self._turns.setdefault(run_id, asyncio.Lock())
+            follower = self._followers.setdefault(run_id, made)
+            follower.asked_at = self._clock()
+            return follower
 
     def asked(self, run_id: str) -> None:
         """Somebody looks at it now."""
         with self._lock:
             if run_id in self._followers:
-                self._asked_at[run_id] = self._clock()
+                self._followers[run_id].asked_at = self._clock()
 
     def drop_idle(self) -> None:
         """Forget the runs that nobody looks at any more."""
         with self._lock:
-            now = self._clock()
-            for run_id in [run_id for run_id, at in self._asked_at.items() if now - at > IDLE_S]:
-                del self._followers[run_id], self._asked_at[run_id]
-                self._turns.pop(run_id, None)
+            since = self._clock() - IDLE_S
+            self._followers = {run_id: each for run_id, each in self._followers.items() if each.asked_at >= since}
         self._elsewhere.rest()
 
     def _new(self, run_id: str) -> Follower:

@@ -7,14 +7,13 @@ output         what its ranks have said: text to lines, and displays; cut at the
 output_buffer  lines, displays and the gap; keeps the beginning and the end
 usage          what its ranks and their devices use, as curves
 rank_models    the widgets of its ranks, and what stands for one where none is drawn
-run_notes      what it is called, and the notes that events leave
+run_notes      what it is called, and the sentences that events leave: notes, a failure in a line
 
 The same in words:
 
 words          state, ranks, place, what was shipped and returned
 summary_words  what it used and costs, what a session's view says; the line of a push or a pull
-failure        one failure: who, where, how
-failure_text   how a run's failure is told: lines, stall, memory
+failure        how a run's failure is told: lines, stall, memory
 stacks         where the ranks are, and who has not come
 pool_words     a pool's devices, nodes, budget and runs
 units          numbers with their units and in columns; the time that views count by

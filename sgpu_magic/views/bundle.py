@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import error_line
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_segment_html
 from sgpu_magic.views.html_style import BOX, SOFT, safe
 from sgpu_magic.views.output import TextSegment
+from sgpu_magic.views.run_notes import error_line
 from sgpu_magic.views.summary_words import usage_record
 from sgpu_magic.views.text import render_segment_text
 from sgpu_magic.views.units import format_seconds

@@ -1,69 +1,66 @@
-"""How failures are worded: the culprit whole, everybody else in a line."""
+"""How a run's failure is told: its traceback, where its ranks wait or waited, and what held the memory."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal
 
 from sgpu_magic.config import host_name
-from sgpu_magic.system.processes import signal_name
-from sgpu_magic.views.units import format_ranks, format_seconds
-from sgpu_magic.wire.events import AttemptFailed
-from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.states import BUDGET, COST_LIMIT, FailureKind
+from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views import ansi
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
+from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, limit_of, other_lines, timeout_sentence
+from sgpu_magic.views.stacks import group_lines, group_stacks, last_python_line, summary, verdict
+from sgpu_magic.views.units import aligned, count_of, format_gb, format_seconds
+from sgpu_magic.wire.failures import Failure, RankMemory, StackFrame, TensorUse
+from sgpu_magic.wire.states import FailureKind, RunState
 
+_MAX_TRACEBACK_LINES = 400
 _RULE = re.compile(r"-{5,}")
 _HEADING = re.compile(r"[\w.]+ +Traceback \(most recent call last\):?")
 _FRAME = re.compile(r"(Cell In\[|File |<)")
 _CELL_FRAME = re.compile(r"Cell In\[")
-_SUBJECT = re.compile(r"^rank \d+( of \d+)?")
-_MAX_MESSAGE = 300
+
+_LineKind = Literal["title", "code", "culprit", "error", "text"]
 
 
-class Limit(NamedTuple):
-    """A limit that ended a run: what the run is then, and what stands above where its ranks were."""
+def failure_block(view: RunView, failure: Failure, most_chars: int, most_whole_chars: int) -> FailureBlock:
+    """Return how a failure is told, the cell's own lines first; the static HTML and the live view draw it.
 
-    word: str
-    then: str
-
-
-_TIME = Limit("timed out", "when its time was over:")
-_COSTS = {
-    COST_LIMIT: Limit("cost limit reached", "when its cost limit was reached:"),
-    BUDGET: Limit("budget used up", "when the pool's budget was used up:"),
-}
-
-
-def limit_of(failure: Failure | None) -> Limit:
-    """Return which limit ended a run whose state is `TIMED_OUT`: of its time, of its cost, or its pool's budget."""
-    message = failure.message if failure is not None else ""
-    return next((limit for start, limit in _COSTS.items() if message.startswith(start)), _TIME)
-
-
-def last_part(type_name: str) -> str:
-    """Return `ValueError` for `builtins.ValueError`."""
-    return type_name.rsplit(".", 1)[-1]
-
-
-def error_line(failure: Failure) -> str:
-    """Return `ValueError: NaN in batch 118`, one line of at most 300 characters."""
-    name = last_part(failure.type_name)
-    message = failure.message.strip()
-    if not name or message.startswith((f"{name}:", f"{failure.type_name}:")) or message == name:
-        line = message or name or f"{failure.kind}"
+    Args:
+        view: The run.
+        failure: Its root cause, or while it is still stopping what a rank has told.
+        most_chars: Of the lines that are always shown, in each of their parts.
+        most_whole_chars: Of the whole traceback.
+    """
+    # what the cell raises shows the traceback once more: then one line says it
+    told_again = view.error_follows and view.is_final
+    whole: list[str] = []
+    if failure.kind is FailureKind.USER_CODE:
+        name = last_part(failure.type_name) or "error"
+        where = [f"on rank {failure.rank}" if failure.rank is not None else "", failure.host]
+        lines = [_line(f"{name} {' · '.join(filter(None, where))}".rstrip(), "title")]
+        excerpt, left_out = ([], False) if told_again else cell_excerpt(failure)
+        lines += _traceback(excerpt, most_chars)
+        if not excerpt and failure.message:
+            lines += [_line(line, "error") for line in cut_lines(failure.message.split("\n"), most_chars)]
+        whole = traceback_body(failure) if left_out else []
     else:
-        line = f"{name}: {message}" if message else name
-    line = line.split("\n", 1)[0]
-    return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + " ..."
-
-
-def place(failure: Failure, ranks: int) -> str:
-    """Return `rank 1 of 4 (this machine)`, "" when no rank is meant."""
-    if failure.rank is None:
-        return ""
-    here = "this machine" if failure.host.split(".")[0] == host_name() else failure.host
-    return f"rank {failure.rank} of {ranks}" + (f" ({here})" if here else "")
+        sentence = failure_sentence(view) if view.is_final else death_sentence(failure, view.ranks)
+        words = last_words(view, failure) if view.is_final else []
+        title, *rest = cut_lines([*sentence.split("\n"), *words], most_chars)
+        lines = [_line(title, "title"), *(_line(line, "text") for line in rest)]
+        if not told_again:
+            lines += _traceback(traceback_body(failure), most_chars)
+    lines += [_line(line, "text") for line in cut_lines(ending_stacks(view), most_chars)]
+    return FailureBlock(
+        rank=failure.rank,
+        lines=tuple(lines),
+        whole=tuple(_traceback(whole, most_whole_chars)),
+        memory=memory_block(view, failure),
+    )
 
 
 def traceback_body(failure: Failure) -> list[str]:
@@ -96,70 +93,219 @@ def cell_excerpt(failure: Failure) -> tuple[list[str], bool]:
     return [line for block in kept for line in block], len(kept) < len(blocks)
 
 
-def died_of(failure: Failure) -> str:
-    """Return `was killed by SIGKILL` or `ended with exit code 3`."""
-    status = failure.exit_status
-    if status is None:
-        return "died"
-    if status >= 0:
-        return f"ended with exit code {status}"
-    return f"was killed by {signal_name(-status)}"
+def place(failure: Failure, ranks: int) -> str:
+    """Return `rank 1 of 4 (this machine)`, "" when no rank is meant."""
+    if failure.rank is None:
+        return ""
+    here = "this machine" if failure.host.split(".")[0] == host_name() else failure.host
+    return f"rank {failure.rank} of {ranks}" + (f" ({here})" if here else "")
 
 
-def death_sentence(failure: Failure, ranks: int) -> str:
-    """Return `rank 2 of 4 was killed by SIGKILL: most likely out of memory`."""
-    message = failure.message.strip()
-    pid = f" (process {failure.pid})" if failure.pid and f"{failure.pid}" not in message else ""
-    if message.startswith(("rank ", "the ")):
-        return _SUBJECT.sub(lambda found: f"{found[0]}{pid}", message)
-    subject = f"rank {failure.rank} of {ranks}{pid}" if failure.rank is not None else ""
-    if failure.kind is not FailureKind.WORKER_DIED:
-        return f"{subject}: {message}" if subject and message else message or subject or f"{failure.kind}"
-    died = died_of(failure)
-    if not message:
-        return f"{subject} {died}".strip()
-    if message.startswith(("was ", "died", "ended", "exited")):
-        return f"{subject} {message}".strip()
-    return f"{subject} {died}: {message}".strip()
+def cut_lines(lines: Sequence[str], most: int) -> list[str]:
+    """Return the beginning and the end of `lines`, together at most about `most` characters."""
+    if sum(map(len, lines)) + len(lines) <= most:
+        return list(lines)
+    joined = "\n".join(lines)
+    return [*joined[: most // 2].split("\n"), "...", *joined[-most // 2 :].split("\n")]
 
 
-def other_lines(others: Iterable[Failure], culprit: int | None = None) -> list[str]:
-    """Return one line for each way in which further ranks ended, ranks of the same way together."""
-    ways: dict[str, list[int]] = {}
-    for other in others:
-        if other.rank is not None and other.rank != culprit:
-            ways.setdefault(_way(other), []).append(other.rank)
-    lines: list[str] = []
-    for way, ranks in ways.items():
-        verb = "" if way.startswith(":") else " was " if len(set(ranks)) == 1 else " were "
-        lines.append(f"{format_ranks(ranks)}{verb}{way}")
+def _traceback(body: list[str], most: int) -> list[FailureLine]:
+    return [_line(line, _kind(ansi.plain(line))) for line in cut_lines(body, most)]
+
+
+def _kind(line: str) -> _LineKind:
+    if line.startswith("--"):
+        return "culprit"
+    name, colon, _ = line.partition(":")
+    if colon and name and name[0].isalpha() and name.replace(".", "").replace("_", "").isalnum():
+        return "error"
+    return "code"
+
+
+def _line(text: str, kind: _LineKind) -> FailureLine:
+    return FailureLine(text=ansi.plain(text), kind=kind)
+
+
+def stall_lines(view: RunView) -> list[str]:
+    """Return where the ranks of a run wait in which nothing moves; empty while it moves."""
+    if view.stalled is None or view.is_final or view.left:
+        return []
+    stacks, cell = view.stalled.stacks, view.spec.cell
+    groups = [f"  {ansi.plain(line)}" for line in group_lines(group_stacks(stacks, cell))]
+    told = [*map(ansi.plain, verdict(stacks, cell)), "%sgpu_stacks shows everything", f"run {view.short_id}"]
+    return [f"no progress for {format_seconds(view.stalled.seconds)}", *groups, " · ".join(told)]
+
+
+def ending_stacks(view: RunView) -> list[str]:
+    """Return where the ranks were when the run ended: all of it when a limit ended it, a line when it had stalled."""
+    if view.ended is None:
+        return []
+    if view.ended.stacks:
+        return [limit_of(view.failure).then, *summary(view.ended.stacks, view.spec.cell)]
+    if view.stalled is None:
+        return []
+    groups = "; ".join(
+        " ".join(line.split()) for line in group_lines(group_stacks(view.stalled.stacks, view.spec.cell))
+    )
+    return [ansi.plain(f"nothing had moved for {format_seconds(view.stalled.seconds)}: {groups}")]
+
+
+def failure_lines(view: RunView) -> list[str]:
+    """Return the culprit with its whole traceback and the others in a line each, without the run's id."""
+    lines = [failed_line(view)]
+    failure = view.failure
+    if failure is not None:
+        excerpt, left_out = cell_excerpt(failure)
+        body = traceback_body(failure) if left_out else excerpt
+        if body:
+            lines.extend(_bounded(body))
+        elif failure.kind is FailureKind.USER_CODE:
+            lines.append(error_line(failure))
+        elif failure.kind is FailureKind.WORKER_DIED:
+            lines.extend(last_words(view, failure))
+        lines.extend(memory_lines(view, failure))
+    lines.extend(ending_stacks(view))
+    lines.extend(other_lines(view.others, failure.rank if failure else None))
     return lines
 
 
-def attempt_note(body: AttemptFailed, seconds: float) -> str:
-    """Return `attempt 1 of 3 failed after 9 s: rank 2 was killed by SIGKILL; started again`."""
-    failure = body.failure
-    if failure.kind is FailureKind.WORKER_DIED and failure.rank is not None:
-        why = f"rank {failure.rank} {died_of(failure)}"
-    else:
-        why = (f"rank {failure.rank}: " if failure.rank is not None else "") + error_line(failure)
-    after = f" after {format_seconds(seconds)}" if seconds else ""
-    return f"attempt {body.attempt} of {body.attempts} failed{after}: {why}; started again"
+def last_words(view: RunView, failure: Failure) -> list[str]:
+    """Return where a rank that died without a traceback was, and what it said last, as far as its message is silent."""
+    if failure.rank is None:
+        return []
+    told: list[str] = []
+    cell, last_line = view.spec.cell, ansi.plain(view.output.last_lines.get(failure.rank, "")).strip()
+    if "last Python line" not in failure.message:
+        frames = failure.stack
+        if not frames and failure.line is not None:
+            number = cell.execution_count or 0
+            frames = (StackFrame(f"<ipython-input-{number}->", failure.line, failure.where),)
+        at = last_python_line(frames, cell)
+        told += [f"its last Python line: {at}"] if at else []
+    if last_line and "last output" not in failure.message:
+        told.append(f"its last output: {last_line}")
+    return told
 
 
-def _way(other: Failure) -> str:
-    at = f" (line {other.line})" if other.line is not None else ""
-    if other.is_consequence:
-        return f"released from {other.where}{at}" if other.where else f"released{at}"
-    if last_part(other.type_name) == "KeyboardInterrupt":
-        # what the stop path sends to those that a collective does not hold
-        return f"stopped{at}"
-    if other.kind is FailureKind.WORKER_DIED:
-        first, _, _ = other.message.strip().partition("\n")
-        said = re.sub(r"^rank \d+ of \d+ (\(process \d+\) )?", "", first)
-        return f": {said or died_of(other)}{at}"
-    return f": {error_line(other)}{at}"
+def failed_line(view: RunView, brief: bool = False) -> str:
+    """Return the first line of a failure, with the error in it when `brief` or when there is no traceback."""
+    elapsed = view.elapsed_s()
+    # what was refused was never there
+    after = f" after {format_seconds(elapsed)}" if elapsed >= 0.0005 else ""
+    failure = view.failure
+    word = limit_of(failure).word if view.state is RunState.TIMED_OUT else view.state
+    start = f"{view.name} · {word}{after}"
+    if view.state is RunState.CANCELLED or failure is None:
+        return f"{start} · {view.reason}" if view.reason else start
+    if failure.kind is FailureKind.USER_CODE:
+        where = place(failure, view.ranks)
+        return " · ".join(part for part in (start, where, error_line(failure) if brief else "") if part)
+    sentence = failure_sentence(view)
+    return f"{start} · {sentence.split(chr(10), 1)[0] if brief else sentence}"
 
 
-def timeout_sentence(seconds: float) -> str:
-    return f"its time limit of {format_seconds(seconds)} is over (--timeout)"
+def failure_sentence(view: RunView) -> str:
+    """Return why a run whose failure has no traceback of the user's code ended."""
+    failure = view.failure
+    if failure is None:
+        return ""
+    if failure.kind is FailureKind.TIMEOUT:
+        return failure.message.strip() or timeout_sentence(view.spec.timeout_s)
+    return death_sentence(failure, view.ranks)
+
+
+def _bounded(lines: list[str]) -> list[str]:
+    if len(lines) <= _MAX_TRACEBACK_LINES:
+        return lines
+    half = _MAX_TRACEBACK_LINES // 2
+    left_out = len(lines) - 2 * half
+    return [*lines[:half], f"... {left_out:,} lines of the traceback ...", *lines[-half:]]
+
+
+# ---------------------------------------------------------------- its memory
+
+_MAX_RANKS = 16
+_MAX_TENSORS = 10
+_MAX_NAME = 80
+_BAR_CHARS = 20
+_BAR = "█▓▒░"
+
+
+def memory_block(view: RunView, failure: Failure | None) -> MemoryBlock | None:
+    """Return what held the memory, None for a failure that was no allocation's, or when nobody has looked.
+
+    Args:
+        view: The run.
+        failure: Its root cause, or while it is still stopping what a rank has told.
+    """
+    if failure is None or not failure.out_of_memory:
+        return None
+    others = view.others if view.is_final else view.rank_failures.values()
+    told: dict[int, RankMemory] = {}
+    for each in (failure, *others):
+        if each.memory is not None and each.rank is not None:
+            told.setdefault(each.rank, each.memory)
+    ranks = sorted(told, key=lambda rank: (rank != failure.rank, rank))
+    if not ranks:
+        return None
+    largest = told[failure.rank].largest if failure.rank in told else ()
+    left_out = len(ranks) - _MAX_RANKS
+    return MemoryBlock(
+        title="memory when it failed",
+        heads=("rank", "device", "used", "reserved", "free", "total"),
+        rows=tuple(_row(rank, told[rank], rank == failure.rank) for rank in ranks[:_MAX_RANKS]),
+        tensors=tuple(map(_tensor, largest[:_MAX_TENSORS])),
+        largest=f"largest tensors of rank {failure.rank}" if largest else "",
+        more=f"and {count_of(left_out, 'more rank')}" if left_out > 0 else "",
+    )
+
+
+def memory_lines(view: RunView, failure: Failure | None) -> list[str]:
+    """Return the same as text, with a bar of what tensors hold, torch keeps, others hold and what is free."""
+    block = memory_block(view, failure)
+    if block is None:
+        return []
+    rows = [(f"{row.rank}", *row.cells, _bar(row.shares)) for row in block.rows]
+    lines = [f"{block.title}:", *_indented(aligned([(*block.heads, ""), *rows], right=(2, 3, 4, 5)))]
+    lines += [f"  {block.more}"] if block.more else []
+    if block.tensors:
+        tensors = [(tensor.name, *tensor.cells) for tensor in block.tensors]
+        lines += [f"{block.largest}:", *_indented(aligned(tensors, right=(3,)))]
+    return lines
+
+
+def _row(rank: int, memory: RankMemory, culprit: bool) -> MemoryCard:
+    total = memory.total_bytes
+    kept = max(memory.reserved_bytes - memory.used_bytes, 0)
+    foreign = max(total - memory.free_bytes - memory.used_bytes - kept, 0)
+    shares: list[float] = []
+    room = 1.0
+    for count in (memory.used_bytes, kept, foreign):
+        share = min(max(count / total, 0.0), room) if total > 0 else 0.0
+        shares.append(round(share, 4))
+        room = max(room - share, 0.0)
+    reserved = format_gb(memory.reserved_bytes) if memory.reserved_bytes else "-"
+    words = (format_gb(memory.used_bytes), reserved, format_gb(memory.free_bytes), format_gb(total) if total else "-")
+    device = ansi.plain(memory.device)[:_MAX_NAME]
+    return MemoryCard(rank=rank, cells=(device, *words), shares=tuple(shares), culprit=culprit)
+
+
+def _tensor(use: TensorUse) -> MemoryTensor:
+    name = ansi.plain(use.name) or "(no name is known)"
+    name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]} ..."
+    shape = f"({', '.join(map(str, use.shape))}{',' if len(use.shape) == 1 else ''})"
+    cells = (shape[:_MAX_NAME], ansi.plain(use.dtype)[:_MAX_NAME], format_bytes(use.size_bytes))
+    return MemoryTensor(name=name, cells=cells)
+
+
+def _bar(shares: Sequence[float]) -> str:
+    drawn = ""
+    told = 0.0
+    for share, mark in zip(shares, _BAR, strict=False):
+        told += share
+        drawn += mark * (round(told * _BAR_CHARS) - len(drawn))
+    return drawn + _BAR[-1] * (_BAR_CHARS - len(drawn))
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sgpu_magic.system.byte_sizes import format_bytes
-from sgpu_magic.views.failure import attempt_note
 from sgpu_magic.views.output import RunOutput
 from sgpu_magic.views.output_buffer import Item
 from sgpu_magic.views.rank_models import RankModels
-from sgpu_magic.views.run_notes import SessionState, renewal_note, restart_note, run_name, unstopped_note
+from sgpu_magic.views.run_notes import SessionState, attempt_note, renewal_note, restart_note, run_name, unstopped_note
 from sgpu_magic.views.units import heard_at, steady_time
 from sgpu_magic.views.usage import RunUsage
 from sgpu_magic.wire import ids

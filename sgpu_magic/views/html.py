@@ -11,8 +11,7 @@ from dataclasses import replace
 from html import escape
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import other_lines
-from sgpu_magic.views.failure_text import cut_lines, failure_block, stall_lines
+from sgpu_magic.views.failure import cut_lines, failure_block, stall_lines
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
@@ -28,6 +27,7 @@ from sgpu_magic.views.output_buffer import (
     text_bytes,
     trim,
 )
+from sgpu_magic.views.run_notes import other_lines
 from sgpu_magic.views.summary_words import (
     billed_text,
     busy_text,

@@ -10,11 +10,10 @@ from pathlib import PurePath
 from weakref import WeakKeyDictionary
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import last_part
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe, sparkline
 from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting
-from sgpu_magic.views.run_notes import restart_command
+from sgpu_magic.views.run_notes import last_part, restart_command
 from sgpu_magic.views.summary_words import curve_text, is_low, measured_lines, whole_text
 from sgpu_magic.views.units import count_of
 from sgpu_magic.views.usage import use_text

@@ -7,9 +7,9 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic import errors
-from sgpu_magic.views.failure import death_sentence, error_line, last_part, other_lines, timeout_sentence
-from sgpu_magic.views.failure_text import cut_lines, last_words
+from sgpu_magic.views.failure import cut_lines, last_words
 from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, other_lines, timeout_sentence
 from sgpu_magic.views.stacks import group_lines, group_stacks, stack_lines, stacks_text, verdict
 from sgpu_magic.views.units import format_ranks, format_seconds
 from sgpu_magic.wire.events import RunEnded

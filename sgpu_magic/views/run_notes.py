@@ -1,27 +1,22 @@
-"""What a run is called, where its session is, and the notes that a session's events leave. No I/O."""
+"""What a run is called, where its session is, and the sentences that its events leave: notes and failures. No I/O."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from sgpu_magic.views.units import format_ranks
+from sgpu_magic.system.processes import signal_name
+from sgpu_magic.views.units import format_ranks, format_seconds
 from sgpu_magic.wire import ids
-from sgpu_magic.wire.events import GroupRenewed, RanksRestarted, SessionMoved
-from sgpu_magic.wire.states import RunKind
+from sgpu_magic.wire.events import AttemptFailed, GroupRenewed, RanksRestarted, SessionMoved
+from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.run import RunSpec
+from sgpu_magic.wire.states import BUDGET, COST_LIMIT, FailureKind, RunKind
 
 
-class Named(Protocol):
-    """What was submitted, or a row of the ledger."""
-
-    @property
-    def run_id(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> RunKind: ...
-
-
-def run_name(spec: Named) -> str:
+def run_name(spec: RunSpec | RunSummary) -> str:
     """Return `train_digits` for a cell, `train(...)` for a call, `session work` for a session."""
     match spec.kind:
         case RunKind.SESSION:
@@ -32,7 +27,7 @@ def run_name(spec: Named) -> str:
             return spec.name or f"{kind}"
 
 
-def stop_words(spec: Named) -> tuple[str, str]:
+def stop_words(spec: RunSpec | RunSummary) -> tuple[str, str]:
     """Return the reason why its view's button ends it, and what to say to who has pressed it."""
     if spec.kind is RunKind.SESSION:
         return "Disconnect was pressed", f"{run_name(spec)} is being disconnected"
@@ -95,3 +90,115 @@ def unstopped_note(ranks: tuple[int, ...]) -> str:
         f"{format_ranks(ranks)} {has} not stopped and still {runs} this cell: the session's next cell waits for {it}. "
         f"Interrupt again within 5 s to kill {it}, or {restart_command(ranks)}, which starts {it} anew"
     )
+
+
+# ---------------------------------------------------------------- failures
+
+_SUBJECT = re.compile(r"^rank \d+( of \d+)?")
+_MAX_MESSAGE = 300
+
+
+class Limit(NamedTuple):
+    """A limit that ended a run: what the run is then, and what stands above where its ranks were."""
+
+    word: str
+    then: str
+
+
+_TIME = Limit("timed out", "when its time was over:")
+_COSTS = {
+    COST_LIMIT: Limit("cost limit reached", "when its cost limit was reached:"),
+    BUDGET: Limit("budget used up", "when the pool's budget was used up:"),
+}
+
+
+def limit_of(failure: Failure | None) -> Limit:
+    """Return which limit ended a run whose state is `TIMED_OUT`: of its time, of its cost, or its pool's budget."""
+    message = failure.message if failure is not None else ""
+    return next((limit for start, limit in _COSTS.items() if message.startswith(start)), _TIME)
+
+
+def last_part(type_name: str) -> str:
+    """Return `ValueError` for `builtins.ValueError`."""
+    return type_name.rsplit(".", 1)[-1]
+
+
+def error_line(failure: Failure) -> str:
+    """Return `ValueError: NaN in batch 118`, one line of at most 300 characters."""
+    name = last_part(failure.type_name)
+    message = failure.message.strip()
+    if not name or message.startswith((f"{name}:", f"{failure.type_name}:")) or message == name:
+        line = message or name or f"{failure.kind}"
+    else:
+        line = f"{name}: {message}" if message else name
+    line = line.split("\n", 1)[0]
+    return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + " ..."
+
+
+def died_of(failure: Failure) -> str:
+    """Return `was killed by SIGKILL` or `ended with exit code 3`."""
+    status = failure.exit_status
+    if status is None:
+        return "died"
+    if status >= 0:
+        return f"ended with exit code {status}"
+    return f"was killed by {signal_name(-status)}"
+
+
+def death_sentence(failure: Failure, ranks: int) -> str:
+    """Return `rank 2 of 4 was killed by SIGKILL: most likely out of memory`."""
+    message = failure.message.strip()
+    pid = f" (process {failure.pid})" if failure.pid and f"{failure.pid}" not in message else ""
+    if message.startswith(("rank ", "the ")):
+        return _SUBJECT.sub(lambda found: f"{found[0]}{pid}", message)
+    subject = f"rank {failure.rank} of {ranks}{pid}" if failure.rank is not None else ""
+    if failure.kind is not FailureKind.WORKER_DIED:
+        return f"{subject}: {message}" if subject and message else message or subject or f"{failure.kind}"
+    died = died_of(failure)
+    if not message:
+        return f"{subject} {died}".strip()
+    if message.startswith(("was ", "died", "ended", "exited")):
+        return f"{subject} {message}".strip()
+    return f"{subject} {died}: {message}".strip()
+
+
+def other_lines(others: Iterable[Failure], culprit: int | None = None) -> list[str]:
+    """Return one line for each way in which further ranks ended, ranks of the same way together."""
+    ways: dict[str, list[int]] = {}
+    for other in others:
+        if other.rank is not None and other.rank != culprit:
+            ways.setdefault(_way(other), []).append(other.rank)
+    lines: list[str] = []
+    for way, ranks in ways.items():
+        verb = "" if way.startswith(":") else " was " if len(set(ranks)) == 1 else " were "
+        lines.append(f"{format_ranks(ranks)}{verb}{way}")
+    return lines
+
+
+def attempt_note(body: AttemptFailed, seconds: float) -> str:
+    """Return `attempt 1 of 3 failed after 9 s: rank 2 was killed by SIGKILL; started again`."""
+    failure = body.failure
+    if failure.kind is FailureKind.WORKER_DIED and failure.rank is not None:
+        why = f"rank {failure.rank} {died_of(failure)}"
+    else:
+        why = (f"rank {failure.rank}: " if failure.rank is not None else "") + error_line(failure)
+    after = f" after {format_seconds(seconds)}" if seconds else ""
+    return f"attempt {body.attempt} of {body.attempts} failed{after}: {why}; started again"
+
+
+def _way(other: Failure) -> str:
+    at = f" (line {other.line})" if other.line is not None else ""
+    if other.is_consequence:
+        return f"released from {other.where}{at}" if other.where else f"released{at}"
+    if last_part(other.type_name) == "KeyboardInterrupt":
+        # what the stop path sends to those that a collective does not hold
+        return f"stopped{at}"
+    if other.kind is FailureKind.WORKER_DIED:
+        first, _, _ = other.message.strip().partition("\n")
+        said = re.sub(r"^rank \d+ of \d+ (\(process \d+\) )?", "", first)
+        return f": {said or died_of(other)}{at}"
+    return f": {error_line(other)}{at}"
+
+
+def timeout_sentence(seconds: float) -> str:
+    return f"its time limit of {format_seconds(seconds)} is over (--timeout)"

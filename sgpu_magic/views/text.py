@@ -9,8 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple, TextIO
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import other_lines
-from sgpu_magic.views.failure_text import ending_stacks, failed_line, failure_lines, memory_lines, stall_lines
+from sgpu_magic.views.failure import ending_stacks, failed_line, failure_lines, memory_lines, stall_lines
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.output import TextSegment
 from sgpu_magic.views.output_buffer import (
@@ -23,6 +22,7 @@ from sgpu_magic.views.output_buffer import (
     line_bytes,
     trim,
 )
+from sgpu_magic.views.run_notes import other_lines
 from sgpu_magic.views.summary_words import (
     billed_text,
     busy_text,

@@ -178,7 +178,9 @@ class RankUsage:
             tops |= dict.fromkeys(("used_bytes", "own_bytes"), self.latest.total_bytes / 1e9)
         order = _CPU_CURVES if self.latest.kind == "cpu" else _GPU_CURVES
         return [
-            Drawn(name, unit, self.series[field], tops.get(field)) for field, name, unit in order if field in self.series
+            Drawn(name, unit, self.series[field], tops.get(field))
+            for field, name, unit in order
+            if field in self.series
         ]
 
 

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import limit_of
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import Link, Tone
+from sgpu_magic.views.run_notes import limit_of
 from sgpu_magic.views.units import TIMES, count_of, format_seconds
 from sgpu_magic.wire import ids
 from sgpu_magic.wire.attachments import Payload

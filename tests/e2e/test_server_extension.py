@@ -318,7 +318,7 @@ def test_runs_that_nobody_looks_at_are_forgotten(tmp_path: Path):
     assert followers.get("0123abcd") is first
     now += IDLE_S + 1
     followers.drop_idle()
-    assert len(followers) == 0
+    assert followers._followers == {}
     assert followers.get("0123abcd") is not first
     with pytest.raises(RunNotHere, match="no directory of a run"):
         followers.get("../0123abcd")

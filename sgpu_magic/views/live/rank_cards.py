@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import died_of, error_line, last_part
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import Bar, Curve, RankCard, Tone
-from sgpu_magic.views.run_notes import restart_command
+from sgpu_magic.views.run_notes import died_of, error_line, last_part, restart_command
 from sgpu_magic.views.usage import Drawn, detail_lines, use_text
 from sgpu_magic.views.words import new_host
 from sgpu_magic.wire.failures import Failure

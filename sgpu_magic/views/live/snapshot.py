@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import other_lines
-from sgpu_magic.views.failure_text import cut_lines, failure_block, stall_lines
+from sgpu_magic.views.failure import cut_lines, failure_block, stall_lines
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.messages import json_bytes
 from sgpu_magic.views.live.rank_cards import bar_of_all, rank_cards
 from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, Link, RankCard, Snapshot
+from sgpu_magic.views.run_notes import other_lines
 from sgpu_magic.views.summary_words import (
     billed_text,
     busy_text,

@@ -42,7 +42,7 @@ from stories import (
 from sgpu_magic.server.outputs import cell_outputs
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import RUN_MIME, interrupted_bundle, mime_bundle, run_record
-from sgpu_magic.views.failure_text import memory_lines
+from sgpu_magic.views.failure import memory_lines
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.live.messages import AskLines, Refusal
 from sgpu_magic.views.live.schema import Snapshot
