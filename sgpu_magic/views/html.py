@@ -54,8 +54,6 @@ from sgpu_magic.views.words import (
 )
 from sgpu_magic.wire.states import FailureKind, RunState
 
-__all__ = ["render_html", "render_segment_html", "segments"]
-
 _COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "bad": BAD, "warn": WARN}
 _PILL = f"border:1px solid {LINE};border-radius:9px;padding:0 7px;font-size:11px;{SOFT}"
 _MAX_LIVE_LINES = 100

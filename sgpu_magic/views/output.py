@@ -179,12 +179,8 @@ class RunOutput:
         stdout = self._assembler(rank, "stdout")
         if stdout.partial and not stdout.was_rewritten and not body.update:
             self._add_lines(rank, "stdout", [stdout.flush()])
-        size = len(body.bundle) + len(body.metadata)
-        bundle, metadata = _decode(body.bundle, rank), _decode(body.metadata, rank)
-        if body.update:
-            changed = self._store.update_display(rank, bundle, metadata, body.display_id, size)
-        else:
-            changed = [self._store.add_display(rank, bundle, metadata, body.display_id, size)]
+        shown = DisplayItem(rank, _decode(body.bundle, rank), _decode(body.metadata, rank), body.display_id)
+        changed = self._store.display(shown, len(body.bundle) + len(body.metadata), update=body.update)
         if self._fresh is not None:
             self._fresh.extend(changed[-1:])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -29,14 +29,14 @@ class DisplayItem:
         bundle: The MIME bundle, for Jupyter's own renderers only.
         metadata: Its metadata.
         display_id: The rank's id for updates, "" when none.
-        serial: Unique in the run, 1, 2, 3 ...; stays when an update replaces the bundle.
+        serial: Unique in the run, 1, 2, 3 ...; stays when an update replaces the bundle. 0 before it has one.
     """
 
     rank: int
     bundle: dict[str, object]
     metadata: dict[str, object]
     display_id: str
-    serial: int
+    serial: int = 0
 
 
 class GapItem(NamedTuple):
@@ -190,32 +190,35 @@ class OutputStore:
         self._tail = deque(chunk for chunk in self._tail if isinstance(chunk, int) or chunk.rank != rank)
         self._gap[rank] += lines
 
-    def add_display(
-        self, rank: int, bundle: dict[str, object], metadata: dict[str, object], display_id: str, size: int
-    ) -> DisplayItem:
-        self._serial += 1
-        item = DisplayItem(rank, bundle, metadata, display_id, self._serial)
-        (self._tail if self._sealed else self._head).append(self._serial)
-        self._displays[self._serial] = item, size
-        self._display_bytes += size
-        while len(self._displays) > MAX_DISPLAYS or (
-            self._display_bytes > MAX_DISPLAY_BYTES and len(self._displays) > 1
+    def display(self, shown: DisplayItem, size: int, *, update: bool) -> list[DisplayItem]:
+        """Take a display, or replace what its id shows of its rank, wherever it stands; an unknown id changes nothing.
+
+        Args:
+            shown: The display; its serial is given here.
+            size: Its bytes.
+            update: It replaces others.
+
+        Returns:
+            What has changed.
+        """
+        if update:
+            whose = (shown.rank, shown.display_id)
+            serials = [item.serial for item, _ in self._displays.values() if (item.rank, item.display_id) == whose]
+        else:
+            self._serial += 1
+            serials = [self._serial]
+            (self._tail if self._sealed else self._head).append(self._serial)
+        changed = [replace(shown, serial=serial) for serial in serials]
+        for item in changed:
+            _, before = self._displays.get(item.serial, (item, 0))
+            self._displays[item.serial] = item, size
+            self._display_bytes += size - before
+        while not update and (
+            len(self._displays) > MAX_DISPLAYS or (self._display_bytes > MAX_DISPLAY_BYTES and len(self._displays) > 1)
         ):
             self._forget([next(iter(self._displays))])
             self._gap_displays += 1
-        return item
-
-    def update_display(
-        self, rank: int, bundle: dict[str, object], metadata: dict[str, object], display_id: str, size: int
-    ) -> list[DisplayItem]:
-        """Replace what `display_id` of this rank shows, wherever it stands; an unknown id changes nothing."""
-        updated: list[DisplayItem] = []
-        for serial, (item, before) in self._displays.items():
-            if item.rank == rank and item.display_id == display_id:
-                self._display_bytes += size - before
-                updated.append(DisplayItem(rank, bundle, metadata, display_id, serial))
-                self._displays[serial] = updated[-1], size
-        return updated
+        return changed
 
     def clear(self, rank: int) -> None:
         """Forget everything of one rank (`clear_output`)."""

@@ -6,10 +6,9 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, SOFT, WARN
+from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, SOFT, WARN, safe
 from sgpu_magic.views.units import aligned, format_ranks
 from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.ids import short
@@ -246,10 +245,8 @@ def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
 
 def summary(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
     """Return the groups and the verdict, as the view of a stalled run has them."""
-    groups = group_stacks(stacks, cell)
-    return [f"  {ansi.plain(line)}" for line in group_lines(groups)] + [
-        ansi.plain(line) for line in verdict(stacks, cell)
-    ]
+    groups = [f"  {line}" for line in group_lines(group_stacks(stacks, cell))]
+    return [ansi.plain(line) for line in (*groups, *verdict(stacks, cell))]
 
 
 def stacks_text(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> str:
@@ -266,10 +263,6 @@ def stacks_text(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
 
 def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> str:
     """Return the same as HTML: the groups as a table, each whole stack behind its line."""
-
-    def safe(text: str) -> str:
-        return escape(ansi.plain(text))
-
     groups = group_stacks(stacks, cell)
     rows = ""
     for group in groups:

@@ -3,8 +3,7 @@
 schema        what is drawn but for the log's lines, as JSON
 messages      what goes between them: told, asked, answered, as JSON
 
-feed          a run's events -> at most 10 messages a second
-answers       a front end's question -> its answer
+feed          what a front end is told of a run, at most 10 messages a second, and what it is answered
 
 snapshot      `RunView` -> `Snapshot`: what is drawn but for the log's lines, small enough for one message
 rank_cards    its grid of ranks, with progress bars read from text

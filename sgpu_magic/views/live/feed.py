@@ -1,18 +1,45 @@
-"""A run's events -> at most 10 messages a second, of which none is larger than 64 kB."""
+"""What a front end is told of a run, at most 10 messages a second, and what it is answered; none is over 64 kB."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from heapq import merge
+from typing import TypeVar
 
 import msgspec
 
+from sgpu_magic.errors import SgpuError
+from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.log_index import Piece, RecentLines
-from sgpu_magic.views.live.messages import HelloAnswer, NewLines, Told
+from sgpu_magic.views.live.log_reader import LogReader
+from sgpu_magic.views.live.messages import (
+    MAX_LINES,
+    MAX_LOG_BYTES,
+    MAX_MATCHES,
+    Answer,
+    AskCancel,
+    AskFind,
+    AskHello,
+    AskLines,
+    AskLog,
+    AskStacks,
+    FindAnswer,
+    HelloAnswer,
+    LineRow,
+    LinesAnswer,
+    LogAnswer,
+    NewLines,
+    Question,
+    Refusal,
+    TextAnswer,
+    json_bytes,
+)
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
-from sgpu_magic.views.units import steady_time
+from sgpu_magic.views.units import format_ranks, steady_time
 
 _WINDOW_S = 1.0
 _MAX_MESSAGES = 10
@@ -49,7 +76,7 @@ class Feed:
 
     # ------------------------------------------------------------ the thread that has the view
 
-    def told(self, now: float) -> list[Told]:
+    def told(self, now: float) -> list[NewLines]:
         """Return what is to be sent now: one message of new lines, or nothing.
 
         Args:
@@ -99,10 +126,7 @@ class Feed:
             return HelloAnswer(n=n, snapshot=snapshot, seq=self._seq)
 
     def since(self, total: int) -> NewLines | None:
-        """Return the lines that came after so many lines of all ranks, None when none did; nothing counts as told.
-
-        For those who are not told but ask again and again.
-        """
+        """Return the lines after so many of all ranks, for a page that asks again and again; None without any."""
         with self._lock:
             return self._new_lines(total) if total < self._order.total else None
 
@@ -147,3 +171,179 @@ def _stage(view: RunView) -> object:
         view.warm, view.position, view.waiting_for, view.reason, len(view.rank_failures),
         view.session and (view.session.running, view.session.dead),
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what it is answered
+
+_MAX_JSON_BYTES = 60_000
+_MAX_SOUGHT_CHARS = 1000
+_MAX_LOG_LINES = 5000
+
+T = TypeVar("T")
+
+
+class Answers:
+    """Answers questions about one run, in any thread: beside the one that applies events, several at once.
+
+    What events change is read through the feed, whose lock it is; the reader has its own for its index. Of the view
+    only what never changes is used.
+
+    Args:
+        view: The run.
+        feed: Its feed.
+        reader: Its logs.
+        cancel: Stops the run and returns what to say.
+        stacks: Asks the ranks where they are and returns what to say, a line each.
+    """
+
+    def __init__(
+        self,
+        view: RunView,
+        feed: Feed,
+        reader: LogReader,
+        cancel: Callable[[], str],
+        stacks: Callable[[], Sequence[str]],
+    ) -> None:
+        self._short_id = view.short_id
+        self._ranks = view.rank_numbers
+        self._world_size = view.ranks
+        self._feed = feed
+        self._reader = reader
+        self._cancel = cancel
+        self._stacks = stacks
+
+    def answer(self, question: Question) -> Answer:
+        """Return the answer, a `Refusal` with its reason where there is none; it is smaller than 64 kB."""
+        try:
+            return self._answer(question)
+        except SgpuError as error:
+            text = f"{error}"
+        except OSError as error:
+            text = f"the log can't be read: {error.strerror or error}. {self._where()}"
+        return Refusal(n=question.n, text=_cut(text))
+
+    def _answer(self, question: Question) -> Answer:
+        rank = question.rank if isinstance(question, AskLines | AskFind | AskLog) else None
+        if rank is not None and rank not in self._ranks:
+            has = format_ranks(self._ranks)
+            if len(self._ranks) == self._world_size > 1:
+                has = f"ranks 0 to {self._world_size - 1}"
+            elif len(self._ranks) == 1:
+                has = f"only {has}"
+            return Refusal(n=question.n, text=f"run {self._short_id} has {has}, not {rank}.")
+        match question:
+            case AskHello(n=n):
+                return self._feed.hello(n)
+            case AskLines():
+                return self._lines(question)
+            case AskFind():
+                return self._find(question)
+            case AskLog():
+                return self._log(question)
+            case AskCancel(n=n):
+                return TextAnswer(n=n, lines=(_cut(self._cancel()),))
+            case AskStacks(n=n):
+                return TextAnswer(n=n, lines=_bounded(self._stacks()))
+
+    def _lines(self, ask: AskLines) -> Answer:
+        totals = self._feed.totals
+        total = sum(totals) if ask.rank is None else totals[ask.rank]
+        count = min(ask.count, MAX_LINES, total - ask.first)
+        if ask.first < 0 or ask.first > total:
+            has = f"rank {ask.rank} has" if ask.rank is not None else "there are"
+            text = f"line {ask.first:,} is not in the log: {has} {total:,} so far. {self._where()}"
+            return Refusal(n=ask.n, text=text)
+        with closing(self._rows(ask.first, count, ask.rank)) as found:
+            rows = _fitting(found, _MAX_JSON_BYTES)
+        if count > 0 and not rows:
+            return Refusal(n=ask.n, text=self._gone(ask.first, ask.rank))
+        return LinesAnswer(n=ask.n, first=ask.first, rows=tuple(rows), total=total)
+
+    def _find(self, ask: AskFind) -> Answer:
+        if not ask.text or len(ask.text) > _MAX_SOUGHT_CHARS:
+            return Refusal(n=ask.n, text=f"what to look for is a text of 1 to {_MAX_SOUGHT_CHARS:,} characters.")
+        totals = self._feed.totals
+        every: list[list[int]] = []
+        total = 0
+        for rank in range(len(totals)) if ask.rank is None else (ask.rank,):
+            found = self._reader.find(rank, ask.text, totals[rank], MAX_MATCHES)
+            every.append(self._feed.numbers_of(rank, found.numbers) if ask.rank is None else found.numbers)
+            total += found.total
+        return FindAnswer(n=ask.n, matches=tuple(merge(*every))[-MAX_MATCHES:], total=total)
+
+    def _log(self, ask: AskLog) -> Answer:
+        if ask.offset < 0:
+            return Refusal(n=ask.n, text=f"a log begins at 0, not at {ask.offset:,}.")
+        if ask.rank is None:
+            return self._log_of_all(ask)
+        if ask.offset == 0 and self._feed.totals[ask.rank] and not self._reader.exists(ask.rank):
+            return Refusal(n=ask.n, text=self._gone(0, ask.rank))
+        size = MAX_LOG_BYTES
+        while True:
+            text, following = self._reader.piece(ask.rank, ask.offset, size)
+            # every control character of a log takes six bytes
+            if json_bytes(text) <= _MAX_JSON_BYTES:
+                return LogAnswer(n=ask.n, text=text, next_offset=following)
+            size = size * 2 // 3
+
+    def _log_of_all(self, ask: AskLog) -> Answer:
+        """Return lines of all ranks in order of arrival; the offset is the number of a line."""
+        total = sum(self._feed.totals)
+        with closing(self._rows(ask.offset, min(_MAX_LOG_LINES, total - ask.offset), None)) as found:
+            pieces = _fitting((f"[{rank}] {text}\n" for rank, _, text in found), MAX_LOG_BYTES)
+        following = ask.offset + len(pieces)
+        if ask.offset < total and not pieces:
+            return Refusal(n=ask.n, text=self._gone(ask.offset, None))
+        return LogAnswer(n=ask.n, text="".join(pieces), next_offset=following if following < total else None)
+
+    def _rows(self, first: int, count: int, rank: int | None) -> Generator[LineRow]:
+        """Yield lines with their rank and number, until one is not in its log."""
+        if count <= 0:
+            return
+        pieces = self._feed.locate(first, count) if rank is None else [Piece(rank, first, count)]
+        # the lines of a rank follow each other in its log, whoever wrote between them
+        with ExitStack() as opened:
+            readers: dict[int, Iterator[str]] = {}
+            for piece in pieces:
+                if piece.rank not in readers:
+                    lines = self._reader.lines_from(piece.rank, piece.first)
+                    readers[piece.rank] = opened.enter_context(closing(lines))
+                for number in range(piece.first, piece.first + piece.lines):
+                    text = next(readers[piece.rank], None)
+                    if text is None:
+                        return
+                    yield piece.rank, number, text
+
+    def _gone(self, first: int, rank: int | None) -> str:
+        if rank is None:
+            rank, first, _ = self._feed.locate(first, 1)[0]
+        path = self._reader.path(rank)
+        if not self._reader.exists(rank):
+            return f"the log of rank {rank} is gone: {path}. {self._where()}"
+        return f"line {first:,} of rank {rank} is not in its log {path}, which ends before it. {self._where()}"
+
+    def _where(self) -> str:
+        return f"`sgpu logs {self._short_id}` shows what there is."
+
+
+def _fitting(items: Iterable[T], most: int) -> list[T]:
+    """Return the first items that take at most so many bytes of JSON together."""
+    kept: list[T] = []
+    size = 0
+    for item in items:
+        size += json_bytes(item) + 1
+        if size > most:
+            break
+        kept.append(item)
+    return kept
+
+
+def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
+    kept = _fitting(map(_cut, lines), _MAX_JSON_BYTES)
+    left_out = len(lines) - len(kept)
+    return (*kept, f"... {left_out:,} more lines") if left_out else tuple(kept)
+
+
+def _cut(text: str) -> str:
+    text = ansi.plain(text)
+    return text if len(text) <= 4000 else f"{text[:4000]} ..."

@@ -48,6 +48,7 @@ class RankWidgets:
         self._run_id = run_id
         self._token = f"{short(run_id)}-{secrets.token_hex(3)}"
         self._lock = self.models.lock
+        # None while it is being opened: widgets may refer to each other
         self._comms: dict[ModelKey, Any] = {}
         # in the order of their turn
         self._unopened: dict[ModelKey, None] = {}
@@ -114,7 +115,8 @@ class RankWidgets:
             self._unsent.clear()
             comms, self._comms = self._comms, {}
             for comm in comms.values():
-                comm.close()
+                if comm is not None:
+                    comm.close()
 
     def _moved(self, moved: Moved) -> None:
         """A model has changed; called with the lock held."""
@@ -147,8 +149,7 @@ class RankWidgets:
             return False
         if key in self._comms:
             return True
-        # a placeholder: widgets may refer to each other
-        self._comms[key] = _Opening()
+        self._comms[key] = None
         for other in references(model.state):
             self._open((key[0], other))
         from comm import create_comm
@@ -204,13 +205,6 @@ class RankWidgets:
                 model.update(data.get("state") or {}, dict(zip(paths, buffers, strict=False)))
         said = CommMessage(comm_id=key[1], kind="msg", data=json.dumps(data).encode(), buffers=len(buffers))
         self._tell(TellComms(run_id=self._run_id, rank=key[0], messages=(said,)), buffers)
-
-
-class _Opening:
-    """Stands for a comm that is being opened."""
-
-    def close(self) -> None:
-        """Nothing is open yet."""
 
 
 class SessionWidgets:
