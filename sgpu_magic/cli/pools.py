@@ -198,7 +198,7 @@ def status(settings: Settings, name: str = "") -> str:
     """
     if name != LOCAL and (name or read_pools()):
         with closing(Pools(settings)) as pools:
-            return pools_status.text_of(pools_status.ask(pools, name, start=False), {})
+            return pools_status.drawn(pools_status.ask(pools, name, start=False), {})["text/plain"]
     with closing(Pool(settings)) as pool:
         answer = pool.status(start=False)
     if answer is None:

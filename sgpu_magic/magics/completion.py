@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from argparse import SUPPRESS
-from collections.abc import Callable
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
@@ -17,8 +16,7 @@ from sgpu_magic.client.pool_choosing import KINDS, RESERVED
 from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.magics import environment_magic, session_magics
-from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, parser
+from sgpu_magic.options.argparse_form import LINE_PARSERS, NO_SESSION, parser
 from sgpu_magic.options.table import OPTIONS
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.named_environments import BASE_NAMES
@@ -33,18 +31,6 @@ _TAKES_TOPIC = re.compile(r"\s*%?sgpu_help\s+(?P<word>[\w-]*)$")
 _MAX_RUNS = 50
 _VALUES = {f"--{name}": found for name, option in OPTIONS.items() if (found := option.choices or option.offered)}
 _NAMES = ("--in", "--out", "--exclude")
-_PARSERS: dict[str, Callable[[], Parser]] = {
-    "distributed": parser,
-    "rank": lambda: parser("%%rank"),
-    "ray_launch": lambda: parser(RAY),
-    "sgpu_connect": session_magics.connect_parser,
-    "sgpu_disconnect": session_magics.disconnect_parser,
-    "sgpu_pull": session_magics.pull_parser,
-    "sgpu_push": session_magics.push_parser,
-    "sgpu_restart": session_magics.restart_parser,
-    "sgpu_auto": session_magics.auto_parser,
-    "sgpu_env": environment_magic.parser,
-}
 _matchers: dict[int, object] = {}
 
 
@@ -107,7 +93,8 @@ def _newest_runs() -> list[str]:
 
 def _candidates(shell: InteractiveShell, magic: str, before: str, word: str) -> list[str]:
     """Return what may stand after `before`, which ends where a word begins; of files those that begin with `word`."""
-    actions = _PARSERS[magic]()._actions  # pyright: ignore[reportPrivateUsage]
+    made = LINE_PARSERS[magic]() if magic in LINE_PARSERS else parser(f"%%{magic}")
+    actions = made._actions  # pyright: ignore[reportPrivateUsage]
     options = [option for action in actions if action.help != SUPPRESS for option in action.option_strings]
     words = before.replace(",", " ").split()
     after = next((word for word in reversed(words) if word.startswith("-")), "")

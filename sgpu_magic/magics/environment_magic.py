@@ -5,18 +5,36 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.argparse_form import Parser
+from sgpu_magic.options.argparse_form import Parser, takes
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.workplace import workplace
+
+
+def _add_arguments(made: Parser) -> None:
+    made.add_argument("action", nargs="?", metavar="save", help="keep the packages under NAME")
+    made.add_argument("name", nargs="?", metavar="NAME", help="the name")
+    made.add_argument(
+        "--diff",
+        default="",
+        metavar="4|ai-4|FILE|NAME",
+        help="also show the difference to a base environment, a requirements or pylock file, or a saved one",
+    )
+    made.add_argument(
+        "--accept",
+        action="store_true",
+        help="confirm what the notebook asks for and somebody else has chosen: bare %%%%distributed uses it then",
+    )
+    made.add_argument("--panel", action="store_true", help="choose GPUs and packages, connect and watch in a panel")
 
 
 @magics_class
@@ -28,11 +46,15 @@ class EnvironmentMagics(Magics):
         self._door = door
 
     @line_magic
-    def sgpu_env(self, line: str = "") -> None:
+    @takes(
+        "Show the notebook's packages: how many and where from, changes that are not used yet, and what is known to "
+        "break.",
+        _add_arguments,
+        "%sgpu_env save NAME keeps them under a name, for --env-version NAME.\n"
+        "%sgpu_env --panel shows the panel of JupyterLab's sidebar below the cell, for other front ends.",
+    )
+    def sgpu_env(self, values: Namespace) -> None:
         """Show the notebook's packages: `%sgpu_env [--diff 4]`, or keep them: `%sgpu_env save NAME`."""
-        values = parser().asked(line)
-        if values is None:
-            return
         if (values.accept or values.panel) and (values.action or values.diff or (values.accept and values.panel)):
             raise UsageError("%sgpu_env takes --accept or --panel alone.")
         match values.action:
@@ -101,30 +123,3 @@ class EnvironmentMagics(Magics):
             f"saved {count} as {name}: %%distributed --env-version {name} runs with them, whatever is installed here "
             "by then."
         )
-
-
-def parser() -> Parser:
-    """The options of `%sgpu_env`."""
-    made = Parser(
-        "%sgpu_env",
-        "Show the notebook's packages: how many and where from, changes that are not used yet, and what is known to "
-        "break.",
-        "%sgpu_env save NAME keeps them under a name, for --env-version NAME.\n"
-        "%sgpu_env --panel shows the panel of JupyterLab's sidebar below the cell, for other front ends.",
-    )
-    made.add_argument("action", nargs="?", metavar="save", help="keep the packages under NAME")
-    made.add_argument("name", nargs="?", metavar="NAME", help="the name")
-    made.add_argument(
-        "--diff",
-        default="",
-        metavar="4|ai-4|FILE|NAME",
-        help="also show the difference to a base environment, a requirements or pylock file, or a saved one",
-    )
-    made.add_argument(
-        "--accept",
-        action="store_true",
-        help="confirm what the notebook asks for and somebody else has chosen: bare %%%%distributed uses it then",
-    )
-    made.add_argument("--panel", action="store_true", help="choose GPUs and packages, connect and watch in a panel")
-    made.offer_help()
-    return made

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import argparse
 import re
+from argparse import Namespace
 from dataclasses import replace
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -17,7 +17,7 @@ from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
 from sgpu_magic.magics.status import StatusBoard
 from sgpu_magic.options import argparse_form
-from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, add_option, add_replay, read_replay
+from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, add_option, add_replay, read_replay, takes
 from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, placed
 from sgpu_magic.runs.follow import outcome
@@ -32,6 +32,41 @@ from sgpu_magic.views.stacks import stacks_html, stacks_text
 
 _RUN = re.compile(r"[0-9a-f]{1,8}")
 _NOT_SUBMITTED = "interrupted before the run was submitted; nothing was started."
+
+
+def _add_run(made: Parser) -> None:
+    made.add_argument("run", nargs="?", default="", metavar="RUN", help="the first digits of its id")
+
+
+def _add_attached(made: Parser) -> None:
+    _add_run(made)
+    add_option(made, "ui")
+
+
+def _add_replayed(made: Parser) -> None:
+    _add_run(made)
+    add_replay(made)
+    add_option(made, "ui")
+
+
+def _add_shown(made: Parser) -> None:
+    what = "the first digits of its id, or a session's name"
+    made.add_argument("run", nargs="?", default="", metavar="RUN", help=what)
+    made.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
+    add_option(made, "ui")
+
+
+def _id_of(magic: str, run: str) -> str:
+    """Return the digits by which a line names a run; "" where it names none.
+
+    Raises:
+        UsageError: They are no digits of an id.
+    """
+    if run and _RUN.fullmatch(run.lower()) is None:
+        raise UsageError(
+            f"{magic}: {run[:40]!r} is no run: give the first digits of its id (0-9, a-f), as %sgpu_status lists them."
+        )
+    return run.lower()
 
 
 @magics_class
@@ -116,14 +151,20 @@ class DistributedMagics(Magics):
                 self.warmth.ran(found.placement.ranks)
 
     @line_magic
-    def sgpu_replay(self, line: str = "") -> RunResult | None:
+    @takes(
+        "Launch a run again from its directory, with the same code, variables and packages; what differs on this "
+        "machine is said. Names of --out are set here, as the cell did.",
+        _add_replayed,
+        "The packages are this notebook's when they are the run's, else the run's own Python where it is still as it "
+        "was, else they are installed from what was recorded. Values of --env are never recorded: set them here.",
+    )
+    def sgpu_replay(self, values: Namespace) -> RunResult | None:
         """Launch a run again from its directory: `%sgpu_replay RUN`; -h shows the options."""
-        made = replay_parser()
-        values = made.asked(line)
-        if values is None:
-            return None
         if not values.run:
-            made.error("which run? Give the first digits of its id, as %sgpu_status lists them")
+            raise UsageError(
+                "%sgpu_replay: which run? Give the first digits of its id, as %sgpu_status lists them. `%sgpu_replay "
+                "-h` shows the options."
+            )
         # only a replay needs them
         from sgpu_magic.client.find_run import recorded_directory
         from sgpu_magic.runs.replay.recorded import prepare_replay, read_recorded
@@ -141,95 +182,55 @@ class DistributedMagics(Magics):
         return place.bring_back(run, options.ui, detach=options.detach)
 
     @line_magic
-    def sgpu_attach(self, line: str = "") -> RunResult | None:
+    @takes("Show a run from its beginning as if its cell had run here, and bring its results back.", _add_attached)
+    def sgpu_attach(self, values: Namespace) -> RunResult | None:
         """Show a run from its beginning and bring its results back: `%sgpu_attach [RUN] [--ui auto|text|none]`."""
-        about = "Show a run from its beginning as if its cell had run here, and bring its results back."
-        options = self._run_options("%sgpu_attach", about, line, ui=True)
-        if options is None:
-            return None
         try:
-            run, state = self.place.attach(options.run)
+            run, state = self.place.attach(_id_of("%sgpu_attach", values.run))
         except KeyboardInterrupt:
             raise RunCancelled("interrupted before the pool had answered; its runs go on.") from None
         try:
-            followed = self.place.followed(run, options.ui)
+            followed = self.place.followed(run, values.ui)
             return outcome.watch(followed, state, self._shell.user_ns)
         finally:
             run.close()
 
     @line_magic
-    def sgpu_detach(self, line: str = "") -> None:
+    @takes("Let a run go on whatever becomes of its notebook; all runs of this notebook without RUN.", _add_run)
+    def sgpu_detach(self, values: Namespace) -> None:
         """Let a run go on without its notebook: `%sgpu_detach [RUN]`; all runs of this notebook without RUN."""
-        about = "Let a run go on whatever becomes of its notebook; all runs of this notebook without RUN."
-        options = self._run_options("%sgpu_detach", about, line)
-        if options is not None:
-            print(self._detach(options.run))  # noqa: T201
+        place, run = self.place, _id_of("%sgpu_detach", values.run)
+        pools = [place.pool_with(run, going_on=True)] if run else place.pools.connected() or [place.pool]
+        print(" ".join(pool.detach(run, start=True) for pool in pools))  # noqa: T201
 
     @line_magic
-    def sgpu_stacks(self, line: str = "") -> None:
+    @takes("Show where every rank of a run is.", _add_run)
+    def sgpu_stacks(self, values: Namespace) -> None:
         """Show where every rank of a run is: `%sgpu_stacks [RUN]`."""
-        options = self._run_options("%sgpu_stacks", "Show where every rank of a run is.", line)
-        if options is None:
-            return
-        answer = self.place.pool_with(options.run, going_on=True).stacks(options.run, start=True)
+        run = _id_of("%sgpu_stacks", values.run)
+        answer = self.place.pool_with(run, going_on=True).stacks(run, start=True)
         told = (answer.run_id, answer.stacks, answer.cell)
         self._publish(stacks_text(*told), {"text/html": stacks_html(*told)})
 
     @line_magic
-    def sgpu_status(self, line: str = "") -> None:
+    @takes("Show the devices, the queue and the runs of all pools; or the view of one run or session.", _add_shown)
+    def sgpu_status(self, values: Namespace) -> None:
         """Show devices, queue and runs, or one run's view: `%sgpu_status [RUN] [--pool NAME] [--ui auto|text|none]`."""
-        about = "Show the devices, the queue and the runs of all pools; or the view of one run or session."
-        options = self._run_options("%sgpu_status", about, line, ui=True, sessions=True)
-        if options is None:
-            return
-        if options.run:
-            run, state = self.place.attach(options.run)
-            self.place.open_view(run, state, options.ui)
+        session = registry.find(values.run)
+        run_id = session.run_id if session is not None else _id_of("%sgpu_status", values.run)
+        if run_id:
+            run, state = self.place.attach(run_id)
+            self.place.open_view(run, state, values.ui)
         elif self.place.is_notebook:
-            self._board.show(self.place.live_views.is_watched, options.pool)
+            self._board.show(self.place.live_views.is_watched, values.pool)
         else:
-            print(self._board.text(options.pool))  # noqa: T201
+            print(self._board.text(values.pool))  # noqa: T201
 
     @line_magic
     def sgpu_help(self, line: str = "") -> None:
         """Show the page about an error: `%sgpu_help [TOPIC]`; without TOPIC the list of all."""
         markdown = help_pages.page(line.strip())
         self._publish(help_pages.plain(markdown), {"text/markdown": markdown})
-
-    def _detach(self, run: str) -> str:
-        """Let a run go on, of all of this notebook's pools where none is named."""
-        pools = [self.place.pool_with(run, going_on=True)] if run else self.place.pools.connected() or [self.place.pool]
-        return " ".join(pool.detach(run, start=True) for pool in pools)
-
-    def _run_options(
-        self, magic: str, about: str, line: str, *, ui: bool = False, sessions: bool = False
-    ) -> argparse.Namespace | None:
-        """Read the line of a magic that takes a run; None when help was asked for, which is printed.
-
-        Raises:
-            UsageError: It names no run's id, or more than one.
-        """
-        made = Parser(magic, about)
-        made.set_defaults(ui="auto", pool="")
-        what = "the first digits of its id, or a session's name" if sessions else "the first digits of its id"
-        made.add_argument("run", nargs="?", default="", metavar="RUN", help=what)
-        if sessions:
-            made.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
-        if ui:
-            add_option(made, "ui")
-        made.offer_help()
-        values = made.asked(line)
-        if values is None:
-            return None
-        session = registry.find(values.run) if sessions and values.run else None
-        named = values.run
-        values.run = session.run_id if session is not None else named.lower()
-        if session is None and named and _RUN.fullmatch(values.run) is None:
-            raise UsageError(
-                f"{magic}: {named[:40]!r} is no run: give the first digits of its id (0-9, a-f), as "
-                "%sgpu_status lists them."
-            )
-        return values
 
     def _publish(self, text: str, rich: dict[str, str]) -> None:
         from IPython.display import publish_display_data
@@ -238,19 +239,3 @@ class DistributedMagics(Magics):
             publish_display_data({"text/plain": text, **rich})
         else:
             print(text)  # noqa: T201
-
-
-def replay_parser() -> Parser:
-    """The options of the magic."""
-    made = Parser(
-        "%sgpu_replay",
-        "Launch a run again from its directory, with the same code, variables and packages; what differs on this "
-        "machine is said. Names of --out are set here, as the cell did.",
-        "The packages are this notebook's when they are the run's, else the run's own Python where it is still as it "
-        "was, else they are installed from what was recorded. Values of --env are never recorded: set them here.",
-    )
-    made.add_argument("run", nargs="?", default="", metavar="RUN", help="the first digits of its id")
-    add_replay(made)
-    add_option(made, "ui")
-    made.offer_help()
-    return made

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from typing import TypeVar
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -13,8 +13,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode
-from sgpu_magic.options.argparse_form import Parser, add_option, add_session, read_session
-from sgpu_magic.options.asked import SessionOptions
+from sgpu_magic.options.argparse_form import Parser, add_option, add_session, read_session, takes
 from sgpu_magic.options.values import names, outputs_from, parse_ranks
 from sgpu_magic.runs.notebook import cell_number
 from sgpu_magic.runs.sessions import registry, run_in
@@ -27,6 +26,36 @@ from sgpu_magic.runs.workplace import workplace
 T = TypeVar("T")
 
 
+def _add_name(made: Parser) -> None:
+    made.add_argument("name", nargs="?", default="", metavar="NAME", help="the session (default: the current one)")
+
+
+def _add_pulled(made: Parser) -> None:
+    what = "rank 0's value, or with :all a list of every rank's"
+    made.add_argument("names", nargs="*", metavar="NAME[:all]", help=what)
+    _add_ranks(made)
+
+
+def _add_pushed(made: Parser) -> None:
+    made.add_argument("names", nargs="*", metavar="NAME", help="names of the notebook")
+    _add_ranks(made)
+
+
+def _add_ranks(made: Parser) -> None:
+    add_option(made, "ranks", help="these ranks only (default: all)")
+    add_option(made, "session", metavar="NAME")
+    add_option(made, "ui")
+
+
+def _add_restarted(made: Parser) -> None:
+    made.add_argument("--rank", "--ranks", dest="ranks", metavar="1,2", help="which (default: all)")
+    add_option(made, "session", metavar="NAME")
+
+
+def _add_switch(made: Parser) -> None:
+    made.add_argument("switch", nargs="?", choices=("on", "off"), help="on or off (default: says which it is)")
+
+
 @magics_class
 class SessionMagics(Magics):
     """`%sgpu_connect` and what one does with a session."""
@@ -37,11 +66,15 @@ class SessionMagics(Magics):
         self.place = workplace()
 
     @line_magic
-    def sgpu_connect(self, line: str = "") -> Session | None:
+    @takes(
+        "Connect: take devices and start ranks that stay. From then on %%distributed cells run in them, and models, "
+        "process groups and imports stay. %sgpu_disconnect ends it.",
+        add_session,
+        "The magic returns at once; its value is the session: s = %sgpu_connect --gpus 4.",
+    )
+    def sgpu_connect(self, values: Namespace) -> Session:
         """Start ranks that stay between cells: `%sgpu_connect --gpus 4 --type a10 [--name S]`; -h shows the options."""
-        options = read_connect(line)
-        if options is None:
-            return None
+        options = read_session(values)
         self.place.wanted_pool(options.pool)
         known = registry.find(options.name)
         if known is not None:
@@ -73,11 +106,9 @@ class SessionMagics(Magics):
         return session
 
     @line_magic
-    def sgpu_disconnect(self, line: str = "") -> None:
+    @takes("End a session: its ranks go with all that they have, and its devices are free again.", _add_name)
+    def sgpu_disconnect(self, values: Namespace) -> None:
         """End a session: `%sgpu_disconnect [NAME]`."""
-        values = disconnect_parser().asked(line)
-        if values is None:
-            return
         session = registry.chosen(values.name)
         session.close()
         registry.drop(session)
@@ -87,42 +118,44 @@ class SessionMagics(Magics):
         print(f"session {session.name} {ended}{now}.")  # noqa: T201
 
     @line_magic
-    def sgpu_pull(self, line: str = "") -> None:
+    @takes("Bring names back from the session's ranks into the notebook.", _add_pulled)
+    def sgpu_pull(self, values: Namespace) -> None:
         """Bring names back from the session's ranks: `%sgpu_pull history loss:all [--ranks 0,2]`."""
-        values = pull_parser().asked(line)
-        if values is None:
-            return
         found = _some("%sgpu_pull", outputs_from(values.names, "%sgpu_pull"), "history loss:all")
         session, only = _chosen(values)
         session.pull_into(None, found, only, values.ui)
 
     @line_magic
-    def sgpu_push(self, line: str = "") -> None:
+    @takes(
+        "Set names on the session's ranks to what the notebook has, whatever the ranks have under them.", _add_pushed
+    )
+    def sgpu_push(self, values: Namespace) -> None:
         """Set names of the notebook on the session's ranks: `%sgpu_push cfg data [--ranks 0,2]`."""
-        values = push_parser().asked(line)
-        if values is None:
-            return
         found = _some("%sgpu_push", names("%sgpu_push", values.names), "cfg")
         session, only = _chosen(values)
         session.checked()
         run_in.run_in(session, lambda: prepare_push(session, found, {}, only), values.ui)
 
     @line_magic
-    def sgpu_restart(self, line: str = "") -> None:
+    @takes(
+        "Replace ranks of the session by new processes. What the notebook had shipped to them is sent again; what "
+        "cells had set there is lost, and said.",
+        _add_restarted,
+    )
+    def sgpu_restart(self, values: Namespace) -> None:
         """Replace ranks of the session by new processes: `%sgpu_restart [--rank 1,2]`."""
-        values = restart_parser().asked(line)
-        if values is None:
-            return
         session = registry.chosen(values.session)
         ranks = () if values.ranks is None else parse_ranks("--rank", values.ranks)
         print(session.restart(*ranks))  # noqa: T201
 
     @line_magic
-    def sgpu_auto(self, line: str = "") -> None:
+    @takes(
+        "Send every plain cell to the ranks of the current session until it is switched off. Cells that begin with %% "
+        "stay here, and those of nothing but %sgpu_ magics, %pip, %conda, %env and %load_ext.",
+        _add_switch,
+    )
+    def sgpu_auto(self, values: Namespace) -> None:
         """Send every plain cell to the session's ranks: `%sgpu_auto on|off`."""
-        values = auto_parser().asked(line)
-        if values is None:
-            return
         if values.switch == "on":
             session = registry.chosen()
             self._auto.is_on = True
@@ -135,97 +168,14 @@ class SessionMagics(Magics):
         print(f"%sgpu_auto is {is_on}{'' if was_on == self._auto.is_on else ': plain cells run here'}.")  # noqa: T201
 
 
-def connect_parser() -> Parser:
-    """The options of `%sgpu_connect`."""
-    made = Parser(
-        "%sgpu_connect",
-        "Connect: take devices and start ranks that stay. From then on %%distributed cells run in them, and models, "
-        "process groups and imports stay. %sgpu_disconnect ends it.",
-        "The magic returns at once; its value is the session: s = %sgpu_connect --gpus 4.",
-    )
-    add_session(made)
-    made.offer_help()
-    return made
-
-
-def read_connect(line: str) -> SessionOptions | None:
-    """Read the line of `%sgpu_connect`; None when it asked for help.
-
-    Raises:
-        UsageError: An option is unknown or its value means nothing.
-    """
-    found = connect_parser().asked(line)
-    return None if found is None else read_session(found)
-
-
-def disconnect_parser() -> Parser:
-    """The options of `%sgpu_disconnect`."""
-    made = Parser(
-        "%sgpu_disconnect", "End a session: its ranks go with all that they have, and its devices are free again."
-    )
-    made.add_argument("name", nargs="?", default="", metavar="NAME", help="the session (default: the current one)")
-    made.offer_help()
-    return made
-
-
-def pull_parser() -> Parser:
-    """The options of `%sgpu_pull`."""
-    made = Parser("%sgpu_pull", "Bring names back from the session's ranks into the notebook.")
-    what = "rank 0's value, or with :all a list of every rank's"
-    made.add_argument("names", nargs="*", metavar="NAME[:all]", help=what)
-    _add_ranks(made)
-    return made
-
-
-def push_parser() -> Parser:
-    """The options of `%sgpu_push`."""
-    about = "Set names on the session's ranks to what the notebook has, whatever the ranks have under them."
-    made = Parser("%sgpu_push", about)
-    made.add_argument("names", nargs="*", metavar="NAME", help="names of the notebook")
-    _add_ranks(made)
-    return made
-
-
-def _add_ranks(made: Parser) -> None:
-    add_option(made, "ranks", help="these ranks only (default: all)")
-    add_option(made, "session", metavar="NAME")
-    add_option(made, "ui")
-    made.offer_help()
-
-
 def _some(magic: str, found: tuple[T, ...], example: str) -> tuple[T, ...]:
     if not found:
         raise UsageError(f"{magic} takes names, such as {magic} {example}.")
     return found
 
 
-def _chosen(values: argparse.Namespace) -> tuple[Session, tuple[int, ...]]:
+def _chosen(values: Namespace) -> tuple[Session, tuple[int, ...]]:
     """Return the session that a line names, and which of its ranks; none for all."""
     only = None if values.ranks is None else parse_ranks("--ranks", values.ranks)
     session = registry.chosen(values.session)
     return session, session.only(only)
-
-
-def restart_parser() -> Parser:
-    """The options of `%sgpu_restart`."""
-    made = Parser(
-        "%sgpu_restart",
-        "Replace ranks of the session by new processes. What the notebook had shipped to them is sent again; what "
-        "cells had set there is lost, and said.",
-    )
-    made.add_argument("--rank", "--ranks", dest="ranks", metavar="1,2", help="which (default: all)")
-    add_option(made, "session", metavar="NAME")
-    made.offer_help()
-    return made
-
-
-def auto_parser() -> Parser:
-    """The options of `%sgpu_auto`."""
-    made = Parser(
-        "%sgpu_auto",
-        "Send every plain cell to the ranks of the current session until it is switched off. Cells that begin with %% "
-        "stay here, and those of nothing but %sgpu_ magics, %pip, %conda, %env and %load_ext.",
-    )
-    made.add_argument("switch", nargs="?", choices=("on", "off"), help="on or off (default: says which it is)")
-    made.offer_help()
-    return made

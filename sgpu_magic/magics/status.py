@@ -9,7 +9,7 @@ import functools
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.errors import SgpuError
@@ -50,7 +50,7 @@ class StatusBoard:
         if not answers:
             return
         display_id = f"sgpu-status-{secrets.token_hex(4)}"
-        shown = _drawn(self._pools, answers)
+        shown = self._drawn(answers)
         _publish(shown, display_id, update=False)
         if live:
             watch = functools.partial(self._watch, name, display_id, answers, shown)
@@ -59,7 +59,7 @@ class StatusBoard:
     def text(self, name: str = "") -> str:
         """Return the pools as text, "" when none says anything; arguments and errors as of `show`."""
         answers = self._asked(name)
-        return pools_status.text_of(answers, _notices(self._pools, answers))
+        return self._drawn(answers)["text/plain"] if answers else ""
 
     def close(self) -> None:
         """What is shown stays as it is."""
@@ -96,10 +96,10 @@ class StatusBoard:
                 return
             if len(answers) == 1 and answers[0].status is None:
                 gone = _POOL_ENDED if answers[0].entry is None else "it can't be reached now"
-                update(_drawn(self._pools, last, {answers[0].name: gone}))
+                update(pools_status.drawn(last, {answers[0].name: gone}))
                 return
             last = answers
-            update(_drawn(self._pools, answers))
+            update(self._drawn(answers))
             now = time.monotonic()
             pause_s = max(INTERVAL_S, _REST * (now - asked_at))
             rows = [run for answer in answers if answer.status is not None for run in answer.status.runs]
@@ -108,14 +108,9 @@ class StatusBoard:
             elif now - busy_at >= self._idle_s:
                 return
 
-
-def _drawn(pools: Pools, answers: Sequence[Asked], notices: Mapping[str, str] | None = None) -> dict[str, str]:
-    told = _notices(pools, answers) if notices is None else notices
-    return {"text/plain": pools_status.text_of(answers, told), "text/html": pools_status.html_of(answers, told)}
-
-
-def _notices(pools: Pools, answers: Sequence[Asked]) -> dict[str, str]:
-    return {answer.name: pools.of(answer.name).notice for answer in answers if answer.status is not None}
+    def _drawn(self, answers: Sequence[Asked]) -> dict[str, str]:
+        told = {answer.name: self._pools.of(answer.name).notice for answer in answers if answer.status is not None}
+        return pools_status.drawn(answers, told)
 
 
 def _publish(data: dict[str, str], display_id: str, update: bool) -> None:

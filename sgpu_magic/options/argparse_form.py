@@ -6,13 +6,15 @@ import argparse
 import functools
 import re
 import shlex
-from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options import table, values
 from sgpu_magic.options.asked import CellOptions, ReplayOptions, SessionOptions
 from sgpu_magic.options.table import OF_RANKS_THAT_STAY, OPTIONS, Reader
+
+T = TypeVar("T")
 
 RAY = "%%ray_launch"
 NO_SESSION = "none"
@@ -73,6 +75,39 @@ class Parser(argparse.ArgumentParser):
             return found
         print(self.format_help())  # noqa: T201  help is output
         return None
+
+
+LINE_PARSERS: dict[str, Callable[[], Parser]] = {}
+"""Of the line magics that `takes` stands before, by their names."""
+
+
+def takes(
+    about: str, add: Callable[[Parser], object], epilog: str = ""
+) -> Callable[[Callable[[Any, argparse.Namespace], T]], Callable[..., T | None]]:
+    """Give a line magic's method the values of its line. A line that asks for help gets it, and nothing else happens.
+
+    Args:
+        about: What the magic does, for its help.
+        add: Adds its options.
+        epilog: What stands below them.
+    """
+
+    def decorate(method: Callable[[Any, argparse.Namespace], T]) -> Callable[..., T | None]:
+        def line_parser() -> Parser:
+            made = Parser(f"%{method.__name__}", about, epilog)
+            add(made)
+            made.offer_help()
+            return made
+
+        @functools.wraps(method)
+        def magic(self: Any, line: str = "") -> T | None:
+            found = line_parser().asked(line)
+            return None if found is None else method(self, found)
+
+        LINE_PARSERS[method.__name__] = line_parser
+        return magic
+
+    return decorate
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:

@@ -9,7 +9,6 @@ import msgspec
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.views.pool_tables import away_html, away_text, status_html, status_text
-from sgpu_magic.wire.pool_status import PoolStatus
 
 RECENT = 20
 NOT_RUNNING = "not running; the first run in it starts it"
@@ -40,31 +39,20 @@ def ask(pools: Pools, name: str = "", *, start: bool, recent: int = RECENT) -> l
     return [Asked(LOCAL, None, pools.local.status(recent, start=start))]
 
 
-def text_of(answers: Sequence[Asked], notices: Mapping[str, str]) -> str:
-    """Return the pools as text; `notices` is what each wants to be known, by its name."""
-    parts = [
-        status_text(_titled(answer, answer.status), notice=notices.get(answer.name, ""))
-        if answer.status is not None
-        else away_text(_title(answer), answer.problem or NOT_RUNNING)
-        for answer in answers
-    ]
-    return "\n\n".join(parts)
-
-
-def html_of(answers: Sequence[Asked], notices: Mapping[str, str]) -> str:
-    """Return the pools as tables with inline style; as `text_of`."""
-    parts = [
-        status_html(_titled(answer, answer.status), notice=notices.get(answer.name, ""))
-        if answer.status is not None
-        else away_html(_title(answer), answer.problem or NOT_RUNNING)
-        for answer in answers
-    ]
-    return parts[0] if len(parts) == 1 else "".join(f'<div style="margin-bottom:8px">{part}</div>' for part in parts)
-
-
-def _title(answer: Asked) -> str:
-    return answer.name if answer.entry is None else f"{answer.name} ({answer.entry.kind})"
-
-
-def _titled(answer: Asked, status: PoolStatus) -> PoolStatus:
-    return status if answer.entry is None else msgspec.structs.replace(status, pool=_title(answer))
+def drawn(answers: Sequence[Asked], notices: Mapping[str, str]) -> dict[str, str]:
+    """Return the pools as text and as tables with inline style; `notices` is what each wants to be known, by name."""
+    texts: list[str] = []
+    tables: list[str] = []
+    for answer in answers:
+        title = answer.name if answer.entry is None else f"{answer.name} ({answer.entry.kind})"
+        if answer.status is None:
+            why = answer.problem or NOT_RUNNING
+            texts.append(away_text(title, why))
+            tables.append(away_html(title, why))
+        else:
+            status = answer.status if answer.entry is None else msgspec.structs.replace(answer.status, pool=title)
+            notice = notices.get(answer.name, "")
+            texts.append(status_text(status, notice=notice))
+            tables.append(status_html(status, notice=notice))
+    html = "".join(f'<div style="margin-bottom:8px">{each}</div>' for each in tables) if len(tables) > 1 else tables[0]
+    return {"text/plain": "\n\n".join(texts), "text/html": html}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,26 +12,19 @@ import pytest
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.magics import session_magics
-from sgpu_magic.options.argparse_form import Parser
+from sgpu_magic.magics.session_magics import SessionMagics
+from sgpu_magic.options.argparse_form import LINE_PARSERS
 from sgpu_magic.payload.call import RankValue
 from sgpu_magic.runs.submit.pack_call import arguments
 from sgpu_magic.runs.submit.spec import scalars
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        session_magics.connect_parser,
-        session_magics.disconnect_parser,
-        session_magics.restart_parser,
-        session_magics.auto_parser,
-    ],
-)
-def test_a_magic_that_is_asked_for_help_prints_it(made: Callable[[], Parser], capsys: pytest.CaptureFixture[str]):
-    assert made().asked("-h") is None
-    assert capsys.readouterr().out == made().format_help() + "\n"
-    assert made().asked("") is not None
+@pytest.mark.parametrize("magic", ["sgpu_connect", "sgpu_disconnect", "sgpu_restart", "sgpu_auto"])
+def test_a_magic_that_is_asked_for_help_prints_it(magic: str, capsys: pytest.CaptureFixture[str]):
+    method = getattr(SessionMagics, magic)
+    assert method(None, "-h") is None
+    assert capsys.readouterr().out == LINE_PARSERS[magic]().format_help() + "\n"
+    assert LINE_PARSERS[magic]().asked("") is not None
     assert capsys.readouterr().out == ""
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from sgpu_magic.cli.main import command_parser
 from sgpu_magic.errors import UsageError
-from sgpu_magic.magics import session_magics
+from sgpu_magic.magics import session_magics  # noqa: F401  the parsers of its magics are known then
 from sgpu_magic.options import asked, table
-from sgpu_magic.options.argparse_form import parse, parser
+from sgpu_magic.options.argparse_form import LINE_PARSERS, parse, parser, read_session
 from sgpu_magic.options.asked import Devices, Wishes
 from sgpu_magic.options.defaults import JobDefaults, as_words
 from sgpu_magic.options.job_form import JobFile, defaults_of, with_line
@@ -78,11 +78,11 @@ def test_a_cells_line_is_read():
 
 
 def test_a_sessions_line_is_read():
-    options = session_magics.read_connect(ALL)
-    assert options is not None
+    connect_line = LINE_PARSERS["sgpu_connect"]()
+    options = read_session(connect_line.read(ALL))
     assert (options.wishes, options.max_cost) == (ASKED, 5.0)
     with pytest.raises(UsageError, match="--profile keeps a trace of one cell"):
-        session_magics.read_connect("--profile")
+        read_session(connect_line.read("--profile"))
 
 
 def test_python_options_mean_the_same():
@@ -105,4 +105,4 @@ def test_help_tells_of_each():
     for option in (*ALL.split()[::2], "--profile"):
         if option.startswith("--"):
             assert option in text
-    assert "--profile" not in session_magics.connect_parser().format_help()
+    assert "--profile" not in LINE_PARSERS["sgpu_connect"]().format_help()
