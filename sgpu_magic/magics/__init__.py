@@ -48,7 +48,6 @@ def load(shell: InteractiveShell) -> None:
     auto = AutoMode(shell)
     magics = DistributedMagics(shell, auto)
     undo.callback(magics.close)
-    undo.callback(default_choice.forget, magics.place)
     door = KernelEndpoint(magics.place)
     undo.callback(door.close)
     for each in (magics, SessionMagics(shell, auto), EnvironmentMagics(shell, door)):

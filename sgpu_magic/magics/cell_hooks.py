@@ -50,11 +50,11 @@ class AutoMode:
         self._shell = shell
         self.is_on = False
         shell.input_transformers_cleanup.insert(0, self)
-        self._undo = registry.on_drop(self._session_gone)
+        registry.when_dropped.append(self._session_gone)
 
     def remove(self) -> None:
         """Take it out of the shell."""
-        self._undo()
+        registry.when_dropped.remove(self._session_gone)
         self.is_on = False
         if self in self._shell.input_transformers_cleanup:
             self._shell.input_transformers_cleanup.remove(self)

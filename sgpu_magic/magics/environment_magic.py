@@ -80,7 +80,7 @@ class EnvironmentMagics(Magics):
 
         place = workplace()
         found = report(place.current_settings(), registry.all_sessions(), compared_to)
-        choice = default_choice.held_words(default_choice.keeper(place).now(), default_choice.pool_name(place))
+        choice = default_choice.held_words(place.choice.now(), default_choice.pool_name(place))
         if choice:
             found = replace(found, lines=(choice, *found.lines))
         if place.is_notebook:

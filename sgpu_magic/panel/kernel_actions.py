@@ -100,7 +100,7 @@ class KernelActions:
             case AskKernel():
                 return self._kernel(question, knows_metadata)
             case AskPlan():
-                held = default_choice.keeper(self._place).now()
+                held = self._place.choice.now()
                 planned = plan(self._place, held, question.choice, connect=question.connect)
                 return PlanAnswer(n=question.n, plan=planned.picture)
             case AskApply():
@@ -111,7 +111,7 @@ class KernelActions:
     # ------------------------------------------------------------ looking
 
     def _kernel(self, question: AskKernel, knows_metadata: bool) -> KernelReply:
-        keeper = default_choice.keeper(self._place)
+        keeper = self._place.choice
         kept = keeper.told(question.kept) if knows_metadata else None
         failed = self._failure()
         if failed:
@@ -119,7 +119,7 @@ class KernelActions:
         return self._state(question.n, kept)
 
     def _state(self, number: int, kept: KeptChoice | None = None, said: str = "") -> KernelAnswer:
-        held = default_choice.keeper(self._place).now()
+        held = self._place.choice.now()
         installing = self._is_installing()
         picture = self._pictures.picture(held)
         return KernelAnswer(n=number, picture=picture, kept=kept, said=said, installing=installing)
@@ -149,7 +149,7 @@ class KernelActions:
             self._applying.release()
 
     def _applied(self, question: AskApply) -> KernelReply:
-        held = default_choice.keeper(self._place).now()
+        held = self._place.choice.now()
         planned = plan(self._place, held, question.choice, connect=question.connect, resolve=False)
         if planned.picture.problem:
             return PanelRefusal(n=question.n, text=planned.picture.problem)
@@ -244,7 +244,7 @@ def accept(place: Workplace, choice: Choice) -> KeptChoice:
     if not choice.env_version:
         # they are among the notebook's packages now
         choice = msgspec.structs.replace(choice, dependencies=(), removed=())
-    return default_choice.keeper(place).confirm(choice)
+    return place.choice.confirm(choice)
 
 
 def end(session: Session, reason: str, wait_s: float = 0.0) -> None:
@@ -269,7 +269,7 @@ def accept_choice(place: Workplace) -> str:
         UsageError: There is nothing to confirm, or it is not possible here.
         EnvironmentFailed: Its packages can't be installed.
     """
-    held = default_choice.keeper(place).now()
+    held = place.choice.now()
     choice = held.choice
     if choice is None:
         raise UsageError(

@@ -218,6 +218,6 @@ def panel_text(place: Workplace) -> str:
         pool = _NO_POOL if status is None else status_text(status, notice=looked_at.notice)
     except SgpuError as error:
         pool = error.message
-    choice = default_choice.held_words(default_choice.keeper(place).now(), name) or _NO_CHOICE
+    choice = default_choice.held_words(place.choice.now(), name) or _NO_CHOICE
     packages = environment_text(report(place.current_settings(), registry.all_sessions()))
     return "\n\n".join((pool.rstrip(), choice, packages.rstrip()))

@@ -10,13 +10,16 @@ from typing import Any
 
 from sgpu_magic.client import find_run
 from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.pool_choosing import KINDS
 from sgpu_magic.client.pools import Pools
+from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.options import defaults
 from sgpu_magic.options.asked import Devices
 from sgpu_magic.runs import packages
+from sgpu_magic.runs.choice.keeper import keeper_of
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.background import Follower, RunWindows
 from sgpu_magic.runs.follow.run_loop import Followed
@@ -49,6 +52,7 @@ class Workplace:
         follower: Runs that a program follows while it does something else.
         detached: Runs that this process has submitted and that go on without it.
         restarts: Tells a restart of the kernel; None where there is no kernel.
+        choice: What the notebook asks for by itself.
     """
 
     def __init__(self, shell: Any = None) -> None:
@@ -63,6 +67,7 @@ class Workplace:
         self.detached: set[str] = set()
         self.follower = Follower()
         self.restarts = watch_restarts(kernel, self.pools, detaches=self.settings.detach_on_restart)
+        self.choice = keeper_of(self.settings.state_path, shell)
 
     @property
     def is_notebook(self) -> bool:
@@ -103,7 +108,8 @@ class Workplace:
             UsageError: There is none of that name.
         """
         name = name or self.current_settings().pool
-        placing.check_pool(self.pools, name)
+        if name not in ("", LOCAL, *KINDS):
+            self.pools.named(name)
         return name
 
     def find(self, name: str, devices: Devices) -> Found:

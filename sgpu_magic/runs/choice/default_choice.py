@@ -6,18 +6,16 @@ The settings come after it. In a session that exists it does not count.
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 from typing import TypeVar
 
 from sgpu_magic.client.pools_file import LOCAL, default_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options import defaults
 from sgpu_magic.options.asked import RunOptions
-from sgpu_magic.runs.choice.keeper import ChoiceKeeper, Held
+from sgpu_magic.options.defaults import with_job
+from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.schema import Choice, words_of
-from sgpu_magic.runs.notebook import notebook_path
 from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.workplace import Workplace
 
@@ -29,32 +27,8 @@ MAGIC_WAYS = "--gpus N --type TYPE"
 PYTHON_WAYS = 'gpus=N, gpu_type="TYPE"'
 
 
-_lock = threading.Lock()
-_kept: tuple[Workplace, ChoiceKeeper] | None = None
 # what was asked for last, and the environment that was found for it
 _found: tuple[tuple[Choice, str, int], str] | None = None
-
-
-def keeper(place: Workplace) -> ChoiceKeeper:
-    """Return what keeps this process's choice: one for each workplace, of which there is one."""
-    global _kept
-    kept = _kept
-    if kept is not None and kept[0] is place:
-        return kept[1]
-    with _lock:
-        if _kept is None or _kept[0] is not place:
-            shell = place.shell
-            notebook = (lambda: notebook_path(shell)) if shell is not None else str
-            _kept = (place, ChoiceKeeper(place.settings.state_path, notebook, any_notebook=defaults.is_job()))
-        return _kept[1]
-
-
-def forget(place: Workplace) -> None:
-    """The workplace is closed."""
-    global _kept
-    with _lock:
-        if _kept is not None and _kept[0] is place:
-            _kept = None
 
 
 def with_choice(place: Workplace, asked: R, ways: str) -> R:
@@ -70,8 +44,8 @@ def with_choice(place: Workplace, asked: R, ways: str) -> R:
             what is not there.
         EnvironmentFailed: Its packages are for another Python.
     """
-    asked = defaults.with_job(asked)
-    held = keeper(place).now()
+    asked = with_job(asked)
+    held = place.choice.now()
     choice = held.choice
     if choice is None:
         return asked

@@ -16,12 +16,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.options import defaults
 from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, Read, normal, read_kept
+from sgpu_magic.runs.notebook import notebook_path
 
 KEY_FILE = "choice.key"
 NOTEBOOKS_FILE = "choice.notebooks"
@@ -294,6 +297,18 @@ class ChoiceKeeper:
             return Held(choice, signed or choice == _NOTHING, read.problem)
         elsewhere = self._known.other_than(read.kept.signed, self._notebook())
         return Held(choice, not elsewhere, read.problem, elsewhere)
+
+
+def keeper_of(state: Path, shell: Any) -> ChoiceKeeper:
+    """Return what keeps a notebook's choice; in a job what its user has chosen anywhere counts.
+
+    Args:
+        state: The state directory.
+        shell: The notebook's shell, None in a plain Python program.
+    """
+    return ChoiceKeeper(
+        state, lambda: notebook_path(shell) if shell is not None else "", any_notebook=defaults.is_job()
+    )
 
 
 class _Metadata(msgspec.Struct):

@@ -24,7 +24,9 @@ _RESTART_PATIENCE_S = 0.5
 _beginning = threading.Lock()
 _lock = threading.RLock()
 _sessions: dict[str, Session] = {}
-_ends: list[Callable[[], None]] = []
+
+when_dropped: list[Callable[[], None]] = []
+"""Called whenever a session is forgotten."""
 
 
 # ---------------------------------------------------------------- how one begins
@@ -220,22 +222,8 @@ def drop(session: Session) -> None:
     with _lock:
         if _sessions.get(session.name) is session:
             del _sessions[session.name]
-        told = list(_ends)
-    for tell in told:
+    for tell in tuple(when_dropped):
         tell()
-
-
-def on_drop(tell: Callable[[], None]) -> Callable[[], None]:
-    """Have `tell` called whenever a session is forgotten; return what undoes that."""
-    with _lock:
-        _ends.append(tell)
-
-    def undo() -> None:
-        with _lock:
-            if tell in _ends:
-                _ends.remove(tell)
-
-    return undo
 
 
 def close_all() -> None:

@@ -4,7 +4,6 @@ cell_source    a cell, read and packed with the names that it needs
 pack_call      a function and its arguments, checked and packed
 spec           what was packed and asked for becomes the run's spec, with no secret in it
 placing        the pool that a run goes to, and what it asks for there
-remote_inputs  packages, code and variables that a run needs at its pool
 mlflow_target  where a run is tracked, and the git repository that it comes from
-submit         the handing over
+submit         the handing over, with the packages, code, variables and files that a run needs at its pool
 """

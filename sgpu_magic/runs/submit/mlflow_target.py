@@ -10,13 +10,13 @@ MLflow is never imported here: who has it in use has imported it.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -134,55 +134,40 @@ def _experiment_name(spec: RunSpec) -> str:
 # ---------------------------------------------------------------- the git repository
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What was found in a directory.
+_asking = threading.Lock()
+# by directory: when git was asked, by the monotonic clock, and what it has said
+_seen: dict[str, tuple[float, Tags]] = {}
+
+
+def tell_git_state(directory: str, told: Callable[[Tags], None]) -> None:
+    """Call `told` with the state of a repository: at once when it is known, else soon, from a thread.
 
     Args:
-        tags: As MLflow names them; none where there is no repository, or no git.
-        at: When, by the monotonic clock.
+        directory: A folder in it; where there is no repository, or no git, nothing is told.
+        told: Is given MLflow's tags.
     """
 
-    tags: Tags
-    at: float
+    def find() -> None:
+        # of many runs that are submitted at once the first asks git
+        with _asking:
+            tags = _known(directory)
+            if tags is None:
+                tags = git_tags(directory)
+                _seen[directory] = (time.monotonic(), tags)
+        if tags:
+            told(tags)
+
+    known = _known(directory)
+    if known is None:
+        threading.Thread(target=find, name="sgpu-git", daemon=True).start()
+    elif known:
+        told(known)
 
 
-class GitStates:
-    """Finds the state of repositories, each at most once in a few seconds."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
-        self._waiting: list[tuple[str, Callable[[Tags], None]]] = []
-        self._lock = threading.Lock()
-        self._works = False
-
-    def tell(self, directory: str, told: Callable[[Tags], None]) -> None:
-        """Call `told` with the directory's state: at once when it is known, else soon, from a thread."""
-        seen = self._seen.get(directory)
-        if seen is not None and time.monotonic() - seen.at < _FRESH_S:
-            if seen.tags:
-                told(seen.tags)
-            return
-        with self._lock:
-            self._waiting.append((directory, told))
-            begins, self._works = not self._works, True
-        if begins:
-            threading.Thread(target=self._work, name="sgpu-git", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._works = False
-                    return
-                waiting, self._waiting = self._waiting, []
-            found: dict[str, Tags] = {}
-            for directory, told in waiting:
-                if directory not in found:
-                    found[directory] = git_tags(directory)
-                    self._seen[directory] = _Seen(found[directory], time.monotonic())
-                if found[directory]:
-                    told(found[directory])
+def _known(directory: str) -> Tags | None:
+    """Return what was found a moment ago."""
+    at, tags = _seen.get(directory, (-math.inf, ()))
+    return tags if time.monotonic() - at < _FRESH_S else None
 
 
 def git_tags(directory: str) -> Tags:
@@ -225,6 +210,3 @@ def _git(directory: str, *arguments: str) -> list[str] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.splitlines()
-
-
-states = GitStates()

@@ -46,16 +46,6 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
-def check_pool(pools: Pools, name: str) -> None:
-    """Check that a pool may be named so; "" leaves the choice to us.
-
-    Raises:
-        UsageError: There is none of that name.
-    """
-    if name not in ("", LOCAL, *KINDS):
-        pools.named(name)
-
-
 def find_place(pools: Pools, settings: Settings, name: str, devices: Devices) -> Found:
     """Return where a run goes. A pool that it names is the one; else one is chosen.
 

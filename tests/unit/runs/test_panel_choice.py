@@ -26,7 +26,6 @@ from sgpu_magic.options import defaults
 from sgpu_magic.options.asked import Devices, Wishes
 from sgpu_magic.options.defaults import JobDefaults
 from sgpu_magic.packages.requirement_files import read_file
-from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice
 from sgpu_magic.runs.choice.keeper import (
     KEY_FILE,
@@ -34,6 +33,7 @@ from sgpu_magic.runs.choice.keeper import (
     NOTEBOOKS_FILE,
     ChoiceKeeper,
     is_signed,
+    keeper_of,
     own_key,
     read_key,
     sign,
@@ -315,10 +315,9 @@ def opened(file: Path, state: Path) -> tuple[bool, str]:
 
 def test_metadata_copied_into_another_notebook_are_not_this_users_choice_there(tmp_path: Path):
     mine, theirs = tmp_path / "mine.ipynb", tmp_path / "theirs.ipynb"
-    place = Place(tmp_path / "state")
+    place = Place(tmp_path / "state", theirs)
     metadata = chosen_in(mine, tmp_path / "state", Choice(gpus=8, type="h100"))
     notebook(theirs, metadata)
-    place.shell = SimpleNamespace(user_ns={"__vsc_ipynb_file__": str(theirs)})  # type: ignore[assignment]
     for told in (False, True):
         with pytest.raises(UsageError) as caught:
             asked(place)
@@ -327,11 +326,11 @@ def test_metadata_copied_into_another_notebook_are_not_this_users_choice_there(t
         )
         assert "somebody else" not in caught.value.message
         assert "confirm it in the panel or with `%sgpu_env --accept`" in caught.value.message
-        assert f"you chose that in {mine}, not here" in held_words(keeper_of(place).now(), "local")
+        assert f"you chose that in {mine}, not here" in held_words(place.choice.now(), "local")
         if not told:
-            keeper_of(place).told(read_kept(metadata["sgpu"]).kept)
+            place.choice.told(read_kept(metadata["sgpu"]).kept)
     # one sentence, once
-    keeper_of(place).confirm(Choice(gpus=8, type="h100"))
+    place.choice.confirm(Choice(gpus=8, type="h100"))
     assert asked(place).devices.ranks == 8
     assert opened(theirs, tmp_path / "state") == opened(mine, tmp_path / "state") == (True, "")
 
@@ -364,9 +363,7 @@ def test_a_job_is_asked_nothing_about_its_users_own_choice(tmp_path: Path, monke
     metadata = chosen_in(tmp_path / "mine.ipynb", tmp_path / "state", Choice(gpus=8))
     notebook(tmp_path / "checkout.ipynb", metadata)
     monkeypatch.setenv(defaults.VARIABLE, defaults.as_variable(JobDefaults()))
-    place = Place(tmp_path / "state")
-    place.shell = SimpleNamespace(user_ns={"__vsc_ipynb_file__": str(tmp_path / "checkout.ipynb")})  # type: ignore[assignment]
-    assert asked(place).devices.ranks == 8
+    assert asked(Place(tmp_path / "state", tmp_path / "checkout.ipynb")).devices.ranks == 8
 
 
 def test_a_list_of_notebooks_that_is_damaged_or_can_not_be_written_costs_nothing(tmp_path: Path):
@@ -394,13 +391,14 @@ def test_the_list_of_notebooks_stays_small(tmp_path: Path):
 class Place:
     """What `with_choice` needs of a workplace."""
 
-    def __init__(self, state: Path, **settings: Any) -> None:
+    def __init__(self, state: Path, notebook: Path | None = None, **settings: Any) -> None:
         self.settings = Settings(state_dir=str(state), **settings)
         self.pool = SimpleNamespace(name="local", settings=self.settings)
         self.pools = SimpleNamespace(
             local=self.pool, entries=lambda: (), names=lambda: ["local"], named=lambda name: self.pool
         )
-        self.shell = None
+        shell = SimpleNamespace(user_ns={"__vsc_ipynb_file__": str(notebook)}) if notebook is not None else None
+        self.choice = keeper_of(state, shell)
 
     def current_settings(self) -> Settings:
         return self.settings
@@ -408,10 +406,6 @@ class Place:
 
 def asked(place: Place, options: Asked = NOTHING_ASKED, ways: str = MAGIC_WAYS) -> Asked:
     return with_choice(place, options, ways)  # type: ignore[arg-type]
-
-
-def keeper_of(place: Place) -> ChoiceKeeper:
-    return default_choice.keeper(place)  # type: ignore[arg-type]
 
 
 def test_without_a_choice_nothing_is_added(tmp_path: Path):
@@ -432,7 +426,7 @@ def test_without_a_choice_nothing_is_added(tmp_path: Path):
 )
 def test_each_option_wins_by_itself(tmp_path: Path, options: Asked, expected: tuple[int, str, str]):
     place = Place(tmp_path)
-    keeper_of(place).confirm(Choice(gpus=3, type="a10", pool="local", env_version="mine"))
+    place.choice.confirm(Choice(gpus=3, type="a10", pool="local", env_version="mine"))
     found = asked(place, options)
     assert (found.devices.ranks, found.devices.device_type, found.wishes.env_version) == expected
     assert found.wishes.track == options.wishes.track
@@ -440,7 +434,7 @@ def test_each_option_wins_by_itself(tmp_path: Path, options: Asked, expected: tu
 
 def test_who_asks_for_memory_leaves_the_type_open(tmp_path: Path):
     place = Place(tmp_path)
-    keeper_of(place).confirm(Choice(gpus=3, type="a10"))
+    place.choice.confirm(Choice(gpus=3, type="a10"))
     assert asked(place, Asked(Devices(min_memory_bytes=GB), Wishes())).devices == Devices(3, None, GB)
 
 
@@ -466,7 +460,7 @@ def test_a_jobs_devices_are_for_cells_that_say_nothing(
 @pytest.mark.parametrize(("setting", "expected"), [("", ""), ("none", ""), ("4", "none")])
 def test_the_setting_comes_after_the_choice(tmp_path: Path, setting: str, expected: str):
     place = Place(tmp_path, env_version=setting)
-    keeper_of(place).confirm(Choice(gpus=1))
+    place.choice.confirm(Choice(gpus=1))
     assert asked(place).wishes.env_version == expected
 
 
@@ -491,7 +485,7 @@ def test_a_strangers_choice_is_refused_where_it_would_matter(
     tmp_path: Path, choice: Choice, options: Asked, refused: bool, ways: str
 ):
     place = Place(tmp_path)
-    keeper_of(place).told(KeptChoice(choice=choice, signed="00"))
+    place.choice.told(KeptChoice(choice=choice, signed="00"))
     if not refused:
         assert asked(place, options, ways) in (
             options,
@@ -509,15 +503,14 @@ def test_a_strangers_choice_is_refused_where_it_would_matter(
 
 def test_a_pool_that_is_not_there_is_named(tmp_path: Path):
     place = Place(tmp_path)
-    keeper_of(place).confirm(Choice(pool="team"))
+    place.choice.confirm(Choice(pool="team"))
     with pytest.raises(UsageError, match="names the pool 'team', and you have: local"):
         asked(place)
 
 
 def test_it_costs_a_submission_next_to_nothing(tmp_path: Path):
-    place = Place(tmp_path)
     file = tmp_path / "a.ipynb"
-    place.shell = SimpleNamespace(user_ns={"__vsc_ipynb_file__": str(file)})  # type: ignore[assignment]
+    place = Place(tmp_path, file)
     key = own_key(tmp_path)
     notebook(file, {"sgpu": {"choice": {"gpus": 2}, "signed": sign(Choice(gpus=2), key)}})
     assert asked(place).devices.ranks == 2
@@ -589,7 +582,7 @@ def test_what_is_wrong_with_a_base_is_said_of_the_base(tmp_path: Path):
 
 def test_the_choices_file_is_what_a_run_gets(tmp_path: Path, base: Path):
     place = Place(tmp_path)
-    keeper_of(place).confirm(Choice(env_version=str(base), dependencies=("delta",)))
+    place.choice.confirm(Choice(env_version=str(base), dependencies=("delta",)))
     first = asked(place).wishes.env_version
     assert "delta" in Path(first).read_text()
     # somebody has tidied up

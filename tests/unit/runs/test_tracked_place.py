@@ -22,7 +22,7 @@ from sgpu_magic.payload import pack
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.runs.submit.mlflow_target import GitStates, Tags, git_tags, place_of
+from sgpu_magic.runs.submit.mlflow_target import Tags, git_tags, place_of, tell_git_state
 from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress
@@ -146,12 +146,10 @@ def test_a_repository_says_commit_branch_and_whether_it_has_changed(tmp_path: Pa
     assert dict(git_tags(str(tmp_path))) == {**clean, "mlflow.source.git.dirty": "true"}
 
     told: list[tuple[Tags, int]] = []
-    states = GitStates()
-    states.tell(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
+    tell_git_state(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
     eventually(lambda: told, 10, "the repository's state")
-    eventually(lambda: not states._works, 10, "the thread's end")
     # known now: told at once, by the caller's own thread
-    states.tell(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
+    tell_git_state(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
     assert told[1] == (told[0][0], threading.get_ident())
     assert told[0][1] != threading.get_ident()
 
