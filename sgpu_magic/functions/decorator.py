@@ -163,33 +163,16 @@ class Launcher(Generic[P, R, T]):
         return f"<{getattr(self._function, '__qualname__', self._function)}.distributed>"
 
 
-class _Decorator:
-    """`@distributed(...)` with its options, before it has seen the function."""
-
-    def __init__(self, options: Options, *, run_async: bool) -> None:
-        self._options = options
-        self._run_async = run_async
-
-    def __call__(self, function: Callable[P, R]) -> DistributedFunction[P, R, list[R]]:
-        return DistributedFunction(function, self._options, run_async=self._run_async)
-
-
-class _AsyncDecorator(_Decorator):
-    """The same with `run_async=True`: `.distributed()` returns a `Run`."""
-
-    if TYPE_CHECKING:
-
-        def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
-            self, function: Callable[P, R]
-        ) -> DistributedFunction[P, R, Run[R]]: ...
-
-
 @overload
 def distributed(function: Callable[P, R], /) -> DistributedFunction[P, R, list[R]]: ...
 @overload
-def distributed(*, run_async: Literal[True], **options: Unpack[Options]) -> _AsyncDecorator: ...
+def distributed(
+    *, run_async: Literal[True], **options: Unpack[Options]
+) -> Callable[[Callable[P, R]], DistributedFunction[P, R, Run[R]]]: ...
 @overload
-def distributed(*, run_async: Literal[False] = False, **options: Unpack[Options]) -> _Decorator: ...
+def distributed(
+    *, run_async: Literal[False] = False, **options: Unpack[Options]
+) -> Callable[[Callable[P, R]], DistributedFunction[P, R, list[R]]]: ...
 def distributed(
     function: Callable[..., Any] | None = None, /, *, run_async: bool = False, **options: Unpack[Options]
 ) -> Any:
@@ -220,11 +203,10 @@ def distributed(
         UsageError: An option means nothing or contradicts another; `remote=True` lacks `gpu_type`.
         TypeError: There is no option of that name.
     """
-    if function is not None:
-        return DistributedFunction[..., Any, Any](function, options, run_async=run_async)
     # what is wrong with the options is told where they stand
     checked(**options)
-    return (_AsyncDecorator if run_async else _Decorator)(options, run_async=run_async)
+    decorate = functools.partial(DistributedFunction[..., Any, Any], options=options, run_async=run_async)
+    return decorate if function is None else decorate(function)
 
 
 class RayFunction(DistributedFunction[P, R, R]):

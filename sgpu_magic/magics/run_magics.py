@@ -120,9 +120,7 @@ class DistributedMagics(Magics):
             print("the cell is empty: no rank was started.")  # noqa: T201
             return None
         magic_line = f"{magic} {line}".strip()
-        session: Session | None = None
-        if options.session != NO_SESSION:
-            session = registry.named(options.session) if options.session else registry.current()
+        session = registry.current(options.session) if options.session != NO_SESSION else None
         fit.check_cell(session, options, magic)
         self.place.notices.clear()
         if session is None or options.fresh:

@@ -41,11 +41,6 @@ def duration_s(option: str, value: str | float) -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
-def optional_s(option: str, value: str | float | None) -> float | None:
-    """Read a duration that may be left out."""
-    return None if value is None else duration_s(option, value)
-
-
 def timeout_s(option: str, value: str | float | None) -> float:
     """Read a run's longest running time; 7 days, which is also the most, when it is left out.
 

@@ -211,7 +211,6 @@ def _view(run: Run, settings: Settings, *, error_follows: bool = False) -> RunVi
 
 _lock = threading.Lock()
 _current: Workplace | None = None
-_closes_at_exit = False
 
 
 def workplace() -> Workplace:
@@ -219,13 +218,10 @@ def workplace() -> Workplace:
 
     It is closed when the process ends: threads that wait for the pool's messages must not meet a dying interpreter.
     """
-    global _current, _closes_at_exit
+    global _current
     with _lock:
         if _current is None:
             _current = Workplace(_running_shell())
-            if not _closes_at_exit:
-                _closes_at_exit = True
-                atexit.register(_close_at_exit)
         return _current
 
 
@@ -238,6 +234,7 @@ def close_workplace() -> None:
         closing.close()
 
 
+@atexit.register
 def _close_at_exit() -> None:
     place = _current
     if place is not None and place.shell is None:

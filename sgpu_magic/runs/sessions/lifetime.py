@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from html import escape
 from typing import Any, Self
@@ -14,7 +15,7 @@ import msgspec
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import SessionError
-from sgpu_magic.options.values import format_ranks, optional_s
+from sgpu_magic.options.values import duration_s, format_ranks
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.background import Background
 from sgpu_magic.runs.follow.run_loop import Followed
@@ -24,7 +25,6 @@ from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.run_notes import SessionState
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
 
 _CLOSE_PATIENCE_S = 10.0
@@ -40,6 +40,7 @@ class Lifetime:
         followed: The session's own run.
 
     Attributes:
+        spec: What was submitted.
         name: Its name.
         run_id: Its run, as `sgpu logs` and `%sgpu_status` take it.
         ranks: Number of ranks.
@@ -49,6 +50,7 @@ class Lifetime:
     def __init__(self, place: Workplace, followed: Followed, variables: Mapping[str, str]) -> None:
         spec = followed.run.spec
         self.place = place
+        self.spec = spec
         self.name = spec.name
         self.run_id = spec.run_id
         self.placement: Placement = spec.placement
@@ -59,7 +61,8 @@ class Lifetime:
         self._view = followed.view
         self._run = followed.run
         self._moved = threading.Condition()
-        self._waiters: list[Callable[[], None]] = []
+        # for coroutines: it is connected or has ended, and it has ended
+        self._decided, self._over = Future[None](), Future[None]()
         followed = replace(followed, heard=self._heard)
         self._follower = Background("sgpu-session", lambda stopped: outcome.show(followed, RunState.QUEUED, stopped))
 
@@ -74,11 +77,6 @@ class Lifetime:
         """Return the place of new processes on its devices: `ranks` of them, all without a number."""
         placement = msgspec.structs.replace(self.placement, ranks=ranks or self.ranks)
         return Found(self.pool, placement)
-
-    @property
-    def spec(self) -> RunSpec:
-        """What was submitted."""
-        return self._run.spec
 
     @property
     def device_type(self) -> str:
@@ -178,7 +176,7 @@ class Lifetime:
             SessionError: It has ended.
             TimeoutError: The time is over; the session goes on.
         """
-        seconds = optional_s("timeout", timeout)
+        seconds = None if timeout is None else duration_s("timeout", timeout)
         with self._moved:
             if not self._moved.wait_for(self._is_decided, seconds):
                 raise TimeoutError(
@@ -191,28 +189,9 @@ class Lifetime:
         return self._connected().__await__()
 
     async def _connected(self) -> Self:
-        await self._until(self._is_decided)
+        if not self._is_decided():
+            await asyncio.shield(asyncio.wrap_future(self._decided))
         return self.checked()
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait without blocking the loop."""
-        loop = asyncio.get_running_loop()
-        moved = asyncio.Event()
-
-        def wake() -> None:
-            # a loop that is closed by now has nobody who waits
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(moved.set)
-
-        with self._moved:
-            self._waiters.append(wake)
-        try:
-            while not condition():
-                await moved.wait()
-                moved.clear()
-        finally:
-            with self._moved:
-                self._waiters.remove(wake)
 
     def checked(self) -> Self:
         """Return itself if it can take a cell, now or when its ranks are there.
@@ -239,9 +218,9 @@ class Lifetime:
         """An event was folded; runs in the follower's thread."""
         with self._moved:
             self._moved.notify_all()
-            waiters = list(self._waiters)
-        for wake in waiters:
-            wake()
+        for future, is_so in ((self._decided, self._is_decided()), (self._over, self.has_ended)):
+            if is_so and not future.done():
+                future.set_result(None)
 
     # ------------------------------------------------------------ its end
 
@@ -290,5 +269,5 @@ class Lifetime:
             self.end("it was disconnected")
             # as `close`: what the body has raised counts, not that its ranks take long
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._until(lambda: self.has_ended), _CLOSE_PATIENCE_S)
+                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._over)), _CLOSE_PATIENCE_S)
         await asyncio.get_running_loop().run_in_executor(None, self._release)

@@ -157,33 +157,34 @@ def find(name: str) -> Session | None:
         return session
 
 
-def current() -> Session | None:
-    """Return the session that was connected last, None without one.
+def current(name: str = "") -> Session | None:
+    """Return the session of that name, for "" the one that was connected last; None where none is connected.
 
     Raises:
+        UsageError: There is none of that name.
         SessionError: It has ended since it was used last. That is told once.
     """
     with _lock:
-        _drop_told()
-        if not _sessions:
+        # the end of these was told by a cell that was refused
+        for ended in [session for session in _sessions.values() if session.ending_told]:
+            drop(ended)
+            ended.close()
+        if not name and not _sessions:
             return None
-        return _usable(next(reversed(_sessions.values())))
-
-
-def named(name: str) -> Session:
-    """Return the session of that name.
-
-    Raises:
-        UsageError: There is none.
-        SessionError: It has ended since it was used last. That is told once.
-    """
-    with _lock:
-        _drop_told()
-        session = _sessions.get(name)
+        session = _sessions.get(name) if name else next(reversed(_sessions.values()))
         if session is None:
             known = f"You have: {', '.join(_sessions)}." if _sessions else "You have none: connect with %sgpu_connect."
             raise UsageError(f"this notebook has no session {name!r}. {known}")
-        return _usable(session)
+        if not session.has_ended:
+            return session
+        drop(session)
+        # its view and its link are not needed any more
+        session.close()
+        raise SessionError(
+            f"session {session.name} has ended: {session.ending}. What its ranks had is gone, and nothing was run. "
+            f"Begin another with `%sgpu_connect --gpus {session.ranks}`; without one, %%distributed starts new ranks "
+            "for each cell."
+        )
 
 
 def chosen(name: str = "") -> Session:
@@ -193,7 +194,7 @@ def chosen(name: str = "") -> Session:
         UsageError: There is none.
         SessionError: It has ended.
     """
-    session = named(name) if name else current()
+    session = current(name)
     if session is None:
         raise UsageError("no session is connected: begin one with %sgpu_connect --gpus N, or sgpu_magic.connect(N).")
     return session
@@ -242,23 +243,3 @@ def end_for_restart() -> None:
         session.end("the kernel was restarted, and a session ends with its kernel")
     for session in all_sessions():
         session.wait_for_end(_RESTART_PATIENCE_S)
-
-
-def _drop_told() -> None:
-    """Forget the sessions whose end a refused cell has told."""
-    for session in [session for session in _sessions.values() if session.ending_told]:
-        drop(session)
-        session.close()
-
-
-def _usable(session: Session) -> Session:
-    if not session.has_ended:
-        return session
-    drop(session)
-    # its view and its link are not needed any more
-    session.close()
-    raise SessionError(
-        f"session {session.name} has ended: {session.ending}. What its ranks had is gone, and nothing was run. Begin "
-        f"another with `%sgpu_connect --gpus {session.ranks}`; without one, %%distributed starts new ranks for each "
-        "cell."
-    )
