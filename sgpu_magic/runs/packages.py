@@ -22,7 +22,7 @@ from sgpu_magic.packages import snapshot as snapshots
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.lock import Lock
 from sgpu_magic.packages.travel_checks import look_for_mismatches
-from sgpu_magic.runs.environment_locks import WHEELS, Ask, Described, built_for, installed_here, lock_of_snapshot
+from sgpu_magic.runs.environment_locks import WHEELS, Ask, Described
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import KeepEnvironment
 
@@ -106,9 +106,9 @@ class Packages:
             return
         snapshot = snapshots.kept_snapshot()
         if environment is not None:
-            self._want(built_for(environment))
+            self._want(Described(environment))
         elif snapshot is not None and snapshot.digest == digest:
-            self._want(installed_here(snapshot))
+            self._want(Described(snapshot))
 
     def environment(self, *, torch_mine: bool = False, allow_build: bool = False) -> Ordered:
         """What a node has to build to have what is installed here. Builds wheels and asks the package index first.
@@ -127,7 +127,7 @@ class Packages:
         variables = index_variables(settings.index_url)
         return order_of(
             snapshot,
-            lock_of_snapshot(snapshot, Ask.NOW) or Lock(),
+            Described(snapshot).lock_of(Ask.NOW) or Lock(),
             torch_mine=torch_mine,
             allow_build=allow_build,
             build=functools.partial(build_project, root=wheels, variables=variables),
@@ -211,7 +211,7 @@ class Packages:
             late = tuple(self._late)
             wanted = dict(self._wanted)
         if late:
-            wanted[snapshot.digest] = installed_here(snapshot)
+            wanted[snapshot.digest] = Described(snapshot)
         has_pool = bool(wanted) and self._has_pool()
         for digest, described in wanted.items():
             if has_pool:

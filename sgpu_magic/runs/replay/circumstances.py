@@ -22,6 +22,7 @@ from sgpu_magic.config import host_name, load_settings
 from sgpu_magic.packages.local_code import installed_entries
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.runs.submit.mlflow_target import git_tags
+from sgpu_magic.views.words import names_text
 from sgpu_magic.wire.run import Interpreter
 
 if TYPE_CHECKING:
@@ -38,13 +39,11 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
         interpreter: Another one on this machine; None is this process's, or one that is built.
         env_version: The requirements file that it is built of, "" when nothing is built.
         digest: Of its packages, "" when it is not known.
-        executable: It, "" when it is built.
     """
 
     interpreter: Interpreter | None = None
     env_version: str = ""
     digest: str = ""
-    executable: str = ""
 
 
 def choose(recorded: Recorded, wanted: str, *, here: bool) -> Chosen:
@@ -55,7 +54,7 @@ def choose(recorded: Recorded, wanted: str, *, here: bool) -> Chosen:
         wanted: The digest of its packages, "" when it is not known.
         here: This Python is wanted, whatever it has.
     """
-    own = Chosen(digest=take_snapshot().digest, executable=sys.executable)
+    own = Chosen(digest=take_snapshot().digest)
     executable = recorded.record.executable
     built = recorded.spec.environment_label or _is_built(executable)
     if here or (wanted and own.digest == wanted and not built):
@@ -63,7 +62,7 @@ def choose(recorded: Recorded, wanted: str, *, here: bool) -> Chosen:
     if not built and executable != sys.executable and os.access(executable, os.X_OK):
         found = _probe(executable)
         if found is not None and (not wanted or found.digest == wanted):
-            return msgspec.structs.replace(found, executable=executable)
+            return found
     if wanted and recorded.requirements is not None:
         return Chosen(env_version=str(recorded.requirements), digest=wanted)
     return own
@@ -87,7 +86,6 @@ def of_run(recorded: Recorded) -> Circumstances:
         host=record.host,
         python=python,
         version=record.version,
-        executable=record.executable,
         digest=digest,
         packages=packages,
         commit=recorded.tags.get("mlflow.source.git.commit", ""),
@@ -112,7 +110,6 @@ def of_replay(chosen: Chosen, cwd: str, packages: Mapping[str, str]) -> Circumst
         host=host_name(),
         python=platform.python_version() if is_own else "",
         version=__version__,
-        executable=chosen.executable,
         digest=chosen.digest,
         packages=packages,
         commit=tags.get("mlflow.source.git.commit", ""),
@@ -170,7 +167,6 @@ class Circumstances:
         host: The machine of its ranks.
         python: `3.11.7`.
         version: sgpu-magic's.
-        executable: The ranks' Python.
         digest: Of its packages.
         packages: Versions by canonical name.
         commit: Of the git repository that it was submitted from.
@@ -181,7 +177,6 @@ class Circumstances:
     host: str = ""
     python: str = ""
     version: str = ""
-    executable: str = ""
     digest: str = ""
     packages: Mapping[str, str] = field(default_factory=dict[str, str])
     commit: str = ""
@@ -220,16 +215,10 @@ def _package_differences(then: Mapping[str, str], now: Mapping[str, str]) -> lis
     missing = [f"{name} {then[name]}" for name in then if name not in now]
     told: list[str] = []
     if other:
-        told.append(f"packages of another version: {_listed(other)}")
+        told.append(f"packages of another version: {names_text(sorted(other), _MAX_NAMED)}")
     if missing:
-        told.append(f"packages that are not here: {_listed(missing)}")
+        told.append(f"packages that are not here: {names_text(sorted(missing), _MAX_NAMED)}")
     return told
-
-
-def _listed(items: list[str]) -> str:
-    shown = ", ".join(sorted(items)[:_MAX_NAMED])
-    more = len(items) - _MAX_NAMED
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from sgpu_magic.runs.sessions.lifetime import Lifetime
 from sgpu_magic.runs.sessions.namespace_sync import Shipping
 from sgpu_magic.runs.sessions.run_in import names_on, push
 from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.views.words import names_text
 from sgpu_magic.wire.run import OutputName
 
 # so many names are listed in a sentence
@@ -236,14 +238,15 @@ def _restarted(session: Session, only: tuple[int, ...]) -> str:
         session.push(**pushed, ranks=ranks)
     one = len(ranks) == 1
     what = f"{format_ranks(ranks)} of session {session.name} {'is a new process' if one else 'are new processes'}"
-    sent = f"sent again from the notebook: {_listed(again)}" if again else "the notebook had shipped nothing"
+    listed = functools.partial(names_text, most=_MOST_NAMES)
+    sent = f"sent again from the notebook: {listed(sorted(again))}" if again else "the notebook had shipped nothing"
     if pushed:
-        sent += f"; from another rank: {_listed(set(pushed))}"
+        sent += f"; from another rank: {listed(sorted(pushed))}"
     gone = sorted(lost - again - set(pushed))
     if not gone:
         return f"{what}; {sent}; no name that a cell had set was lost."
     again_on = f" with --ranks {','.join(map(str, only))}" if only else ""
-    return f"{what}; {sent}; lost, as cells had set it there: {_listed(gone)}. Run those cells again{again_on}."
+    return f"{what}; {sent}; lost, as cells had set it there: {listed(gone)}. Run those cells again{again_on}."
 
 
 def _pushed_values(session: Session, ranks: tuple[int, ...]) -> dict[str, Any]:
@@ -266,9 +269,3 @@ def _names_lost(session: Session, ranks: tuple[int, ...]) -> frozenset[str]:
             # what is known is known by rank
             return own | session.shipping.unknown(there)
     return own
-
-
-def _listed(names: set[str] | frozenset[str] | list[str]) -> str:
-    ordered = sorted(names)
-    more = len(ordered) - _MOST_NAMES
-    return ", ".join(ordered[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
