@@ -1,7 +1,7 @@
 """A run as the process that has submitted it sees it: submitted, followed to its end, delivered. No magics here.
 
 workplace           this process's pools, views and settings, one for its magics and its Python functions
-notebook            what the kernel knows of its notebook and cell, and sentences below the cell that ran last
+notebook            what the kernel knows of its notebook and cell, sentences below the cell that ran last, its restart
 packages            this process's packages, reported to the pool
 environment_locks   lock files of environments
 environment_report  what `%sgpu_env` shows

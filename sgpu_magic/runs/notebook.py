@@ -1,16 +1,19 @@
-"""What a kernel knows of its notebook and of the cell that runs in it, and sentences below the cell that ran last."""
+"""What a kernel knows of its notebook and its cell, sentences below the cell that ran last, and a kernel's restart."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import secrets
 import sys
 import threading
 import time
+from collections.abc import Callable
 from html import escape
 from typing import Any
 
+from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.this_process import this_owner
 from sgpu_magic.payload.names import FUTURE_FLAGS
 from sgpu_magic.views.html_style import SANS, SOFT
@@ -18,6 +21,10 @@ from sgpu_magic.wire.run import Owner
 
 # a terminal or a log keeps every line
 _LINE_EVERY_S = 10.0
+_DETACH_TIMEOUT_S = 1.0
+# a front end's restart interrupts first and asks for the shutdown next
+_RESTART_PATIENCE_S = 0.3
+_SHUTDOWN = "shutdown_request"
 _KERNEL_FILE = re.compile(r"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
 
 
@@ -146,3 +153,60 @@ class SendingBoard:
             self._due = time.monotonic() + _LINE_EVERY_S
             sys.stderr.write(f"sgpu: {text}\n")
             sys.stderr.flush()
+
+
+# ---------------------------------------------------------------- a kernel's restart
+
+
+def watch_restarts(kernel: Any, pools: Pools, *, detaches: bool) -> RestartWatch | None:
+    """Return a watch over the kernel's restarts, None where there is no kernel or it does not tell."""
+    if _SHUTDOWN not in getattr(kernel, "control_handlers", {}):
+        return None
+    return RestartWatch(kernel, pools, detaches=detaches)
+
+
+class RestartWatch:
+    """Stands before the kernel's own handling of a shutdown request.
+
+    Args:
+        kernel: The ipykernel.
+        pools: Have the runs.
+        detaches: Detach them before the kernel ends.
+
+    Attributes:
+        asked: Set when a restart has been asked for.
+        before: Called when one has been asked for, in the thread of the control channel; takes a moment at most.
+    """
+
+    def __init__(self, kernel: Any, pools: Pools, *, detaches: bool) -> None:
+        self.detaches = detaches
+        self.asked = threading.Event()
+        self.before: Callable[[], None] | None = None
+        self._kernel = kernel
+        self._pools = pools
+        self._original = kernel.control_handlers[_SHUTDOWN]
+        kernel.control_handlers[_SHUTDOWN] = self._shut_down
+
+    def remove(self) -> None:
+        """Give the kernel its own handler back."""
+        if self._kernel.control_handlers.get(_SHUTDOWN) == self._shut_down:
+            self._kernel.control_handlers[_SHUTDOWN] = self._original
+
+    def is_asked(self) -> bool:
+        """Whether an interrupt is the beginning of a restart that detaches its runs; waits a moment for that."""
+        try:
+            return self.detaches and self.asked.wait(_RESTART_PATIENCE_S)
+        except KeyboardInterrupt:
+            return False
+
+    async def _shut_down(self, stream: Any, ident: Any, parent: Any) -> None:
+        """Runs in the thread of the control channel, while the main thread follows a run or does something else."""
+        if parent["content"].get("restart"):
+            self.asked.set()
+            if self.before is not None:
+                self.before()
+            if self.detaches:
+                self._pools.detach_all(_DETACH_TIMEOUT_S)
+        handled = self._original(stream, ident, parent)
+        if inspect.isawaitable(handled):
+            await handled

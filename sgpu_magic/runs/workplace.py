@@ -23,8 +23,7 @@ from sgpu_magic.runs.choice.keeper import keeper_of
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.background import Follower, RunWindows
 from sgpu_magic.runs.follow.run_loop import Followed
-from sgpu_magic.runs.follow.stop import Interrupts, watch_restarts
-from sgpu_magic.runs.notebook import NoticeBoard, SendingBoard
+from sgpu_magic.runs.notebook import NoticeBoard, SendingBoard, watch_restarts
 from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.submit.spec import Submission
@@ -144,7 +143,7 @@ class Workplace:
         ui: str,
         *,
         detach: bool = False,
-        interrupts: Interrupts | None = None,
+        interrupts: outcome.Interrupts | None = None,
         into: dict[str, Any] | None = None,
         over: Callable[[RunView], None] | None = None,
     ) -> RunResult | None:

@@ -1,4 +1,11 @@
-"""A run comes back to the notebook: shown to its end, then names, a result, or the culprit's exception."""
+"""A run comes back to the notebook: shown to its end, then names, a result, or the culprit's exception.
+
+A cell that is interrupted waits for its ranks to stop, but not for long:
+
+A run of its own       its ranks are gone soon, whatever they do: 2.5 s are waited
+A cell in a session    its ranks stay and have to come back: 2.8 s are waited. A second interrupt within 5 s of the
+                       first kills those that do not stop, also when the next cell waits for them by then
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import NodeLost, RunCancelled, SgpuError
 from sgpu_magic.runs.follow.run_loop import HISTORY_PATIENCE_S, Ending, Followed, follow
-from sgpu_magic.runs.follow.stop import Interrupts, RestartWatch, after_interrupt, cancel, not_yet_stopped
+from sgpu_magic.runs.notebook import RestartWatch
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import unstopped_note
@@ -22,6 +29,16 @@ from sgpu_magic.wire.states import RunKind, RunState
 
 # nothing more comes of a run that goes on: its kept events have all been sent
 _CAUGHT_UP_S = 0.3
+# an interrupted cell is free after this whatever the ranks do (promise: 3 s)
+_PATIENCE_S = 2.5
+# the agent says after 2 s which ranks of a session do not stop
+_SESSION_PATIENCE_S = 2.8
+# killed ranks are gone in a moment
+_KILL_PATIENCE_S = 1.0
+# a second interrupt so soon means the same ranks
+_AGAIN_S = 5.0
+_REASON = "it was interrupted"
+_AGAIN = "it was interrupted again"
 
 
 def bring_back(
@@ -60,18 +77,18 @@ def bring_back(
             if not run.spec.session and restarts is not None and restarts.is_asked():
                 leave(followed)
                 return None
-            cancel(run)
+            _cancel(run)
         except KeyboardInterrupt:
             # the stop button was pressed twice in one moment
-            cancel(run)
-        ending = after_interrupt(followed, interrupts)
+            _cancel(run)
+        ending = _after_interrupt(followed, interrupts)
         if restarts is not None and restarts.asked.is_set():
             # a restart interrupts first; who reads the output afterwards has another kernel
             run_id = short(run.run_id)
             followed.view.remark(f"the kernel was restarted; %sgpu_attach {run_id} shows run {run_id} again")
     followed.publisher.tick(time.monotonic(), final=True)
     if ending is None:
-        raise RunCancelled(not_yet_stopped(run), run_id=run.run_id)
+        raise RunCancelled(_not_yet_stopped(run), run_id=run.run_id)
     return deliver(run, followed.view, *ending, namespace, into)
 
 
@@ -148,6 +165,107 @@ def goes_on(spec: RunSpec) -> str:
 def _stop_watching(followed: Followed) -> None:
     run = short(followed.run.run_id)
     followed.view.leave(f"run {run} goes on; %sgpu_status {run} and %sgpu_attach {run} show it again")
+
+
+# ---------------------------------------------------------------- a cell that was interrupted
+
+
+class Interrupts:
+    """Remembers the cell of a session that was interrupted last, while its ranks go on."""
+
+    def __init__(self) -> None:
+        self._run: Run | None = None
+        self._at = 0.0
+        self._killed = False
+
+    def interrupted(self, run: Run) -> None:
+        """Its cell is about to be free; whether its ranks stop is not known yet."""
+        self._run, self._at = run, time.monotonic()
+
+    def stopped(self, run: Run) -> None:
+        """Its ranks have stopped."""
+        if self._run is run:
+            self._run = None
+
+    def kill_before(self) -> None:
+        """Another cell, which waits for those ranks, is interrupted: kill them if that comes soon enough."""
+        run, self._run = self._run, None
+        if run is not None and time.monotonic() - self._at <= _AGAIN_S:
+            self.kill(run)
+
+    def kill(self, run: Run) -> None:
+        """Kill its ranks that have not stopped."""
+        self._killed = True
+        run.cancel(_AGAIN, kill=True)
+
+    def has_killed(self) -> bool:
+        """Whether ranks were killed since this was asked last."""
+        killed, self._killed = self._killed, False
+        return killed
+
+
+def _cancel(run: Run) -> None:
+    """Cancel, also when the stop button is pressed again meanwhile: the run would go on with nobody there."""
+    while True:
+        try:
+            run.cancel(_REASON)
+            return
+        except KeyboardInterrupt:
+            continue
+
+
+def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Ending | None:
+    """Wait for a cancelled run's end; None when it does not come soon.
+
+    Args:
+        followed: The run.
+        interrupts: The session's that it runs in; None for ranks of its own.
+    """
+    if interrupts is None:
+        try:
+            return _wait(followed, time.monotonic() + _PATIENCE_S)
+        except KeyboardInterrupt:
+            return None
+    run = followed.run
+    deadline = time.monotonic() + _SESSION_PATIENCE_S
+    if followed.view.warm:
+        interrupts.interrupted(run)
+    else:
+        # it waits, perhaps for the ranks that the interrupt before this one has not stopped
+        interrupts.kill_before()
+    try:
+        ending = _wait(followed, deadline)
+    except KeyboardInterrupt:
+        interrupts.kill(run)
+        try:
+            ending = _wait(followed, max(deadline, time.monotonic() + _KILL_PATIENCE_S))
+        except KeyboardInterrupt:
+            ending = None
+    if ending is not None and not ending[0].unstopped:
+        interrupts.stopped(run)
+    return ending
+
+
+def _not_yet_stopped(run: Run) -> str:
+    """Return what to say of a run whose end has not come in time."""
+    if not run.spec.in_session:
+        return f"run {short(run.run_id)} is being stopped; it holds its devices until its ranks are gone."
+    return (
+        f"run {short(run.run_id)} is being stopped; its session has not said yet that its ranks have. The next cell "
+        "waits for them, and a second interrupt within 5 s kills those that do not stop: their variables are lost."
+    )
+
+
+def _wait(followed: Followed, until: float) -> Ending | None:
+    """Wait for the end of a run that was cancelled; a pool service that is gone is not looked for here."""
+    asked = threading.Event()
+
+    def lost(_: Followed) -> None:
+        if not asked.is_set():
+            asked.set()
+            followed.pool.cancel_in_background(followed.run, _REASON)
+
+    return follow(followed, until=until, lost=lost)
 
 
 # ---------------------------------------------------------------- what it means

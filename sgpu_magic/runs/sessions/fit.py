@@ -31,26 +31,19 @@ def check_cell(session: Session | None, options: RunOptions, magic: str) -> None
     ways = "--session none gives the cell a lease of its own"
     if not options.fresh:
         ways = f"--ranks runs it on some of them, --fresh in new processes on the session's devices, and {ways}"
-    match next(iter(_misfits(session, options, fewer=options.fresh)), ""):
-        case "ranks":
-            raise UsageError(f"{has}, and --gpus {options.ranks} asks for others. Leave --gpus out; {ways}.")
-        case "type":
-            raise UsageError(f"{has}, and --type {options.device_type} asks for others. Leave --type out; {ways}.")
-        case "busy":
-            raise UsageError(f"{has}, and --allow-busy chooses others. Leave it out: %sgpu_connect takes it.")
-        case "devices":
-            raise UsageError(
-                f"{has}, and --min-memory, --nodes and --placement choose others. Leave them out: %sgpu_connect takes "
-                "them."
-            )
-        case "pool":
-            raise UsageError(
-                f"{has} in the pool {session.pool.name}, and --pool {options.pool} names another. Leave --pool out; "
-                f"{ways}."
-            )
-        case _:
-            own = "give the cell a lease of its own with --session none"
-            refuse_in_session(session.name, options.wishes, options.max_cost, own)
+    asks = {
+        "ranks": f", and --gpus {options.ranks} asks for others. Leave --gpus out; {ways}.",
+        "type": f", and --type {options.device_type} asks for others. Leave --type out; {ways}.",
+        "busy": ", and --allow-busy chooses others. Leave it out: %sgpu_connect takes it.",
+        "devices": ", and --min-memory, --nodes and --placement choose others. Leave them out: %sgpu_connect "
+        "takes them.",
+        "pool": f" in the pool {session.pool.name}, and --pool {options.pool} names another. Leave --pool out; {ways}.",
+    }
+    differs = next(iter(_misfits(session, options, fewer=options.fresh)), "")
+    if differs in asks:
+        raise UsageError(f"{has}{asks[differs]}")
+    own = "give the cell a lease of its own with --session none"
+    refuse_in_session(session.name, options.wishes, options.max_cost, own)
     if options.detach:
         raise UsageError(
             f"--detach is not possible in session {session.name}: its ranks end with this notebook, and all that runs "

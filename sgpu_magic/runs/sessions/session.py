@@ -14,8 +14,8 @@ from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.options.asked import RunOptions, Wishes
 from sgpu_magic.options.values import format_ranks, outputs_from, ranks_from, timeout_s
 from sgpu_magic.packages.distributions import Snapshot
+from sgpu_magic.runs.follow.outcome import Interrupts
 from sgpu_magic.runs.follow.run_loop import Followed
-from sgpu_magic.runs.follow.stop import Interrupts
 from sgpu_magic.runs.sessions import run_in
 from sgpu_magic.runs.sessions.lifetime import Lifetime
 from sgpu_magic.runs.sessions.namespace_sync import Shipping
