@@ -1,17 +1,25 @@
-"""What an inventory comes to, counted once: devices by type and by node, and what an autoscaler may add. Pure.
+"""What an inventory comes to, what a request takes of it, and how its ranks are laid over nodes. Pure.
 
-A lease that was asked of a cluster has no devices before the cluster has brought them.
+Devices are counted once, by type and by node. What an autoscaler may add has no devices before it has come.
+
+- `pack` takes as few nodes as can be, and of those that do the fullest: what is left stays in large pieces.
+- `strict_pack` takes one node, `--nodes N` takes N with the same number of ranks each.
+- `spread` takes as many nodes as can be, as evenly as can be.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, Node, memory_of
+from sgpu_magic.wire.devices import CPU, Device, Inventory, Node, memory_of
 
-ASKED = "asked of the cluster, which has to bring more nodes for it"
+PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
+
+Parts = list[tuple[str, int]]
+"""A node and how many ranks it gets, for each node of a lease; "" is a pool's one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,47 @@ def memory_bytes(device: Device) -> int:
     return device.memory_bytes or memory_of(device.type)
 
 
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A request as this pool understands it.
+
+    Args:
+        line: Where it waits and what it takes.
+        ranks: Number of ranks.
+        device_type: The type that its lease names: the asked one where CPU stands in for it.
+        simulated: CPU stands in for the type.
+        allow_busy: Also take devices that others use.
+        nodes: Nodes that get the same number of ranks each; 0 leaves it to the strategy.
+        strategy: One of `STRATEGIES`.
+        min_memory_bytes: Devices with less are not taken.
+    """
+
+    line: Line
+    ranks: int
+    device_type: str
+    simulated: bool = False
+    allow_busy: bool = False
+    nodes: int = 0
+    strategy: str = PACK
+    min_memory_bytes: int = 0
+
+    @property
+    def on_one_node(self) -> bool:
+        return self.strategy == STRICT_PACK or self.nodes == 1
+
+    @property
+    def per_node(self) -> int:
+        """Ranks that each node gets where their number is asked for, else what the largest part may be."""
+        return self.ranks // self.nodes if self.nodes else self.ranks
+
+
+def amount(count: int, line: Line) -> str:
+    """`4 A10` or `1 CPU slot`."""
+    if line == CPU_LINE:
+        return f"{count} CPU slot{'s' if count != 1 else ''}"
+    return f"{count} {line}"
+
+
 class Stock:
     """What a pool has, whoever uses it now.
 
@@ -64,23 +113,14 @@ class Stock:
         alone = Node(node="", host=inventory.host, cpu_slots=slots, cpu_slots_free=slots)
         self.nodes = {node.node: node for node in (inventory.nodes if self.many else [alone])}
         self._elastic = dict(inventory.elastic)
-        self._on_node: dict[Line, dict[str, list[Device]]] = {}
-        lines: dict[tuple[str, bool], Line] = {}
+        by_type: dict[tuple[str, bool], dict[str, list[Device]]] = {}
         for device in inventory.devices:
-            key = (device.type, device.simulated)
-            line = lines.get(key)
-            if line is None:
-                line = lines[key] = line_of(device)
-            by_node = self._on_node.setdefault(line, {})
-            if device.node in by_node:
-                by_node[device.node].append(device)
-            else:
-                by_node[device.node] = [device]
-        self.counts = Counter({line: sum(map(len, nodes.values())) for line, nodes in self._on_node.items()})
-        self._used_outside: dict[Line, list[Device]] = {}
-        for device in inventory.devices:
-            if device.outside_use:
-                self._used_outside.setdefault(lines[device.type, device.simulated], []).append(device)
+            by_type.setdefault((device.type, device.simulated), {}).setdefault(device.node, []).append(device)
+        self._by_node = {Line(*key): nodes for key, nodes in by_type.items()}
+        self.counts = Counter({line: sum(map(len, nodes.values())) for line, nodes in self._by_node.items()})
+        self._used_outside = {
+            line: [device for device in self.line(line) if device.outside_use] for line in self._by_node
+        }
         self._sizes: dict[tuple[Line, int], dict[str, int]] = {}
 
     @property
@@ -90,11 +130,11 @@ class Stock:
 
     def line(self, line: Line) -> Iterable[Device]:
         """Every device of the line, in the inventory's order on each node."""
-        return (device for devices in self._on_node.get(line, {}).values() for device in devices)
+        return (device for devices in self.by_node(line).values() for device in devices)
 
-    def on_node(self, line: Line, node: str) -> list[Device]:
-        """The node's devices of the line."""
-        return self._on_node.get(line, {}).get(node, [])
+    def by_node(self, line: Line) -> Mapping[str, Sequence[Device]]:
+        """The line's devices on each node that has some."""
+        return self._by_node.get(line, {})
 
     def used_outside(self, line: Line) -> list[Device]:
         """Those of the line that somebody uses outside the pool, or the pool's own runs for the driver."""
@@ -104,19 +144,15 @@ class Stock:
         """Return how many devices, or CPU slots, each node has of the line; of nodes with any."""
         key = (line, min_memory_bytes)
         if key not in self._sizes:
-            self._sizes[key] = self._count(line, min_memory_bytes)
+            if line == CPU_LINE:
+                found = {name: node.cpu_slots for name, node in self.nodes.items()}
+            else:
+                found = {
+                    node: sum(memory_bytes(device) >= min_memory_bytes for device in devices)
+                    for node, devices in self.by_node(line).items()
+                }
+            self._sizes[key] = {node: count for node, count in found.items() if count}
         return self._sizes[key]
-
-    def _count(self, line: Line, min_memory_bytes: int) -> dict[str, int]:
-        if line == CPU_LINE:
-            return {name: node.cpu_slots for name, node in self.nodes.items() if node.cpu_slots}
-        found = {
-            node: sum(memory_bytes(device) >= min_memory_bytes for device in devices)
-            if min_memory_bytes
-            else len(devices)
-            for node, devices in self._on_node.get(line, {}).items()
-        }
-        return {node: count for node, count in found.items() if count}
 
     def total(self, line: Line, min_memory_bytes: int = 0) -> int:
         """Return how many there are on all nodes together."""
@@ -134,12 +170,8 @@ class Stock:
 
     def lines_of(self, device_type: str) -> list[Line]:
         """Return the lines of a type, real devices first; one that only an autoscaler has too."""
-        lines = sorted(
-            (line for line in self.counts if line.device_type == device_type), key=lambda line: line.simulated
-        )
-        if not any(not line.simulated for line in lines) and self._elastic.get(device_type):
-            lines.insert(0, Line(device_type))
-        return lines
+        alike = [line for line in self.all_lines() if line.device_type == device_type]
+        return sorted(alike, key=lambda line: line.simulated)
 
     def all_lines(self) -> list[Line]:
         """Return the lines of devices, those that only an autoscaler has too; none of the CPU slots."""
@@ -163,24 +195,94 @@ class Stock:
         return ", ".join(parts) or "nothing"
 
 
-def is_asked(lease: Lease, stock: Stock) -> bool:
-    """Whether the lease has no devices yet: the engine asked for nodes, and says when it has them."""
-    return stock.many and not lease.shares and not lease.uuids
+@dataclass(slots=True)
+class Free:
+    """The devices that requests of one kind may take.
 
-
-def elastic_key(line: Line) -> str:
-    """Under which key a type is barred that the cluster does not bring."""
-    return f"elastic {line.device_type}"
-
-
-def refused_keys(lease: Lease, uuids: Collection[str], stock: Stock | None) -> set[str]:
-    """What counts as in use outside after the engine refused a lease: at least something of the lease's own.
-
-    Else the same lease would come again and again.
+    Args:
+        allow_busy: Also those that others use.
+        min_memory_bytes: None with less.
+        by_node: How many are free, in the inventory's order; fewer than none where slots were taken away.
+        total: How many are free on all nodes together.
     """
-    barred = set(uuids) & set(lease.uuids) or set(lease.uuids)
-    if barred or stock is None:
-        return barred or {CPU}
-    if is_asked(lease, stock):
-        return {elastic_key(CPU_LINE if lease.cpu_slots else Line(lease.device_type))}
-    return {f"{CPU}@{share.node}" for share in lease.shares} or {CPU}
+
+    allow_busy: bool
+    min_memory_bytes: int
+    by_node: dict[str, int] = field(default_factory=dict[str, int])
+    total: int = 0
+
+    def takes(self, device: Device) -> bool:
+        """Whether such a request may have the device when nobody holds it."""
+        if self.min_memory_bytes and memory_bytes(device) < self.min_memory_bytes:
+            return False
+        return self.allow_busy or not device.outside_use
+
+    def add(self, node: str, change: int) -> None:
+        """So many more are free on a node."""
+        before = self.by_node.get(node, 0)
+        self.by_node[node] = before + change
+        self.total += max(0, before + change) - max(0, before)
+
+
+def laid_out(want: Want, free: Mapping[str, int]) -> Parts | None:
+    """Return (node, ranks) for each node that a lease would have, the largest part first; None if it does not fit.
+
+    Args:
+        want: The request.
+        free: Devices or slots that it could take, by node, in an order that stays.
+    """
+    if want.on_one_node:
+        node = _tightest(free, want.ranks)
+        return None if node is None else [(node, want.ranks)]
+    if want.nodes:
+        return _evenly(free, want.nodes, want.per_node)
+    if sum(count for count in free.values() if count > 0) < want.ranks:
+        return None
+    return _spread(free, want.ranks) if want.strategy == SPREAD else _packed(free, want.ranks)
+
+
+def _tightest(free: Mapping[str, int], ranks: int) -> str | None:
+    """The node with enough room and the least of it, the first of several."""
+    best, room = None, 0
+    for node, count in free.items():
+        if count >= ranks and (best is None or count < room):
+            best, room = node, count
+            if count == ranks:
+                break
+    return best
+
+
+def _evenly(free: Mapping[str, int], nodes: int, each: int) -> Parts | None:
+    enough = sorted((count, place, node) for place, (node, count) in enumerate(free.items()) if count >= each)
+    return [(node, each) for _, _, node in enough[:nodes]] if len(enough) >= nodes else None
+
+
+def _packed(free: Mapping[str, int], ranks: int) -> Parts:
+    alone = _tightest(free, ranks)
+    if alone is not None:
+        return [(alone, ranks)]
+    parts: Parts = []
+    left = dict(free)
+    # the largest nodes first need the fewest; the last part goes where it fits best
+    for node, count in sorted(free.items(), key=lambda item: -item[1]):
+        last = _tightest(left, ranks) if parts else None
+        if last is not None:
+            parts.append((last, ranks))
+            break
+        parts.append((node, count))
+        del left[node]
+        ranks -= count
+    return parts
+
+
+def _spread(free: Mapping[str, int], ranks: int) -> Parts:
+    parts = {node: 0 for node, count in free.items() if count > 0}
+    # the node with the fewest ranks takes the next, of these the emptiest
+    heap = [(0, -free[node], place, node) for place, node in enumerate(parts)]
+    heapq.heapify(heap)
+    for _ in range(ranks):
+        taken, room, place, node = heapq.heappop(heap)
+        parts[node] = taken + 1
+        if taken + 1 < free[node]:
+            heapq.heappush(heap, (taken + 1, room, place, node))
+    return sorted(((node, count) for node, count in parts.items() if count), key=lambda part: -part[1])

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sgpu_magic.config import Settings
-from sgpu_magic.pool.scheduling.placement_request import Refusal, Want
+from sgpu_magic.pool.scheduling.capacity import Want
+from sgpu_magic.pool.scheduling.placement_request import Refusal
 from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, Run, rough, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, Remark
@@ -142,18 +143,18 @@ class CostRules:
             f'SGPU_PRICES="{want.device_type}=1.20" for one device and hour, and restart the pool.',
         )
 
-    def adopted(self, run: Run, now: float) -> None:
+    def adopted(self, run: Run) -> None:
         """An earlier service has told a run whose limit is near, and it is not told again."""
         warning = run.cost_warning
-        if warning is not None and now >= warning:
+        if warning is not None and self._table.now >= warning:
             self._table.change(run, cost_told=True)
 
-    def over_budget(self, want: Want, now: float) -> str:
+    def over_budget(self, want: Want) -> str:
         """Why a run with a price can't begin now, "" when it can."""
         budget = self._budget
         if budget is None or self._tariff.of(want.device_type) is None:
             return ""
-        live = self._table.live_cost(now)
+        now, live = self._table.now, self._table.live_cost()
         spent = budget.spent(now) + live
         if spent < budget.limit * _EXACT:
             return ""
@@ -165,16 +166,16 @@ class CostRules:
             "budget and restart the pool, or wait."
         )
 
-    def settle(self, now: float) -> list[Instruction]:
+    def settle(self) -> list[Instruction]:
         """Tell and stop the runs whose limits, or whose pool's, come near or are reached."""
         if not self._tariff:
             return []
         out: list[Instruction] = []
         for run in self._table.on_meter():
-            out += self._by_max_cost(run, now)
-        return out + self._by_budget(now)
+            out += self._by_max_cost(run)
+        return out + self._by_budget()
 
-    def next_deadline(self, now: float) -> float | None:
+    def next_deadline(self) -> float | None:
         """When `settle` has something to do, None when only events can change anything."""
         if not self._tariff:
             return None
@@ -186,15 +187,16 @@ class CostRules:
                 times.append(due)
         per_s = sum(run.meter.hourly or 0.0 for run in on_meter) / HOUR_S
         if self._budget is not None and per_s > 0:
-            spent = self._budget.spent(now) + self._table.live_cost(now)
+            now = self._table.now
+            spent = self._budget.spent(now) + self._table.live_cost()
             share = 1.0 if all(run.budget_told for run in on_meter) else WARN_SHARE
             times.append(now + max(0.0, share * self._budget.limit - spent) / per_s)
         return min(times, default=None)
 
     # ------------------------------------------------------------ within
 
-    def _by_max_cost(self, run: Run, now: float) -> list[Instruction]:
-        limit, max_cost, meter = run.cost_limit, run.spec.max_cost, run.meter
+    def _by_max_cost(self, run: Run) -> list[Instruction]:
+        limit, max_cost, meter, now = run.cost_limit, run.spec.max_cost, run.meter, self._table.now
         if limit is None or max_cost is None or meter.since is None or meter.hourly is None:
             return []
         if now >= limit:
@@ -215,13 +217,13 @@ class CostRules:
         )
         return [Remark(run.run_id, text)]
 
-    def _by_budget(self, now: float) -> list[Instruction]:
+    def _by_budget(self) -> list[Instruction]:
         budget = self._budget
         if budget is None:
             return []
         # with what the others that were stopped a moment ago have cost
-        runs = self._table.on_meter()
-        spent = budget.spent(now) + self._table.live_cost(now)
+        runs, now = self._table.on_meter(), self._table.now
+        spent = budget.spent(now) + self._table.live_cost()
         out: list[Instruction] = []
         if spent >= budget.limit * _EXACT:
             for run in runs:

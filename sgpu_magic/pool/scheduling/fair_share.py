@@ -12,8 +12,8 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 
-from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line
-from sgpu_magic.pool.scheduling.placement_request import Refusal, Want, amount
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Want, amount
+from sgpu_magic.pool.scheduling.placement_request import Refusal
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.wire.devices import CPU, Lease
 from sgpu_magic.wire.ids import short

@@ -1,7 +1,7 @@
 """Whether there is room for a request now, which devices it gets, and what is in the way. Pure: no clock, no I/O.
 
 `Room` follows the leases as they are taken and released, and counts nothing anew: a pool may have ten thousand devices.
-What requests mean here is in `placement_request`, how ranks are laid over nodes in `node_layout`.
+What is free is counted once for each kind of request, and kept up.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from sgpu_magic.pool.scheduling.capacity import (
-    ASKED,
     CPU_LINE,
+    Free,
     Line,
+    Parts,
     Stock,
-    elastic_key,
-    is_asked,
+    Want,
+    amount,
+    laid_out,
     line_of,
     memory_bytes,
 )
-from sgpu_magic.pool.scheduling.node_layout import Parts, Shelves, laid_out
-from sgpu_magic.pool.scheduling.placement_request import Want, amount
 from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare
 from sgpu_magic.wire.ids import short
+
+_ASKED = "asked of the cluster, which has to bring more nodes for it"
 
 
 class Room:
@@ -30,31 +32,28 @@ class Room:
 
     Args:
         inventory: What the pool has.
-        leases: The leases held, by run id.
-        refused: Devices (or `cpu`, or `cpu@` and a node) whose locks the engine could not take, with the reason.
 
     Attributes:
-        stock: What the pool has, counted.
-        refused: As given, and what was barred since.
+        stock: The same, counted.
+        refused: Devices (or `cpu`, or `cpu@` and a node, or a type that no autoscaler brings) that the engine could
+            not have, with the reason.
     """
 
-    def __init__(self, inventory: Inventory, leases: Mapping[str, Lease], refused: Mapping[str, str]) -> None:
+    def __init__(self, inventory: Inventory) -> None:
         self.stock = Stock(inventory)
-        self.refused = dict(refused)
+        self.refused: dict[str, str] = {}
         self._holders: dict[str, tuple[str, ...]] = {}
-        self._slots: dict[str, dict[str, int]] = {}
+        # by run: its number, and the slots that it has on each node
+        self._slots: dict[str, tuple[int, Mapping[str, int]]] = {}
         # what an autoscaler is to bring first: by run, its line and number
         self._asked: dict[str, tuple[Line, int]] = {}
-        self._numbers: dict[str, int] = {}
-        self._held: Counter[Line] = Counter()
-        self._shelves = Shelves(self.stock, self._holders, self.refused, self._slots)
+        self._in_use: Counter[Line] = Counter()
+        self._free: dict[tuple[Line, bool, int], Free] = {}
         self._fit_when_empty: dict[Want, bool] = {}
-        for run_id, lease in leases.items():
-            self.take(run_id, lease)
 
     @property
     def cpu_slots_free(self) -> int:
-        return max(0, self.stock.inventory.cpu_slots - sum(sum(parts.values()) for parts in self._slots.values()))
+        return max(0, self.stock.inventory.cpu_slots - self._in_use[CPU_LINE])
 
     def holder(self, uuid: str) -> str | None:
         return next(iter(self._holders.get(uuid, ())), None)
@@ -77,17 +76,17 @@ class Room:
         taken = [uuid for uuid in lease.uuids if uuid in self._holders]
         if (taken and not lease.shares and not shared) or len(set(lease.uuids)) != len(lease.uuids):
             raise ValueError(f"lease {lease.lease_id} of run {run_id} takes devices twice: {lease.uuids}")
-        self._numbers[run_id] = number
         for uuid in lease.uuids:
             holders = self._holders.get(uuid, ())
             self._holders[uuid] = (*holders, run_id)
             if not holders:
                 self._count(uuid, -1)
-        if is_asked(lease, self.stock):
+        if self._is_asked(lease):
             self._asked[run_id] = (CPU_LINE if lease.cpu_slots else Line(lease.device_type), lease.ranks)
         elif lease.cpu_slots:
-            self._slots[run_id] = {share.node: share.ranks for share in lease.shares} or {"": lease.cpu_slots}
-            self._shelves.count_slots(self._slots[run_id], -1)
+            parts = {share.node: share.ranks for share in lease.shares} or {"": lease.cpu_slots}
+            self._slots[run_id] = number, parts
+            self._count_slots(parts, -1)
 
     def release(self, run_id: str, lease: Lease) -> None:
         """Count a lease that was taken as free again."""
@@ -97,18 +96,21 @@ class Room:
                 self._holders[uuid] = holders
             elif self._holders.pop(uuid, ()):
                 self._count(uuid, +1)
-        if run_id in self._slots:
-            self._shelves.count_slots(self._slots[run_id], +1)
-            del self._slots[run_id]
+        _, slots = self._slots.pop(run_id, (0, {}))
+        self._count_slots(slots, +1)
         self._asked.pop(run_id, None)
-        self._numbers.pop(run_id, None)
 
-    def bar(self, key: str, why: str) -> None:
-        """The engine can't have this device, or these slots: nobody gets them from now on."""
-        device = self.stock.devices.get(key)
-        if device is not None and key not in self.refused and key not in self._holders:
-            self._shelves.count(device, -1)
-        self.refused[key] = why
+    def refuse(self, lease: Lease, uuids: Collection[str], why: str) -> None:
+        """The engine can't have these devices, or what else the lease is of: nobody gets them from now on.
+
+        At least something of the lease's own is among them. Else the same lease would come again and again.
+        """
+        keys = set(uuids) & set(lease.uuids) or set(lease.uuids)
+        if not keys and self._is_asked(lease):
+            keys = {_elastic_key(CPU_LINE if lease.cpu_slots else Line(lease.device_type))}
+        keys = keys or {f"{CPU}@{share.node}" for share in lease.shares} or {CPU}
+        self.refused |= dict.fromkeys(keys, why)
+        self._free.clear()
         self._fit_when_empty.clear()
 
     # ------------------------------------------------------------ who gets what
@@ -124,36 +126,18 @@ class Room:
         parts = self._parts(want, without)
         if parts is None or not self._within_limit(want):
             return None
-        if want.line == CPU_LINE:
-            return self._grant_slots(want, lease_id, parts)
-        chosen = [(node, self._choose(want, node, count)) for node, count in parts]
-        uuids = tuple(uuid for _, each in chosen for uuid in each)
-        shares = tuple(self._share(node, each, len(each)) for node, each in chosen) if self.stock.many else ()
-        return Lease(
-            lease_id=lease_id,
-            device_type=want.device_type,
-            ranks=want.ranks,
-            uuids=uuids,
-            simulated=want.simulated,
-            note=want.note,
-            shares=shares,
-        )
+        note, slots = "", self.stock.inventory.cpu_slots
+        if want.line == CPU_LINE and want.ranks > slots:
+            cores = self.stock.inventory.cores
+            note = f"{want.ranks} ranks share {cores} core{'s' if cores != 1 else ''} ({slots} slots)"
+        return self._lease(want, lease_id, parts, note)
 
     def ask(self, want: Want, lease_id: str) -> Lease | None:
         """Return a lease without devices, with which the engine asks for nodes; None where it can't bring them."""
         elastic = self.stock.elastic(want.line)
         if elastic <= self.stock.total(want.line, want.min_memory_bytes) or not self._within_limit(want):
             return None
-        if elastic_key(want.line) in self.refused:
-            return None
-        return Lease(
-            lease_id=lease_id,
-            device_type=want.device_type,
-            ranks=want.ranks,
-            cpu_slots=want.ranks if want.line == CPU_LINE else 0,
-            simulated=want.simulated,
-            note="; ".join(filter(None, (want.note, ASKED))),
-        )
+        return None if _elastic_key(want.line) in self.refused else self._lease(want, lease_id, [], _ASKED)
 
     def fits(self, want: Want) -> bool:
         """Whether it could have a lease now if nobody came before it."""
@@ -163,10 +147,10 @@ class Room:
         """How many devices or slots this request could take now, were they where it needs them."""
         if want.line == CPU_LINE and CPU in self.refused:
             return 0
-        return self._shelves.of(want).total
+        return self._free_for(want).total
 
     def free_by_node(self, want: Want) -> Mapping[str, int]:
-        return self._shelves.of(want).free
+        return self._free_for(want).by_node
 
     def missing(self, want: Want) -> int:
         """How many more must become free; 0 when there are enough, wherever they are."""
@@ -183,9 +167,14 @@ class Room:
             if CPU in self.refused or self.stock.inventory.cpu_slots <= 0:
                 return False
             return not self.stock.many or laid_out(want, self.stock.slots_by_node) is not None
-        usable: dict[str, int] = {}
-        for device in self._usable(want):
-            usable[device.node] = usable.get(device.node, 0) + 1
+        free = self._free_for(want)
+        usable = Counter(
+            device.node
+            for device in self.stock.line(want.line)
+            if device.uuid not in self.refused
+            # what the pool's own runs hold is theirs, whatever the driver says about its use
+            and (free.takes(device) or (device.uuid in self._holders and memory_bytes(device) >= free.min_memory_bytes))
+        )
         return laid_out(want, usable) is not None
 
     def kept_node(self, want: Want, without: Collection[str]) -> str | None:
@@ -212,11 +201,11 @@ class Room:
         """Which runs hold how many, on one node or anywhere: `2 are held by run 7f3a`."""
         held: Counter[str] = Counter()
         if want.line == CPU_LINE:
-            for run_id in sorted(self._slots, key=self._numbers.__getitem__):
-                count = sum(self._slots[run_id].values()) if node is None else self._slots[run_id].get(node, 0)
+            for run_id, (_, slots) in sorted(self._slots.items(), key=lambda item: item[1][0]):
+                count = sum(slots.values()) if node is None else slots.get(node, 0)
                 held.update({run_id: count} if count else {})
         else:
-            devices = self.stock.line(want.line) if node is None else self.stock.on_node(want.line, node)
+            devices = self.stock.line(want.line) if node is None else self.stock.by_node(want.line).get(node, ())
             held.update(self._holders[device.uuid][0] for device in devices if device.uuid in self._holders)
         parts = [f"{_are(count)} held by run {short(run)}" for run, count in held.items()]
         if len(parts) > most:
@@ -240,7 +229,7 @@ class Room:
             parts.append(f"{_are(len(busy))} in use outside the pool ({busy[0].outside_use}; {takes})")
         if (count := self.stock.total(want.line)) < want.ranks and self.stock.elastic(want.line) < want.ranks:
             parts.append(f"the pool has only {self.amount(want, count)} now")
-        if (key := elastic_key(want.line)) in self.refused:
+        if (key := _elastic_key(want.line)) in self.refused:
             parts.append(f"the cluster brought no more: {self.refused[key]}")
         return parts
 
@@ -252,11 +241,13 @@ class Room:
         if want.line == CPU_LINE and not self.stock.many:
             # on one machine ranks may share CPU slots
             return [("", want.ranks)] if self.missing(want) == 0 else None
-        shelf = self._shelves.of(want)
-        if shelf.total < want.ranks:
+        free = self._free_for(want)
+        if free.total < want.ranks:
             return None
-        free = shelf.free
-        return laid_out(want, {node: free[node] for node in free if node not in without} if without else free)
+        others = (
+            {node: count for node, count in free.by_node.items() if node not in without} if without else free.by_node
+        )
+        return laid_out(want, others)
 
     def _within_limit(self, want: Want) -> bool:
         """Whether what an autoscaler was asked for still comes when this gets its own."""
@@ -264,69 +255,96 @@ class Room:
         if not elastic:
             return True
         asked = sum(ranks for line, ranks in self._asked.values() if line == want.line)
-        held = sum(map(sum, (parts.values() for parts in self._slots.values())))
-        in_use = held if want.line == CPU_LINE else self._held[want.line]
-        return in_use + asked + want.ranks <= max(elastic, self.stock.total(want.line))
+        return self._in_use[want.line] + asked + want.ranks <= max(elastic, self.stock.total(want.line))
 
-    def _grant_slots(self, want: Want, lease_id: str, parts: Parts) -> Lease:
-        inventory, notes = self.stock.inventory, [want.note]
-        if want.ranks > inventory.cpu_slots:
-            cores = f"{inventory.cores} core{'s' if inventory.cores != 1 else ''}"
-            notes.append(f"{want.ranks} ranks share {cores} ({inventory.cpu_slots} slots)")
+    def _lease(self, want: Want, lease_id: str, parts: Parts, note: str) -> Lease:
+        on_cpu = want.line == CPU_LINE
+        shares: list[NodeShare] = []
+        for node, ranks in parts:
+            at = self.stock.nodes[node]
+            uuids = () if on_cpu else self._choose(want, node, ranks)
+            shares.append(NodeShare(node=node, host=at.host, address=at.address, ranks=ranks, uuids=uuids))
         return Lease(
             lease_id=lease_id,
             device_type=want.device_type,
             ranks=want.ranks,
-            cpu_slots=self._need(want),
+            uuids=tuple(uuid for share in shares for uuid in share.uuids),
+            cpu_slots=self._need(want) if on_cpu else 0,
             simulated=want.simulated,
-            note="; ".join(filter(None, notes)),
-            shares=tuple(self._share(node, (), count) for node, count in parts) if self.stock.many else (),
+            note=note,
+            shares=tuple(shares) if self.stock.many else (),
         )
 
     def _choose(self, want: Want, node: str, count: int) -> tuple[str, ...]:
-        shelf = self._shelves.of(want)
-        free = [
-            device
-            for device in self.stock.on_node(want.line, node)
-            if device.uuid not in self._holders and device.uuid not in self.refused and shelf.takes(device)
-        ]
         # untouched devices before those that others use; then in bus order: neighbours are near each other
-        free.sort(key=lambda device: (device.outside_use != "", device.index, device.uuid))
+        free = sorted(
+            self._free_on(self._free_for(want), self.stock.by_node(want.line)[node]),
+            key=lambda device: (device.outside_use != "", device.index, device.uuid),
+        )
         return tuple(device.uuid for device in sorted(free[:count], key=lambda device: (device.index, device.uuid)))
-
-    def _share(self, node: str, uuids: tuple[str, ...], ranks: int) -> NodeShare:
-        found = self.stock.nodes[node]
-        return NodeShare(node=node, host=found.host, address=found.address, ranks=ranks, uuids=uuids)
 
     def _need(self, want: Want) -> int:
         if want.line == CPU_LINE and not self.stock.many:
             return max(1, min(want.ranks, self.stock.inventory.cpu_slots))
         return want.ranks
 
-    def _usable(self, want: Want) -> list[Device]:
-        shelf = self._shelves.of(want)
+    def _free_for(self, want: Want) -> Free:
+        key = (want.line, want.allow_busy, want.min_memory_bytes)
+        free = self._free.get(key)
+        if free is None:
+            free = self._free[key] = Free(want.allow_busy, want.min_memory_bytes)
+            for node, devices in self.stock.by_node(want.line).items():
+                free.add(node, len(self._free_on(free, devices)))
+            if want.line == CPU_LINE:
+                held: Counter[str] = Counter()
+                for _, slots in self._slots.values():
+                    held.update(slots)
+                for node, count in self.stock.slots_by_node.items():
+                    if f"{CPU}@{node}" not in self.refused:
+                        free.add(node, count - held[node])
+        return free
+
+    def _free_on(self, free: Free, devices: Collection[Device]) -> list[Device]:
         return [
             device
-            for device in self.stock.line(want.line)
-            if device.uuid not in self.refused
-            # what the pool's own runs hold is theirs, whatever the driver says about its use
-            and (
-                shelf.takes(device) or (device.uuid in self._holders and memory_bytes(device) >= shelf.min_memory_bytes)
-            )
+            for device in devices
+            if device.uuid not in self._holders and device.uuid not in self.refused and free.takes(device)
         ]
 
     def _count(self, uuid: str, change: int) -> None:
-        """A device is taken (-1) or free again."""
+        """A device is taken (-1) or free again (+1)."""
         device = self.stock.devices.get(uuid)
         if device is None:
             return
         line = line_of(device)
-        self._held[line] -= change
+        self._in_use[line] -= change
         if device.outside_use:
             # while the pool's own runs hold it, it is theirs
             self._fit_when_empty.clear()
         if uuid not in self.refused:
-            self._shelves.count(device, change)
+            for free in self._of_line(line):
+                if free.takes(device):
+                    free.add(device.node, change)
+
+    def _count_slots(self, by_node: Mapping[str, int], sign: int) -> None:
+        """CPU slots are taken (-1) or free again (+1)."""
+        self._in_use[CPU_LINE] -= sign * sum(by_node.values())
+        for free in self._of_line(CPU_LINE):
+            for node, count in by_node.items():
+                if node in free.by_node:
+                    free.add(node, sign * count)
+
+    def _of_line(self, line: Line) -> list[Free]:
+        return [free for (other, _, _), free in self._free.items() if other == line]
+
+    def _is_asked(self, lease: Lease) -> bool:
+        """Whether the lease has no devices yet: the engine asked for nodes, and says when it has them."""
+        return self.stock.many and not lease.shares and not lease.uuids
+
+
+def _elastic_key(line: Line) -> str:
+    """Under which key a type is refused that the cluster does not bring."""
+    return f"elastic {line.device_type}"
 
 
 def _are(count: int) -> str:

@@ -5,48 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Stock, memory_bytes
+from sgpu_magic.pool.scheduling.capacity import (
+    CPU_LINE,
+    STRATEGIES,
+    STRICT_PACK,
+    Line,
+    Stock,
+    Want,
+    amount,
+    memory_bytes,
+)
 from sgpu_magic.wire.devices import ANY, CPU, Placement
 
-PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
-
 _GB = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A request as this pool understands it.
-
-    Args:
-        line: Where it waits and what it takes.
-        ranks: Number of ranks.
-        device_type: The type that its lease names: the asked one where CPU stands in for it.
-        simulated: CPU stands in for the type.
-        allow_busy: Also take devices that others use.
-        note: What the lease shall tell the user, "" when nothing.
-        nodes: Nodes that get the same number of ranks each; 0 leaves it to the strategy.
-        strategy: One of `STRATEGIES`.
-        min_memory_bytes: Devices with less are not taken.
-    """
-
-    line: Line
-    ranks: int
-    device_type: str
-    simulated: bool = False
-    allow_busy: bool = False
-    note: str = ""
-    nodes: int = 0
-    strategy: str = PACK
-    min_memory_bytes: int = 0
-
-    @property
-    def on_one_node(self) -> bool:
-        return self.strategy == STRICT_PACK or self.nodes == 1
-
-    @property
-    def per_node(self) -> int:
-        """Ranks that each node gets where their number is asked for, else what the largest part may be."""
-        return self.ranks // self.nodes if self.nodes else self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +28,13 @@ class Refusal:
     message: str
 
 
-def amount(count: int, line: Line) -> str:
-    """`4 A10` or `1 CPU slot`."""
-    if line == CPU_LINE:
-        return f"{count} CPU slot{'s' if count != 1 else ''}"
-    return f"{count} {line}"
-
-
-def resolve(
-    placement: Placement,
-    stock: Stock,
-    *,
-    price: Callable[[str], float | None] | None = None,
-    free: Callable[[Want], int] | None = None,
-    before: Line | None = None,
-) -> Want | Refusal:
+def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | Refusal:
     """Return what the request takes here, whether or not it is free now.
 
     Args:
         placement: The request.
         stock: What the pool has.
-        price: Says what a device of a type costs, for a request that leaves the type to the pool; None where none do.
-        free: Says how many devices a request could take now; None counts all as free.
-        before: The line that it waits in already; None when it is new.
+        choose: Says which type it is of those that have the memory, for a request that leaves that to the pool.
     """
     ranks, asked = placement.ranks, placement.device_type
     if ranks < 1:
@@ -88,14 +43,14 @@ def resolve(
         return Refusal("UsageError", problem)
     if asked == ANY:
         if placement.min_memory_bytes:
-            return _by_need(placement, stock, price, free, before)
+            return _by_need(placement, stock, choose)
         return _resolve_any(placement, stock)
     if asked == CPU:
         return _on_cpu(placement, stock, CPU)
     lines = stock.lines_of(asked)
     for line in lines:
         if not (problem := _too_much(placement, stock, line)):
-            return _on_devices(placement, line)
+            return _want(placement, line)
     if lines:
         # real ones before simulated ones: what is told of is what was wanted
         return Refusal("UsageError", _too_much(placement, stock, lines[0]) or problem)
@@ -184,7 +139,7 @@ def _resolve_any(placement: Placement, stock: Stock) -> Want | Refusal:
     counts = stock.counts if not stock.many else {line: stock.limit(line) for line in stock.all_lines()}
     enough = [line for line in counts if not _too_much(placement, stock, line)]
     if enough:
-        return _on_devices(placement, max(enough, key=lambda line: (counts[line], not line.simulated)))
+        return _want(placement, max(enough, key=lambda line: (counts[line], not line.simulated)))
     if counts:
         largest = max(counts, key=lambda line: counts[line])
         if counts[largest] >= placement.ranks:
@@ -204,14 +159,7 @@ def _resolve_any(placement: Placement, stock: Stock) -> Want | Refusal:
     return _on_cpu(placement, stock, CPU)
 
 
-def _by_need(
-    placement: Placement,
-    stock: Stock,
-    price: Callable[[str], float | None] | None,
-    free: Callable[[Want], int] | None,
-    before: Line | None,
-) -> Want | Refusal:
-    """The cheapest type with enough memory; of those that cost the same the one with the most free."""
+def _by_need(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | Refusal:
     fitting = [line for line in stock.all_lines() if not _too_much(placement, stock, line)]
     if not fitting:
         has = ", ".join(
@@ -225,27 +173,19 @@ def _by_need(
             f"{placement.min_memory_bytes / _GB:g} GB of memory (--min-memory). It has: {has or stock.describe()}. Ask "
             "for less memory, fewer with --gpus, or choose another pool with --pool.",
         )
-    if before in fitting:
-        return _on_devices(placement, before)
-
-    def rank(line: Line) -> tuple[float, bool, int]:
-        want = _on_devices(placement, line)
-        cost = (price(line.device_type) if price is not None else None) or 0.0
-        return cost, line.simulated, -(stock.counts[line] if free is None else free(want))
-
-    return _on_devices(placement, min(fitting, key=rank))
+    return choose([_want(placement, line) for line in fitting])
 
 
-def _on_devices(placement: Placement, line: Line) -> Want:
+def _want(placement: Placement, line: Line, device_type: str = "", *, simulated: bool = False) -> Want:
     return Want(
         line,
         placement.ranks,
-        line.device_type,
-        line.simulated,
+        device_type or line.device_type,
+        simulated or line.simulated,
         placement.allow_busy,
-        nodes=placement.nodes,
-        strategy=placement.strategy,
-        min_memory_bytes=placement.min_memory_bytes,
+        placement.nodes,
+        placement.strategy,
+        0 if line == CPU_LINE else placement.min_memory_bytes,
     )
 
 
@@ -255,7 +195,7 @@ def _on_cpu(placement: Placement, stock: Stock, device_type: str, *, simulated: 
     # on one machine ranks may share slots, with a note; many nodes have to say where each rank is
     if stock.many and (problem := _too_much(placement, stock, CPU_LINE)):
         return Refusal("UsageError", problem)
-    return Want(CPU_LINE, placement.ranks, device_type, simulated, nodes=placement.nodes, strategy=placement.strategy)
+    return _want(placement, CPU_LINE, device_type, simulated=simulated)
 
 
 def _lacking(placement: Placement, stock: Stock) -> Refusal:

@@ -16,11 +16,10 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sgpu_magic.pool.scheduling.capacity import Line
+from sgpu_magic.pool.scheduling.capacity import Line, Want
 from sgpu_magic.pool.scheduling.costs import CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import Room
-from sgpu_magic.pool.scheduling.placement_request import Want
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
@@ -36,21 +35,25 @@ class _Round:
 
     Args:
         line: The line.
+        room: What is free.
         waiting: By user, those that wait in it and were not looked at yet, the last one first.
         skipped: By user, those that did not get anything.
         given: The newest run of each user that got something.
         unfit: What did not fit, and will not: the room only shrinks.
         kept: Nodes that are kept for somebody.
         unaffordable: By type, why none may begin because of the budget, "" where some may.
+        out: What follows, by the runs' numbers.
     """
 
     line: Line
+    room: Room
     waiting: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
     skipped: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
     given: dict[str, int] = field(default_factory=dict[str, int])
     unfit: set[Want] = field(default_factory=set[Want])
     kept: set[str] = field(default_factory=set[str])
     unaffordable: dict[str, str] = field(default_factory=dict[str, str])
+    out: dict[int, list[Instruction]] = field(default_factory=dict[int, "list[Instruction]"])
 
 
 class QueueRules:
@@ -63,6 +66,9 @@ class QueueRules:
         fair: Says whose turn it is.
         inventory: What the pool has; None while that is not known: nothing is given then.
         pass_over_s: Seconds from the first time a run is passed over until nothing may pass it.
+
+    Attributes:
+        room: What is free; None while the pool's devices are not known.
     """
 
     def __init__(
@@ -80,41 +86,31 @@ class QueueRules:
         self._fair = fair
         self._pass_over_s = pass_over_s
         self._leases_given = 0
-        self._room = None if inventory is None else Room(inventory, {}, {})
+        self.room = None if inventory is None else Room(inventory)
 
-    @property
-    def room(self) -> Room | None:
-        """What is free; None while the pool's devices are not known."""
-        for run, had, has in self._table.take_lease_changes():
-            if had is not None:
-                self._fair.gave_back(run, had, self._table.now)
-                if self._room is not None:
-                    self._room.release(run.run_id, had)
-            if has is not None:
-                self._fair.took(run, has, self._table.now)
-                if self._room is not None:
-                    self._take(self._room, run, has)
-        return self._room
+    def leased(self, run: Run, had: Lease | None, has: Lease | None) -> None:
+        """The run has the one lease no longer, and has the other."""
+        if had is not None:
+            self._fair.gave_back(run, had, self._table.now)
+            if self.room is not None:
+                self.room.release(run.run_id, had)
+        if has is not None:
+            self._fair.took(run, has, self._table.now)
+            if self.room is not None:
+                self._take(self.room, run, has)
 
     def seen(self, inventory: Inventory) -> bool:
         """The pool was looked at: what the engine refused may be had again. False when nothing is new."""
         room = self.room
         if room is not None and not room.refused and inventory == room.stock.inventory:
             return False
-        self._room = Room(inventory, {}, {})
+        self.room = Room(inventory)
         for run in self._table.runs.values():
             if run.held_lease is not None:
-                self._take(self._room, run, run.held_lease)
+                self._take(self.room, run, run.held_lease)
         return True
 
-    def refused(self, keys: Iterable[str], why: str) -> None:
-        """The engine can't have these devices: they are given to nobody until the pool was looked at again."""
-        room = self.room
-        if room is not None:
-            for key in keys:
-                room.bar(key, why)
-
-    def next_deadline(self, now: float) -> float | None:
+    def next_deadline(self) -> float | None:
         """When what becomes free begins to be kept for a run that was passed, None when for none more."""
         kept_from = [
             since + self._pass_over_s
@@ -122,15 +118,15 @@ class QueueRules:
             for since in (run.passed_at, run.overtaken_at)
             if since is not None
         ]
-        return min((time for time in kept_from if time > now), default=None)
+        return min((time for time in kept_from if time > self._table.now), default=None)
 
-    def settle(self, now: float) -> list[Instruction]:
+    def settle(self) -> list[Instruction]:
         """Give out what is free, and end the runs that waited in vain."""
-        out = self._place(now)
+        out = self._place()
         # a run that gives up may have kept devices for itself: those behind it get their turn
-        while given_up := self._give_up(now):
+        while given_up := self._give_up():
             out += given_up
-            out += self._place(now)
+            out += self._place()
         return out
 
     def waiting(self) -> dict[Line, Waiting]:
@@ -165,144 +161,129 @@ class QueueRules:
     # ------------------------------------------------------------ within
 
     def _take(self, room: Room, run: Run, lease: Lease) -> None:
-        room.take(run.run_id, lease, self._table.number(run.run_id), shared=run.orphaned)
+        room.take(run.run_id, lease, run.number, shared=run.orphaned)
 
-    def _place(self, now: float) -> list[Instruction]:
-        room = self.room
-        if room is None:
-            return []
+    def _place(self) -> list[Instruction]:
         out: dict[int, list[Instruction]] = {}
-        for line, waiting in self.waiting().items():
-            self._place_line(_Round(line), waiting, room, now, out)
+        if self.room is not None:
+            for line, waiting in self.waiting().items():
+                out |= self._place_line(_Round(line, self.room), waiting)
         return [instruction for number in sorted(out) for instruction in out[number]]
 
-    def _place_line(
-        self, line: _Round, waiting: Waiting, room: Room, now: float, out: dict[int, list[Instruction]]
-    ) -> None:
+    def _place_line(self, line: _Round, waiting: Waiting) -> dict[int, list[Instruction]]:
         for run, want in reversed(waiting):
             line.waiting.setdefault(run.spec.owner.user, []).append((run, want))
         several = len(line.waiting) > 1
-        if several and not self._keepers_first(line, room, now, out):
-            return
+        if several and not self._keepers_first(line):
+            return line.out
         turns = [
-            (self._fair.rank(line.line, user, now), self._number(runs), user)
+            (self._fair.rank(line.line, user, self._table.now), runs[-1][0].number, user)
             for user, runs in line.waiting.items()
             if runs
         ]
         heapq.heapify(turns)
         while turns:
             user = heapq.heappop(turns)[2]
-            if self._serve(line, user, room, now, out) and line.waiting[user]:
+            if self._serve(line, user) and (left := line.waiting[user]):
                 # what it was given counts already
-                rank = self._fair.rank(line.line, user, now) if several else (0.0, 0.0)
-                heapq.heappush(turns, (rank, self._number(line.waiting[user]), user))
+                rank = self._fair.rank(line.line, user, self._table.now) if several else (0.0, 0.0)
+                heapq.heappush(turns, (rank, left[-1][0].number, user))
         if several:
-            self._note_overtaken(line, now)
+            self._note_overtaken(line)
+        return line.out
 
-    def _keepers_first(self, line: _Round, room: Room, now: float, out: dict[int, list[Instruction]]) -> bool:
+    def _keepers_first(self, line: _Round) -> bool:
         """Serve the first runs of users that were passed for long. False when all that becomes free is theirs."""
-        heads: list[Run] = []
-        for runs in line.waiting.values():
-            head = next((run for run, want in reversed(runs) if not self._fair.over_quota(run, want)), None)
-            if head is not None and head.overtaken_at is not None:
-                heads.append(head)
-        for run, want in self._long_overtaken(heads, room):
-            if self._costs.over_budget(want, now):
+        heads = [self._head(reversed(runs)) for runs in line.waiting.values()]
+        overtaken = [head for head in heads if head is not None and head.overtaken_at is not None]
+        for run, want in self._long_overtaken(overtaken, line.room):
+            if self._costs.over_budget(want):
                 continue
             user = run.spec.owner.user
             line.waiting[user].remove((run, want))
-            if self._give(line, run, want, room, now, out):
+            if self._give(line, run, want):
                 continue
             line.skipped.setdefault(user, []).append((run, want))
-            node = room.kept_node(want, line.kept)
+            node = line.room.kept_node(want, line.kept)
             if node is None:
                 return False
             line.kept.add(node)
         return True
 
+    def _head(self, runs: Iterable[tuple[Run, Want]]) -> Run | None:
+        """A user's first run that has to wait for nobody but others."""
+        return next((run for run, want in runs if not self._fair.over_quota(run, want)), None)
+
     def _long_overtaken(self, heads: Iterable[Run], room: Room) -> Waiting:
         aged = [run for run in heads if self._aged(run.overtaken_at)]
-        aged.sort(key=lambda run: (run.overtaken_at or 0.0, self._table.number(run.run_id)))
+        aged.sort(key=lambda run: (run.overtaken_at or 0.0, run.number))
         return [(run, run.want) for run in aged if run.want is not None and room.fits_when_empty(run.want)]
 
-    def _serve(self, line: _Round, user: str, room: Room, now: float, out: dict[int, list[Instruction]]) -> bool:
+    def _serve(self, line: _Round, user: str) -> bool:
         """Give the user's next run that fits its devices. False when none is left that may have some."""
         runs = line.waiting[user]
         while runs:
             run, want = runs.pop()
             if want.device_type not in line.unaffordable:
-                line.unaffordable[want.device_type] = self._costs.over_budget(want, now)
+                line.unaffordable[want.device_type] = self._costs.over_budget(want)
             if unaffordable := line.unaffordable[want.device_type]:
-                number = self._table.number(run.run_id)
-                out[number] = self._table.give_up(run, unaffordable)
+                line.out[run.number] = self._table.give_up(run, unaffordable)
                 continue
-            if not self._fair.over_quota(run, want) and self._give(line, run, want, room, now, out):
+            if not self._fair.over_quota(run, want) and self._give(line, run, want):
                 return True
             line.skipped.setdefault(user, []).append((run, want))
-            if self._aged(run.passed_at) and room.fits_when_empty(want):
+            if self._aged(run.passed_at) and line.room.fits_when_empty(want):
                 runs.clear()
         return False
 
-    def _give(
-        self, line: _Round, run: Run, want: Want, room: Room, now: float, out: dict[int, list[Instruction]]
-    ) -> bool:
+    def _give(self, line: _Round, run: Run, want: Want) -> bool:
         if want in line.unfit:
             return False
-        lease = room.grant(want, self._lease_id(run.run_id), without=line.kept)
-        asked = lease is None
-        if lease is None:
-            lease = room.ask(want, self._lease_id(run.run_id))
+        # the same stimuli give the same ids
+        lease_id = hashlib.blake2b(f"{run.run_id} {self._leases_given}".encode(), digest_size=4).hexdigest()
+        granted = line.room.grant(want, lease_id, without=line.kept)
+        lease = granted or line.room.ask(want, lease_id)
         if lease is None:
             line.unfit.add(want)
             return False
         self._leases_given += 1
-        number, user = self._table.number(run.run_id), run.spec.owner.user
+        asked, user = granted is None, run.spec.owner.user
         told = run.told if asked else None
         meter = self._tariff.metered(run.meter, lease)
         self._table.change(run, lease=lease, told=told, accepted=True, meter=meter, asked=asked)
-        _ = self.room
-        out[number] = [LaunchRun(run.run_id, lease)]
-        line.given[user] = max(line.given.get(user, 0), number)
+        line.out[run.number] = [LaunchRun(run.run_id, lease)]
+        line.given[user] = max(line.given.get(user, 0), run.number)
         for passed, _ in line.skipped.get(user, ()):
-            if passed.passed_at is None and self._table.number(passed.run_id) < number:
-                self._table.change(passed, passed_at=now)
+            if passed.passed_at is None and passed.number < run.number:
+                self._table.change(passed, passed_at=self._table.now)
         return True
 
-    def _note_overtaken(self, line: _Round, now: float) -> None:
+    def _note_overtaken(self, line: _Round) -> None:
         """The first run of each user that waits on while later ones of others got something has been overtaken."""
         if not line.given:
             return
         for user in line.waiting:
             newest = max((number for other, number in line.given.items() if other != user), default=0)
-            left = [*line.skipped.get(user, ()), *reversed(line.waiting[user])]
-            left.sort(key=lambda item: self._table.number(item[0].run_id))
-            head = next((run for run, want in left if not self._fair.over_quota(run, want)), None)
-            if head is not None and head.overtaken_at is None and self._table.number(head.run_id) < newest:
-                self._table.change(head, overtaken_at=now)
+            left = [*line.skipped.get(user, ()), *line.waiting[user]]
+            head = self._head(sorted(left, key=lambda item: item[0].number))
+            if head is not None and head.overtaken_at is None and head.number < newest:
+                self._table.change(head, overtaken_at=self._table.now)
 
-    def _give_up(self, now: float) -> list[Instruction]:
+    def _give_up(self) -> list[Instruction]:
         """End, or not even accept, the runs whose time in the queue is over."""
         out: list[Instruction] = []
         room = self.room
-        due = [run for run in self._table.waiting() if run.want is not None and self._is_over(run, now)]
+        due = [(run, run.want) for run in self._table.waiting() if run.want is not None and self._is_over(run)]
         if room is None or not due:
             return out
         keepers = self.keepers(room, self.waiting())
-        for run in due:
-            if run.want is not None:
-                out += self._table.give_up(run, waited_in_vain(run, run.want, room, keepers))
+        for run, want in due:
+            out += self._table.give_up(run, waited_in_vain(run, want, room, keepers))
         return out
 
-    def _is_over(self, run: Run, now: float) -> bool:
+    def _is_over(self, run: Run) -> bool:
         deadline = self._table.queue_deadline(run)
-        return deadline is not None and now >= deadline
+        return deadline is not None and self._table.now >= deadline
 
     def _aged(self, since: float | None) -> bool:
         return since is not None and self._table.now >= since + self._pass_over_s
-
-    def _number(self, runs: Waiting) -> int:
-        return self._table.number(runs[-1][0].run_id)
-
-    def _lease_id(self, run_id: str) -> str:
-        """An id for the next lease; the same stimuli give the same ids."""
-        return hashlib.blake2b(f"{run_id} {self._leases_given}".encode(), digest_size=4).hexdigest()

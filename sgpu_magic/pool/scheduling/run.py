@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from sgpu_magic.pool.scheduling.placement_request import Want
+from sgpu_magic.pool.scheduling.capacity import Want
 from sgpu_magic.wire.costs import HOUR_S, billed_s, cost_of, device_count
 from sgpu_magic.wire.devices import CPU, Lease
 from sgpu_magic.wire.run import RunSpec
@@ -91,6 +91,7 @@ class Run:
     Args:
         spec: As submitted; `detach` may become true later.
         state: Its state.
+        number: Its place in the order of submission; 0 before that.
         queued_at: When it came, or came back, into the queue; its time there counts from here, across refused leases.
         want: What it takes in this pool; None until the pool's inventory is known.
         accepted: Too late to refuse it: from now on it can only end.
@@ -117,6 +118,7 @@ class Run:
 
     spec: RunSpec
     state: RunState = RunState.QUEUED
+    number: int = 0
     queued_at: float = 0.0
     want: Want | None = None
     accepted: bool = False

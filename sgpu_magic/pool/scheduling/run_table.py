@@ -6,11 +6,10 @@ run or the table: it may have a thousand runs.
 
 from __future__ import annotations
 
-import bisect
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import Line
@@ -22,97 +21,64 @@ from sgpu_magic.wire.states import FailureKind, RunState, can_move
 # a run that is over holds its devices until its ranks have left; one that was not to wait waits for that
 _LEAVING_S = 1.0
 
-LeaseChange = tuple[Run, Lease | None, Lease | None]
-
-
-class _Indexed(NamedTuple):
-    """What decides where a run is in the indexes.
-
-    Args:
-        held: The devices that nobody else may have.
-        waits: It has no lease.
-        time_limit: When its time is over.
-        kinds: Whether it is in each of `RunTable._kinds`.
-    """
-
-    held: Lease | None = None
-    waits: bool = False
-    time_limit: float | None = None
-    kinds: tuple[bool, ...] = (False,) * 4
-
-
-_NOWHERE = _Indexed()
-
-
-def _indexed(run: Run) -> _Indexed:
-    kinds = (
-        session_rules.is_session(run),
-        run.state.is_final,
-        run.meter.since is not None and bool(run.meter.hourly),
-        run.asked,
-    )
-    return _Indexed(run.held_lease, run.lease is None, run.time_limit, kinds)
-
 
 class RunTable:
     """Every run that waits or holds a lease, in order of submission.
 
     Args:
         spent: Called with the time and with what a run has cost up to then, when its meter stops.
+        leased: Called with a run, the devices that nobody else might have, and those that nobody else may have now.
 
     Attributes:
         runs: By their ids. Changed by `add` and `drop` alone.
         now: The time of the stimulus that is being handled.
     """
 
-    def __init__(self, spent: Callable[[float, float], None]) -> None:
+    def __init__(
+        self, spent: Callable[[float, float], None], leased: Callable[[Run, Lease | None, Lease | None], None]
+    ) -> None:
         self._spent = spent
+        self._leased = leased
         self.runs: dict[str, Run] = {}
         self.now = float("-inf")
-        self._numbers: dict[str, int] = {}
-        self._ids: dict[int, str] = {}
-        self._next = 0
-        # numbers in order: runs that wait for devices, and cells that wait for their sessions
-        self._waiting: list[int] = []
-        self._waiting_cells: list[int] = []
-        self._cells: dict[str, dict[str, None]] = {}
-        self._sessions: set[str] = set()
-        self._final: set[str] = set()
-        self._costly: set[str] = set()
-        self._asked: set[str] = set()
-        self._kinds = (self._sessions, self._final, self._costly, self._asked)
+        self._submitted = 0
+        # by number
+        self._waiting: dict[int, Run] = {}
+        self._waiting_cells: dict[int, Run] = {}
+        self._asked: dict[int, Run] = {}
+        self._sessions: dict[int, Run] = {}
+        self._final: dict[int, Run] = {}
+        self._costly: dict[int, Run] = {}
+        self._limited: dict[int, Run] = {}
+        self._cells: dict[str, dict[int, Run]] = {}
+        # when time limits are over, and the runs' numbers; some of both no longer so
         self._limits: list[tuple[float, int]] = []
-        self._lease_changes: list[LeaseChange] = []
 
     # ------------------------------------------------------------ what there is
 
-    def number(self, run_id: str) -> int:
-        """The run's place in the order of submission."""
-        return self._numbers[run_id]
-
     def waiting(self) -> list[Run]:
         """Runs that wait for devices."""
-        return [self.runs[self._ids[number]] for number in self._waiting]
+        return _in_order(self._waiting)
 
     def waiting_cells(self) -> list[Run]:
         """Cells that wait for their sessions."""
-        return [self.runs[self._ids[number]] for number in self._waiting_cells]
+        return _in_order(self._waiting_cells)
 
     def asked(self) -> dict[Line, list[Run]]:
         """By line, runs for which an engine asked the cluster for nodes that have not come."""
         found: dict[Line, list[Run]] = {}
-        for run in self._in_order(self._asked):
+        for run in _in_order(self._asked):
             if run.want is not None:
                 found.setdefault(run.want.line, []).append(run)
         return found
 
     def who_waits(self) -> list[Run]:
         """Whoever waits for anything."""
-        return [*self.waiting(), *self.waiting_cells(), *self._in_order(self._asked)]
+        return [*self.waiting(), *self.waiting_cells(), *_in_order(self._asked)]
 
     def asked_too_long(self) -> list[Run]:
         """Runs for which nothing came in the time that they wait."""
-        runs = [run for run in self._in_order(self._asked) if run.stopping_as is None]
+        runs = [run for run in _in_order(self._asked) if run.stopping_as is None]
         return [run for run in runs if run.queue_deadline is not None and self.now >= run.queue_deadline]
 
     def count_waiting(self) -> int:
@@ -121,40 +87,34 @@ class RunTable:
 
     def cells_of(self, session: str) -> list[Run]:
         """Every run in the session, in order of submission."""
-        return [self.runs[run_id] for run_id in self._cells.get(session, ())]
+        return [*self._cells.get(session, {}).values()]
 
     def sessions(self) -> list[Run]:
-        return self._in_order(self._sessions)
+        return _in_order(self._sessions)
 
     def on_meter(self) -> list[Run]:
         """Runs that cost something every second."""
-        return [run for run in self._in_order(self._costly) if run.is_on_meter]
+        return [run for run in _in_order(self._costly) if run.is_on_meter]
 
-    def live_cost(self, now: float) -> float:
+    def live_cost(self) -> float:
         """What runs that have not ended have cost so far; those that are being stopped among them."""
-        return sum(run.meter.running_cost(now) for run in self._in_order(self._costly))
-
-    def take_lease_changes(self) -> list[LeaseChange]:
-        """Return which run had which lease and has which, since this was asked last."""
-        changes, self._lease_changes = self._lease_changes, []
-        return changes
+        return sum(run.meter.running_cost(self.now) for run in _in_order(self._costly))
 
     # ------------------------------------------------------------ times
 
     def over_time(self) -> list[Run]:
         """Runs whose time limit is over, in order of submission. Each is returned once."""
-        due: list[int] = []
+        due: set[int] = set()
         while self._limits and self._limits[0][0] <= self.now:
-            due.append(heapq.heappop(self._limits)[1])
-        runs = [self.runs[self._ids[number]] for number in sorted(set(due)) if number in self._ids]
+            due.add(heapq.heappop(self._limits)[1])
+        runs = [self._limited[number] for number in sorted(due) if number in self._limited]
         return [run for run in runs if run.time_limit is not None and self.now >= run.time_limit]
 
     def next_limit(self) -> float | None:
         """When a run's time limit is over, None when none has one."""
         while self._limits:
             time, number = self._limits[0]
-            run_id = self._ids.get(number)
-            if run_id is not None and self.runs[run_id].time_limit == time:
+            if number in self._limited and self._limited[number].time_limit == time:
                 return time
             heapq.heappop(self._limits)
         return None
@@ -170,31 +130,29 @@ class RunTable:
 
     def add(self, run: Run) -> None:
         """A run came."""
-        self._next += 1
-        self._numbers[run.run_id] = self._next
-        self._ids[self._next] = run.run_id
+        self._submitted += 1
+        self.change(run, number=self._submitted)
         self.runs[run.run_id] = run
         if run.spec.session:
-            self._cells.setdefault(run.spec.session, {})[run.run_id] = None
-        self._index(run, _NOWHERE, _indexed(run))
+            self._cells.setdefault(run.spec.session, {})[run.number] = run
+        self._index(run, None, None)
 
     def change(self, run: Run, **changes: Any) -> None:
         """Set what is known of a run anew. Nobody else sets any of it."""
-        before = _indexed(run)
+        had, limit = run.held_lease, run.time_limit
         for name, value in changes.items():
             setattr(run, name, value)
         if run.run_id in self.runs:
-            self._index(run, before, _indexed(run))
+            self._index(run, had, limit)
 
     def drop(self, run_id: str) -> None:
         """Forget a run; nothing happens when it is not there."""
         run = self.runs.pop(run_id, None)
         if run is None:
             return
-        self._index(run, _indexed(run), _NOWHERE)
-        del self._ids[self._numbers.pop(run_id)]
+        self._index(run, run.held_lease, run.time_limit)
         cells = self._cells.get(run.spec.session, {})
-        cells.pop(run_id, None)
+        cells.pop(run.number, None)
         if not cells:
             self._cells.pop(run.spec.session, None)
 
@@ -221,12 +179,11 @@ class RunTable:
         self.change(run, state=RunState.QUEUED, queued_at=self.now, lease=None, begun=False, asked=False)
         return [MoveRun(run.run_id, RunState.QUEUED, reason)]
 
-    def free(self, run: Run) -> list[Instruction]:
+    def free(self, run: Run) -> None:
         """The next run may have its devices, and it costs nothing any more."""
         if run.lease is not None and not run.freed:
             self.stop_meter(run)
             self.change(run, freed=True)
-        return []
 
     def stop_meter(self, run: Run) -> None:
         """It costs nothing any more. What it has cost so far counts for its own limit and the pool's budget."""
@@ -301,23 +258,29 @@ class RunTable:
 
     # ------------------------------------------------------------ within
 
-    def _in_order(self, run_ids: set[str]) -> list[Run]:
-        return [self.runs[run_id] for run_id in sorted(run_ids, key=self._numbers.__getitem__)]
-
-    def _index(self, run: Run, old: _Indexed, new: _Indexed) -> None:
-        number = self._numbers[run.run_id]
-        if old.held is not new.held:
-            self._lease_changes.append((run, old.held, new.held))
-        if old.waits != new.waits:
-            numbers = self._waiting_cells if run.spec.session else self._waiting
-            if new.waits:
-                bisect.insort(numbers, number)
+    def _index(self, run: Run, had: Lease | None, limit_before: float | None) -> None:
+        """A run was added, changed or dropped, which had this lease and time limit until now."""
+        is_there = run.run_id in self.runs
+        has, limit = run.held_lease if is_there else None, run.time_limit
+        if had is not has:
+            self._leased(run, had, has)
+        if limit is not None and limit != limit_before:
+            heapq.heappush(self._limits, (limit, run.number))
+        waits, in_session = run.lease is None, bool(run.spec.session)
+        for members, is_one in (
+            (self._waiting, waits and not in_session),
+            (self._waiting_cells, waits and in_session),
+            (self._asked, run.asked),
+            (self._sessions, session_rules.is_session(run)),
+            (self._final, run.state.is_final),
+            (self._costly, run.meter.since is not None and bool(run.meter.hourly)),
+            (self._limited, limit is not None),
+        ):
+            if is_one and is_there:
+                members[run.number] = run
             else:
-                del numbers[bisect.bisect_left(numbers, number)]
-        if new.time_limit is not None and new.time_limit != old.time_limit:
-            heapq.heappush(self._limits, (new.time_limit, number))
-        for members, was_one, is_one in zip(self._kinds, old.kinds, new.kinds, strict=True):
-            if is_one and not was_one:
-                members.add(run.run_id)
-            elif was_one and not is_one:
-                members.discard(run.run_id)
+                members.pop(run.number, None)
+
+
+def _in_order(runs: Mapping[int, Run]) -> list[Run]:
+    return [runs[number] for number in sorted(runs)]

@@ -15,15 +15,13 @@ feeds it what happened and does what it says. In the style of distributed's `wor
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import msgspec
 
 from sgpu_magic.pool.scheduling import session_rules
-from sgpu_magic.pool.scheduling.capacity import refused_keys
+from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, Want
 from sgpu_magic.pool.scheduling.costs import Budget, CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import NO_LIMITS, FairShare
-from sgpu_magic.pool.scheduling.placement_request import STRICT_PACK, Refusal, Want, resolve
+from sgpu_magic.pool.scheduling.placement_request import Refusal, resolve
 from sgpu_magic.pool.scheduling.queue_rules import QueueRules
 from sgpu_magic.pool.scheduling.run import Meter, Run, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
@@ -43,9 +41,11 @@ from sgpu_magic.pool.scheduling.stimuli import (
     RunSubmitted,
     SessionPaused,
     Stimulus,
+    StimulusOfRun,
+    TimePassed,
 )
 from sgpu_magic.pool.scheduling.words import QueueWords, Told
-from sgpu_magic.wire.devices import Inventory, Lease, Placement
+from sgpu_magic.wire.devices import Inventory, Placement
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.user_limits import UserLimits
 
@@ -62,6 +62,9 @@ class Scheduler:
         budget: What the pool's runs may cost together, None without a limit; on the stimuli's clock.
         limits: What each user may have, and who comes first.
         fair_half_life_s: Seconds after which devices that a user had count half when users share.
+
+    Attributes:
+        budget: As given.
     """
 
     def __init__(
@@ -75,7 +78,11 @@ class Scheduler:
         fair_half_life_s: float = 3600.0,
     ) -> None:
         self._tariff = tariff
-        self._table = RunTable(budget.add if budget is not None else lambda now, cost: None)
+        self.budget = budget
+        self._table = RunTable(
+            budget.add if budget is not None else lambda now, cost: None,
+            lambda run, had, has: self._queue.leased(run, had, has),
+        )
         self._costs = CostRules(self._table, tariff, budget)
         self._fair = FairShare(limits, fair_half_life_s)
         self._queue = QueueRules(self._table, self._costs, tariff, self._fair, inventory, pass_over_s)
@@ -130,9 +137,8 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """When `TimePassed` is next useful, None when only events can change anything."""
-        now = self._table.now
-        times = [self._costs.next_deadline(now), self._queue.next_deadline(now), self._words.next_deadline()]
-        times.append(self._table.next_limit())
+        parts = (self._costs, self._queue, self._words)
+        times = [self._table.next_limit(), *(part.next_deadline() for part in parts)]
         times += [self._table.queue_deadline(run) for run in self._table.who_waits()]
         times += [session_rules.quiet_until(self._table, session) for session in self._table.sessions()]
         return min((time for time in times if time is not None), default=None)
@@ -153,27 +159,14 @@ class Scheduler:
                 out = self._adopt(stimulus)
             case InventoryChanged(inventory=inventory):
                 out = self._look_again(inventory)
-            case RunMoved(run_id=run_id) if run_id in self._runs:
-                out = self._moved(self._runs[run_id], stimulus, now)
-            case CancelRequested(run_id=run_id, reason=reason) if run_id in self._runs:
-                out = self._table.stop(self._runs[run_id], RunState.CANCELLED, reason)
-            case RunOver(run_id=run_id, state=state) if run_id in self._runs:
-                out = self._over(self._runs[run_id], state)
-            case LeaseFreed(run_id=run_id) if run_id in self._runs:
-                out = self._table.free(self._runs[run_id])
-            case LeaseRefused(run_id=run_id, uuids=uuids, why=why) if run_id in self._runs:
-                out = self._lease_refused(self._runs[run_id], uuids, why)
-            case LeaseGranted(run_id=run_id, lease=lease) if run_id in self._runs:
-                out = self._lease_granted(self._runs[run_id], lease)
-            case RunRequeued(run_id=run_id, why=why) if run_id in self._runs:
-                out = self._requeued(self._runs[run_id], why)
-            case SessionPaused(session=session, reason=reason) if session in self._runs:
-                out = self._pause(self._runs[session], reason, now)
-            case _:
+            case TimePassed():
                 out = []
-        return out + self._settle(now)
+            case _:
+                known = self._runs.get(stimulus.run_id)
+                out = [] if known is None else self._happened(known, stimulus, now)
+        return out + self._settle()
 
-    # ------------------------------------------------------------ one method per stimulus
+    # ------------------------------------------------------------ what happens
 
     def _submit(self, run: Run, now: float) -> list[Instruction]:
         spec = run.spec
@@ -207,7 +200,7 @@ class Scheduler:
                 quiet_since=adopted.now if run.state is RunState.RUNNING else None,
             )
             self._table.add(run)
-            self._costs.adopted(run, adopted.now)
+            self._costs.adopted(run)
             if run.freed:
                 self._table.stop_meter(run)
         return []
@@ -241,58 +234,70 @@ class Scheduler:
         if room is None:
             raise RuntimeError("no request means anything before the pool's devices are known")
         is_session = room.stock.many and session_rules.is_session(run)
-        if is_session and (refusal := session_rules.on_nodes(run.spec)) is not None:
+        if is_session and (refusal := session_rules.on_nodes(run.spec)):
             return refusal
         key = (placement, is_session)
         if key in self._meant:
             return self._meant[key]
         if is_session:
             placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
-        # where the pool chooses by memory, what is free counts, and where it waits already
-        by_need = bool(placement.min_memory_bytes)
-        before = None if run.want is None else run.want.line
-        free, price = (room.free, self._tariff.of) if by_need else (None, None)
-        meant = resolve(placement, room.stock, price=price, free=free, before=before)
+
+        def choose(wants: list[Want]) -> Want:
+            """Where it waits already; else the cheapest type, and of those that cost the same the one with most free."""
+            before = [want for want in wants if run.want is not None and want.line == run.want.line]
+            return min(
+                before or wants,
+                key=lambda want: (self._tariff.of(want.device_type) or 0.0, want.simulated, -room.free(want)),
+            )
+
+        meant = resolve(placement, room.stock, choose)
         if is_session and isinstance(meant, Refusal):
-            anywhere = resolve(run.spec.placement, room.stock)
+            anywhere = resolve(run.spec.placement, room.stock, choose)
             meant = meant if isinstance(anywhere, Refusal) else session_rules.too_large(anywhere, room.stock)
-        if not by_need:
+        if not placement.min_memory_bytes:
             self._meant[key] = meant
         return meant
+
+    def _happened(self, run: Run, stimulus: StimulusOfRun, now: float) -> list[Instruction]:
+        match stimulus:
+            case RunMoved():
+                return self._moved(run, stimulus, now)
+            case CancelRequested(reason=reason):
+                return self._table.stop(run, RunState.CANCELLED, reason)
+            case RunOver(state=state):
+                if not state.is_final:
+                    raise ValueError(f"run {run.run_id} can't be over as {state!r}: a final state is needed")
+                return self._table.over(run, state)
+            case LeaseFreed():
+                self._table.free(run)
+            case LeaseRefused():
+                return self._lease_refused(run, stimulus)
+            case LeaseGranted(lease=lease):
+                if run.lease is not None and not run.spec.session:
+                    meter = self._tariff.metered(run.meter, lease)
+                    self._table.change(run, lease=lease, asked=False, told=None, meter=meter)
+            case RunRequeued(why=why):
+                return self._requeued(run, why)
+            case SessionPaused(reason=reason):
+                self._table.change(run, paused=reason, quiet_since=None if run.quiet_since is None else now)
+        return []
 
     def _moved(self, run: Run, moved: RunMoved, now: float) -> list[Instruction]:
         if run.lease is None or moved.state is RunState.QUEUED:
             return []
         quiet_since = now if moved.state is RunState.RUNNING else run.quiet_since
-        reason = run.reason or moved.reason
-        if run.asked:
-            self._table.change(run, asked=False, told=None)
-        self._table.change(run, begun=True, quiet_since=quiet_since, reason=reason, unstopped=moved.unstopped)
+        told, reason = None if run.asked else run.told, run.reason or moved.reason
+        changes = {"quiet_since": quiet_since, "told": told, "reason": reason, "unstopped": moved.unstopped}
+        self._table.change(run, begun=True, asked=False, **changes)
         return self._table.move(run, moved.state)
 
-    def _pause(self, session: Run, reason: str, now: float) -> list[Instruction]:
-        quiet_since = None if session.quiet_since is None else now
-        self._table.change(session, paused=reason, quiet_since=quiet_since)
-        return []
-
-    def _over(self, run: Run, state: RunState) -> list[Instruction]:
-        if not state.is_final:
-            raise ValueError(f"run {run.run_id} can't be over as {state!r}: a final state is needed")
-        return self._table.over(run, state)
-
-    def _lease_refused(self, run: Run, uuids: Collection[str], why: str) -> list[Instruction]:
+    def _lease_refused(self, run: Run, refused: LeaseRefused) -> list[Instruction]:
         if run.lease is None or run.begun:
             return []
-        room = self._queue.room
-        self._queue.refused(refused_keys(run.lease, uuids, None if room is None else room.stock), why)
+        if self._queue.room is not None:
+            self._queue.room.refuse(run.lease, refused.uuids, refused.why)
         self._table.change(run, lease=None, asked=False)
         return [] if run.stopping_as is None else self._table.end(run, run.stopping_as, "")
-
-    def _lease_granted(self, run: Run, lease: Lease) -> list[Instruction]:
-        if run.lease is None or run.spec.session:
-            return []
-        self._table.change(run, lease=lease, asked=False, told=None, meter=self._tariff.metered(run.meter, lease))
-        return []
 
     def _requeued(self, run: Run, why: str) -> list[Instruction]:
         if run.lease is None or run.spec.session:
@@ -307,31 +312,33 @@ class Scheduler:
 
     # ------------------------------------------------------------ what follows from every stimulus
 
-    def _settle(self, now: float) -> list[Instruction]:
+    def _settle(self) -> list[Instruction]:
         return [
-            *self._settle_times(now),
-            *self._costs.settle(now),
-            *self._settle_cells(now),
-            *self._queue.settle(now),
-            *self._words.tell(now),
+            *self._settle_times(),
+            *self._costs.settle(),
+            *self._settle_cells(),
+            *self._queue.settle(),
+            *self._words.tell(),
         ]
 
-    def _settle_times(self, now: float) -> list[Instruction]:
-        out: list[tuple[int, list[Instruction]]] = []
-        for run in self._table.over_time():
-            reason = f"its time limit of {span(run.spec.timeout_s)} is over"
-            out.append((self._table.number(run.run_id), self._table.stop(run, RunState.TIMED_OUT, reason)))
+    def _settle_times(self) -> list[Instruction]:
+        now = self._table.now
+        due = [
+            (run, RunState.TIMED_OUT, f"its time limit of {span(run.spec.timeout_s)} is over")
+            for run in self._table.over_time()
+        ]
         for session in self._table.sessions():
-            quiet_until = session_rules.quiet_until(self._table, session)
-            if quiet_until is not None and now >= quiet_until:
-                number = self._table.number(session.run_id)
-                out.append((number, self._table.stop(session, RunState.CANCELLED, session_rules.too_quiet(session))))
+            until = session_rules.quiet_until(self._table, session)
+            if until is not None and now >= until:
+                reason = f"nothing ran in it for {span(session.spec.idle_s or 0.0)} (--idle)"
+                due.append((session, RunState.CANCELLED, reason))
         for run in self._table.asked_too_long():
             reason = f"the cluster brought nothing within {span(run.spec.wait_s or 0.0)}"
-            out.append((self._table.number(run.run_id), self._table.stop(run, RunState.FAILED, reason)))
-        return [instruction for _, each in sorted(out, key=lambda item: item[0]) for instruction in each]
+            due.append((run, RunState.FAILED, reason))
+        due.sort(key=lambda one: one[0].number)
+        return [instruction for one in due for instruction in self._table.stop(*one)]
 
-    def _settle_cells(self, now: float) -> list[Instruction]:
+    def _settle_cells(self) -> list[Instruction]:
         """Let cells of sessions begin, give up, or end with their session."""
         out: list[Instruction] = []
         for session in [run for run in self._table.sessions() if not session_rules.is_open(run)]:
@@ -344,6 +351,6 @@ class Scheduler:
                 lease = session_rules.share(session.lease, cell.spec)
                 self._table.change(cell, lease=lease, told=None, accepted=True)
                 out.append(LaunchRun(cell.run_id, lease))
-            elif deadline is not None and now >= deadline:
+            elif deadline is not None and self._table.now >= deadline:
                 out += self._table.give_up(cell, session_rules.waited_in_vain(cell, why))
         return out

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.pool.scheduling.capacity import Stock
-from sgpu_magic.pool.scheduling.placement_request import SPREAD, Refusal, Want, amount
+from sgpu_magic.pool.scheduling.capacity import SPREAD, Stock, Want, amount
+from sgpu_magic.pool.scheduling.placement_request import Refusal
 from sgpu_magic.pool.scheduling.run import Run, span
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import short
@@ -156,10 +156,6 @@ def quiet_until(table: RunTable, session: Run) -> float | None:
     if session.paused or table.cells_of(session.run_id):
         return None
     return session.quiet_since + session.spec.idle_s
-
-
-def too_quiet(session: Run) -> str:
-    return f"nothing ran in it for {span(session.spec.idle_s or 0.0)} (--idle)"
 
 
 def ends_as(session: Run) -> RunState:

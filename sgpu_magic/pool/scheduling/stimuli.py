@@ -126,7 +126,7 @@ class RunRequeued:
 class SessionPaused:
     """No cell shall begin in the session for now. `reason` is what a cell that waits is told; "" lets them go on."""
 
-    session: str
+    run_id: str
     reason: str
     now: float
 
@@ -138,20 +138,10 @@ class TimePassed:
     now: float
 
 
-Stimulus = (
-    RunSubmitted
-    | RunAdopted
-    | InventoryChanged
-    | RunMoved
-    | CancelRequested
-    | RunOver
-    | LeaseFreed
-    | LeaseRefused
-    | LeaseGranted
-    | RunRequeued
-    | SessionPaused
-    | TimePassed
+StimulusOfRun = (
+    RunMoved | CancelRequested | RunOver | LeaseFreed | LeaseRefused | LeaseGranted | RunRequeued | SessionPaused
 )
+Stimulus = RunSubmitted | RunAdopted | InventoryChanged | TimePassed | StimulusOfRun
 
 # ---------------------------------------------------------------- instructions
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sgpu_magic.pool.scheduling import session_rules
-from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, SPREAD, Line, Want, amount
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import Room
-from sgpu_magic.pool.scheduling.placement_request import SPREAD, Want, amount
 from sgpu_magic.pool.scheduling.run import Run, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, TellQueue
@@ -74,9 +73,10 @@ class QueueWords:
         self._told_at = float("-inf")
         self._behind = False
 
-    def tell(self, now: float) -> list[Instruction]:
+    def tell(self) -> list[Instruction]:
         """Tell those whose place or reason changed."""
-        moment = _Moment(self._table, self._queue, self._fair, now)
+        now = self._table.now
+        moment = _Moment(self._table, self._queue, self._fair)
         count = self._table.count_waiting()
         told_later = count > AT_ONCE and now < self._told_at + count / PER_S
         if told_later:
@@ -90,14 +90,14 @@ class QueueWords:
                 continue
             told = (position, moment.reason(run))
             if told != run.told:
-                out[self._table.number(run.run_id)] = TellQueue(run.run_id, *told)
+                out[run.number] = TellQueue(run.run_id, *told)
             if told != run.told or run.accepted != (line is not None):
                 self._table.change(run, told=told, accepted=line is not None)
         return [out[number] for number in sorted(out)]
 
     def now(self) -> dict[str, Told]:
         """Return the place and the reason of each run that waits, as it is now."""
-        moment = _Moment(self._table, self._queue, self._fair, self._table.now)
+        moment = _Moment(self._table, self._queue, self._fair)
         return {run.run_id: (position, moment.reason(run)) for run, _, position in moment.places()}
 
     def next_deadline(self) -> float | None:
@@ -108,10 +108,9 @@ class QueueWords:
 class _Moment:
     """The queue at one moment; runs that want the same are told the same."""
 
-    def __init__(self, table: RunTable, queue: QueueRules, fair: FairShare, now: float) -> None:
+    def __init__(self, table: RunTable, queue: QueueRules, fair: FairShare) -> None:
         self._table = table
         self._fair = fair
-        self._now = now
         self._room = queue.room
         self._lines = {} if self._room is None else queue.waiting()
         self._keepers = Keepers() if self._room is None else queue.keepers(self._room, self._lines)
@@ -129,7 +128,7 @@ class _Moment:
             first = self._keepers.of_lines.get(line, ())
             waiting = self._lines.get(line, [])
             most = _FIRST if only_first and all(run.told is not None for run, _ in waiting) else None
-            order = self._fair.in_order(line, waiting, first, self._now, most)
+            order = self._fair.in_order(line, waiting, first, self._table.now, most)
             found += [(run, line, place) for place, run in enumerate([*asked.get(line, ()), *order], 1)]
         lost = [run for run in self._table.waiting() if self._room is None or run.want is None]
         found += [(run, None, place) for place, run in enumerate(lost, 1)]

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_requests import gpus, launched, node, refusal, running, spec, submit
 
 from sgpu_magic import errors, pool
-from sgpu_magic.pool.scheduling.placement import CPU_LINE, Line, Room, Want, line_of
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Want, line_of
+from sgpu_magic.pool.scheduling.placement import Room
 from sgpu_magic.pool.scheduling.run import Run, span
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
@@ -691,7 +692,8 @@ def test_a_group_that_is_started_again_keeps_its_lease_and_its_time() -> None:
 
 def test_a_device_can_not_be_counted_twice() -> None:
     lease = Lease(lease_id="00000000", device_type="a10", ranks=1, uuids=("GPU-a10-0",))
-    room = Room(node(*gpus(1)), {A: lease}, {})
+    room = Room(node(*gpus(1)))
+    room.take(A, lease)
     with pytest.raises(ValueError, match="takes devices twice"):
         room.take(B, lease)
 
