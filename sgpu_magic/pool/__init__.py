@@ -7,7 +7,7 @@ serving            starts a pool for clients of other machines
 lifecycle          one pool per user and machine: lock, address file, end when idle
 service            all of it together
 parts              what all parts of the service work with, and what a fault in one costs
-server             clients' messages in, events out
+server             clients' messages in, answers and events out
 remote_clients     clients of other machines, and how many connections there may be
 clients            who may connect, and who is connected
 permissions        what a client may ask for, and which run it means
@@ -20,7 +20,6 @@ reports            what the nodes say of their runs
 adoption           runs that an earlier service left
 active_runs        the runs that go on, and their last words
 run_log            a run's events, numbered and kept
-event_feed         events on their way to clients
 billing            what is written down of the runs' meters, and the pool's budget
 ledger             every run's row; those of cells in sessions are written a moment later
 ledger_database    the ledger's file and its schema

@@ -17,11 +17,10 @@ import msgspec
 
 from sgpu_magic.files.disk_room import disk_room, why_no_run
 from sgpu_magic.pool.billing import Billing
-from sgpu_magic.pool.event_feed import EventFeed, Offer
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling.run import Run
-from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.pool.server import ConnectedClient, EventFeed, Offer
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload
 from sgpu_magic.wire.client import Accepted, Submit
 from sgpu_magic.wire.devices import Lease
@@ -29,6 +28,7 @@ from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, RunEnded, 
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 
 _CUT_SHORT = (
@@ -148,6 +148,8 @@ class ActiveRuns:
 
     Attributes:
         feed: Sends events to who follows runs.
+        settled: It is known which runs of an earlier service go on.
+        resubmittable: Runs that only waited in the queue of an earlier service, until they are submitted again.
         on_forgotten: Called with the id of each run that goes on no longer.
         on_written: Called with each run whose events are on disk again after they were not for a while.
     """
@@ -160,6 +162,8 @@ class ActiveRuns:
         self.on_forgotten: Callable[[str], None] = lambda _: None
         self.on_written: Callable[[PoolRun], None] = lambda _: None
         self.feed = EventFeed(offer, self.log_of)
+        self.settled = False
+        self.resubmittable: dict[str, RunSpec] = {}
         self._going: dict[str, PoolRun] = {}
         # the ranks are gone, but the payload's memory is still being copied
         self._copying: dict[str, PoolRun] = {}

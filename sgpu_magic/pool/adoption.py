@@ -25,7 +25,6 @@ from sgpu_magic.wire.costs import cost_so_far, gpu_s_so_far
 from sgpu_magic.wire.events import Noted, RunEnded, Submitted
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import HeldRun
-from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import OWNER_GONE, FailureKind, RunState
 
 _TAKEN_OVER = "the pool service ended unexpectedly; another one was started and has taken the run over"
@@ -40,10 +39,6 @@ class Adoption:
     Args:
         pool: What all parts work with.
         timeout_s: Seconds for which a notebook may take to come back to its run.
-
-    Attributes:
-        done: What was left is known.
-        resubmittable: Runs that were only queued.
     """
 
     def __init__(self, pool: PoolParts, timeout_s: float) -> None:
@@ -53,11 +48,9 @@ class Adoption:
         # before this service accepts any
         self._unfinished = pool.ledger.unfinished()
         self._until = self._loop.time() + timeout_s
-        self.done = False
-        self.resubmittable: dict[str, RunSpec] = {}
 
     def take_over(self, held: Sequence[HeldRun]) -> None:
-        self.done = True
+        self._pool.active.settled = True
         # a session before the cells in it
         for one in sorted(held, key=lambda one: bool(one.launch.spec.session)):
             self._pool.guard.for_run(one.launch.spec.run_id, functools.partial(self._adopt, one))
@@ -65,12 +58,8 @@ class Adoption:
         for run_id in self._unfinished:
             if run_id not in adopted:
                 self._pool.guard.for_run(run_id, functools.partial(self._judge, run_id))
-        if held or self.resubmittable:
+        if held or self._pool.active.resubmittable:
             self._look()
-
-    def submitted(self, run_id: str) -> None:
-        """The notebook has submitted a queued run again."""
-        self.resubmittable.pop(run_id, None)
 
     def _adopt(self, held: HeldRun) -> None:
         launch = held.launch
@@ -130,18 +119,18 @@ class Adoption:
         row = self._pool.ledger.summary(run_id)
         spec = read_spec(self._pool.active.directory(run_id))
         if row is not None and row.state is RunState.QUEUED and not row.started_at and spec is not None:
-            self.resubmittable[run_id] = spec
+            self._pool.active.resubmittable[run_id] = spec
         else:
             self._close(run_id, _LOST)
 
     def _look(self) -> None:
         """Runs whose notebooks are dead, or do not come back, are ended as the earlier service would have done."""
         over = self._loop.time() > self._until
-        for run_id, spec in list(self.resubmittable.items()):
+        for run_id, spec in list(self._pool.active.resubmittable.items()):
             if over or not may_be_alive(spec.owner.pid, spec.owner.host):
-                del self.resubmittable[run_id]
+                del self._pool.active.resubmittable[run_id]
                 self._close(run_id, _NOT_AGAIN)
-        waits = bool(self.resubmittable)
+        waits = bool(self._pool.active.resubmittable)
         for run in self._pool.active.going:
             if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
                 if over or not may_be_alive(run.spec.owner.pid, run.spec.owner.host):

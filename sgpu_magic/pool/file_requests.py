@@ -9,21 +9,20 @@ import contextlib
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.config import Settings
 from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, join_parts, store_name
 from sgpu_magic.files.disk_room import disk_room
 from sgpu_magic.files.file_thread import FileThread
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.files.safe_paths import list_below, open_below
 from sgpu_magic.files.whole_file import appearing
-from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.permissions import Permissions
-from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.wire.attachments import FilePayload, ManifestUnusable, SharedPayload, StoredPayload, Upload, manifest_in
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.events import RunEnded
@@ -37,11 +36,11 @@ from sgpu_magic.wire.files import (
     ListRunFiles,
     PutBlob,
     ReadRunFile,
-    RunFile,
     RunFileRead,
     RunFiles,
 )
 from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import RUN_RECORD
 
 _RESULT = re.compile(r"result-(\d+)\.bin")
@@ -51,37 +50,30 @@ _MOST_OFFSET = 1 << 62
 # runs of which it is known where their results lie
 _MOST_KNOWN = 100
 
+_Answer = tuple[Record, Sequence[bytes]]
+
 
 class FileRequests:
     """Answers clients that want to send or read bytes.
 
     Args:
-        settings: Where blobs and runs are, and what they may have.
-        server: Where the clients are connected.
-        active: The runs.
+        pool: What all parts work with. Where the nodes do not see the runs' directories, what belongs there of a
+            payload is put there here.
         permissions: Say whose a run is.
-        joins_payloads: The nodes do not see the runs' directories: what belongs there of a payload is put there here.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        server: Server,
-        active: ActiveRuns,
-        permissions: Permissions,
-        *,
-        joins_payloads: bool = False,
-    ) -> None:
-        self._joins_payloads = joins_payloads
+    def __init__(self, pool: PoolParts, permissions: Permissions) -> None:
+        settings = pool.settings
+        self._far = pool.engine.far
         self._most_kept_bytes = settings.keep_payload
         self._stores = settings.state_path / "blobs"
         self._payloads: dict[str, tuple[str, StoredPayload]] = {}
         # a payload takes seconds to write, and no upload waits for that
         self._joining = FileThread("sgpu-payloads")
-        self._server = server
-        self._active = active
+        self._server = pool.server
+        self._active = pool.active
         self._permissions = permissions
-        self._store = BlobStore(settings.state_path / "blobs", settings.blobs_bytes)
+        self._store = BlobStore(self._stores, settings.blobs_bytes)
         self._thread = FileThread("sgpu-bytes")
         # where ranks of a run have their results in memory; used in the thread only
         self._in_memory: OrderedDict[str, dict[int, str]] = OrderedDict()
@@ -94,11 +86,17 @@ class FileRequests:
                 self._ask(client, message)
             case PutBlob():
                 self._put(client, message, frames)
-            case ReadRunFile(request=request, run=run_id):
-                if (directory := self._directory(client, request, run_id)) is not None:
+            case ReadRunFile() | ListRunFiles():
+                owner = self._permissions.user_of(message.run)
+                if owner is None or not client.may_see(owner):
+                    # of another user's run nothing is told, not even that there is one
+                    text = f"this pool has no run {message.run[:40]!r} of yours."
+                    self._server.refuse(client, message.request, text, "RunUnknown")
+                    return
+                directory = self._active.directory(message.run)
+                if isinstance(message, ReadRunFile):
                     self._read(client, message, directory)
-            case ListRunFiles(request=request, run=run_id):
-                if (directory := self._directory(client, request, run_id)) is not None:
+                else:
                     self._list(client, message, directory)
 
     def hold(self, submit: Submit) -> None:
@@ -108,7 +106,7 @@ class FileRequests:
             uploaded = [digest for upload in submit.uploads for digest in self._uploaded(store, upload)]
             self._store.hold(submit.spec.run_id, store, [*digests, *uploaded])
             source = submit.payload.source
-            if self._joins_payloads and isinstance(source, StoredPayload) and source.size <= self._most_kept_bytes:
+            if self._far and isinstance(source, StoredPayload) and source.size <= self._most_kept_bytes:
                 self._payloads[submit.spec.run_id] = store, source
 
     def let_go(self, run_id: str) -> None:
@@ -148,26 +146,27 @@ class FileRequests:
             self._server.refuse(client, message.request, f"more than {_MOST_ASKED:,} blobs were asked for at once.")
             return
 
-        def look() -> tuple[int, ...]:
-            return tuple(self._store.held(store, digest, size) for digest, size in message.blobs)
+        def held() -> _Answer:
+            sizes = tuple(self._store.held(store, digest, size) for digest, size in message.blobs)
+            return BlobsHeld(request=message.request, bytes=sizes), ()
 
-        self._thread.do(
-            look,
-            lambda held: self._server.send(client, BlobsHeld(request=message.request, bytes=held)),
-            lambda error: self._not_taken(client, message.request, error),
-        )
+        self._do(client, held, lambda error: self._not_taken(client, message.request, error))
 
     def _put(self, client: ConnectedClient, message: PutBlob, frames: Sequence[bytes]) -> None:
         store = store_name(client.user)
         if len(frames) != 1 or len(frames[0]) > CHUNK_BYTES or message.size < 0:
             self._server.refuse(client, message.request, "an upload came in chunks of another size than is agreed.")
             return
-        data = frames[0]
-        self._thread.do(
-            lambda: self._store.put(store, message.digest, message.size, message.offset, data),
-            lambda up_to: self._server.send(client, BlobTaken(request=message.request, up_to=up_to)),
-            lambda error: self._not_taken(client, message.request, error),
-        )
+
+        def put() -> _Answer:
+            up_to = self._store.put(store, message.digest, message.size, message.offset, frames[0])
+            return BlobTaken(request=message.request, up_to=up_to), ()
+
+        self._do(client, put, lambda error: self._not_taken(client, message.request, error))
+
+    def _do(self, client: ConnectedClient, call: Callable[[], _Answer], failed: Callable[[OSError], None]) -> None:
+        """Send the client what the call returns, which is made in the thread."""
+        self._thread.do(call, lambda answer: self._server.send(client, *answer), failed)
 
     def _not_taken(self, client: ConnectedClient, request: int, error: OSError) -> None:
         if isinstance(error, BlobRefused):
@@ -183,46 +182,31 @@ class FileRequests:
 
     # ------------------------------------------------------------ files of runs
 
-    def _directory(self, client: ConnectedClient, request: int, run_id: str) -> Path | None:
-        """The run's directory, None and the client told why when it may not read there."""
-        owner = self._permissions.user_of(run_id)
-        if owner is None or not client.may_see(owner):
-            # of another user's run nothing is told, not even that there is one
-            self._server.refuse(client, request, f"this pool has no run {run_id[:40]!r} of yours.", "RunUnknown")
-            return None
-        return self._active.directory(run_id)
-
     def _read(self, client: ConnectedClient, message: ReadRunFile, directory: Path) -> None:
         size, offset = min(message.size, CHUNK_BYTES), message.offset
         if size < 0 or not 0 <= offset <= _MOST_OFFSET:
             self._server.refuse(client, message.request, "a part of a file can't begin or end outside of the file.")
             return
 
-        def read() -> tuple[bytes, int, float]:
+        def read() -> _Answer:
             descriptor, kept = self._open(directory, message.name)
             try:
                 status = os.fstat(descriptor)
-                return os.pread(descriptor, size, offset), status.st_size, status.st_mtime if kept else 0.0
+                data = os.pread(descriptor, size, offset)
             finally:
                 os.close(descriptor)
+            changed_at = status.st_mtime if kept else 0.0
+            return RunFileRead(request=message.request, size=status.st_size, changed_at=changed_at), (data,)
 
-        def done(found: tuple[bytes, int, float]) -> None:
-            data, whole, changed_at = found
-            answer = RunFileRead(request=message.request, size=whole, changed_at=changed_at)
-            self._server.send(client, answer, (data,))
-
-        self._thread.do(read, done, lambda error: self._unreadable(client, message.request, message.name, error))
+        self._do(client, read, lambda error: self._unreadable(client, message.request, message.name, error))
 
     def _list(self, client: ConnectedClient, message: ListRunFiles, directory: Path) -> None:
-        def done(found: tuple[list[RunFile], bool]) -> None:
-            files, more = found
-            self._server.send(client, RunFiles(request=message.request, files=tuple(files), more=more))
+        def listed() -> _Answer:
+            files, more = list_below(directory, message.under)
+            return RunFiles(request=message.request, files=tuple(files), more=more), ()
 
-        self._thread.do(
-            lambda: list_below(directory, message.under),
-            done,
-            lambda error: self._unreadable(client, message.request, message.under or "its directory", error),
-        )
+        name = message.under or "its directory"
+        self._do(client, listed, lambda error: self._unreadable(client, message.request, name, error))
 
     def _unreadable(self, client: ConnectedClient, request: int, name: str, error: OSError) -> None:
         text = f"{name[:200]} of the run can't be read at the pool: {error.strerror or error}."

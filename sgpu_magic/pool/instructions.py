@@ -11,7 +11,6 @@ import msgspec
 
 from sgpu_magic.files.content_store import store_name
 from sgpu_magic.pool.active_runs import PoolRun
-from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.file_requests import needed_blobs
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.parts import PoolParts
@@ -36,17 +35,13 @@ class Instructions:
     Args:
         pool: What all parts work with.
         launches: Starts groups of ranks.
-        adoption: Has runs that wait to be submitted again.
         submissions: Had runs' packages prepared.
         tracker: Follows runs.
     """
 
-    def __init__(
-        self, pool: PoolParts, launches: Launches, adoption: Adoption, submissions: Submissions, tracker: Tracker
-    ) -> None:
+    def __init__(self, pool: PoolParts, launches: Launches, submissions: Submissions, tracker: Tracker) -> None:
         self._pool = pool
         self._launches = launches
-        self._adoption = adoption
         self._submissions = submissions
         self._tracker = tracker
         self._loop = asyncio.get_running_loop()
@@ -93,7 +88,7 @@ class Instructions:
         """
         now = time.monotonic()
         if run.log is None:
-            self._adoption.submitted(run.run_id)
+            self._pool.active.resubmittable.pop(run.run_id, None)
             self._refuse(run, why, "InternalError")
         elif not run.ended:
             self._pool.active.end_without_ranks(run, RunState.FAILED, why, FailureKind.INTERNAL)
@@ -112,7 +107,7 @@ class Instructions:
 
     def _accept(self, run: PoolRun) -> bool:
         """Whether the run is recorded; else it was refused."""
-        self._adoption.submitted(run.run_id)
+        self._pool.active.resubmittable.pop(run.run_id, None)
         why = self._pool.active.accept(run)
         if why:
             self._refuse(run, why, "PoolError")

@@ -102,7 +102,12 @@ class Ledger:
             self._later.add(spec.run_id)
             self._new[spec.run_id] = row
             self._write_in(_WRITE_S)
-        elif not self._insert(row):
+            return
+        try:
+            written = self._database.write(_insertion(row))
+        except sqlite3.IntegrityError as error:
+            raise ValueError(f"run {spec.run_id} is in the ledger already") from error
+        if not written:
             self._new[spec.run_id] = row
             self._write_in(_WRITE_AGAIN_S)
 
@@ -128,31 +133,22 @@ class Ledger:
         Raises:
             ValueError: `run_id` is no run id.
         """
-        check_id(run_id)
-        changes: RowChanges = {}
-        if state is not None:
-            changes["state"] = state.value
+        changes: RowChanges = {
+            "state": None if state is None else state.value,
+            "started_at": started_at,
+            "ended_at": ended_at,
+            "failure": failure,
+        }
         if lease is not None:
-            changes["device_type"] = lease.device_type
-            changes["simulated"] = int(lease.simulated)
+            changes |= {"device_type": lease.device_type, "simulated": int(lease.simulated)}
             changes["uuids"] = json.dumps(lease.uuids)
-        if started_at is not None:
-            changes["started_at"] = started_at
-        if ended_at is not None:
-            changes["ended_at"] = ended_at
-        if failure is not None:
-            changes["failure"] = failure
         if meter is not None:
-            changes |= {name: value for name, value in asdict(meter).items() if value is not None}
-        self._change(run_id, changes)
+            changes |= asdict(meter)
+        self._change(check_id(run_id), {name: value for name, value in changes.items() if value is not None})
 
     def summary(self, run_id: str) -> RunSummary | None:
-        """The run's row, None when the ledger does not have it.
-
-        Raises:
-            ValueError: `run_id` is no run id.
-        """
-        return next(iter(self.summaries([check_id(run_id)])), None)
+        """The run's row, None when the ledger does not have it."""
+        return next(iter(self.summaries([run_id])), None)
 
     def summaries(self, run_ids: Sequence[str]) -> list[RunSummary]:
         """The rows of these runs, in this order, without those that the ledger does not have."""
@@ -161,13 +157,9 @@ class Ledger:
         return [found[run_id] for run_id in run_ids if run_id in found]
 
     def find(self, prefix: str) -> list[str]:
-        """The ids that begin with `prefix`, newest first.
-
-        Raises:
-            ValueError: `prefix` is not 1 to 8 hexadecimal digits.
-        """
+        """The ids that begin with `prefix`, newest first; none where no id does."""
         if _PREFIX.fullmatch(prefix) is None:
-            raise ValueError(f"{prefix[:40]!r} does not begin a run id: 1 to 8 hexadecimal digits do")
+            return []
         # "g" sorts after every hexadecimal digit; a range uses the id's index where LIKE would not
         sql = "SELECT run_id FROM runs WHERE run_id >= ? AND run_id < ? ORDER BY seq DESC"
         written = [row[0] for row in self._rows(sql, prefix, prefix + "g")]
@@ -189,13 +181,9 @@ class Ledger:
         return [row[0] for row in self._database.rows("SELECT run_id FROM runs WHERE session != '' ORDER BY seq")]
 
     def cell_times(self, session: str) -> list[tuple[float, float | None]]:
-        """When each cell of a session began and ended, None for one that goes on; those that never began are left out.
-
-        Raises:
-            ValueError: `session` is no run id.
-        """
+        """When each cell of a session began and ended, None for one that goes on; those that never began are left out."""
         sql = "SELECT started_at, ended_at FROM runs WHERE session = ? AND session != '' AND started_at IS NOT NULL"
-        return [(began, ended) for began, ended in self._rows(sql, check_id(session))]
+        return [(began, ended) for began, ended in self._rows(sql, session)]
 
     def clocks(self, run_id: str) -> tuple[float | None, float | None]:
         """The run's `metered_clock` and `idle_clock`, of the machine's life of then; None where there is none."""
@@ -210,12 +198,8 @@ class Ledger:
         return [(ended, cost) for ended, cost in self._database.rows(sql, (since, currency))]
 
     def has(self, run_id: str) -> bool:
-        """Whether the run was recorded; what waits waits on.
-
-        Raises:
-            ValueError: `run_id` is no run id.
-        """
-        waits = check_id(run_id) in self._later or run_id in self._new
+        """Whether the run was recorded; what waits waits on."""
+        waits = run_id in self._later or run_id in self._new
         return waits or bool(self._database.rows("SELECT 1 FROM runs WHERE run_id = ?", (run_id,)))
 
     def close(self) -> None:
@@ -260,17 +244,6 @@ class Ledger:
     def _unwritten(self) -> list[RunSummary]:
         """Runs that are not in the database, newest first."""
         return [_summary_of(row | self._changes.get(run_id, {})) for run_id, row in reversed(self._new.items())]
-
-    def _insert(self, row: RowChanges) -> bool:
-        """Write a new row. False when the database does not take it.
-
-        Raises:
-            ValueError: It is there already.
-        """
-        try:
-            return self._database.write(_insertion(row))
-        except sqlite3.IntegrityError as error:
-            raise ValueError(f"run {row['run_id']} is in the ledger already") from error
 
     def _change(self, run_id: str, changes: RowChanges) -> None:
         """Write new values of a row's columns, now or later."""

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sgpu_magic.config import Settings
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.ledger import Ledger
@@ -143,6 +144,7 @@ class PoolParts:
     """What all parts of one service work with.
 
     Args:
+        settings: The pool's.
         server: Where the clients are connected.
         engine: Where the ranks are.
         ledger: All runs there ever were.
@@ -153,6 +155,7 @@ class PoolParts:
         feed: Tells the scheduler what happened, and does what it says.
     """
 
+    settings: Settings
     server: Server
     engine: Engine
     ledger: Ledger

@@ -7,7 +7,7 @@ also end them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -33,7 +33,6 @@ from sgpu_magic.wire.client import (
 )
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.run import RunSpec
 
 # a user's own newest run is looked for among so many
 _LOOK_BACK = 200
@@ -44,12 +43,10 @@ class Permissions:
 
     Args:
         pool: What all parts work with.
-        resubmittable: Runs that an earlier service lost with its queue, until their clients submit them again.
     """
 
-    def __init__(self, pool: PoolParts, resubmittable: Mapping[str, RunSpec]) -> None:
+    def __init__(self, pool: PoolParts) -> None:
         self._pool = pool
-        self._resubmittable = resubmittable
 
     def permitted(self, client: ConnectedClient, message: ClientMessage) -> ClientMessage | None:
         """Return the message as it may be acted upon; None when it may not, and the client knows."""
@@ -90,10 +87,7 @@ class Permissions:
         run = self._pool.active.speaker(run_id)
         if run is not None:
             return run.spec.owner.user
-        try:
-            row = self._pool.ledger.summary(run_id)
-        except ValueError:
-            return None
+        row = self._pool.ledger.summary(run_id)
         return row.user if row is not None else None
 
     def may_see(self, client: ConnectedClient, run_id: str) -> bool:
@@ -124,7 +118,7 @@ class Permissions:
             return chosen
         found = {run.run_id for run in self._pool.active.going if run.run_id.startswith(message.run)}
         # a run that was lost with the queue of an earlier service is not there until it is submitted again
-        found |= set(self._known(message.run)) - set(self._resubmittable)
+        found |= set(self._pool.ledger.find(message.run)) - set(self._pool.active.resubmittable)
         found = {run_id for run_id in found if self.may_see(client, run_id)}
         if len(found) == 1:
             return found.pop()
@@ -156,12 +150,6 @@ class Permissions:
     def _of_prefix(self, prefix: str, may: Callable[[str], bool]) -> list[PoolRun]:
         going = self._pool.active.going
         return [run for run in going if run.run_id.startswith(prefix) and may(run.spec.owner.user)]
-
-    def _known(self, prefix: str) -> list[str]:
-        try:
-            return self._pool.ledger.find(prefix)
-        except ValueError:
-            return []
 
     def _submitted(self, client: ConnectedClient, submit: Submit) -> Submit | None:
         spec = submit.spec

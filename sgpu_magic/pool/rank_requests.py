@@ -62,7 +62,7 @@ class RankRequests:
             self._pool.server.refuse(client, message.request, problem, "SessionError")
             return
         number = self._number(client, message, message.session)
-        reason = f"{_ranks(message.ranks)} of its session {'is' if len(message.ranks) == 1 else 'are'} being restarted"
+        reason = f"{_ranks(message.ranks)} of its session {_are(message.ranks)} being restarted"
         self._pool.feed(sched.SessionPaused(message.session, reason, time.monotonic()))
         self._pool.engine.restart_session_ranks(number, message.session, message.ranks)
 
@@ -83,10 +83,7 @@ class RankRequests:
 
     def no_session(self, session: str) -> str:
         """Say of a session that does not go on when and why it ended."""
-        try:
-            row = self._pool.ledger.summary(session)
-        except ValueError:
-            row = None
+        row = self._pool.ledger.summary(session)
         if row is None or row.kind is not RunKind.SESSION:
             return f"there is no session {short(session)} in this pool. {_REMEDY}"
         name = f"session {row.name or short(session)}"
@@ -115,7 +112,7 @@ class RankRequests:
             return
         run = self._session(session)
         name = named(run.spec) if run is not None else f"session {short(session)}"
-        text = f"{_ranks(message.ranks)} of {name} {'is' if len(message.ranks) == 1 else 'are'} new"
+        text = f"{_ranks(message.ranks)} of {name} {_are(message.ranks)} new"
         self._pool.server.send(client, Accepted(request=message.request, run_id=session, text=text))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
@@ -173,6 +170,10 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     if not ranks:
         return "all ranks"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _are(ranks: tuple[int, ...]) -> str:
+    return "is" if len(ranks) == 1 else "are"
 
 
 # ---------------------------------------------------------------- streams

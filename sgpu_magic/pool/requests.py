@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from sgpu_magic import __version__
+from sgpu_magic.config import pool_settings
 from sgpu_magic.files.run_directory import read_spec
+from sgpu_magic.pool.billing import budget_state
 from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.kept_environments import KeptEnvironments
-from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.lifecycle import Idleness
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.rank_requests import Forwarding, RankRequests
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.pool.submissions import Submissions, ends_with_notebook
+from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.client import (
     Accepted,
     AskRank,
@@ -60,72 +63,65 @@ from sgpu_magic.wire.files import (
     StreamTaken,
 )
 from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.pool_status import AskStatus, BudgetState, Hello, PoolStatus, RunSummary, Welcome
-from sgpu_magic.wire.run import RunSpec
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, Hello, PoolStatus, RunSummary, Welcome
 from sgpu_magic.wire.states import OWNER_GONE, RunState
 
 # what two clocks differ by that were not set
 _STEP_S = 1.0
-
-
-class Core(Protocol):
-    """The pool service."""
-
-    def welcome(self, client: ConnectedClient) -> Welcome: ...
-    def status(self, question: AskStatus) -> PoolStatus: ...
-    def stop_soon(self) -> None: ...
-    def track(self, message: TrackRun) -> None: ...
-
-    @property
-    def settled(self) -> bool:
-        """What an earlier service left is known."""
-        ...
+# a pool that is asked to stop answers before it does
+_ANSWER_FIRST_S = 0.05
 
 
 class Requests:
     """Answers clients.
 
     Args:
-        core: The service.
         pool: What all parts work with.
         permissions: What each client may ask for.
         kept_environments: What describes the runs' packages.
         files: Takes uploads and reads runs' files.
-        resubmittable: Runs that an earlier service had in its queue, by their ids.
+        tracker: Has runs written to MLflow.
+        idleness: Knows when the pool ends.
+        stop: Ends the pool.
     """
 
     def __init__(
         self,
-        core: Core,
         pool: PoolParts,
         permissions: Permissions,
         kept_environments: KeptEnvironments,
         files: FileRequests,
-        resubmittable: Mapping[str, RunSpec],
+        tracker: Tracker,
+        idleness: Idleness,
+        stop: Callable[[], None],
     ) -> None:
         self._pool = pool
-        self._core = core
         self._files = files
         self._kept_environments = kept_environments
         self._permissions = permissions
+        self._tracker = tracker
+        self._idleness = idleness
+        self._stop = stop
+        self._started_at = time.time()
+        self._service_id = secrets.token_hex(8)
         self.forwarding = Forwarding(pool, permissions.own_going)
         self.ranks = RankRequests(pool)
-        self.submissions = Submissions(pool, self.ranks.no_session, files, resubmittable)
+        self.submissions = Submissions(pool, self.ranks.no_session, files)
 
     def heard(self, client: ConnectedClient, asked: ClientMessage, frames: Sequence[bytes]) -> None:
         match message := self._permissions.permitted(client, asked):
             case Hello():
-                self._pool.server.send(client, self._core.welcome(client))
+                self._pool.server.send(client, self._welcome(client))
             case Warm():
                 self._pool.engine.warm(message)
             case Submit():
-                self._when_settled(client, message, lambda: self._submit(client, message, frames))
+                self._when_settled(client, message, lambda: self.submissions.submit(client, message, frames))
             case Describe():
                 run = self._pool.active.speaker(message.run_id)
                 if run is not None:
                     self._pool.active.tell(run, Described(tags=message.tags), time.time())
             case TrackRun():
-                self._core.track(message)
+                self._tracker.wanted(message.run_id, message.tracking)
             case KeepEnvironment():
                 self._kept_environments.keep(message, client.user)
             case Cancel():
@@ -153,7 +149,10 @@ class Requests:
             case ReclaimPayload():
                 self._pool.engine.reclaim_payload(message.run_id)
             case ResultsReceived():
-                self._results_received(message.run_id)
+                run = self._pool.active.speaker(message.run_id)
+                # a detached run's results stay for whoever comes later
+                if run is None or not run.spec.detach:
+                    self._pool.engine.results_received(message.run_id)
             case AskStatus():
                 tell = functools.partial(self._tell_status, client, message)
                 self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, tell))
@@ -183,11 +182,6 @@ class Requests:
 
     # ------------------------------------------------------------ cancel, stop
 
-    def _submit(self, client: ConnectedClient, message: Submit, frames: Sequence[bytes]) -> None:
-        # whoever has gone meanwhile would leave a run without an owner
-        if client in self._pool.server.clients:
-            self.submissions.submit(client, message, frames)
-
     def _cancel(self, client: ConnectedClient, message: Cancel) -> None:
         run = self._permissions.going(client, message.request, message.run, ends=True) if message.run else None
         if run is None:
@@ -207,7 +201,7 @@ class Requests:
             self._pool.server.refuse(client, message.request, text, "PoolError")
             return
         self._pool.server.send(client, Accepted(request=message.request, text="the pool stops"))
-        self._core.stop_soon()
+        asyncio.get_running_loop().call_later(_ANSWER_FIRST_S, self._stop)
 
     # ------------------------------------------------------------ follow, let go, look into
 
@@ -281,62 +275,64 @@ class Requests:
 
     # ------------------------------------------------------------ within
 
-    def _results_received(self, run_id: str) -> None:
-        run = self._pool.active.speaker(run_id)
-        # a detached run's results stay for whoever comes later
-        if run is None or not run.spec.detach:
-            self._pool.engine.results_received(run_id)
-
-    def _tell_status(self, client: ConnectedClient, message: AskStatus) -> None:
-        self._pool.server.send(client, self._permissions.shown(client, self._core.status(message)))
-
     def _when_settled(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
         """Once it is known which runs of an earlier service go on."""
-        if self._core.settled:
+        if self._pool.active.settled:
             call()
         else:
             self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, call))
 
+    # ------------------------------------------------------------ what the pool is
 
-def pool_status(
-    question: AskStatus,
-    inventory: Inventory,
-    scheduler: Scheduler,
-    ledger: Ledger,
-    *,
-    name: str,
-    started_at: float,
-    clients: int,
-    idle_ends_at: float | None,
-    budget: BudgetState | None,
-) -> PoolStatus:
-    """Newest runs first; those that wait carry their position and what they wait for, idle sessions when they end."""
-    waiting = scheduler.waiting()
-    rows = ledger.recent(question.recent)
-    if question.recent:
-        # a run that goes on is shown however many have come after it
-        listed = {row.run_id for row in rows}
-        rows += ledger.summaries([run.run_id for run in reversed(scheduler.runs) if run.run_id not in listed])
-    # to the second: the scheduler's clock is another one, and the time is not to change from look to look
-    wall = time.time() - time.monotonic()
-    quiet = {run.run_id: scheduler.quiet_until(run.run_id) for run in scheduler.runs if run.quiet_since is not None}
-    ends = {session: round(wall + until) for session, until in quiet.items() if until is not None}
-    began = {run.run_id: wall + run.meter.since for run in scheduler.runs if run.meter.since is not None}
-    runs = tuple(_with_times(row, waiting.get(row.run_id), ends.get(row.run_id), began.get(row.run_id)) for row in rows)
-    return PoolStatus(
-        request=question.request,
-        pool=name,
-        pid=os.getpid(),
-        package_version=__version__,
-        started_at=started_at,
-        inventory=inventory,
-        cpu_slots_free=scheduler.cpu_slots_free,
-        runs=runs,
-        clients=clients,
-        problem=ledger.problem,
-        idle_ends_at=idle_ends_at,
-        budget=budget,
-    )
+    def _welcome(self, client: ConnectedClient) -> Welcome:
+        settings = self._pool.settings
+        return Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            package_version=__version__,
+            pid=os.getpid(),
+            busy=bool(self._pool.active.going),
+            sees_client=client.same_host and settings.environments == "auto",
+            same_host=client.same_host,
+            near=client.same_host and not self._pool.engine.far,
+            user=client.user,
+            service=self._service_id,
+            pool=settings.pool or "local",
+            settings=() if settings.listen else tuple(pool_settings(settings).items()),
+        )
+
+    def _tell_status(self, client: ConnectedClient, message: AskStatus) -> None:
+        self._pool.server.send(client, self._permissions.shown(client, self._status(message)))
+
+    def _status(self, question: AskStatus) -> PoolStatus:
+        """Newest runs first; those that wait with their place and what they wait for, idle sessions with their end."""
+        pool, scheduler = self._pool, self._pool.scheduler
+        waiting = scheduler.waiting()
+        rows = pool.ledger.recent(question.recent)
+        if question.recent:
+            # a run that goes on is shown however many have come after it
+            listed = {row.run_id for row in rows}
+            rows += pool.ledger.summaries([run.run_id for run in reversed(scheduler.runs) if run.run_id not in listed])
+        # to the second: the scheduler's clock is another one, and the time is not to change from look to look
+        wall = time.time() - time.monotonic()
+        quiet = {run.run_id: scheduler.quiet_until(run.run_id) for run in scheduler.runs if run.quiet_since is not None}
+        ends = {session: round(wall + until) for session, until in quiet.items() if until is not None}
+        began = {run.run_id: wall + run.meter.since for run in scheduler.runs if run.meter.since is not None}
+        return PoolStatus(
+            request=question.request,
+            pool=pool.settings.pool or "local",
+            pid=os.getpid(),
+            package_version=__version__,
+            started_at=self._started_at,
+            inventory=pool.stock.inventory or Inventory(host=""),
+            cpu_slots_free=scheduler.cpu_slots_free,
+            runs=tuple(
+                _with_times(row, waiting.get(row.run_id), ends.get(row.run_id), began.get(row.run_id)) for row in rows
+            ),
+            clients=len(pool.server.clients),
+            problem=pool.ledger.problem,
+            idle_ends_at=self._idleness.ends_at,
+            budget=budget_state(scheduler.budget, scheduler.runs, pool.settings.currency, time.monotonic()),
+        )
 
 
 def _with_times(

@@ -46,6 +46,7 @@ _CELLS_DELAY_S = 300.0
 _INTERVAL_S = 3600.0
 # a run's id follows; no command takes such a name for a run
 _REMOVING = ".removing-"
+_ZYGOTE = "zygote-"
 _BLOCK_BYTES = 512
 
 
@@ -135,7 +136,6 @@ class Retention:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._sweep: asyncio.Task[None] | None = None
-        self._again = False
         self._closing = threading.Event()
         # one after the other; the loop's own threads would be several after a while
         self._thread = ThreadPoolExecutor(1, "sgpu-retention")
@@ -146,10 +146,7 @@ class Retention:
         Args:
             soon: Else within some minutes: after a cell in a session, which many more may follow at once.
         """
-        if self._sweep is not None:
-            self._again = self._again or soon
-        else:
-            self._look_in(self._delay_s if soon else _CELLS_DELAY_S)
+        self._look_in(self._delay_s if soon else _CELLS_DELAY_S)
 
     def close(self) -> None:
         """Stop. A removal that is cut short is finished by the next pool."""
@@ -170,25 +167,26 @@ class Retention:
 
     def _begin(self) -> None:
         self._timer = None
-        self._again = False
-        self._sweep = self._loop.create_task(self._look())
-        self._sweep.add_done_callback(self._looked)
+        if self._sweep is not None and not self._sweep.done():
+            # one after the other
+            self._look_in(self._delay_s)
+        else:
+            self._sweep = self._loop.create_task(self._look())
+            self._sweep.add_done_callback(self._looked)
 
     def _looked(self, sweep: asyncio.Task[None]) -> None:
-        self._sweep = None
         if sweep.cancelled():
             return
-        error = sweep.exception()
-        if error is not None:
+        if (error := sweep.exception()) is not None:
             # no run needs what is done here
             self._say("".join(traceback.format_exception(error)))
-        self._look_in(self._delay_s if self._again and error is None else _INTERVAL_S)
+        self._look_in(_INTERVAL_S)
 
     async def _look(self) -> None:
         settings = self._settings
         run_in_thread = functools.partial(self._loop.run_in_executor, self._thread)
         directories = await run_in_thread(_named, settings.runs_path, is_valid_id)
-        uploads = await run_in_thread(_stale_uploads, settings.state_path / "uploads", time.time())
+        uploads = await run_in_thread(_older, settings.state_path / "uploads", "", time.time() - _UPLOAD_STALE_S)
         # asked before they are measured: what a run writes last tells when it ended
         ended = [path for path in directories if not self._is_live(path.name)]
         orphans = [path for path in uploads if not self._is_live(path.name.lstrip(".").partition(".")[0])]
@@ -208,14 +206,13 @@ class Retention:
                 return
             if remove_directory(runs, run_id):
                 self._say(f"the directory of run {short(run_id)} was removed: it is beyond {why}\n")
-        for path in uploads:
+        state = self._settings.state_path
+        for log in (state / "pool.log", *_named(state / "logs", lambda name: name.startswith(_ZYGOTE))):
+            cap_log(log, _LOG_BYTES)
+        old_logs = _older(state / "logs", _ZYGOTE, time.time() - self._settings.keep_days * _DAY_S)
+        for path in (*uploads, *old_logs):
             with contextlib.suppress(OSError):
                 path.unlink()
-        state = self._settings.state_path
-        zygote_logs = _named(state / "logs", lambda name: name.startswith("zygote-"))
-        for log in (state / "pool.log", *zygote_logs):
-            cap_log(log, _LOG_BYTES)
-        _remove_old(zygote_logs, time.time() - self._settings.keep_days * _DAY_S)
 
     def _say(self, text: str) -> None:
         # the log may lie on the disk that is full
@@ -288,22 +285,13 @@ def _measure_all(directories: Iterable[Path], cells: Collection[str]) -> list[Ru
     return found
 
 
-def _stale_uploads(folder: Path, now: float) -> list[Path]:
-    return [path for path in _named(folder, lambda _: True) if now - _changed(path, now) > _UPLOAD_STALE_S]
-
-
-def _remove_old(paths: Iterable[Path], before: float) -> None:
-    for path in paths:
-        if _changed(path, before) < before:
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
-def _changed(path: Path, otherwise: float) -> float:
-    try:
-        return os.lstat(path).st_mtime
-    except OSError:
-        return otherwise
+def _older(folder: Path, prefix: str, before: float) -> list[Path]:
+    """What in a folder begins so and was changed last before that time."""
+    found: list[Path] = []
+    for path in _named(folder, lambda name: name.startswith(prefix)):
+        with contextlib.suppress(OSError):
+            found += [path] if os.lstat(path).st_mtime < before else []
+    return found
 
 
 def _named(folder: Path, fits: Callable[[str], bool]) -> list[Path]:

@@ -6,12 +6,11 @@ import bisect
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.wire.codec import Decoder, FrameReader, frame
 from sgpu_magic.wire.events import AttemptFailed, Event, EventBody, Noted, PayloadReleased, RunEnded
 from sgpu_magic.wire.files import EVENTS
@@ -89,11 +88,6 @@ class RunLog:
     def unwritten(self) -> Sequence[tuple[Event, Sequence[bytes]]]:
         """Events that the disk has not taken, oldest first."""
         return self._unwritten
-
-    @property
-    def bytes(self) -> int:
-        """Size of the events on disk."""
-        return self._bytes
 
     def takes(self, body: EventBody) -> bool:
         """Whether there is room for an event: in memory bulk has none after a while, what becomes of the run has."""
@@ -257,14 +251,3 @@ def _without_bulk(body: EventBody) -> EventBody:
             return Noted(text="a sample of the ranks is not kept: the pool's disk was full for too long")
         case _:
             return body
-
-
-def read_events(directory: Path, after: int = 0) -> Iterator[tuple[Event, Sequence[bytes]]]:
-    """Yield the kept events with a number above `after`.
-
-    Raises:
-        OSError: There is no event log.
-    """
-    for event, frames in EventFile(directory).new_events():
-        if event.seq > after:
-            yield event, frames

@@ -6,19 +6,16 @@ import asyncio
 import contextlib
 import functools
 import math
-import os
-import secrets
 import signal
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from sgpu_magic import __version__
-from sgpu_magic.config import Settings, pool_settings
+from sgpu_magic.config import Settings
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.adoption import Adoption
-from sgpu_magic.pool.billing import Billing, budget_of, budget_state
+from sgpu_magic.pool.billing import Billing, budget_of
 from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.instructions import Instructions, Launches
 from sgpu_magic.pool.kept_environments import KeptEnvironments
@@ -28,31 +25,30 @@ from sgpu_magic.pool.parts import FreshInventory, Guard, PoolParts, ServiceFault
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.reports import Reports
-from sgpu_magic.pool.requests import Requests, pool_status
+from sgpu_magic.pool.requests import Requests
 from sgpu_magic.pool.retention import Retention
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.costs import tariff_of
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.wire.client import ClientMessage, Goodbye, TrackRun
+from sgpu_magic.wire.client import ClientMessage, Goodbye
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import StreamMessage, StreamOpened
 from sgpu_magic.wire.node import HeldRun, RunEvent
-from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, Hello, PoolStatus, Welcome
+from sgpu_magic.wire.pool_status import AskStatus, Hello
 from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.user_limits import read_limits
 
 _QUEUE_REFRESH_S = 5.0
-_ANSWER_FIRST_S = 0.05
 # a service that lives no longer meets the same fault again: no other one is started for it
 _SHORT_LIFE_S = 5.0
 
 
 class PoolService:
-    """One pool (an `EngineListener`, and the `Core` of its `Requests`).
+    """One pool (an `EngineListener`).
 
     Args:
         settings: The pool's settings.
@@ -70,17 +66,15 @@ class PoolService:
         self._loop = asyncio.get_running_loop()
         self._ledger = Ledger(settings.state_path / "ledger.sqlite3", self._loop)
         tariff = tariff_of(settings, settings.pool or "local")
-        self._budget = budget_of(settings, self._ledger, time.monotonic(), time.time())
         self._scheduler = Scheduler(
             pass_over_s=settings.pass_over_s,
             tariff=tariff,
-            budget=self._budget,
+            budget=budget_of(settings, self._ledger, time.monotonic(), time.time()),
             limits=read_limits(settings.user_priorities, settings.user_quotas),
             fair_half_life_s=settings.fair_half_life_s,
         )
         self._stock = FreshInventory(engine.take_inventory)
         self._deadline: asyncio.TimerHandle | None = None
-        self._started_at = time.time()
         self._begun_at = time.monotonic()
         self.finished = self._loop.create_future()
         # set once the engine knows its nodes: until then every request waits
@@ -88,7 +82,6 @@ class PoolService:
         # why nothing can run here any more, "" while something can
         self.broken_why = ""
         self._loop.set_exception_handler(self._broken)
-        self._service_id = secrets.token_hex(8)
         self._server = Server(presence.socket_path, self._heard, self._gone, listening)
         self._active = ActiveRuns(
             self._ledger, settings.runs_path, self._server.send, self._server.offer, Billing(self._ledger, tariff)
@@ -96,6 +89,7 @@ class PoolService:
         where = f"its log is {settings.state_path / 'pool.log'}" if listening is None else "its operator's log has more"
         self._guard = Guard(self._server, self._active, where)
         parts = PoolParts(
+            settings,
             self._server,
             engine,
             self._ledger,
@@ -109,20 +103,25 @@ class PoolService:
         self._launches = Launches(parts, self._kept)
         self._reports = Reports(parts, self._launches)
         self._adoption = Adoption(parts, settings.adopt_timeout_s)
-        resubmittable = self._adoption.resubmittable
-        permissions = Permissions(parts, resubmittable)
-        self._files = FileRequests(settings, self._server, self._active, permissions, joins_payloads=engine.far)
-        self._requests = Requests(self, parts, permissions, self._kept, self._files, resubmittable)
+        permissions = Permissions(parts)
+        self._files = FileRequests(parts, permissions)
         self._tracker = Tracker(settings, self._active, engine, self._is_live)
-        self._instructions = Instructions(
-            parts, self._launches, self._adoption, self._requests.submissions, self._tracker
+        idle_s = settings.pool_idle_s if listening is None else math.inf
+        self._idleness = Idleness(idle_s, lambda: bool(self._active.going), self._server.notify, self.stop)
+        self._requests = Requests(
+            parts,
+            permissions,
+            self._kept,
+            self._files,
+            self._tracker,
+            self._idleness,
+            self.stop,
         )
+        self._instructions = Instructions(parts, self._launches, self._requests.submissions, self._tracker)
         self._guard.end = self._instructions.end_of_fault
         self._active.on_forgotten = self._forgotten
         self._active.on_written = self._reports.written
         self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._looked_after)
-        idle_s = settings.pool_idle_s if listening is None else math.inf
-        self._idleness = Idleness(idle_s, lambda: bool(self._active.going), self._server.notify, self.stop)
         presence.keep_in_place(self._server.listen_again, self._guard.log)
         engine.start(self)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -135,9 +134,6 @@ class PoolService:
     def stop(self) -> None:
         if not self.finished.done():
             self.finished.set_result(None)
-
-    def stop_soon(self) -> None:
-        self._loop.call_later(_ANSWER_FIRST_S, self.stop)
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A fault that belongs to no run: leave all ranks to the next service."""
@@ -180,45 +176,10 @@ class PoolService:
     def _gone(self, client: ConnectedClient) -> None:
         self._guard.for_client(client, Goodbye(), lambda: self._requests.client_gone(client))
 
-    def welcome(self, client: ConnectedClient) -> Welcome:
-        return Welcome(
-            protocol_version=PROTOCOL_VERSION,
-            package_version=__version__,
-            pid=os.getpid(),
-            busy=bool(self._active.going),
-            sees_client=client.same_host and self._settings.environments == "auto",
-            same_host=client.same_host,
-            near=client.same_host and not self._engine.far,
-            user=client.user,
-            service=self._service_id,
-            pool=self._settings.pool or "local",
-            settings=() if self._settings.listen else tuple(pool_settings(self._settings).items()),
-        )
-
-    def track(self, message: TrackRun) -> None:
-        self._tracker.wanted(message.run_id, message.tracking)
-
-    def status(self, question: AskStatus) -> PoolStatus:
-        return pool_status(
-            question,
-            self._stock.inventory or Inventory(host=""),
-            self._scheduler,
-            self._ledger,
-            name=self._settings.pool or "local",
-            started_at=self._started_at,
-            clients=len(self._server.clients),
-            idle_ends_at=self._idleness.ends_at,
-            budget=budget_state(self._budget, self._scheduler.runs, self._settings.currency, time.monotonic()),
-        )
-
-    @property
-    def settled(self) -> bool:
-        return self._adoption.done
-
     # ------------------------------------------------------------ from the engine (EngineListener)
 
     def node_found(self, inventory: Inventory, held: Sequence[HeldRun]) -> None:
-        if not self._adoption.done:
+        if not self._active.settled:
             self._adoption.take_over(held)
             for run in self._active.going:
                 self._guard.for_run(run.run_id, functools.partial(self._goes_on, run))
@@ -316,7 +277,7 @@ class PoolService:
             self._loop.run_in_executor(None, self._ledger.checkpoint_beside)
 
     def _is_live(self, run_id: str) -> bool:
-        return self._active.speaker(run_id) is not None or run_id in self._adoption.resubmittable
+        return self._active.speaker(run_id) is not None or run_id in self._active.resubmittable
 
     def _set_deadline(self) -> None:
         if self._deadline is not None:

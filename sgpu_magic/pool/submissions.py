@@ -9,7 +9,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -89,26 +89,21 @@ class Submissions:
         pool: What all parts work with.
         no_session: Says of a session that does not go on when and why it ended.
         files: Keeps what runs need of their users' uploads.
-        resubmittable: Runs that an earlier service had in its queue, by their ids.
     """
 
-    def __init__(
-        self,
-        pool: PoolParts,
-        no_session: Callable[[str], str],
-        files: FileRequests,
-        resubmittable: Mapping[str, RunSpec],
-    ) -> None:
+    def __init__(self, pool: PoolParts, no_session: Callable[[str], str], files: FileRequests) -> None:
         self._pool = pool
-        self._resubmittable = resubmittable
         self._files = files
         self._no_session = no_session
         self._loop = asyncio.get_running_loop()
 
     def submit(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
         """Take a run and bring it before the scheduler, or tell the client why not."""
+        if client not in self._pool.server.clients:
+            # it would leave a run without an owner
+            return
         spec = submit.spec
-        again = self._resubmittable.get(spec.run_id)
+        again = self._pool.active.resubmittable.get(spec.run_id)
         if again is not None and not client.may_see(again.owner.user):
             again = None
         is_valid = is_valid_id(spec.run_id)
@@ -138,12 +133,15 @@ class Submissions:
                 return
         self._files.hold(run.submit)
         self._pool.active.add(run)
+
+        def feed() -> None:
+            self._pool.feed(sched.RunSubmitted(run, time.monotonic()))
+
         if spec.session:
             # it takes no device
-            self._pool.feed(sched.RunSubmitted(run, time.monotonic()))
+            feed()
         else:
-            fed = lambda: self._pool.feed(sched.RunSubmitted(run, time.monotonic()))  # noqa: E731
-            self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, submit, fed))
+            self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, submit, feed))
             self._prepare(run)
 
     def unprepare(self, run: PoolRun) -> None:
@@ -169,14 +167,10 @@ class Submissions:
         session = self._pool.active.get(submit.spec.session)
         if session is not None and session.log is not None:
             return True
-        if session is not None or submit.spec.session in self._resubmittable:
+        if session is not None or submit.spec.session in self._pool.active.resubmittable:
             # it waited in the queue of a service that was killed, and is submitted again as well
-            again = functools.partial(self._look_again, client, submit, frames)
+            again = functools.partial(self.submit, client, submit, frames)
             self._loop.call_later(_LOOK_AGAIN_S, self._pool.guard.for_client, client, submit, again)
         else:
             self._pool.server.refuse(client, submit.request, self._no_session(submit.spec.session), "SessionError")
         return False
-
-    def _look_again(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
-        if client in self._pool.server.clients:
-            self.submit(client, submit, frames)

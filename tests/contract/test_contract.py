@@ -13,7 +13,7 @@ from contract_engines import PoolUnderTest
 from waiting import eventually
 
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.pool.run_log import read_events
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.wire.events import AttemptFailed, Event, RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import OutputWritten, RankFailed
 from sgpu_magic.wire.states import FailureKind, RunState
@@ -23,7 +23,7 @@ BARRIER = "import torch.distributed as dist\ndist.barrier()"
 
 
 def events_on_disk(pool: PoolUnderTest, run_id: str) -> list[Event]:
-    return [event for event, _ in read_events(pool.home.run_dir(run_id))]
+    return [event for event, _ in EventFile(pool.home.run_dir(run_id)).new_events()]
 
 
 # ---------------------------------------------------------------- ranks

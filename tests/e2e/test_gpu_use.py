@@ -11,7 +11,7 @@ import nvml_stub as nvml
 import pytest
 from kernels import Cell, Home, Kernel, eventually
 
-from sgpu_magic.pool.run_log import read_events
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.usage import detail_lines, use_text
 from sgpu_magic.wire.events import Submitted
@@ -51,7 +51,7 @@ def newest_view(home: Home, since: set[str]) -> RunView | None:
         return None
     view: RunView | None = None
     with contextlib.suppress(FileNotFoundError):
-        for event, frames in read_events(home.run_dir(new[-1])):
+        for event, frames in EventFile(home.run_dir(new[-1])).new_events():
             if isinstance(event.body, Submitted):
                 view = RunView(event.body.spec)
             assert view is not None
@@ -129,7 +129,7 @@ def cores_of(run: Watched, rank: int) -> float:
 
 
 def times_sampled(home: Home, view: RunView) -> int:
-    return sum(isinstance(event.body, Sampled) for event, _ in read_events(home.run_dir(view.run_id)))
+    return sum(isinstance(event.body, Sampled) for event, _ in EventFile(home.run_dir(view.run_id)).new_events())
 
 
 def change(machine: Mapping[str, str], **properties: Any) -> None:

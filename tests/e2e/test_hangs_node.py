@@ -13,7 +13,7 @@ import pytest
 from kernels import Home, Kernel, eventually
 
 from sgpu_magic.agent.watch.stack_taking import find_py_spy
-from sgpu_magic.pool.run_log import read_events
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.wire.events import EventBody, RunEnded
 from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.rank_events import Resumed, Stalled
@@ -35,7 +35,7 @@ ONE_IS_LATE = (
 def bodies(home: Home, kind: type[EventBody]) -> list[EventBody]:
     """Events of this kind of the newest run."""
     newest = home.run_dir(list(home.ledger())[-1])
-    return [event.body for event, _ in read_events(newest) if isinstance(event.body, kind)]
+    return [event.body for event, _ in EventFile(newest).new_events() if isinstance(event.body, kind)]
 
 
 def py_spy_may_look() -> bool:

@@ -18,7 +18,7 @@ from kernels import Cell, Home, Kernel, eventually, is_alive, stop_process, wait
 from process_table import watched_pids
 from strikes import events_of
 
-from sgpu_magic.pool.run_log import read_events
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.wire.events import RanksStarted, RunEnded, StateChanged
 from sgpu_magic.wire.pool_status import process_start
 from sgpu_magic.wire.states import RunState
@@ -351,14 +351,14 @@ def test_a_killed_kernel_while_nothing_runs(home: Home, new_kernel: Callable[...
 def newest(home: Home) -> str:
     def at(run_id: str) -> float:
         with contextlib.suppress(OSError):
-            return next(iter(read_events(home.run_dir(run_id))))[0].at
+            return next(iter(EventFile(home.run_dir(run_id)).new_events()))[0].at
         return 0.0
 
     return max(home.runs, key=at)
 
 
 def last_word(home: Home, run_id: str) -> RunEnded | None:
-    for event, _ in read_events(home.run_dir(run_id)):
+    for event, _ in EventFile(home.run_dir(run_id)).new_events():
         if isinstance(event.body, RunEnded):
             return event.body
     return None
@@ -644,7 +644,7 @@ def test_first_come_first_served_across_kernels(new_home: Callable[..., Home]):
         started = {}
         for run_id in home.runs:
             name = json.loads((home.run_dir(run_id) / "run.json").read_text())["spec"]["name"]
-            (at,) = [e.at for e, _ in read_events(home.run_dir(run_id)) if isinstance(e.body, RanksStarted)]
+            (at,) = [e.at for e, _ in EventFile(home.run_dir(run_id)).new_events() if isinstance(e.body, RanksStarted)]
             started[name] = at
         assert started["waits-0"] < started["waits-1"]
     finally:

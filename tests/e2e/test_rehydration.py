@@ -134,9 +134,9 @@ def test_a_run_finds_its_packages_in_less_than_10_ms(client: PoolClient, home: H
 
 
 def events_of(home: Home, run_id: str) -> list[Any]:
-    from sgpu_magic.pool.run_log import read_events
+    from sgpu_magic.files.run_directory import EventFile
 
-    return [event for event, _ in read_events(home.run_dir(run_id), 0)]
+    return [event for event, _ in EventFile(home.run_dir(run_id)).new_events()]
 
 
 def test_what_travels_goes_over_the_kernels_own_place(client: PoolClient):

@@ -8,7 +8,7 @@ import nvml_stub as nvml
 import pytest
 from kernels import Home, Kernel
 
-from sgpu_magic.pool.run_log import read_events
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.wire.rank_events import Stalled
 
 nvml_stub = nvml.nvml_stub
@@ -57,5 +57,5 @@ def test_a_busy_gpu_is_progress_only_where_nobody_waits(
         nvml.change(machine, nvml.a10s(2))
         (kernel.home.work / "changed").unlink(missing_ok=True)
     newest = max((kernel.home.state / "runs").glob("*/events.msgpack"), key=lambda path: path.stat().st_ctime_ns)
-    stalls = [event for event, _ in read_events(newest.parent) if isinstance(event.body, Stalled)]
+    stalls = [event for event, _ in EventFile(newest.parent).new_events() if isinstance(event.body, Stalled)]
     assert len(stalls) == told

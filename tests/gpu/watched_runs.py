@@ -8,7 +8,7 @@ from typing import Any
 
 from kernels import Cell, Home, Kernel
 
-from sgpu_magic.pool.run_log import read_events
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.wire.events import Submitted
 from sgpu_magic.wire.rank_events import RankSample
@@ -21,7 +21,7 @@ def newest_view(home: Home, since: set[str]) -> RunView | None:
         return None
     view: RunView | None = None
     with contextlib.suppress(FileNotFoundError):
-        for event, frames in read_events(home.run_dir(new[-1])):
+        for event, frames in EventFile(home.run_dir(new[-1])).new_events():
             if isinstance(event.body, Submitted):
                 view = RunView(event.body.spec)
             assert view is not None

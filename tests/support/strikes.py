@@ -13,7 +13,7 @@ from homes import Home
 from process_table import is_alive
 from waiting import eventually
 
-from sgpu_magic.pool.run_log import read_events
+from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.wire.events import EventBody, RanksStarted
 
 
@@ -52,7 +52,7 @@ def all_gone(pids: Iterable[int], deadline_s: float) -> None:
 def events_of(home: Home, run_id: str) -> list[EventBody]:
     """All that has happened to a run."""
     try:
-        return [event.body for event, _ in read_events(home.run_dir(run_id))]
+        return [event.body for event, _ in EventFile(home.run_dir(run_id)).new_events()]
     except FileNotFoundError:
         return []
 

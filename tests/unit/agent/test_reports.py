@@ -27,7 +27,7 @@ from sgpu_magic.agent.runs import send_files_to_pool
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import EventFile, read_spec
-from sgpu_magic.pool.run_log import RunLog, read_events
+from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import AttemptFailed, EventBody, Noted, RunEnded, Submitted
 from sgpu_magic.wire.failures import Failure
@@ -297,7 +297,7 @@ def log_with(directory: Path, count: int) -> RunLog:
 
 
 def texts(directory: Path) -> list[str]:
-    return [event.body.text for event, _ in read_events(directory) if isinstance(event.body, Noted)]
+    return [event.body.text for event, _ in EventFile(directory).new_events() if isinstance(event.body, Noted)]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3, 20])
@@ -311,7 +311,7 @@ def test_a_log_goes_on_where_a_killed_service_stopped(tmp_path: Path, cut: int):
     append(log, Noted(text="on"), 3.0, log.number + 1)
     log.close()
     assert texts(tmp_path) == [str(number) for number in range(1, kept + 1)] + ["on"]
-    assert [event.seq for event, _ in read_events(tmp_path)] == list(range(1, kept + 3))
+    assert [event.seq for event, _ in EventFile(tmp_path).new_events()] == list(range(1, kept + 3))
     assert read_spec(tmp_path) == SPEC
 
 
@@ -351,7 +351,7 @@ def test_a_log_keeps_what_a_full_disk_does_not_take_and_writes_it_later(tmp_path
         disk.make_room()
         assert log.write()
         assert (log.problem, log.written) == ("", {0: 101})
-        assert [event.seq for event, _ in read_events(log.directory)] == list(range(1, 103))
+        assert [event.seq for event, _ in EventFile(log.directory).new_events()] == list(range(1, 103))
         descriptors = os.listdir("/proc/self/fd")
         assert not any(os.path.realpath(f"/proc/self/fd/{fd}") == str(log.directory / EVENTS) for fd in descriptors)
 

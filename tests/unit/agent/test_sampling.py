@@ -24,7 +24,8 @@ from sgpu_magic.agent.watch.gpus import GpuReading
 from sgpu_magic.agent.watch.run_watch import IdleWatch, waits_in
 from sgpu_magic.agent.watch.sampling import RunSampler, merged
 from sgpu_magic.agent.watch.stacks import NotebookFrames
-from sgpu_magic.pool.run_log import RunLog, read_events
+from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Noted
 from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
@@ -535,7 +536,7 @@ def test_the_log_of_a_day_with_8_ranks_stays_under_10_mb(tmp_path: Path):
     per_event = (tmp_path / "run" / "events.msgpack").stat().st_size / len(run.said)
     events = 600 + (86_400 - 600) / 5
     assert events * per_event < 10e6, per_event
-    kept = [event.body for event, _ in read_events(tmp_path / "run")]
+    kept = [event.body for event, _ in EventFile(tmp_path / "run").new_events()]
     assert kept == run.said
 
 

@@ -17,13 +17,12 @@ from launches import launch
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.clients import ConnectedClient
-from sgpu_magic.pool.event_feed import EventFeed
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.requests import Requests
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling.costs import Tariff
-from sgpu_magic.pool.server import Server
+from sgpu_magic.pool.server import EventFeed, Server
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import AskStacks, Attach, Attached, Notice, Stacks, Submit
 from sgpu_magic.wire.events import Event, Noted
@@ -195,14 +194,14 @@ class Asking:
             refuse=lambda client, request, text, kind="": self.said.append((client, text)),
         )
         engine = SimpleNamespace(take_stacks=lambda number, run_id: self.numbers.append(number))
-        core: Any = SimpleNamespace(settled=True)
-        absent: Any = (None, None)
+        absent: Any = None
         ledger = Ledger(path / "ledger.sqlite3")
         runs = path / "runs"
         runs.mkdir()
         self.book = ActiveRuns(ledger, runs, server.send, reader.offer, Billing(ledger, Tariff()))
         pool: Any = SimpleNamespace(server=server, engine=engine, active=self.book, ledger=ledger)
-        self.requests = Requests(core, pool, Permissions(pool, {}), *absent, {})
+        self.book.settled = True
+        self.requests = Requests(pool, Permissions(pool), absent, absent, absent, absent, absent)
         order = launch()
         submit = Submit(
             request=0,

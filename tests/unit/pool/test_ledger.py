@@ -135,9 +135,9 @@ def test_find_takes_a_prefix(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", "%", "7F3A", "7f3a/..", "123456789", "7f3a\n", "_"])
-def test_find_refuses_what_begins_no_id(ledger: Ledger, bad: str) -> None:
-    with pytest.raises(ValueError, match="1 to 8 hexadecimal digits"):
-        ledger.find(bad)
+def test_what_begins_no_id_finds_nothing(ledger: Ledger, bad: str) -> None:
+    ledger.record(spec("7f3a0000"), RunState.QUEUED)
+    assert ledger.find(bad) == []
 
 
 @pytest.mark.parametrize("bad", ["", "7f3a", "../../etc", "7F3A0000"])
@@ -146,8 +146,7 @@ def test_ids_are_checked(ledger: Ledger, bad: str) -> None:
         ledger.record(spec(bad), RunState.QUEUED)
     with pytest.raises(ValueError, match="not a run id"):
         ledger.update(bad, state=RunState.RUNNING)
-    with pytest.raises(ValueError, match="not a run id"):
-        ledger.summary(bad)
+    assert ledger.summary(bad) is None
 
 
 def test_an_id_can_be_recorded_once(ledger: Ledger) -> None:
