@@ -198,10 +198,6 @@ class ActiveRuns:
             run.let_payload_go()
             self.on_forgotten(run_id)
 
-    def why_not_recorded(self) -> str:
-        """Why a new run can't be recorded, with the remedy; "" when it can."""
-        return why_no_run(self._runs_path)
-
     def accept(self, run: PoolRun) -> str:
         """Write a new run down and tell its client. Once. Returns why it can't be recorded, "" when it is."""
         if run.log is not None:

@@ -109,10 +109,7 @@ class Adoption:
             self._pool.active.tell(run, Noted(text=_TAKEN_OVER), time.time())
         elif run.run_id in self._unfinished:
             # the last word was kept, and the ledger not yet told
-            billed = Metered(gpu_s=ended.gpu_s, cost=ended.cost)
-            self._pool.ledger.update(
-                run.run_id, state=ended.state, ended_at=time.time(), failure=ended.reason, meter=billed
-            )
+            self._record_end(run.run_id, ended, ended.reason)
         self._pool.engine.adopt(run.run_id, log.numbers)
 
     def _judge(self, run_id: str) -> None:
@@ -143,25 +140,24 @@ class Adoption:
     def _close(self, run_id: str, why: str) -> None:
         """Say the last word of a run that is gone; its logs stay."""
         now = time.time()
-        state = RunState.FAILED
+        ended = RunEnded(state=RunState.FAILED, failure=Failure(kind=FailureKind.NODE_LOST, message=why, at=now))
         directory = self._pool.active.directory(run_id)
-        billed: Metered | None = None
         if directory.is_dir():
             log = RunLog(directory, run_id)
             if log.ended is not None:
                 # it had ended, and only the ledger did not hear of it any more
-                state, why = log.ended.state, log.ended.reason
-                billed = Metered(gpu_s=log.ended.gpu_s, cost=log.ended.cost)
+                ended, why = log.ended, log.ended.reason
             else:
-                failure = Failure(kind=FailureKind.NODE_LOST, message=why, at=now)
-                ended = RunEnded(state=RunState.FAILED, failure=failure)
                 row = self._pool.ledger.summary(run_id)
                 if row is not None and row.metered_at is not None:
                     # nobody saw when its ranks died: its meter stops with the last that was heard of it
                     gpu_s, cost = gpu_s_so_far(row, log.at), cost_so_far(row, log.at)
-                    billed = Metered(gpu_s=gpu_s, cost=cost)
                     currency = row.currency if cost is not None else ""
                     ended = msgspec.structs.replace(ended, gpu_s=gpu_s, cost=cost, currency=currency)
                 log.append(ended, now)
             log.close()
-        self._pool.ledger.update(run_id, state=state, ended_at=now, failure=why, meter=billed)
+        self._record_end(run_id, ended, why)
+
+    def _record_end(self, run_id: str, ended: RunEnded, why: str) -> None:
+        meter = Metered(gpu_s=ended.gpu_s, cost=ended.cost)
+        self._pool.ledger.update(run_id, state=ended.state, ended_at=time.time(), failure=why, meter=meter)

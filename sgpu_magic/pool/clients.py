@@ -12,6 +12,7 @@ written into it where it is.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -24,9 +25,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import zmq
+
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.system.secure_sockets import is_public_key
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.events import Event
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _BEGINS = '# Who may use this pool: name = "public key". `sgpu pool authorize` and `revoke` write this file.\n\n'
@@ -261,3 +266,49 @@ class ConnectedClient:
         while len(self.answers) > _MOST_ANSWERS:
             del self.answers[next(iter(self.answers))]
         return True
+
+
+class Router:
+    """ZeroMQ's end of clients' connections. Used from the loop's thread only.
+
+    Args:
+        received_ahead: So many messages of one client wait here, further ones at its end of the line; 0 is any number.
+        sent_ahead: So many messages wait for one client in ZeroMQ.
+        linger_ms: For how long the last words of a pool that stops are sent.
+    """
+
+    def __init__(self, *, received_ahead: int, sent_ahead: int, linger_ms: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._by_identity: dict[bytes, ConnectedClient] = {}
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = linger_ms
+        self._socket.rcvhwm = received_ahead
+        self._socket.sndhwm = sent_ahead
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._drain_scheduled = False
+
+    def offer(self, client: ConnectedClient, event: Event, frames: Sequence[bytes]) -> bool:
+        """Send an event; False when the client's connection takes nothing more for now. One that is gone asks again."""
+        return self._taken(client, [codec.encode(event), *frames])
+
+    def _taken(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
+        """Send, unless the client is gone; False when its connection takes nothing now."""
+        try:
+            self._socket.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+        # it may have swallowed the reader's edge
+        self._drain_soon()
+        return True
+
+    def _drain_soon(self) -> None:
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        raise NotImplementedError

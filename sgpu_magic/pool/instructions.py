@@ -58,7 +58,7 @@ class Instructions:
                 self._launches.order(run, lease)
                 if run.spec.in_session:
                     # its ranks wait for it: everything else can be done while they work
-                    self._launches.launched(run, lease, self._pool.stock.inventory)
+                    self._launches.launched(run, lease)
             case sched.TellQueue(position=position, reason=reason) if self._accept(run):
                 self._pool.active.tell(run, QueueMoved(position=position, reason=reason), time.time())
             case sched.MoveRun(state=state, reason=reason):
@@ -136,24 +136,18 @@ class Launches:
         self._kept_environments = kept_environments
         self._loop = asyncio.get_running_loop()
 
-    def granted(self, run_id: str, lease: Lease, inventory: Inventory | None) -> None:
-        """The engine has its devices, which the scheduler had only proposed; its ranks are being started.
-
-        Args:
-            run_id: An accepted run.
-            lease: Its devices.
-            inventory: They are named as they are here.
-        """
+    def granted(self, run_id: str, lease: Lease) -> None:
+        """The engine has an accepted run's devices, which the scheduler had only proposed; its ranks are being started."""
         run = self._pool.active.get(run_id)
         if run is None or run.placed_at is not None:
             # it is over, or started again on the lease that it has
             return
-        self.launched(run, lease, inventory)
+        self.launched(run, lease)
         if self._pool.scheduler.run(run.run_id) is None or run.lease != lease:
             self._pool.feed(sched.LeaseGranted(run.run_id, lease, time.monotonic()))
         self._begin(run)
 
-    def launched(self, run: PoolRun, lease: Lease, inventory: Inventory | None) -> None:
+    def launched(self, run: PoolRun, lease: Lease) -> None:
         """Write down that its group was ordered."""
         run.placed_at = time.monotonic()
         spec = run.spec
@@ -162,10 +156,9 @@ class Launches:
         if not run.spec.retries:
             # what was only needed to launch, and may be secret or large
             run.frames = ()
-        host = inventory.host if inventory is not None else ""
-        if lease.shares:
-            host = ", ".join(dict.fromkeys(share.host for share in lease.shares))
-        self._pool.active.placed(run, lease, host, _labels(lease, inventory))
+        stock = self._pool.stock
+        host = ", ".join(dict.fromkeys(share.host for share in lease.shares)) or stock.host
+        self._pool.active.placed(run, lease, host, _labels(lease, stock.inventory))
 
     def order(self, run: PoolRun, lease: Lease) -> None:
         """Order its group from the engine, and nothing else: `granted` follows when its devices can be had."""

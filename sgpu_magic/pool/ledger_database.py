@@ -72,12 +72,19 @@ _LOG_BYTES = 1 << 20
 _MOST_ROUNDS = 20
 
 
-class NewerSchema(Exception):
+class _SetAside(Exception):
+    """The file can't be this version's ledger; `suffix` names what it is kept as."""
+
+    def __init__(self, suffix: str, message: str) -> None:
+        super().__init__(message)
+        self.suffix = suffix
+
+
+class NewerSchema(_SetAside):
     """A newer sgpu-magic has made the database, with schema `version`; this one knows the first `known`."""
 
     def __init__(self, version: int, known: int) -> None:
-        super().__init__(f"has schema {version} of a newer sgpu-magic, and this one knows {known}")
-        self.version = version
+        super().__init__(f"schema-{version}", f"has schema {version} of a newer sgpu-magic, and this one knows {known}")
 
 
 def migrate(database: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -> None:
@@ -223,14 +230,6 @@ class LedgerDatabase:
         self.problem = f"the pool's ledger {why}, so it was moved to {target} and a new one begun"
 
 
-class _SetAside(Exception):
-    """The file can't be this version's ledger; `suffix` names what it is kept as."""
-
-    def __init__(self, suffix: str, message: str) -> None:
-        super().__init__(message)
-        self.suffix = suffix
-
-
 def _connect(path: Path) -> sqlite3.Connection:
     existed = path.exists()
     # SQLite gives its -wal and -shm files the database's mode, so only this one has to be made by hand
@@ -251,16 +250,10 @@ def _connect(path: Path) -> sqlite3.Connection:
         if unclean and (found := database.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise _SetAside("damaged", f"is damaged ({found})")
         migrate(database, MIGRATIONS)
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, _SetAside) as error:
         database.close()
-        if _is_damage(error):
+        if isinstance(error, sqlite3.DatabaseError) and _is_damage(error):
             raise _SetAside("damaged", f"is damaged ({error})") from error
-        raise
-    except NewerSchema as error:
-        database.close()
-        raise _SetAside(f"schema-{error.version}", str(error)) from error
-    except _SetAside:
-        database.close()
         raise
     return database
 

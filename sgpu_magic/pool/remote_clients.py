@@ -19,11 +19,10 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient
+from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Router
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Cancel, ClientMessage, Detach, Ping, Pong, RestartRanks, StopPool, Submit
-from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.pool_status import Hello
 from sgpu_magic.wire.record import Record
 
@@ -64,8 +63,8 @@ class Listening:
     timeout_s: float
 
 
-class RemoteClients:
-    """The router. Used from the loop's thread only.
+class RemoteClients(Router):
+    """Their router.
 
     Args:
         listening: Where and for whom.
@@ -77,31 +76,23 @@ class RemoteClients:
     """
 
     def __init__(self, listening: Listening, on_message: Heard, on_gone: Callable[[ConnectedClient], None]) -> None:
+        # with a context of its own: a flood from outside does not slow down the local socket's thread
+        super().__init__(received_ahead=_RECEIVED_AHEAD, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
         self._clients = listening.clients
         self._timeout_s = listening.timeout_s
         self._on_message = on_message
         self._on_gone = on_gone
-        self._loop = asyncio.get_running_loop()
-        self._by_identity: dict[bytes, ConnectedClient] = {}
         # (public key, instance): the same in all its connections
         self._known: dict[tuple[str, str], ConnectedClient] = {}
         # its connection's descriptor in this process, and what tells that from another which got its number
         self._sockets: dict[ConnectedClient, tuple[int, int]] = {}
         self._clients.look()
-        # of its own: a flood from outside does not slow down the local socket's thread
-        self._context = zmq.Context()
         self._admission = Admission(self._context, self._admits)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = _LINGER_MS
-        self._socket.rcvhwm = _RECEIVED_AHEAD
-        self._socket.sndhwm = _SENT_AHEAD
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         secure_server(self._socket, listening.keys)
         self._limit = ConnectionLimit(self._socket)
         self._socket.bind(listening.address)
         self.address = bound_to(self._socket)
         self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._drain_scheduled = False
         self._timer = self._loop.call_later(self._look_s, self._look)
 
     @property
@@ -116,10 +107,6 @@ class RemoteClients:
             client.answers[request] = parts
         if not self._taken(client, parts):
             client.behind = True
-
-    def offer(self, client: ConnectedClient, event: Event, frames: Sequence[bytes]) -> bool:
-        """Send an event; False when the client is too slow for it now. One that is away asks again."""
-        return self._taken(client, [codec.encode(event), *frames])
 
     def drop(self, client: ConnectedClient) -> None:
         """The client said goodbye."""
@@ -157,11 +144,6 @@ class RemoteClients:
             if time.monotonic() > until:
                 break
         self._drain_soon()
-
-    def _drain_soon(self) -> None:
-        if not self._drain_scheduled:
-            self._drain_scheduled = True
-            self._loop.call_soon(self._drain)
 
     def _take(self, identity: bytes, parts: Sequence[zmq.Frame]) -> None:
         key = sender_of(parts[0])
@@ -213,13 +195,6 @@ class RemoteClients:
             self._limit.knows(descriptor)
         return client
 
-    # ------------------------------------------------------------ out
-
-    def _taken(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
-        if taken := sent(self._socket, client, parts):
-            self._drain_soon()
-        return taken
-
     # ------------------------------------------------------------ who goes
 
     @property
@@ -258,18 +233,6 @@ def _say(text: str) -> None:
     # to the operator's terminal, or a file on a disk that may be full
     with contextlib.suppress(OSError):
         sys.stderr.write(f"sgpu: {text}\n")
-
-
-def sent(router: zmq.Socket[bytes], client: ConnectedClient, parts: Sequence[bytes]) -> bool:
-    """Send, unless the client is gone; False when its connection takes nothing now. It may swallow a reader's edge."""
-    try:
-        router.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)
-    except zmq.Again:
-        return False
-    except zmq.ZMQError as error:
-        if error.errno != zmq.EHOSTUNREACH:
-            raise
-    return True
 
 
 class ConnectionLimit:

@@ -149,18 +149,16 @@ class Reports:
                 text = f"{why}; files of the run that were not here yet are lost"
                 self._pool.active.tell(run, Noted(text=text), failure.at)
             of_session = run.spec.session or run.spec.kind is RunKind.SESSION
-            if not (of_session or run.ended or run.failed):
-                failed = self._launches.instead_of(run, RunEnded(state=RunState.FAILED, failure=failure))
-                if failed is not None:
-                    self._pool.active.tell(run, failed, time.time())
+            if not of_session:
+                self._try_again(run, failure)
             if of_session or not run.failed:
                 state = self._lose(run, failure)
                 self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic(), failure.message))
 
-    def nodes_lost(self, why: str, host: str) -> None:
-        """The agent of `host` died and has a successor: its runs end or are started again; those that wait, wait."""
+    def nodes_lost(self, why: str) -> None:
+        """The one agent died and has a successor: its runs end or are started again; those that wait, wait."""
         self._unconfirmed.clear()
-        failure = _node_lost(why, host)
+        failure = _node_lost(why, self._pool.stock.host)
         self._pool.active.memory_lost(why)
         # before a lease is given back: what waits is placed on the new agent at once. Cells before their sessions:
         # of a session that still seems to run the next cell would begin
@@ -170,15 +168,19 @@ class Reports:
             state = self._lose(run, failure)
             self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic(), failure.message))
         for run in had_ranks:
-            if not run.ended and not run.failed:
-                failed = self._launches.instead_of(run, RunEnded(state=RunState.FAILED, failure=failure))
-                if failed is not None:
-                    self._pool.active.tell(run, failed, time.time())
+            self._try_again(run, failure)
             if self._launches.goes_on(run):
                 continue
             self._lose(run, failure)
             self._over(run)
             self._pool.active.forget(run.run_id)
+
+    def _try_again(self, run: PoolRun, failure: Failure) -> None:
+        """Have a run that lost ranks started again where that is due; it is told so."""
+        if not run.ended and not run.failed:
+            failed = self._launches.instead_of(run, RunEnded(state=RunState.FAILED, failure=failure))
+            if failed is not None:
+                self._pool.active.tell(run, failed, time.time())
 
     def _lose(self, run: PoolRun, failure: Failure) -> RunState:
         """Say the last word of a run whose ranks died with their agent, unless it was said. Returns its state."""

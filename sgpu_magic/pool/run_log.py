@@ -117,10 +117,8 @@ class RunLog:
 
     def skip(self, told: RunEvent) -> None:
         """Count an agent's event that nobody needs any more."""
-        event = Event(run_id=self._run_id, seq=self.seq, at=told.at, body=told.body)
-        event = msgspec.structs.replace(event, number=told.number, part=told.part, joined=told.joined)
-        _count_number(self.numbers, event)
-        _count_number(self.written, event)
+        _count_number(self.numbers, told)
+        _count_number(self.written, told)
 
     def write(self) -> bool:
         """Write what is in memory only. Returns whether all of it is on disk now."""
@@ -217,7 +215,7 @@ class RunLog:
             os.ftruncate(file, self._bytes)
 
 
-def _count_number(numbers: dict[int, int], event: Event) -> None:
+def _count_number(numbers: dict[int, int], event: Event | RunEvent) -> None:
     for part, number in ((event.part, event.number), *event.joined):
         if number > numbers.get(part, 0):
             numbers[part] = number

@@ -22,8 +22,8 @@ import msgspec
 import zmq
 
 from sgpu_magic.files.run_directory import EventFile
-from sgpu_magic.pool.clients import ConnectedClient
-from sgpu_magic.pool.remote_clients import Listening, RemoteClients, sent
+from sgpu_magic.pool.clients import ConnectedClient, Router
+from sgpu_magic.pool.remote_clients import Listening, RemoteClients
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import ClientMessage, Notice, Refused
@@ -33,6 +33,7 @@ from sgpu_magic.wire.record import Record
 
 _NO_PIDFD_POLL_S = 1.0
 _SENT_AHEAD = 500
+_LINGER_MS = 500
 _SEND_AGAIN_S = 0.02
 # what a client that lags gets in a turn, then others have one
 _TURN_EVENTS = 256
@@ -42,8 +43,8 @@ Offer = Callable[[ConnectedClient, Event, Sequence[bytes]], bool]
 _Item = tuple[Event, Sequence[bytes]]
 
 
-class Server:
-    """The router. Used from the loop's thread only.
+class Server(Router):
+    """The router for clients of this machine, and what leads to the other one.
 
     Args:
         path: The socket's path.
@@ -59,22 +60,13 @@ class Server:
         on_gone: Callable[[ConnectedClient], None],
         listening: Listening | None = None,
     ) -> None:
+        # what a client that does not read has waiting in ZeroMQ; what is more waits here, or in the runs' logs
+        super().__init__(received_ahead=0, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
         self._on_message = on_message
         self._on_gone = on_gone
-        self._clients: dict[bytes, ConnectedClient] = {}
-        self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        # the last words of a pool that stops
-        self._socket.linger = 500
-        self._socket.rcvhwm = 0
-        # what a client that does not read has waiting in ZeroMQ; what is more waits here, or in the runs' logs
-        self._socket.sndhwm = _SENT_AHEAD
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._path = path
         self.listen_again()
         self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._drain_scheduled = False
         self._remote = None if listening is None else RemoteClients(listening, on_message, on_gone)
 
     def listen_again(self) -> None:
@@ -91,7 +83,7 @@ class Server:
 
     @property
     def clients(self) -> list[ConnectedClient]:
-        return [*self._clients.values(), *(self._remote.clients if self._remote is not None else ())]
+        return [*self._by_identity.values(), *(self._remote.clients if self._remote is not None else ())]
 
     @property
     def address(self) -> str:
@@ -114,17 +106,10 @@ class Server:
         """Send an event; False when the client's connection takes nothing more for now."""
         if not client.same_host:
             return self._remote is None or self._remote.offer(client, event, frames)
-        return not client.unsent and self._taken(client, [codec.encode(event), *frames])
-
-    def _taken(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
-        taken = sent(self._socket, client, parts)
-        if taken and not self._drain_scheduled:
-            self._drain_scheduled = True
-            self._loop.call_soon(self._drain)
-        return taken
+        return not client.unsent and super().offer(client, event, frames)
 
     def _send_again(self, client: ConnectedClient) -> None:
-        while client.unsent and not self._socket.closed and client.identity in self._clients:
+        while client.unsent and not self._socket.closed and client.identity in self._by_identity:
             if not self._taken(client, client.unsent[0]):
                 self._loop.call_later(_SEND_AGAIN_S, self._send_again, client)
                 return
@@ -144,7 +129,7 @@ class Server:
         if self._remote is not None:
             self._remote.close()
         self._loop.remove_reader(self._socket.fileno())
-        for client in list(self._clients.values()):
+        for client in list(self._by_identity.values()):
             self._forget(client)
         self._socket.close()
         self._context.term()
@@ -163,14 +148,14 @@ class Server:
             except msgspec.DecodeError:
                 # not our protocol: whoever it is gets no answer and nothing happens
                 continue
-            client = self._clients.get(identity)
+            client = self._by_identity.get(identity)
             if isinstance(message, Hello):
                 client = self._greet(identity, message)
             if client is not None:
                 self._on_message(client, message, parts[1:])
 
     def _greet(self, identity: bytes, hello: Hello) -> ConnectedClient | None:
-        client = self._clients.get(identity)
+        client = self._by_identity.get(identity)
         if client is not None:
             return client
         client = ConnectedClient(identity, hello.pid, user=hello.user)
@@ -182,11 +167,11 @@ class Server:
             self._loop.add_reader(client.pidfd, self._died, client)
         else:
             self._loop.call_later(_NO_PIDFD_POLL_S, self._poll, client)
-        self._clients[identity] = client
+        self._by_identity[identity] = client
         return client
 
     def _poll(self, client: ConnectedClient) -> None:
-        if client.identity not in self._clients:
+        if client.identity not in self._by_identity:
             return
         try:
             os.kill(client.pid, 0)
@@ -200,7 +185,7 @@ class Server:
         self._on_gone(client)
 
     def _forget(self, client: ConnectedClient) -> None:
-        self._clients.pop(client.identity, None)
+        self._by_identity.pop(client.identity, None)
         if client.pidfd is not None:
             self._loop.remove_reader(client.pidfd)
             os.close(client.pidfd)

@@ -156,9 +156,7 @@ class PoolService:
         """Withdraw, tell the clients of runs that end with the pool, end the ranks."""
         self._idleness.close()
         self._retention.close()
-        for run in self._active.going:
-            if run.log is not None and not run.ended:
-                self._active.end_without_ranks(run, RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL)
+        self._end_all(RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL)
         self._files.close()
         self._server.close()
         self._engine.close()
@@ -229,8 +227,7 @@ class PoolService:
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:
         # on the loop: the engine may say so while it is asked to launch
-        call = functools.partial(self._launches.granted, run_id, lease, self._stock.inventory)
-        self._loop.call_soon(self._guard.for_run, run_id, call)
+        self._loop.call_soon(self._guard.for_run, run_id, functools.partial(self._launches.granted, run_id, lease))
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
         # as above
@@ -244,15 +241,18 @@ class PoolService:
     def nodes_lost(self, why: str) -> None:
         for run in self._active.going:
             self._requests.ranks_gone(run.run_id)
-        self._reports.nodes_lost(why, self._stock.host)
+        self._reports.nodes_lost(why)
 
     def broken(self, why: str) -> None:
         """No agent lives: nothing can run here any more."""
         self.broken_why = why
+        self._end_all(RunState.FAILED, why, FailureKind.NODE_LOST)
+        self.stop()
+
+    def _end_all(self, state: RunState, why: str, kind: FailureKind) -> None:
         for run in self._active.going:
             if run.log is not None and not run.ended:
-                self._active.end_without_ranks(run, RunState.FAILED, why, FailureKind.NODE_LOST)
-        self.stop()
+                self._active.end_without_ranks(run, state, why, kind)
 
     def feed(self, stimulus: sched.Stimulus) -> None:
         try:

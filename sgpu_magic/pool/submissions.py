@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.config import SEVEN_DAYS_S
+from sgpu_magic.files.disk_room import why_no_run
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.file_requests import FileRequests, names_files
 from sgpu_magic.pool.parts import PoolParts
@@ -116,7 +117,7 @@ class Submissions:
         if problem:
             self._pool.server.refuse(client, submit.request, problem)
             return
-        if not again and (problem := self._pool.active.why_not_recorded()):
+        if not again and (problem := why_no_run(self._pool.settings.runs_path)):
             self._pool.server.refuse(client, submit.request, problem, "PoolError")
             return
         if spec.session and not self._has_session(client, submit, frames):

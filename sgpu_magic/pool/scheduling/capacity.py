@@ -22,6 +22,10 @@ Parts = list[tuple[str, int]]
 """A node and how many ranks it gets, for each node of a lease; "" is a pool's one machine."""
 
 
+Refusal = tuple[str, str]
+"""Why a request can't be placed, now or ever: the name of a class in `errors`, and the message."""
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """What one line of the queue is for.

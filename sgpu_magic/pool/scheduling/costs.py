@@ -14,8 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from sgpu_magic.config import Settings
-from sgpu_magic.pool.scheduling.capacity import Want
-from sgpu_magic.pool.scheduling.placement_request import Refusal
+from sgpu_magic.pool.scheduling.capacity import Refusal, Want
 from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, Run, rough, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, Remark
@@ -136,11 +135,10 @@ class CostRules:
         """Why a run can't have the limit that it asks for; None when it can, or asks for none."""
         if spec.max_cost is None or spec.session or self._tariff.of(want.device_type) is not None:
             return None
-        return Refusal(
-            "UsageError",
+        return "UsageError", (
             f"--max-cost {spec.max_cost:g} can't be kept: this pool has no price for {want.device_type} (it has one "
             f"for {self._tariff.priced()}). Leave --max-cost out, or set the price in the settings, such as "
-            f'SGPU_PRICES="{want.device_type}=1.20" for one device and hour, and restart the pool.',
+            f'SGPU_PRICES="{want.device_type}=1.20" for one device and hour, and restart the pool.'
         )
 
     def adopted(self, run: Run) -> None:

@@ -12,8 +12,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 
-from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Want, amount
-from sgpu_magic.pool.scheduling.placement_request import Refusal
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Refusal, Want, amount
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.wire.devices import CPU, Lease
 from sgpu_magic.wire.ids import short
@@ -72,12 +71,11 @@ class FairShare:
             quota = self._limits.quota(user, kind)
             if quota is not None and ranks > quota:
                 remedy = f"Ask for {quota} or fewer with --gpus" if quota else "Ask for another type with --type"
-                text = (
+                return "CapacityError", (
                     f"user {user} may have {_of(quota, kind)} at once in this pool (its setting user_quotas), and the "
                     f"run asks for {ranks}. {remedy}, choose another pool with --pool, or ask whoever runs this one "
                     "for more."
                 )
-                return Refusal("CapacityError", text)
         return None
 
     def over_quota(self, run: Run, want: Want) -> str:

@@ -193,10 +193,6 @@ class Room:
         """`4 A10` or `1 CPU slot`; the run's whole need when `count` is left out."""
         return amount(self._need(want) if count is None else count, want.line)
 
-    def obstacles(self, want: Want) -> str:
-        """What is in the way, for a person: `2 are held by run 7f3a, 1 is in use outside the pool (...)`."""
-        return ", ".join([*self.held_by(want), *self.not_the_pools(want)])
-
     def held_by(self, want: Want, node: str | None = None, *, most: int = 4) -> list[str]:
         """Which runs hold how many, on one node or anywhere: `2 are held by run 7f3a`."""
         held: Counter[str] = Counter()

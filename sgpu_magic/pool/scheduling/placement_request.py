@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from sgpu_magic.pool.scheduling.capacity import (
     CPU_LINE,
@@ -20,16 +19,8 @@ from sgpu_magic.wire.devices import ANY, CPU, Placement
 _GB = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a request can't be placed, now or ever. `error` names the class in `errors`."""
-
-    error: str
-    message: str
-
-
-def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | Refusal:
-    """Return what the request takes here, whether or not it is free now.
+def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | str:
+    """Return what the request takes here, whether or not it is free now; or why it can't be placed, ever.
 
     Args:
         placement: The request.
@@ -38,9 +29,9 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
     """
     ranks, asked = placement.ranks, placement.device_type
     if ranks < 1:
-        return Refusal("UsageError", f"{ranks} ranks were asked for; a run has at least 1. Mend --gpus.")
+        return f"{ranks} ranks were asked for; a run has at least 1. Mend --gpus."
     if problem := _misshapen(placement, stock):
-        return Refusal("UsageError", problem)
+        return problem
     if asked == ANY:
         if placement.min_memory_bytes:
             return _by_need(placement, stock, choose)
@@ -53,7 +44,7 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
             return _want(placement, line)
     if lines:
         # real ones before simulated ones: what is told of is what was wanted
-        return Refusal("UsageError", _too_much(placement, stock, lines[0]) or problem)
+        return _too_much(placement, stock, lines[0]) or problem
     if placement.stand_in and stock.inventory.cpu_slots > 0:
         return _on_cpu(placement, stock, asked, simulated=True)
     return _lacking(placement, stock)
@@ -135,7 +126,7 @@ def _too_small(placement: Placement, stock: Stock, line: Line) -> str:
     )
 
 
-def _resolve_any(placement: Placement, stock: Stock) -> Want | Refusal:
+def _resolve_any(placement: Placement, stock: Stock) -> Want | str:
     counts = stock.counts if not stock.many else {line: stock.limit(line) for line in stock.all_lines()}
     enough = [line for line in counts if not _too_much(placement, stock, line)]
     if enough:
@@ -143,23 +134,21 @@ def _resolve_any(placement: Placement, stock: Stock) -> Want | Refusal:
     if counts:
         largest = max(counts, key=lambda line: counts[line])
         if counts[largest] >= placement.ranks:
-            return Refusal("UsageError", _too_much(placement, stock, largest))
+            return _too_much(placement, stock, largest)
         has = " and ".join(f"{count} {line}" for line, count in counts.items())
-        return Refusal(
-            "UsageError",
+        return (
             f"this pool has {has}, and the run asks for {placement.ranks}. Use --gpus {counts[largest]} or fewer, run "
-            "on CPU with --type cpu, or choose another pool with --pool.",
+            "on CPU with --type cpu, or choose another pool with --pool."
         )
     if stock.limit(CPU_LINE) <= 0:
-        return Refusal(
-            "UsageError",
+        return (
             f"this pool can't place {placement.ranks} ranks. It has: {stock.describe()}. "
-            "Ask for fewer with --gpus or choose another pool with --pool.",
+            "Ask for fewer with --gpus or choose another pool with --pool."
         )
     return _on_cpu(placement, stock, CPU)
 
 
-def _by_need(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | Refusal:
+def _by_need(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | str:
     fitting = [line for line in stock.all_lines() if not _too_much(placement, stock, line)]
     if not fitting:
         has = ", ".join(
@@ -167,11 +156,10 @@ def _by_need(placement: Placement, stock: Stock, choose: Callable[[list[Want]], 
             + " or ".join(f"{size / _GB:.0f} GB" for size in sorted({memory_bytes(one) for one in stock.line(line)}))
             for line in stock.counts
         )
-        return Refusal(
-            "UsageError",
+        return (
             f"this pool can't place {placement.ranks} ranks on devices of one type with "
             f"{placement.min_memory_bytes / _GB:g} GB of memory (--min-memory). It has: {has or stock.describe()}. Ask "
-            "for less memory, fewer with --gpus, or choose another pool with --pool.",
+            "for less memory, fewer with --gpus, or choose another pool with --pool."
         )
     return choose([_want(placement, line) for line in fitting])
 
@@ -189,16 +177,16 @@ def _want(placement: Placement, line: Line, device_type: str = "", *, simulated:
     )
 
 
-def _on_cpu(placement: Placement, stock: Stock, device_type: str, *, simulated: bool = False) -> Want | Refusal:
+def _on_cpu(placement: Placement, stock: Stock, device_type: str, *, simulated: bool = False) -> Want | str:
     if stock.limit(CPU_LINE) <= 0:
         return _lacking(placement, stock)
     # on one machine ranks may share slots, with a note; many nodes have to say where each rank is
     if stock.many and (problem := _too_much(placement, stock, CPU_LINE)):
-        return Refusal("UsageError", problem)
+        return problem
     return _want(placement, CPU_LINE, device_type, simulated=simulated)
 
 
-def _lacking(placement: Placement, stock: Stock) -> Refusal:
+def _lacking(placement: Placement, stock: Stock) -> str:
     asked, inventory = placement.device_type, stock.inventory
     problem = f" Its GPUs could not be read: {inventory.problem.rstrip('.')}." if inventory.problem else ""
     ways = ["leave --type out to use what is there", "choose another pool with --pool"]
@@ -211,7 +199,4 @@ def _lacking(placement: Placement, stock: Stock) -> Refusal:
     ways[-1] = f"or {ways[-1]}"
     ways[0] = ways[0][0].upper() + ways[0][1:]
     set_so = " `%env NAME=VALUE` sets a variable in a notebook." if asked != CPU else ""
-    return Refusal(
-        "UsageError",
-        f"this pool has no {asked}. It has: {stock.describe()}.{problem} {', '.join(ways)}.{set_so}",
-    )
+    return f"this pool has no {asked}. It has: {stock.describe()}.{problem} {', '.join(ways)}.{set_so}"

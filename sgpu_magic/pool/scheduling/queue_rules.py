@@ -16,15 +16,19 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sgpu_magic.pool.scheduling.capacity import Line, Want
+import msgspec
+
+from sgpu_magic.pool.scheduling import session_rules
+from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, Line, Refusal, Want
 from sgpu_magic.pool.scheduling.costs import CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import Room
+from sgpu_magic.pool.scheduling.placement_request import resolve
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
 from sgpu_magic.pool.scheduling.words import Keepers, waited_in_vain
-from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.devices import Inventory, Lease, Placement
 
 Waiting = list[tuple[Run, Want]]
 
@@ -87,6 +91,8 @@ class QueueRules:
         self._pass_over_s = pass_over_s
         self._leases_given = 0
         self.room = None if inventory is None else Room(inventory)
+        # what requests mean in the inventory as it is; of sessions apart
+        self._meant: dict[tuple[Placement, bool], Want | Refusal] = {}
 
     def leased(self, run: Run, had: Lease | None, has: Lease | None) -> None:
         """The run has the one lease no longer, and has the other."""
@@ -105,10 +111,43 @@ class QueueRules:
         if room is not None and not room.refused and inventory == room.stock.inventory:
             return False
         self.room = Room(inventory)
+        self._meant.clear()
         for run in self._table.runs.values():
             if run.held_lease is not None:
                 self._take(self.room, run, run.held_lease)
         return True
+
+    def resolve(self, run: Run) -> Want | Refusal:
+        """Return what a run takes here, or why it can't be placed."""
+        room, placement = self.room, run.spec.placement
+        if room is None:
+            raise RuntimeError("no request means anything before the pool's devices are known")
+        is_session = room.stock.many and session_rules.is_session(run)
+        if is_session and (refusal := session_rules.on_nodes(run.spec)):
+            return "SessionError", refusal
+        key = (placement, is_session)
+        if key in self._meant:
+            return self._meant[key]
+        if is_session:
+            placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
+
+        def choose(wants: list[Want]) -> Want:
+            """Where it waits already; else the cheapest type, and of those that cost the same the one with most free."""
+            before = [want for want in wants if run.want is not None and want.line == run.want.line]
+            return min(
+                before or wants,
+                key=lambda want: (self._tariff.of(want.device_type) or 0.0, want.simulated, -room.free(want)),
+            )
+
+        found = resolve(placement, room.stock, choose)
+        meant: Want | Refusal = ("UsageError", found) if isinstance(found, str) else found
+        if is_session and isinstance(found, str):
+            anywhere = resolve(run.spec.placement, room.stock, choose)
+            if isinstance(anywhere, Want):
+                meant = "SessionError", session_rules.too_large(anywhere, room.stock)
+        if not placement.min_memory_bytes:
+            self._meant[key] = meant
+        return meant
 
     def next_deadline(self) -> float | None:
         """When what becomes free begins to be kept for a run that was passed, None when for none more."""
@@ -143,14 +182,13 @@ class QueueRules:
         of_lines: dict[Line, tuple[str, ...]] = {}
         nodes: dict[str, str] = {}
         for line, waiting in lines.items():
-            heads: dict[str, Run] = {}
+            users: dict[str, Waiting] = {}
             for run, want in waiting:
                 user = run.spec.owner.user
+                users.setdefault(user, []).append((run, want))
                 if (line, user) not in of_users and self._aged(run.passed_at) and room.fits_when_empty(want):
                     of_users[line, user] = run.run_id
-                if run.overtaken_at is not None and user not in heads and not self._fair.over_quota(run, want):
-                    heads[user] = run
-            first = self._long_overtaken(heads.values(), room)
+            first = self._long_overtaken(users.values(), room)
             of_lines[line] = tuple(run.run_id for run, _ in first)
             for run, want in first:
                 node = room.kept_node(want, nodes.values())
@@ -194,9 +232,7 @@ class QueueRules:
 
     def _keepers_first(self, line: _Round) -> bool:
         """Serve the first runs of users that were passed for long. False when all that becomes free is theirs."""
-        heads = [self._head(reversed(runs)) for runs in line.waiting.values()]
-        overtaken = [head for head in heads if head is not None and head.overtaken_at is not None]
-        for run, want in self._long_overtaken(overtaken, line.room):
+        for run, want in self._long_overtaken(map(reversed, line.waiting.values()), line.room):
             if self._costs.over_budget(want):
                 continue
             user = run.spec.owner.user
@@ -210,14 +246,15 @@ class QueueRules:
             line.kept.add(node)
         return True
 
-    def _head(self, runs: Iterable[tuple[Run, Want]]) -> Run | None:
+    def _head(self, runs: Iterable[tuple[Run, Want]]) -> tuple[Run, Want] | None:
         """A user's first run that has to wait for nobody but others."""
-        return next((run for run, want in runs if not self._fair.over_quota(run, want)), None)
+        return next(((run, want) for run, want in runs if not self._fair.over_quota(run, want)), None)
 
-    def _long_overtaken(self, heads: Iterable[Run], room: Room) -> Waiting:
-        aged = [run for run in heads if self._aged(run.overtaken_at)]
-        aged.sort(key=lambda run: (run.overtaken_at or 0.0, run.number))
-        return [(run, run.want) for run in aged if run.want is not None and room.fits_when_empty(run.want)]
+    def _long_overtaken(self, users: Iterable[Iterable[tuple[Run, Want]]], room: Room) -> Waiting:
+        """Of users' runs in order of submission the first ones, where others have got devices before them for long."""
+        heads = [head for runs in users if (head := self._head(runs)) is not None]
+        aged = [(run, want) for run, want in heads if self._aged(run.overtaken_at) and room.fits_when_empty(want)]
+        return sorted(aged, key=lambda head: (head[0].overtaken_at or 0.0, head[0].number))
 
     def _serve(self, line: _Round, user: str) -> bool:
         """Give the user's next run that fits its devices. False when none is left that may have some."""
@@ -266,8 +303,8 @@ class QueueRules:
             newest = max((number for other, number in line.given.items() if other != user), default=0)
             left = [*line.skipped.get(user, ()), *line.waiting[user]]
             head = self._head(sorted(left, key=lambda item: item[0].number))
-            if head is not None and head.overtaken_at is None and head.number < newest:
-                self._table.change(head, overtaken_at=self._table.now)
+            if head is not None and head[0].overtaken_at is None and head[0].number < newest:
+                self._table.change(head[0], overtaken_at=self._table.now)
 
     def _give_up(self) -> list[Instruction]:
         """End, or not even accept, the runs whose time in the queue is over."""

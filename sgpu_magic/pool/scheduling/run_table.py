@@ -245,12 +245,10 @@ class RunTable:
         """The session ends: those of its cells that wait end here, those with processes of their own are stopped."""
         out: list[Instruction] = []
         for cell in self.cells_of(session.run_id):
+            why = session_rules.end_of_cell(cell, session)
             if cell.lease is not None:
-                if cell.spec.fresh:
-                    out += self.stop(cell, RunState.CANCELLED, session_rules.end_of_fresh(session))
-                continue
-            why = session_rules.end_of_cell(session)
-            if cell.accepted and session_rules.ends_as(session) is RunState.CANCELLED:
+                out += self.stop(cell, RunState.CANCELLED, why) if cell.spec.fresh else []
+            elif cell.accepted and session_rules.ends_as(session) is RunState.CANCELLED:
                 out += self.end(cell, RunState.CANCELLED, why, FailureKind.SESSION)
             else:
                 out += self.give_up(cell, f"{why}.", "SessionError", FailureKind.SESSION)

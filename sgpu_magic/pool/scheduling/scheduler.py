@@ -15,13 +15,10 @@ feeds it what happened and does what it says. In the style of distributed's `wor
 
 from __future__ import annotations
 
-import msgspec
-
 from sgpu_magic.pool.scheduling import session_rules
-from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, Want
+from sgpu_magic.pool.scheduling.capacity import Want
 from sgpu_magic.pool.scheduling.costs import Budget, CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import NO_LIMITS, FairShare
-from sgpu_magic.pool.scheduling.placement_request import Refusal, resolve
 from sgpu_magic.pool.scheduling.queue_rules import QueueRules
 from sgpu_magic.pool.scheduling.run import Meter, Run, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
@@ -45,7 +42,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TimePassed,
 )
 from sgpu_magic.pool.scheduling.words import QueueWords, Told
-from sgpu_magic.wire.devices import Inventory, Placement
+from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.user_limits import UserLimits
 
@@ -87,8 +84,6 @@ class Scheduler:
         self._fair = FairShare(limits, fair_half_life_s)
         self._queue = QueueRules(self._table, self._costs, tariff, self._fair, inventory, pass_over_s)
         self._words = QueueWords(self._table, self._queue, self._fair)
-        # what requests mean in the inventory as it is
-        self._meant: dict[tuple[Placement, bool], Want | Refusal] = {}
         self._runs = self._table.runs
 
     @property
@@ -175,8 +170,8 @@ class Scheduler:
             return [RefuseRun(spec.run_id, "UsageError", message)]
         if spec.session:
             refusal = session_rules.refusal(spec, self._runs.get(spec.session))
-            if refusal is not None:
-                return [RefuseRun(spec.run_id, refusal.error, refusal.message)]
+            if refusal:
+                return [RefuseRun(spec.run_id, "SessionError", refusal)]
         self._table.change(run, queued_at=now)
         self._table.add(run)
         return [] if spec.session or self._queue.room is None else self._judge(run)
@@ -208,55 +203,23 @@ class Scheduler:
     def _look_again(self, inventory: Inventory) -> list[Instruction]:
         if not self._queue.seen(inventory):
             return []
-        self._meant.clear()
         return [instruction for run in self._table.waiting() for instruction in self._judge(run)]
 
     def _judge(self, run: Run) -> list[Instruction]:
         """Give a waiting run its place in a line, a new one when the devices changed under it."""
-        want = self._resolve(run)
-        if isinstance(want, Refusal):
-            if run.want is not None:
-                return []  # its devices went away while it waited and may come back; its reason says so
-            return self._table.refuse(run, want.error, want.message)
+        want = self._queue.resolve(run)
+        if not isinstance(want, Want):
+            # devices that went away while it waited may come back; its reason says so
+            return self._table.refuse(run, *want) if run.want is None else []
         if run.want is None:
-            refusal = self._costs.refusal(run.spec, want) or self._fair.refusal(run.spec, want)
-            if refusal is not None:
-                return self._table.refuse(run, refusal.error, refusal.message)
+            if refusal := self._costs.refusal(run.spec, want) or self._fair.refusal(run.spec, want):
+                return self._table.refuse(run, *refusal)
         elif run.want == want:
             return []
         if run.want is not None and run.want.line != want.line:
             self._table.change(run, passed_at=None, overtaken_at=None)
         self._table.change(run, want=want)
         return []
-
-    def _resolve(self, run: Run) -> Want | Refusal:
-        room, placement = self._queue.room, run.spec.placement
-        if room is None:
-            raise RuntimeError("no request means anything before the pool's devices are known")
-        is_session = room.stock.many and session_rules.is_session(run)
-        if is_session and (refusal := session_rules.on_nodes(run.spec)):
-            return refusal
-        key = (placement, is_session)
-        if key in self._meant:
-            return self._meant[key]
-        if is_session:
-            placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
-
-        def choose(wants: list[Want]) -> Want:
-            """Where it waits already; else the cheapest type, and of those that cost the same the one with most free."""
-            before = [want for want in wants if run.want is not None and want.line == run.want.line]
-            return min(
-                before or wants,
-                key=lambda want: (self._tariff.of(want.device_type) or 0.0, want.simulated, -room.free(want)),
-            )
-
-        meant = resolve(placement, room.stock, choose)
-        if is_session and isinstance(meant, Refusal):
-            anywhere = resolve(run.spec.placement, room.stock, choose)
-            meant = meant if isinstance(anywhere, Refusal) else session_rules.too_large(anywhere, room.stock)
-        if not placement.min_memory_bytes:
-            self._meant[key] = meant
-        return meant
 
     def _happened(self, run: Run, stimulus: StimulusOfRun, now: float) -> list[Instruction]:
         match stimulus:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.pool.scheduling.capacity import SPREAD, Stock, Want, amount
-from sgpu_magic.pool.scheduling.placement_request import Refusal
 from sgpu_magic.pool.scheduling.run import Run, span
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.ids import short
@@ -36,62 +35,55 @@ def is_open(session: Run) -> bool:
     return not (session.gone or session.state.is_final or session.state is RunState.CANCELLING)
 
 
-def refusal(spec: RunSpec, session: Run | None) -> Refusal | None:
-    """Why the session will never take this cell; None when it will."""
+def refusal(spec: RunSpec, session: Run | None) -> str:
+    """Why the session will never take this cell; "" when it will."""
     if session is None or not is_session(session):
-        text = f"there is no session {short(spec.session)} in this pool. Begin one with %sgpu_connect."
-        return Refusal("SessionError", text)
+        return f"there is no session {short(spec.session)} in this pool. Begin one with %sgpu_connect."
     name, ranks, asked = named(session.spec), session.spec.placement.ranks, spec.placement.ranks
     if not is_open(session):
         has = "has ended" if session.state.is_final else "is ending"
         why = f": {session.reason}" if session.reason else ""
-        return Refusal("SessionError", f"{name} {has}{why}. Begin another with %sgpu_connect.")
+        return f"{name} {has}{why}. Begin another with %sgpu_connect."
     if spec.fresh:
         if spec.only:
-            text = "--ranks names ranks that stay, and --fresh starts new ones. Leave one of them out."
-            return Refusal("SessionError", text)
+            return "--ranks names ranks that stay, and --fresh starts new ones. Leave one of them out."
         if asked > ranks:
-            text = (
+            return (
                 f"{name} has {ranks} ranks, and the run asks for {asked} new ones on its devices. Use --gpus {ranks} "
                 "or fewer, or end the session with %sgpu_disconnect and connect with more."
             )
-            return Refusal("SessionError", text)
-        return None
+        return ""
     if asked != ranks:
-        text = (
+        return (
             f"{name} has {ranks} ranks, and the run is made for {asked}. Leave --gpus out, name some of them with "
             "--ranks, or start new processes with --fresh."
         )
-        return Refusal("SessionError", text)
     if strange := [rank for rank in spec.only if not 0 <= rank < ranks]:
         has = "rank 0" if ranks == 1 else f"ranks 0 to {ranks - 1}"
-        listed = ", ".join(map(str, strange))
-        return Refusal("SessionError", f"{name} has {has}, and the cell names {listed}. Mend --ranks.")
-    return None
+        return f"{name} has {has}, and the cell names {', '.join(map(str, strange))}. Mend --ranks."
+    return ""
 
 
-def on_nodes(spec: RunSpec) -> Refusal | None:
-    """Why a pool of many nodes does not take the session; None when it does."""
+def on_nodes(spec: RunSpec) -> str:
+    """Why a pool of many nodes does not take the session; "" when it does."""
     if spec.placement.nodes <= 1 and spec.placement.strategy != SPREAD:
-        return None
+        return ""
     asks = f"--nodes {spec.placement.nodes}" if spec.placement.nodes > 1 else "--placement spread"
-    text = (
+    return (
         f"the ranks of {named(spec)} stay on one node, and {asks} asks for more. Leave it out, or run the cell without "
         "a session (%%distributed with the same options)."
     )
-    return Refusal("SessionError", text)
 
 
-def too_large(want: Want, stock: Stock) -> Refusal:
+def too_large(want: Want, stock: Stock) -> str:
     """Why a session that several nodes could hold can't be placed."""
     sizes = stock.sizes(want.line, want.min_memory_bytes)
     node = max(sizes, key=sizes.__getitem__)
-    text = (
+    return (
         f"a session's ranks are all on one node, and no node of this pool has {amount(want.ranks, want.line)}: the "
         f"largest, {stock.host(node)}, has {sizes[node]}. Connect with --gpus {sizes[node]} or fewer, run cells "
         "without a session to take several nodes, or choose another pool with --pool."
     )
-    return Refusal("SessionError", text)
 
 
 def named(spec: RunSpec) -> str:
@@ -164,14 +156,11 @@ def ends_as(session: Run) -> RunState:
     return RunState.CANCELLED if ending is RunState.CANCELLED else RunState.FAILED
 
 
-def end_of_cell(session: Run) -> str:
-    """Why a cell of it ends."""
-    return f"{named(session.spec)} ended before it could begin" + (f": {session.reason}" if session.reason else "")
-
-
-def end_of_fresh(session: Run) -> str:
-    """Why a fresh run on its devices is stopped."""
-    return f"{named(session.spec)}, whose devices it has, ended" + (f": {session.reason}" if session.reason else "")
+def end_of_cell(cell: Run, session: Run) -> str:
+    """Why a cell ends with its session: it has not begun, or has processes of its own on the session's devices."""
+    why = f": {session.reason}" if session.reason else ""
+    ended = " ended before it could begin" if cell.lease is None else ", whose devices it has, ended"
+    return f"{named(session.spec)}{ended}{why}"
 
 
 def on_its_devices(cells: Sequence[Run]) -> bool:

@@ -184,7 +184,8 @@ def waited_in_vain(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
     if room.stock.many:
         why = waits_for(run, want, room, keepers)
     else:
-        why = kept_for(keepers, run, want) if room.missing(want) == 0 else room.obstacles(want)
+        in_the_way = ", ".join([*room.held_by(want), *room.not_the_pools(want)])
+        why = kept_for(keepers, run, want) if room.missing(want) == 0 else in_the_way
     if run.spec.wait_s:
         waited = f"{need} did not become free within {span(run.spec.wait_s)}"
         remedy = "Wait longer with --wait"
