@@ -38,16 +38,15 @@ class Adoption:
 
     Args:
         pool: What all parts work with.
-        timeout_s: Seconds for which a notebook may take to come back to its run.
     """
 
-    def __init__(self, pool: PoolParts, timeout_s: float) -> None:
+    def __init__(self, pool: PoolParts) -> None:
         self._pool = pool
-        self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         # before this service accepts any
         self._unfinished = pool.ledger.unfinished()
-        self._until = self._loop.time() + timeout_s
+        # so long a notebook may take to come back to its run
+        self._until = self._loop.time() + pool.settings.adopt_timeout_s
 
     def take_over(self, held: Sequence[HeldRun]) -> None:
         self._pool.active.settled = True

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.errors import RunUnknown, UsageError
 from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, join_parts, store_name
 from sgpu_magic.files.disk_room import disk_room
 from sgpu_magic.files.file_thread import FileThread
@@ -90,9 +91,7 @@ class FileRequests:
                 owner = self._permissions.user_of(message.run)
                 if owner is None or not client.may_see(owner):
                     # of another user's run nothing is told, not even that there is one
-                    text = f"this pool has no run {message.run[:40]!r} of yours."
-                    self._server.refuse(client, message.request, text, "RunUnknown")
-                    return
+                    raise RunUnknown(f"this pool has no run {message.run[:40]!r} of yours.")
                 directory = self._active.directory(message.run)
                 if isinstance(message, ReadRunFile):
                     self._read(client, message, directory)
@@ -143,8 +142,7 @@ class FileRequests:
     def _ask(self, client: ConnectedClient, message: AskBlobs) -> None:
         store = store_name(client.user)
         if len(message.blobs) > _MOST_ASKED:
-            self._server.refuse(client, message.request, f"more than {_MOST_ASKED:,} blobs were asked for at once.")
-            return
+            raise UsageError(f"more than {_MOST_ASKED:,} blobs were asked for at once.")
 
         def held() -> _Answer:
             sizes = tuple(self._store.held(store, digest, size) for digest, size in message.blobs)
@@ -155,8 +153,7 @@ class FileRequests:
     def _put(self, client: ConnectedClient, message: PutBlob, frames: Sequence[bytes]) -> None:
         store = store_name(client.user)
         if len(frames) != 1 or len(frames[0]) > CHUNK_BYTES or message.size < 0:
-            self._server.refuse(client, message.request, "an upload came in chunks of another size than is agreed.")
-            return
+            raise UsageError("an upload came in chunks of another size than is agreed.")
 
         def put() -> _Answer:
             up_to = self._store.put(store, message.digest, message.size, message.offset, frames[0])
@@ -185,8 +182,7 @@ class FileRequests:
     def _read(self, client: ConnectedClient, message: ReadRunFile, directory: Path) -> None:
         size, offset = min(message.size, CHUNK_BYTES), message.offset
         if size < 0 or not 0 <= offset <= _MOST_OFFSET:
-            self._server.refuse(client, message.request, "a part of a file can't begin or end outside of the file.")
-            return
+            raise UsageError("a part of a file can't begin or end outside of the file.")
 
         def read() -> _Answer:
             descriptor, kept = self._open(directory, message.name)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sgpu_magic.config import Settings
+from sgpu_magic.errors import SgpuError
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.ledger import Ledger
@@ -67,9 +68,15 @@ class Guard:
                 self.end(run, self._words_of(error), gone)
 
     def for_client(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
-        """Make a call for a client's message. A fault costs the answer; a run that was to begin ends."""
+        """Make a call for a client's message.
+
+        An `SgpuError` is the answer: what the client asks for can't be had. A fault costs the answer; a run that was to
+        begin ends.
+        """
         try:
             call()
+        except SgpuError as error:
+            self._server.refuse(client, getattr(message, "request", 0), error.message, type(error).__name__)
         except Exception as error:  # noqa: BLE001
             self.log(f"a message of process {client.pid} was dropped ({type(message).__name__})", error)
             run = self._active.get(message.spec.run_id) if isinstance(message, Submit) else None

@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from sgpu_magic.config import host_name
+from sgpu_magic.errors import PoolError, RunUnknown, SessionError
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.wire.client import (
     AskRank,
-    Attach,
     ClientMessage,
     Describe,
     KeepEnvironment,
@@ -49,7 +49,11 @@ class Permissions:
         self._pool = pool
 
     def permitted(self, client: ConnectedClient, message: ClientMessage) -> ClientMessage | None:
-        """Return the message as it may be acted upon; None when it may not, and the client knows."""
+        """Return the message as it may be acted upon; None when it may not, and nobody waits for an answer.
+
+        Raises:
+            SgpuError: It may not.
+        """
         if client.same_host:
             return message
         match message:
@@ -61,15 +65,12 @@ class Permissions:
                 # its interpreter is on another machine
                 return None
             case StopPool() if not client.admin:
-                text = f"user {client.user} may not stop this pool: ask who runs it, or `sgpu cancel` your runs."
-                self._pool.server.refuse(client, message.request, text, "PoolError")
-                return None
+                raise PoolError(
+                    f"user {client.user} may not stop this pool: ask who runs it, or `sgpu cancel` your runs."
+                )
             case RestartRanks() | AskRank():
-                if self.may_see(client, message.session):
-                    return message
-                text = f"there is no session {short(message.session)} of yours in this pool."
-                self._pool.server.refuse(client, message.request, text, "SessionError")
-                return None
+                self._check_session(client, message.session)
+                return message
             case (
                 Describe(run_id=run)
                 | TrackRun(run_id=run)
@@ -103,42 +104,43 @@ class Permissions:
 
     # ------------------------------------------------------------ which run is meant
 
-    def to_follow(self, client: ConnectedClient, message: Attach) -> str | None:
+    def to_follow(self, client: ConnectedClient, prefix: str) -> str:
         """Return the id of the run that the client wants to follow: one that goes on, or one that is over.
 
         Where it names none: the newest detached one that goes on, else the newest of all.
+
+        Raises:
+            RunUnknown: There is none, or more than one.
         """
-        if not message.run:
+        if not prefix:
             going_on = [run.run_id for run in self._of_prefix("", client.may_see) if run.spec.detach]
             newest = [row.run_id for row in self._pool.ledger.recent(1 if client.same_host else _LOOK_BACK)][::-1]
             newest = [run_id for run_id in newest if self.may_see(client, run_id)]
             chosen = (going_on[-1:] or newest[-1:] or [None])[0]
             if chosen is None:
-                self._pool.server.refuse(client, message.request, "this pool has had no run yet.", "RunUnknown")
+                raise RunUnknown("this pool has had no run yet.")
             return chosen
-        found = {run.run_id for run in self._pool.active.going if run.run_id.startswith(message.run)}
+        found = {run.run_id for run in self._pool.active.going if run.run_id.startswith(prefix)}
         # a run that was lost with the queue of an earlier service is not there until it is submitted again
-        found |= set(self._pool.ledger.find(message.run)) - set(self._pool.active.resubmittable)
+        found |= set(self._pool.ledger.find(prefix)) - set(self._pool.active.resubmittable)
         found = {run_id for run_id in found if self.may_see(client, run_id)}
         if len(found) == 1:
             return found.pop()
-        self._pool.server.refuse(
-            client, message.request, _not_one(message.run, found, "that this pool has"), "RunUnknown"
-        )
-        return None
+        raise RunUnknown(_not_one(prefix, found, "that this pool has"))
 
-    def going(self, client: ConnectedClient, request: int, prefix: str, *, ends: bool = False) -> PoolRun | None:
-        """The one run of that prefix that goes on; None, and the client told why, when there is none.
+    def going(self, client: ConnectedClient, prefix: str, *, ends: bool = False) -> PoolRun:
+        """The one run of that prefix that goes on.
 
         Args:
             ends: It is to be ended, which an admin may do to everybody's.
+
+        Raises:
+            RunUnknown: There is none, or more than one.
         """
         found = self._of_prefix(prefix, client.may_end if ends else client.may_see)
         if len(found) == 1:
             return found[0]
-        ids = [run.run_id for run in found]
-        self._pool.server.refuse(client, request, _not_one(prefix, ids, "that is going on here"), "RunUnknown")
-        return None
+        raise RunUnknown(_not_one(prefix, [run.run_id for run in found], "that is going on here"))
 
     def own_going(self, client: ConnectedClient, prefix: str) -> PoolRun | str:
         """The one run of that prefix that goes on and is this client's user's; else a sentence why there is none."""
@@ -151,12 +153,14 @@ class Permissions:
         going = self._pool.active.going
         return [run for run in going if run.run_id.startswith(prefix) and may(run.spec.owner.user)]
 
-    def _submitted(self, client: ConnectedClient, submit: Submit) -> Submit | None:
+    def _check_session(self, client: ConnectedClient, session: str) -> None:
+        if not self.may_see(client, session):
+            raise SessionError(f"there is no session {short(session)} of yours in this pool.")
+
+    def _submitted(self, client: ConnectedClient, submit: Submit) -> Submit:
         spec = submit.spec
-        if spec.session and not self.may_see(client, spec.session):
-            text = f"there is no session {short(spec.session)} of yours in this pool."
-            self._pool.server.refuse(client, submit.request, text, "SessionError")
-            return None
+        if spec.session:
+            self._check_session(client, spec.session)
         # its process is on another machine, whatever that is called
         host = spec.owner.host if spec.owner.host != host_name() else f"{spec.owner.host} (another machine)"
         owner = msgspec.structs.replace(spec.owner, user=client.user, host=host)

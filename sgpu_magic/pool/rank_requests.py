@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sgpu_magic.errors import SessionError, UsageError
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.scheduling.session_rules import named
+from sgpu_magic.pool.scheduling.session_rules import named, titled
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.system.pending import Pending
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
@@ -49,18 +50,15 @@ class RankRequests:
     def ask_stacks(self, client: ConnectedClient, message: AskStacks, run: PoolRun) -> None:
         """Ask where a run's ranks are."""
         if run.placed_at is None:
-            text = f"run {short(run.run_id)} has no ranks yet: it is {run.state}."
-            self._pool.server.refuse(client, message.request, text)
-        else:
-            self._pool.engine.take_stacks(self._number(client, message, run.run_id), run.run_id)
+            raise UsageError(f"run {short(run.run_id)} has no ranks yet: it is {run.state}.")
+        self._pool.engine.take_stacks(self._number(client, message, run.run_id), run.run_id)
 
     def restart(self, client: ConnectedClient, message: RestartRanks) -> None:
         """Have ranks of a session replaced, unless a cell is in the way."""
         session = self._session(message.session)
         problem = self.no_session(message.session) if session is None else self._why_not_now(session, message.ranks)
         if problem:
-            self._pool.server.refuse(client, message.request, problem, "SessionError")
-            return
+            raise SessionError(problem)
         number = self._number(client, message, message.session)
         reason = f"{_ranks(message.ranks)} of its session {_are(message.ranks)} being restarted"
         self._pool.feed(sched.SessionPaused(message.session, reason, time.monotonic()))
@@ -155,9 +153,8 @@ class RankRequests:
             return f"ranks of {name} are being restarted already."
         for run in self._pool.active.going:
             if run.spec.session == session.run_id and run.spec.in_session and run.placed_at and not run.ended:
-                cell = f"{short(run.run_id)} ({run.spec.name})" if run.spec.name else short(run.run_id)
                 return (
-                    f"run {cell} is running in {name}. Cancel it first: interrupt its cell, or "
+                    f"run {titled(run)} is running in {name}. Cancel it first: interrupt its cell, or "
                     f"`sgpu cancel {short(run.run_id)}`. Then restart the ranks."
                 )
         return ""

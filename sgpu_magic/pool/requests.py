@@ -13,6 +13,7 @@ import msgspec
 
 from sgpu_magic import __version__
 from sgpu_magic.config import pool_settings
+from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.pool.billing import budget_state
 from sgpu_magic.pool.file_requests import FileRequests
@@ -70,6 +71,7 @@ from sgpu_magic.wire.states import OWNER_GONE, RunState
 _STEP_S = 1.0
 # a pool that is asked to stop answers before it does
 _ANSWER_FIRST_S = 0.05
+_OF_RUNS = (Submit, Cancel, RestartRanks, Attach)
 
 
 class Requests:
@@ -109,13 +111,22 @@ class Requests:
         self.submissions = Submissions(pool, self.ranks.no_session, files)
 
     def heard(self, client: ConnectedClient, asked: ClientMessage, frames: Sequence[bytes]) -> None:
+        """Do what a client asks, or see that it is told why not.
+
+        Raises:
+            SgpuError: It can't be done.
+        """
+        if isinstance(asked, _OF_RUNS) and not self._pool.active.settled:
+            # once it is known which runs of an earlier service go on; a cancel never before the run that it means
+            self._when_fresh(client, asked, lambda: self.heard(client, asked, frames))
+            return
         match message := self._permissions.permitted(client, asked):
             case Hello():
                 self._pool.server.send(client, self._welcome(client))
             case Warm():
                 self._pool.engine.warm(message)
             case Submit():
-                self._when_settled(client, message, lambda: self.submissions.submit(client, message, frames))
+                self.submissions.submit(client, message, frames)
             case Describe():
                 run = self._pool.active.speaker(message.run_id)
                 if run is not None:
@@ -125,14 +136,13 @@ class Requests:
             case KeepEnvironment():
                 self._kept_environments.keep(message, client.user)
             case Cancel():
-                # never before the run that it means
-                self._when_settled(client, message, lambda: self._cancel(client, message))
+                self._cancel(client, message)
             case RestartRanks():
-                self._when_settled(client, message, lambda: self.ranks.restart(client, message))
+                self.ranks.restart(client, message)
             case AskRank():
                 self.ranks.ask(client, message)
             case Attach():
-                self._when_settled(client, message, lambda: self._attach(client, message))
+                self._attach(client, message)
             case Unfollow():
                 run = self._pool.active.speaker(message.run_id)
                 if run is not None and client in run.watchers:
@@ -154,8 +164,7 @@ class Requests:
                 if run is None or not run.spec.detach:
                     self._pool.engine.results_received(message.run_id)
             case AskStatus():
-                tell = functools.partial(self._tell_status, client, message)
-                self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, tell))
+                self._when_fresh(client, message, lambda: self._tell_status(client, message))
             case AskBlobs() | PutBlob() | ReadRunFile() | ListRunFiles():
                 self._files.heard(client, message, frames)
             case OpenStream() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
@@ -183,9 +192,9 @@ class Requests:
     # ------------------------------------------------------------ cancel, stop
 
     def _cancel(self, client: ConnectedClient, message: Cancel) -> None:
-        run = self._permissions.going(client, message.request, message.run, ends=True) if message.run else None
-        if run is None:
+        if not message.run:
             return
+        run = self._permissions.going(client, message.run, ends=True)
         kill = message.kill and (run.state is RunState.CANCELLING or run.state.is_final)
         text = f"run {short(run.run_id)} is being {'killed' if kill else 'cancelled'}"
         self._pool.server.send(client, Accepted(request=message.request, run_id=run.run_id, text=text))
@@ -197,25 +206,23 @@ class Requests:
     def _stop_asked(self, client: ConnectedClient, message: StopPool) -> None:
         if self._pool.active.going and not message.force:
             names = ", ".join(short(run.run_id) for run in self._pool.active.going)
-            text = f"the pool has runs going on ({names}). Wait for them, or stop it with --force, which ends them."
-            self._pool.server.refuse(client, message.request, text, "PoolError")
-            return
+            raise PoolError(
+                f"the pool has runs going on ({names}). Wait for them, or stop it with --force, which ends them."
+            )
         self._pool.server.send(client, Accepted(request=message.request, text="the pool stops"))
         asyncio.get_running_loop().call_later(_ANSWER_FIRST_S, self._stop)
 
     # ------------------------------------------------------------ follow, let go, look into
 
     def _attach(self, client: ConnectedClient, message: Attach) -> None:
-        run_id = self._permissions.to_follow(client, message)
-        if run_id is None:
-            return
+        run_id = self._permissions.to_follow(client, message.run)
         run = self._pool.active.speaker(run_id)
         directory = self._pool.active.directory(run_id)
         spec = run.spec if run is not None else read_spec(directory)
         if spec is None:
-            text = f"what run {short(run_id)} printed and returned is no longer kept, only that it was: `sgpu runs`."
-            self._pool.server.refuse(client, message.request, text, "RunUnknown")
-            return
+            raise RunUnknown(
+                f"what run {short(run_id)} printed and returned is no longer kept, only that it was: `sgpu runs`."
+            )
         summary = self._pool.ledger.summary(run_id)
         state = run.state if run is not None else summary.state if summary is not None else RunState.FAILED
         try:
@@ -235,12 +242,9 @@ class Requests:
 
     def _detach(self, client: ConnectedClient, message: Detach) -> None:
         if message.run:
-            run = self._permissions.going(client, message.request, message.run)
-            if run is None:
-                return
+            run = self._permissions.going(client, message.run)
             if why := ends_with_notebook(run.spec):
-                self._pool.server.refuse(client, message.request, why)
-                return
+                raise UsageError(why)
             runs = [run]
         else:
             owned = [run for run in self._pool.active.going if run.owner is client]
@@ -249,9 +253,8 @@ class Requests:
             try:
                 run.hold_payload()
             except OSError as error:
-                text = f"run {short(run.run_id)} can't go on alone: its variables can't be read: {error.strerror}."
-                self._pool.server.refuse(client, message.request, text)
-                return
+                why = f"its variables can't be read: {error.strerror}"
+                raise UsageError(f"run {short(run.run_id)} can't go on alone: {why}.") from error
             if not run.spec.detach:
                 run.detach()
                 self._pool.engine.detach_run(run.run_id)
@@ -264,23 +267,18 @@ class Requests:
 
     def _ask_stacks(self, client: ConnectedClient, message: AskStacks) -> None:
         if message.run:
-            run = self._permissions.going(client, message.request, message.run)
+            run = self._permissions.going(client, message.run)
         else:
             placed = [run for run in self._pool.active.going if run.placed_at is not None]
             run = next((run for run in reversed(placed) if client.may_see(run.spec.owner.user)), None)
             if run is None:
-                self._pool.server.refuse(client, message.request, "no run is going on.", "RunUnknown")
-        if run is not None:
-            self.ranks.ask_stacks(client, message, run)
+                raise RunUnknown("no run is going on.")
+        self.ranks.ask_stacks(client, message, run)
 
     # ------------------------------------------------------------ within
 
-    def _when_settled(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
-        """Once it is known which runs of an earlier service go on."""
-        if self._pool.active.settled:
-            call()
-        else:
-            self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, call))
+    def _when_fresh(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
+        self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, call))
 
     # ------------------------------------------------------------ what the pool is
 

@@ -20,7 +20,6 @@ import enum
 import functools
 import os
 import shutil
-import stat
 import sys
 import threading
 import time
@@ -236,26 +235,20 @@ def measure(directory: Path) -> tuple[int, float]:
 
     Links are not followed, and a file with several names counts once.
     """
-    changed = 0.0
-    total = 0
+    total, changed = 0, 0.0
     seen: set[tuple[int, int]] = set()
-    pending = [os.fspath(directory)]
     with contextlib.suppress(OSError):
         changed = os.lstat(directory).st_mtime
-    while pending:
-        folder = pending.pop()
-        with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            for entry in entries:
-                status = entry.stat(follow_symlinks=False)
+    for folder, folders, files in os.walk(directory):
+        for name in (*folders, *files):
+            with contextlib.suppress(OSError):
+                status = os.lstat(os.path.join(folder, name))
                 if folder == os.fspath(directory):
                     changed = max(changed, status.st_mtime)
-                if stat.S_ISDIR(status.st_mode):
-                    pending.append(entry.path)
-                elif status.st_nlink > 1:
-                    if (status.st_dev, status.st_ino) in seen:
-                        continue
-                    seen.add((status.st_dev, status.st_ino))
-                total += status.st_blocks * _BLOCK_BYTES
+                file = (status.st_dev, status.st_ino)
+                total += 0 if file in seen else status.st_blocks * _BLOCK_BYTES
+                if status.st_nlink > 1:
+                    seen.add(file)
     return total, changed
 
 

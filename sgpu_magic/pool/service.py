@@ -102,7 +102,7 @@ class PoolService:
         self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
         self._launches = Launches(parts, self._kept)
         self._reports = Reports(parts, self._launches)
-        self._adoption = Adoption(parts, settings.adopt_timeout_s)
+        self._adoption = Adoption(parts)
         permissions = Permissions(parts)
         self._files = FileRequests(parts, permissions)
         self._tracker = Tracker(settings, self._active, engine, self._is_live)

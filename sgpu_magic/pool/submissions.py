@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.config import SEVEN_DAYS_S
+from sgpu_magic.errors import PoolError, SessionError, UsageError
 from sgpu_magic.files.disk_room import why_no_run
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.file_requests import FileRequests, names_files
@@ -99,7 +100,11 @@ class Submissions:
         self._loop = asyncio.get_running_loop()
 
     def submit(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
-        """Take a run and bring it before the scheduler, or tell the client why not."""
+        """Take a run and bring it before the scheduler.
+
+        Raises:
+            SgpuError: It is not taken.
+        """
         if client not in self._pool.server.clients:
             # it would leave a run without an owner
             return
@@ -115,11 +120,9 @@ class Submissions:
         else:
             problem = unfit(spec) or unstartable(submit)
         if problem:
-            self._pool.server.refuse(client, submit.request, problem)
-            return
+            raise UsageError(problem)
         if not again and (problem := why_no_run(self._pool.settings.runs_path)):
-            self._pool.server.refuse(client, submit.request, problem, "PoolError")
-            return
+            raise PoolError(problem)
         if spec.session and not self._has_session(client, submit, frames):
             return
         spec = msgspec.structs.replace(spec, submitted_at=time.time() if again is None else again.submitted_at)
@@ -128,10 +131,7 @@ class Submissions:
             try:
                 run.hold_payload()
             except OSError as error:
-                self._pool.server.refuse(
-                    client, submit.request, f"the run's variables can't be read: {error.strerror}."
-                )
-                return
+                raise UsageError(f"the run's variables can't be read: {error.strerror}.") from error
         self._files.hold(run.submit)
         self._pool.active.add(run)
 
@@ -168,10 +168,9 @@ class Submissions:
         session = self._pool.active.get(submit.spec.session)
         if session is not None and session.log is not None:
             return True
-        if session is not None or submit.spec.session in self._pool.active.resubmittable:
-            # it waited in the queue of a service that was killed, and is submitted again as well
-            again = functools.partial(self.submit, client, submit, frames)
-            self._loop.call_later(_LOOK_AGAIN_S, self._pool.guard.for_client, client, submit, again)
-        else:
-            self._pool.server.refuse(client, submit.request, self._no_session(submit.spec.session), "SessionError")
+        if session is None and submit.spec.session not in self._pool.active.resubmittable:
+            raise SessionError(self._no_session(submit.spec.session))
+        # it waited in the queue of a service that was killed, and is submitted again as well
+        again = functools.partial(self.submit, client, submit, frames)
+        self._loop.call_later(_LOOK_AGAIN_S, self._pool.guard.for_client, client, submit, again)
         return False

@@ -185,6 +185,4 @@ def _count(lease: Lease) -> int:
 
 
 def _of(count: int, kind: str) -> str:
-    if kind == CPU:
-        return f"{count} CPU slot{'s' if count != 1 else ''}"
-    return f"{count} {kind.upper()}" if kind else f"{count} device{'s' if count != 1 else ''}"
+    return amount(count, Line(kind)) if kind else f"{count} device{'s' if count != 1 else ''}"

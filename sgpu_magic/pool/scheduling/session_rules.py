@@ -115,13 +115,13 @@ def _busy_with(cell: Run) -> str:
         kills = _RESTART_OR_KILL.format(ranks=",".join(map(str, ranks)), it="it" if one else "them")
         return f"{still} {run}, which was interrupted: {kills}"
     if cell.state is RunState.CANCELLING:
-        return f"run {_titled(cell)} is being stopped in its session"
+        return f"run {titled(cell)} is being stopped in its session"
     if cell.state.is_final:
-        return f"run {_titled(cell)} is ending in its session"
-    return f"run {_titled(cell)} is still running in its session"
+        return f"run {titled(cell)} is ending in its session"
+    return f"run {titled(cell)} is still running in its session"
 
 
-def _titled(run: Run) -> str:
+def titled(run: Run) -> str:
     return f"{short(run.run_id)} ({run.spec.name})" if run.spec.name else short(run.run_id)
 
 
