@@ -137,7 +137,7 @@ class Launches:
         self._loop = asyncio.get_running_loop()
 
     def granted(self, run_id: str, lease: Lease) -> None:
-        """The engine has an accepted run's devices, which the scheduler had only proposed; its ranks are being started."""
+        """The engine has a run's devices, which the scheduler had only proposed; its ranks are being started."""
         run = self._pool.active.get(run_id)
         if run is None or run.placed_at is not None:
             # it is over, or started again on the lease that it has

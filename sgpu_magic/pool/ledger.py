@@ -181,7 +181,7 @@ class Ledger:
         return [row[0] for row in self._database.rows("SELECT run_id FROM runs WHERE session != '' ORDER BY seq")]
 
     def cell_times(self, session: str) -> list[tuple[float, float | None]]:
-        """When each cell of a session began and ended, None for one that goes on; those that never began are left out."""
+        """When each cell of a session began and ended, None for one that goes on; without those that never began."""
         sql = "SELECT started_at, ended_at FROM runs WHERE session = ? AND session != '' AND started_at IS NOT NULL"
         return [(began, ended) for began, ended in self._rows(sql, session)]
 

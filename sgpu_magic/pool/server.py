@@ -3,9 +3,9 @@
 ZeroMQ hides a peer's death, so each client names its process and the service holds a pidfd of it. A served pool has a
 second router, for clients of other machines.
 
-Events of runs are sent at once, or from the run's log to a client that lags behind: one that begins to follow a run that
-has events, or reads more slowly than a run speaks. What it lacks is read in bounded parts, as fast as its connection
-takes them, from where it is.
+Events of runs are sent at once, or from the run's log to a client that lags behind: one that begins to follow a run
+that has events, or reads more slowly than a run speaks. What it lacks is read in bounded parts, as fast as its
+connection takes them, from where it is.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class QueueRules:
             placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
 
         def choose(wants: list[Want]) -> Want:
-            """Where it waits already; else the cheapest type, and of those that cost the same the one with most free."""
+            """Where it waits already; else the cheapest type, of several the one with the most free."""
             before = [want for want in wants if run.want is not None and want.line == run.want.line]
             return min(
                 before or wants,
