@@ -26,11 +26,11 @@ from sgpu_magic.packages.node.store import (
     BuildOrder,
     BuildReady,
     BuildRefused,
-    decode_news,
-    encode,
     Built,
     HeldLock,
     Store,
+    decode_news,
+    encode,
     needs_build,
 )
 from sgpu_magic.system.child_process import private
@@ -68,7 +68,7 @@ class _Builder:
         try:
             with theirs, open(log, "ab", opener=private) as errors:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "sgpu_magic.packages.node.build", str(os.getpid())],
+                    [sys.executable, "-m", "sgpu_magic.packages.node", str(os.getpid())],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=errors,

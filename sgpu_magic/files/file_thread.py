@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class FileThread:
-    """Started when it is first needed. Used from the loop's thread only.
+    """Used from the loop's thread only. It is there from the start: how many threads a service has stays the same.
 
     Args:
         name: The thread's.
@@ -23,6 +23,7 @@ class FileThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._executor.submit(bool)
 
     def do(self, call: Callable[[], T], done: Callable[[T], None], failed: Callable[[OSError], None]) -> None:
         """Make a call there, and one of the other two in the loop when it is over.

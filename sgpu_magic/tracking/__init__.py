@@ -8,8 +8,8 @@ artifacts        the files of a run's directory that are kept with it
 client           a store as the writer uses it
 store            the default store
 progress         `tracking.json`: how far a run's events are written
-in_rank          a tracked cell in one of its ranks: its place in MLflow, what is changed of MLflow there, and when
-in_rank_reports  what its code tells MLflow on its way to the agent
+in_rank          a tracked cell in one of its ranks begins and ends; MLflow is changed there when it is imported
+in_rank_cell     the cell: its place in MLflow, and what its code tells MLflow on its way to the agent
 in_rank_fluent   `mlflow.start_run` and its like there
 in_rank_store    the store behind them
 """

@@ -32,7 +32,7 @@ from mlflow.utils import autologging_utils
 from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME, MLFLOW_RUN_NOTE
 
 from sgpu_magic.tracking import in_rank_store
-from sgpu_magic.tracking.in_rank import CellHere, current
+from sgpu_magic.tracking.in_rank_cell import CellHere, current
 
 _NO_MODEL = (
     "models are logged and registered by the first rank, for the run: what the other ranks call for that does nothing "

@@ -28,7 +28,7 @@ from mlflow.utils.validation import (
     _validate_tag,  # pyright: ignore[reportPrivateUsage]
 )
 
-from sgpu_magic.tracking.in_rank import CellHere, current
+from sgpu_magic.tracking.in_rank_cell import CellHere, current
 from sgpu_magic.tracking.progress import without_user
 from sgpu_magic.wire.tracking import MetricPoint, absolute_uri
 

@@ -424,7 +424,7 @@ with mlflow.start_run(run_name="x") as run:
 @pytest.mark.slow
 def test_an_answer_that_does_not_come_is_given_up(new_ranks: Tracked):
     # the patience is 20 s: the test has less
-    shorter = "from sgpu_magic.tracking import in_rank\nin_rank._PATIENCE_S = 0.5\n"
+    shorter = "from sgpu_magic.tracking import in_rank_cell\nin_rank_cell._PATIENCE_S = 0.5\n"
     first, second = new_ranks.run(f"{shorter}import mlflow\nmlflow.active_run().info.run_id", answers=False)
     assert first != second
     assert "has not told" in new_ranks.remarks(0)[0]
