@@ -156,7 +156,6 @@ class Environments:
     def __init__(self, settings: Settings, used_keys: Callable[[], Iterable[str]]) -> None:
         self._settings = settings
         self._used_keys = used_keys
-        self._loop = asyncio.get_running_loop()
         self._store = Store(settings.environments_path)
         self._host = host_name()
         self._wanted: dict[str, _Wanted] = {}
@@ -251,15 +250,14 @@ class Environments:
 
     async def _build(self, name: str, wanted: _Wanted) -> None:
         """Have it built by a process, or by the next one when that is killed."""
-        settings = self._settings
-        log = Path(settings.state_path, "logs", "environment-builds.log")
+        log = Path(self._settings.state_path, "logs", "environment-builds.log")
         order = BuildOrder(
             environment=wanted.environment,
             root=str(self._store.root),
             name=name,
-            limit_bytes=settings.environment_limit,
-            budget_bytes=settings.environments_bytes,
-            index_url=settings.index_url,
+            limit_bytes=self._settings.environment_limit,
+            budget_bytes=self._settings.environments_bytes,
+            index_url=self._settings.index_url,
         )
         for _ in range(_ATTEMPTS):
             if self._is_done(name, wanted):
@@ -328,7 +326,7 @@ class Environments:
         """Tell the waiters, at most twice a second."""
         if wanted.telling is None:
             delay = max(0.0, wanted.told_at + _TELL_S - time.monotonic())
-            wanted.telling = self._loop.call_later(delay, self._tell, name, wanted)
+            wanted.telling = asyncio.get_running_loop().call_later(delay, self._tell, name, wanted)
 
     def _tell(self, name: str, wanted: _Wanted) -> None:
         wanted.telling = None

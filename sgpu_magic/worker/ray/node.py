@@ -139,8 +139,7 @@ class NodeProcess:
         """Return the program's next word. To be called when there is something to read."""
         line = self._lines.readline()
         if not line:
-            status = self._process.wait()
-            return NodeTroubled(text=f"the program that holds Ray's processes ended with status {status}")
+            return NodeTroubled(text=f"the program that holds Ray ended with status {self._process.wait()}")
         return _words.decode(line)
 
     def watch(self, troubled: Callable[[NodeTroubled], None]) -> None:
@@ -168,8 +167,7 @@ def _why_not(word: NodeTroubled) -> str:
             f"the ranks' Python ({sys.executable}) has no Ray: {word.text}. Install it in the notebook with "
             '%pip install "ray[default]" and run the cell again, or name an environment that has it with --env-version.'
         )
-    log = f"\n{word.log}" if word.log else ""
-    return f"Ray does not start in the ranks' Python ({sys.executable}): {word.text}.{log}"
+    return f"Ray does not start in the ranks' Python ({sys.executable}): {word.text}.\n{word.log}".rstrip()
 
 
 # ---------------------------------------------------------------- the program
@@ -265,9 +263,8 @@ def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
     if order.simulated:
         wanted["resources"] = {_SIMULATED: order.gpus}
         wanted["env_vars"] = _no_gpus()
-    if head:
-        wanted["gcs_address"] = head
-    else:
+    is_head = not head
+    if is_head:
         port = _free_port(order.address)
         head = f"[{order.address}]:{port}" if ":" in order.address else f"{order.address}:{port}"
         wanted |= {
@@ -276,12 +273,13 @@ def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
             "dashboard_host": "127.0.0.1",
             "dashboard_port": _free_port("127.0.0.1"),
         }
+    else:
+        wanted["gcs_address"] = head
     # what tasks ask Ray about is asked here, and not of another cluster on this machine
     os.environ["RAY_ADDRESS"] = head
     # a version that does not know one has no such port or process
     known = inspect.signature(RayParams.__init__).parameters
     params = RayParams(**{name: value for name, value in wanted.items() if name in known})
-    is_head = "gcs_address" not in wanted
     node = Node(params, head=is_head, shutdown_at_exit=False, spawn_reaper=False)
     return node, NodeStarted(
         address=node.gcs_address,
@@ -327,29 +325,24 @@ def _watch(node: Any, session_directory: str, link: socket.socket) -> None:
                 continue
             status = process.returncode
             ended = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-            text = f"Ray's {kind} ({process.pid}) {ended}"
-            log = _tail_of(Path(session_directory) / "logs", kind)
+            text, log = f"Ray's {kind} ({process.pid}) {ended}", _tail_of(Path(session_directory) / "logs", kind)
             _say(link, NodeTroubled(text=text, log=log))
             # the driver may go down with it before it can tell
-            sys.stderr.write(f"sgpu: {text}.{chr(10) + log if log else ''}\n")
-            sys.stderr.flush()
+            print(f"sgpu: {text}.\n{log}".rstrip(), file=sys.stderr, flush=True)  # noqa: T201
             return
 
 
 def _tails(directory: str) -> str:
     """What the logs of Ray's processes that did not start end with."""
     logs = Path(directory) / _TEMP / "session_latest" / "logs"
-    found = [(kind, _tail_of(logs, kind)) for kind in _VITAL]
-    return "\n".join(f"{kind}: {text}" for kind, text in found if text)
+    return "\n".join(f"{kind}: {text}" for kind in _VITAL if (text := _tail_of(logs, kind)))
 
 
 def _tail_of(logs: Path, kind: str) -> str:
     """The last lines that tell of errors; without such the last ones, but for the frames of a stack."""
-    lines: list[str] = []
-    for suffix in ("out", "err", "log"):
-        with contextlib.suppress(OSError):
-            lines += (logs / f"{kind}.{suffix}").read_text(errors="replace").splitlines()
-    lines = [line for line in lines if line.strip() and not _FRAME.search(line)]
+    files = (logs / f"{kind}.{suffix}" for suffix in ("out", "err", "log"))
+    text = "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
+    lines = [line for line in text.splitlines() if line.strip() and not _FRAME.search(line)]
     return "\n".join(([line for line in lines if _BAD.search(line)] or lines)[-_TAIL_LINES:])
 
 
