@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -40,6 +41,25 @@ def _variables_of(path: Path) -> str:
             case _:
                 pass
     return ""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    modules = _modules_of.setdefault(getattr(report, "worker_id", ""), {})
+    module = report.nodeid.partition("::")[0]
+    modules[module] = modules.get(module, False) or report.failed
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how the order can be had again: modules share homes and kernels."""
+    for modules in _modules_of.values():
+        for failed in [module for module, has_failed in modules.items() if has_failed]:
+            before = itertools.takewhile(lambda module, failed=failed: module != failed, modules)
+            terminalreporter.write_line(f"before {failed} in its process: {' '.join(before) or 'nothing'}")
+    terminalreporter.write_line(f"the order of the tests: --randomly-seed={config.getoption('randomly_seed', 'none')}")
+
+
+# of each test process, in order: whether one of its tests has failed
+_modules_of: dict[str, dict[str, bool]] = {}
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -12,6 +12,7 @@ from sgpu_magic.views.live.feed import Answers, Feed
 from sgpu_magic.views.live.log_reader import LogReader, line_text
 from sgpu_magic.views.live.messages import AskLines, LineRow, LinesAnswer, NewLines
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec, Shipped
 from sgpu_magic.wire.states import RunState
@@ -92,7 +93,7 @@ class LiveRun:
         start = self._sizes[rank]
         self._sizes[rank] += len(data)
         return self.tell(
-            ev.OutputWritten(
+            rank_events.OutputWritten(
                 rank=rank,
                 stream=stream,
                 text=self._decoders[rank].decode(data[skip:]),

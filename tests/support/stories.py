@@ -14,6 +14,7 @@ from sgpu_magic.views.output import segments
 from sgpu_magic.views.output_buffer import DisplayItem, LineItem, display_text
 from sgpu_magic.views.text import render_segment_text
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.devices import Lease, NodeShare, Placement
 from sgpu_magic.wire.failures import Collective, Failure, RankMemory, RankStack, StackFrame, TensorUse
@@ -100,7 +101,7 @@ class Run:
 
     def say(self, rank: int, text: str, stream: str = "stdout", skipped: int = 0) -> Run:
         return self.tell(
-            ev.OutputWritten(
+            rank_events.OutputWritten(
                 rank=rank,
                 stream=stream,
                 text=text,
@@ -114,7 +115,9 @@ class Run:
     def show(self, rank: int, display_id: str = "", update: bool = False, **bundle: str) -> Run:
         data = {key.replace("_", "/"): value for key, value in bundle.items()}
         return self.tell(
-            ev.DisplayPublished(rank=rank, bundle=json.dumps(data).encode(), display_id=display_id, update=update)
+            rank_events.DisplayPublished(
+                rank=rank, bundle=json.dumps(data).encode(), display_id=display_id, update=update
+            )
         )
 
     def sample(self, seconds: int, *, idle_ranks: tuple[int, ...] = (), kind: str = "gpu", at: float = 100.0) -> Run:
@@ -140,7 +143,7 @@ class Run:
                 else RankSample(rank=rank, kind=kind, cpu_cores=1.2 + wave / 10, rss_bytes=400_000_000 + rank)
                 for rank in self.view.rank_numbers
             ]
-            self.tell(ev.Sampled(seconds=1.0, samples=tuple(samples)), at=at + second + 1)
+            self.tell(rank_events.Sampled(seconds=1.0, samples=tuple(samples)), at=at + second + 1)
         return self
 
     def end(
@@ -288,7 +291,7 @@ STUCK = (waiting(0), loading(1), waiting(2), waiting(3))
 
 
 def stalled() -> Run:
-    return Run(cell=CELL).start().say(0, "epoch 1\n").tell(ev.Stalled(seconds=30.0, stacks=STUCK))
+    return Run(cell=CELL).start().say(0, "epoch 1\n").tell(rank_events.Stalled(seconds=30.0, stacks=STUCK))
 
 
 def timed_out_in_a_collective() -> Run:
@@ -423,7 +426,7 @@ def session_with_a_dead_rank() -> Run:
     run = session().start("a10", labels=LABELS).sample(60)
     killed = Failure(kind=FailureKind.WORKER_DIED, message="was killed by SIGKILL", rank=2, exit_status=-9)
     run.tell(ev.SessionMoved(cells=14, running=("train",)), at=150.0)
-    run.tell(ev.RankFailed(failure=killed), ev.SessionMoved(cells=14, dead=(2,)), at=160.0)
+    run.tell(rank_events.RankFailed(failure=killed), ev.SessionMoved(cells=14, dead=(2,)), at=160.0)
     return run.say(1, "a thread says this between two cells\n")
 
 

@@ -22,7 +22,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress
-from sgpu_magic.wire import codec
+from sgpu_magic.wire import codec, rank_events
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.ids import new_id
@@ -160,7 +160,7 @@ class ToldRun:
         """A rank logs values at the steps from `step` on."""
         at_ms = int(time.time() * 1000)
         points = tuple(MetricPoint(key, value, at_ms, step + number) for number, value in enumerate(values))
-        self.tell(ev.MetricsLogged(rank=rank, metrics=points))
+        self.tell(rank_events.MetricsLogged(rank=rank, metrics=points))
 
     def end(self, state: RunState = RunState.SUCCEEDED, **fields: Any) -> None:
         self.tell(ev.RunEnded(state=state, **fields))

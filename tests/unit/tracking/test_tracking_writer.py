@@ -32,6 +32,7 @@ from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.tracking.runs import Batch, RunFold, SystemMetrics, key
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.rank_events import RankSample
@@ -95,7 +96,7 @@ def gpu(rank: int, **fields: float | str | None) -> RankSample:
 def test_devices_are_numbered_by_the_runs_own_order_and_keys_are_mlflows():
     system = SystemMetrics(cores=8)
     system.placed(("GPU-b", "GPU-a"))
-    first = ev.Sampled(
+    first = rank_events.Sampled(
         seconds=1.0,
         samples=(
             gpu(
@@ -126,7 +127,8 @@ def test_after_a_minute_ten_seconds_are_one_point():
         point
         for second in range(120)
         for point in system.take(
-            ev.Sampled(seconds=1.0, samples=(RankSample(rank=0, kind="cpu", cpu_cores=float(second)),)), 100.0 + second
+            rank_events.Sampled(seconds=1.0, samples=(RankSample(rank=0, kind="cpu", cpu_cores=float(second)),)),
+            100.0 + second,
         )
         if point.key == "system/node0/rank_0_cpu_utilization_percentage"
     ]
@@ -138,7 +140,11 @@ def test_what_is_written_already_is_not_written_again_and_the_rest_stays_the_sam
     def told(fold: RunFold) -> Batch:
         for second in range(5):
             sample = RankSample(rank=0, kind="cpu", cpu_cores=float(second))
-            fold.apply(ev.Event(run_id="a", seq=second + 1, at=second, body=ev.Sampled(seconds=1.0, samples=(sample,))))
+            fold.apply(
+                ev.Event(
+                    run_id="a", seq=second + 1, at=second, body=rank_events.Sampled(seconds=1.0, samples=(sample,))
+                )
+            )
         return fold.take()
 
     whole, rest = told(RunFold("local", 4)), told(RunFold("local", 4, written=3))
@@ -149,7 +155,9 @@ def test_what_is_written_already_is_not_written_again_and_the_rest_stays_the_sam
 def test_the_first_value_of_a_parameter_counts_and_others_are_tags():
     fold = RunFold("local", 4)
     for rank, value in ((0, "0.1"), (1, "0.1"), (2, "0.2")):
-        fold.apply(ev.Event(run_id="a", seq=rank + 1, at=0, body=ev.MetricsLogged(rank=rank, params=(("lr", value),))))
+        fold.apply(
+            ev.Event(run_id="a", seq=rank + 1, at=0, body=rank_events.MetricsLogged(rank=rank, params=(("lr", value),)))
+        )
     batch = fold.take()
     assert batch.params == {"lr": "0.1"}
     assert batch.tags == {"sgpu.logged": "true", "sgpu.param.lr": "0.2"}
@@ -264,7 +272,7 @@ def test_a_run_is_all_there(settings: Settings, writer: WriterProcess, store: Ru
     writer.until(lambda: writer.started(run), "its place")
     run.tell(ev.Described(tags=(("mlflow.source.git.commit", "abc"), ("git.dirty", "true"))))
     run.metric(1, "loss", 0.5, 0.25)
-    run.tell(ev.Sampled(seconds=1.0, samples=(gpu(0, uuid="GPU-a", utilization_pct=50.0, power_w=99.0),)))
+    run.tell(rank_events.Sampled(seconds=1.0, samples=(gpu(0, uuid="GPU-a", utilization_pct=50.0, power_w=99.0),)))
     run.end(gpu_s=12.5, cost=0.25, currency="USD", running_s=6.0)
     writer.until_done(run)
 
@@ -349,8 +357,8 @@ def test_what_mlflow_refuses_costs_nothing_else(settings: Settings, writer: Writ
     run.start()
     bad = MetricPoint("broken", 1.0, -5, 0)
     good = tuple(MetricPoint("loss", float(step), 1000 + step, step) for step in range(20))
-    run.tell(ev.MetricsLogged(rank=0, metrics=(*good, bad), params=(("x" * 400, "y" * 9000),)))
-    run.tell(ev.MetricsLogged(rank=0, tags=(("mlflow.runName", "renamed"), ("note", "z" * 9000))))
+    run.tell(rank_events.MetricsLogged(rank=0, metrics=(*good, bad), params=(("x" * 400, "y" * 9000),)))
+    run.tell(rank_events.MetricsLogged(rank=0, tags=(("mlflow.runName", "renamed"), ("note", "z" * 9000))))
     run.end()
     writer.track(run)
     writer.until_done(run)

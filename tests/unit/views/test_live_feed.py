@@ -33,6 +33,7 @@ from sgpu_magic.views.live.messages import (
 )
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.rank_events import RankSample
 from sgpu_magic.wire.states import FailureKind, RunState
@@ -94,7 +95,7 @@ def test_a_flood_of_400_000_lines_is_at_most_ten_small_messages_a_second(ranks: 
                 clock.tick()
                 clock.now += 0.04 / max(ranks // 8, 1)
         samples = tuple(RankSample(rank=rank, kind="cpu", cpu_cores=1.0, rss_bytes=10**9) for rank in range(ranks))
-        run.tell(ev.Sampled(seconds=0.04, samples=samples))
+        run.tell(rank_events.Sampled(seconds=0.04, samples=samples))
     clock.pass_s(1.5)
     clock.check_budget()
     for message in clock.lines:
@@ -114,7 +115,7 @@ def test_a_flood_that_nobody_is_told_of_costs_no_memory(tmp_path: Path) -> None:
     tracemalloc.start()
     for step in range(1_000):
         text = "".join(f"{step:06d} of {at}\n" for at in range(500))
-        body = ev.OutputWritten(rank=step % 4, stream="stdout", text=text, start=0, end=len(text))
+        body = rank_events.OutputWritten(rank=step % 4, stream="stdout", text=text, start=0, end=len(text))
         run.view.log.write(body)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -128,7 +129,7 @@ def test_what_is_skipped_in_too_many_places_is_not_told_at_all(tmp_path: Path) -
     run = LiveRun(tmp_path).start().write(0, b"first\n")
     assert run.feed.told(0.0)
     for step in range(40_000):
-        body = ev.OutputWritten(rank=step % 4, stream="stdout", text="x\n", start=0, end=2)
+        body = rank_events.OutputWritten(rank=step % 4, stream="stdout", text="x\n", start=0, end=2)
         run.view.log.write(body)
     (message,) = run.feed.told(1.0)
     assert isinstance(message, NewLines)
@@ -185,7 +186,7 @@ def test_ranks_that_fail_one_after_the_other_keep_within_the_budget(tmp_path: Pa
     clock = Clock(run)
     for rank in range(64):
         failure = Failure(kind=FailureKind.USER_CODE, message="no", rank=rank, type_name="builtins.ValueError")
-        run.write(rank, b"failing\n").tell(ev.RankFailed(failure=failure))
+        run.write(rank, b"failing\n").tell(rank_events.RankFailed(failure=failure))
         clock.pass_s(0.02)
     clock.pass_s(2.0)
     clock.check_budget()

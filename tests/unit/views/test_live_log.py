@@ -22,6 +22,7 @@ from sgpu_magic.views.live.log_index import LogOrder
 from sgpu_magic.views.live.log_reader import MAX_JSON_BYTES, MAX_RAW_CHARS, LogReader, line_text
 from sgpu_magic.views.live.messages import AskFind, AskLines, AskLog, FindAnswer, LinesAnswer, LogAnswer, json_bytes
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire import rank_events
 
 PARTS = st.sampled_from(
     [b"\n", b"\n", b"\r", b"\r\n", b"a", b"loss 0.3", b"\x1b[31m", b"\x1b[0m", b"\x1b[2K", "é中🎉".encode(), b"\b",
@@ -106,7 +107,7 @@ def test_the_whole_log_comes_in_pieces(writes: list[tuple[int, bytes, int, bool]
 
 def test_an_agents_own_batches_give_the_log_back(tmp_path: Path) -> None:
     """What the real reader of a rank's pipes sends, tails of floods and marked stderr among it, counts as its log."""
-    bodies: list[ev.OutputWritten] = []
+    bodies: list[rank_events.OutputWritten] = []
 
     async def write() -> None:
         output = RankOutput(0, 4_000, bodies.append, lambda _rank, _why: None)
@@ -205,7 +206,7 @@ def test_a_line_that_grows_in_many_batches_costs_no_memory(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_the_order_of_a_million_alternating_lines_is_small() -> None:
     order = LogOrder(4)
-    bodies = [ev.OutputWritten(rank=rank, stream="stdout", text="x\n", start=0, end=2) for rank in range(4)]
+    bodies = [rank_events.OutputWritten(rank=rank, stream="stdout", text="x\n", start=0, end=2) for rank in range(4)]
     tracemalloc.start()
     for _ in range(250_000):
         for body in bodies:

@@ -19,6 +19,7 @@ from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.failures import Collective, Failure, RankMemory, RankStack, StackFrame, TensorUse
@@ -98,20 +99,20 @@ def running(directory: Path) -> LiveRun:
         bar = f"\repoch 7/10:  {percent}%|██████▏   | {percent}/100 [00:02<00:01, 25.1it/s]"
         run.write(rank, bar.encode(), stream="stderr")
     for at in range(3):
-        run.tell(ev.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in range(4))), at=1011.0 + at)
-    run.tell(ev.DeviceIdle(rank=3, seconds=60.0, waits_in="the DataLoader"))
+        run.tell(rank_events.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in range(4))), at=1011.0 + at)
+    run.tell(rank_events.DeviceIdle(rank=3, seconds=60.0, waits_in="the DataLoader"))
     return run.tell(ev.Noted(text="variable `rank` of the notebook hides sgpu_magic's"), at=1030.0)
 
 
 def stalled(directory: Path) -> LiveRun:
     stacks = (waiting(0), loading(1), waiting(2), waiting(3))
-    return LiveRun(directory).start("cpu").tell(ev.Stalled(seconds=30.0, stacks=stacks), at=1042.0)
+    return LiveRun(directory).start("cpu").tell(rank_events.Stalled(seconds=30.0, stacks=stacks), at=1042.0)
 
 
 def stopping(directory: Path) -> LiveRun:
     run = LiveRun(directory).start(labels=LABELS).write(0, b"step 118\n")
     for failure in (*released(0), VALUE_ERROR):
-        run.tell(ev.RankFailed(failure=failure))
+        run.tell(rank_events.RankFailed(failure=failure))
     return run
 
 
@@ -140,7 +141,7 @@ def succeeded(directory: Path) -> LiveRun:
         RankResult(rank=1, value_problem="it holds a lock"),
     )
     run = LiveRun(directory, ranks=2, outputs=(OutputName("history"),)).start().write(0, b"epoch 10  loss 0.06\n")
-    run.tell(ev.Sampled(seconds=1.0, samples=(gpu(0, 91.0), gpu(1, 91.0))), at=1001.0)
+    run.tell(rank_events.Sampled(seconds=1.0, samples=(gpu(0, 91.0), gpu(1, 91.0))), at=1001.0)
     return run.end(RunState.SUCCEEDED, results=results, queued_s=31.0)
 
 
@@ -160,12 +161,12 @@ def left_alone(directory: Path) -> LiveRun:
 def in_session(directory: Path) -> LiveRun:
     run = LiveRun(directory, session="5e551234", session_name="work", only=(0, 2, 3), shipped=Shipped())
     run.start(labels=LABELS).write(3, b"step 1\n")
-    return run.tell(ev.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in (0, 2, 3))), at=1001.0)
+    return run.tell(rank_events.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in (0, 2, 3))), at=1001.0)
 
 
 def renewed_after_auto(directory: Path) -> LiveRun:
     run = LiveRun(directory, session="5e551234", session_name="work", auto=True).start(labels=LABELS)
-    run.tell(ev.RankFailed(failure=VALUE_ERROR))
+    run.tell(rank_events.RankFailed(failure=VALUE_ERROR))
     run.tell(ev.GroupRenewed(reason="rank 1 failed while the others were in all_reduce"))
     return run.end(RunState.FAILED, failure=VALUE_ERROR, others=released(0, 2, 3))
 
@@ -178,9 +179,9 @@ def session_that_waits(directory: Path) -> LiveRun:
 def session_with_a_dead_rank(directory: Path) -> LiveRun:
     run = LiveRun(directory, name="work", kind=RunKind.SESSION, shipped=Shipped(), idle_s=3600.0)
     run.start(labels=LABELS).tell(ev.SessionMoved(cells=14, running=("train",)), at=1700.0)
-    run.tell(ev.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in range(4))), at=1701.0)
+    run.tell(rank_events.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in range(4))), at=1701.0)
     killed = Failure(kind=FailureKind.WORKER_DIED, message="was killed by SIGKILL", rank=2, exit_status=-9)
-    run.tell(ev.DeviceIdle(rank=3, seconds=60.0), ev.RankFailed(failure=killed))
+    run.tell(rank_events.DeviceIdle(rank=3, seconds=60.0), rank_events.RankFailed(failure=killed))
     return run.write(1, b"said between two cells\n").tell(ev.SessionMoved(cells=14, dead=(2,)), at=1720.0)
 
 
@@ -218,7 +219,7 @@ def with_price(directory: Path) -> LiveRun:
     run.tell(ev.Placed(lease=lease, host="gpu-node-2", hourly=4.8, currency="USD"))
     run.tell(ev.StateChanged(state=RunState.STARTING), at=1000.0)
     run.tell(ev.RanksStarted(pids=(1, 2, 3, 4), warm="cold"), ev.StateChanged(state=RunState.RUNNING), at=1003.5)
-    return run.write(0, b"epoch 1\n").tell(ev.Resumed(), at=1274.25)
+    return run.write(0, b"epoch 1\n").tell(rank_events.Resumed(), at=1274.25)
 
 
 def priced_and_tracked(directory: Path) -> LiveRun:
@@ -332,14 +333,17 @@ def test_nothing_but_plain_text_is_in_a_snapshot(tmp_path: Path) -> None:
     run.tell(ev.QueueMoved(position=1, reason=evil))
     snapshots = [drawn(run)]
     run.start(labels=(evil,) * 4).write(0, evil.encode()).tell(ev.Noted(text=evil))
-    run.tell(ev.Sampled(seconds=1.0, samples=(gpu(0, problem=evil),)), ev.DeviceIdle(rank=0, seconds=60, waits_in=evil))
+    run.tell(
+        rank_events.Sampled(seconds=1.0, samples=(gpu(0, problem=evil),)),
+        rank_events.DeviceIdle(rank=0, seconds=60, waits_in=evil),
+    )
     frame = StackFrame("<ipython-input-7-a>", 3, evil)
-    run.tell(ev.Stalled(seconds=30.0, stacks=(RankStack(rank=0, frames=(frame,)),)))
+    run.tell(rank_events.Stalled(seconds=30.0, stacks=(RankStack(rank=0, frames=(frame,)),)))
     failure = Failure(
         kind=FailureKind.USER_CODE, message=evil, rank=0, host=evil, type_name=evil,
         traceback_text=f"Cell In[7], line 3\n{evil}\n\nFile x\n{evil}\n\n{evil}: {evil}",
     )  # fmt: skip
-    run.tell(ev.RankFailed(failure=failure), ev.StateChanged(state=RunState.CANCELLING, reason=evil))
+    run.tell(rank_events.RankFailed(failure=failure), ev.StateChanged(state=RunState.CANCELLING, reason=evil))
     snapshots.append(drawn(run))
     other = Failure(kind=FailureKind.WORKER_DIED, message=evil, rank=1)
     results = (RankResult(rank=0, value_problem=evil),)
@@ -354,9 +358,11 @@ def test_a_snapshot_of_64_busy_ranks_that_fail_fits_into_a_message(tmp_path: Pat
     run = LiveRun(tmp_path, 64).start(labels=tuple(f"NVIDIA H100 80GB HBM3 · {rank}" for rank in range(64)))
     for at in range(150):
         samples = tuple(gpu(rank, (at * 7 + rank) % 100 + 0.3, own_bytes=10**9 + at * 10**7) for rank in range(64))
-        run.tell(ev.Sampled(seconds=1.0, samples=samples), at=1001.0 + at)
+        run.tell(rank_events.Sampled(seconds=1.0, samples=samples), at=1001.0 + at)
     for rank in range(64):
-        run.tell(ev.DeviceIdle(rank=rank, seconds=60.0, waits_in=f"the DataLoader of a long name, number {rank}"))
+        run.tell(
+            rank_events.DeviceIdle(rank=rank, seconds=60.0, waits_in=f"the DataLoader of a long name, number {rank}")
+        )
         run.write(rank, f"\repoch 7/10:  62%|{'█' * 300}| 62/100 [00:02<00:01, 25.1it/s]".encode())
     running = drawn(run)
     assert json_bytes(running) <= 60_000
@@ -367,14 +373,14 @@ def test_a_snapshot_of_64_busy_ranks_that_fail_fits_into_a_message(tmp_path: Pat
     stacks = tuple(
         RankStack(rank=rank, frames=(StackFrame(f"/lib/{'x' * 500}{rank}.py", rank, "y" * 500),)) for rank in range(64)
     )
-    run.tell(ev.Stalled(seconds=30.0, stacks=stacks))
+    run.tell(rank_events.Stalled(seconds=30.0, stacks=stacks))
     body = "".join(f"Cell In[7], line {number}\n---> {'🎉' * 900}\n\nFile z\n{'w' * 900}\n\n" for number in range(90))
     for rank in range(64):
         failure = Failure(
             kind=FailureKind.USER_CODE, message="é" * 9_000, rank=rank, host="h", type_name="ValueError",
             traceback_text=body + "ValueError: " + "é" * 9_000,
         )  # fmt: skip
-        run.tell(ev.RankFailed(failure=failure))
+        run.tell(rank_events.RankFailed(failure=failure))
     snapshot = drawn(run)
     assert json_bytes(snapshot) <= 60_000
     assert len(snapshot.ranks) == 64
@@ -386,8 +392,12 @@ def test_a_snapshot_of_64_busy_ranks_that_fail_fits_into_a_message(tmp_path: Pat
 
 def test_of_a_thousand_ranks_those_are_drawn_that_have_something_to_say(tmp_path: Path) -> None:
     run = LiveRun(tmp_path, 1_000).start()
-    run.tell(ev.RankFailed(failure=Failure(kind=FailureKind.USER_CODE, message="no", rank=777, type_name="KeyError")))
-    run.tell(ev.DeviceIdle(rank=888, seconds=60.0))
+    run.tell(
+        rank_events.RankFailed(
+            failure=Failure(kind=FailureKind.USER_CODE, message="no", rank=777, type_name="KeyError")
+        )
+    )
+    run.tell(rank_events.DeviceIdle(rank=888, seconds=60.0))
     snapshot = drawn(run)
     assert json_bytes(snapshot) <= 60_000
     drawn_ranks = [card.rank for card in snapshot.ranks]

@@ -67,6 +67,7 @@ from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html,
 from sgpu_magic.views.text import TerminalPublisher, summary_line
 from sgpu_magic.views.units import format_clock, format_ranks, format_seconds
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
 from sgpu_magic.wire.failures import Failure, RankStack, StackFrame
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
@@ -232,11 +233,11 @@ def test_a_stall_is_shown_while_it_lasts(front_end: _Captured) -> None:
         "rank 1 has not come to all_reduce #41 · %sgpu_stacks shows everything · run 7f3a"
         in read(str(output["text/html"])).text
     )
-    run.tell(ev.Resumed())
+    run.tell(rank_events.Resumed())
     publisher.tick(2.0)
     (output,) = front_end.outputs.values()
     assert "no progress" not in str(output)
-    run.tell(ev.Stalled(seconds=31.0, stacks=STUCK)).end()
+    run.tell(rank_events.Stalled(seconds=31.0, stacks=STUCK)).end()
     publisher.tick(3.0, final=True)
     (output,) = front_end.outputs.values()
     assert "no progress" not in str(output)
@@ -249,7 +250,7 @@ def test_a_stall_is_told_once_where_nothing_can_be_taken_back() -> None:
     publisher = TerminalPublisher(run.view, stream)
     publisher.tick(0.0)
     publisher.tick(1.0)
-    run.tell(ev.Resumed())
+    run.tell(rank_events.Resumed())
     publisher.tick(2.0)
     run.end()
     publisher.tick(3.0, final=True)
@@ -445,7 +446,9 @@ def test_skipped_lines_count_into_the_one_gap() -> None:
 
 def test_bytes_skipped_within_a_line_leave_a_mark() -> None:
     run = Run().start().say(0, "begin")
-    run.tell(ev.OutputWritten(rank=0, stream="stdout", text="end\n", start=5, end=50_000, skipped_bytes=49_991))
+    run.tell(
+        rank_events.OutputWritten(rank=0, stream="stdout", text="end\n", start=5, end=50_000, skipped_bytes=49_991)
+    )
     assert run.view.items == [LineItem(0, "stdout", "begin ... end")]
 
 
@@ -501,17 +504,17 @@ def test_display_comes_after_the_line_begun_before_it() -> None:
 
 def test_clear_output() -> None:
     run = Run().start().say(0, "a\n").say(1, "b\n").show(0, text_plain="plot")
-    run.tell(ev.OutputCleared(rank=0, wait=True))
+    run.tell(rank_events.OutputCleared(rank=0, wait=True))
     assert len(run.view.items) == 3
     run.say(0, "new\n")
     assert [item.text for item in run.view.items if isinstance(item, LineItem)] == ["b", "new"]
     assert not any(isinstance(item, DisplayItem) for item in run.view.items)
-    run.tell(ev.OutputCleared(rank=1))
+    run.tell(rank_events.OutputCleared(rank=1))
     assert run.lines == ["new"]
 
 
 def test_a_broken_bundle_says_so() -> None:
-    run = Run().start().tell(ev.DisplayPublished(rank=3, bundle=b"{nonsense"))
+    run = Run().start().tell(rank_events.DisplayPublished(rank=3, bundle=b"{nonsense"))
     assert "rank 3 displayed something that is no MIME bundle" in render_text(run.view)
 
 
@@ -562,7 +565,7 @@ def test_html_escapes_everything_that_ranks_say() -> None:
     run = Run(pool=EVIL, shipped=Shipped(names=(EVIL,), notes=(EVIL,))).start()
     run.say(0, EVIL + "\n").say(1, f"\x1b[31m{EVIL}\x1b[38;2;1;2;3m{EVIL}\n").show(0, text_plain=EVIL)
     run.say(2, f"\x1b[{EVIL}m \x1b]8;;javascript:alert(1)\x07x\n").tell(ev.Noted(text=EVIL))
-    run.tell(ev.RankFailed(failure=failure)).say(3, EVIL)
+    run.tell(rank_events.RankFailed(failure=failure)).say(3, EVIL)
     live = read(render_html(run.view))
     ended = read(render_html(run.end(RunState.FAILED, 1, failure, (other,)).view))
     for reader in (live, ended):
@@ -751,7 +754,7 @@ def test_notebook_cleared_displays_vanish(front_end: _Captured) -> None:
     publisher.tick(0.0)
     publisher.tick(1.0)
     assert {"text/plain": "plot"} in front_end.outputs.values()
-    run.tell(ev.OutputCleared(rank=0)).end()
+    run.tell(rank_events.OutputCleared(rank=0)).end()
     publisher.tick(2.0, final=True)
     assert {"text/plain": "plot"} not in front_end.outputs.values()
 
@@ -912,7 +915,7 @@ def test_a_traceback_is_cut_at_output_limit_by_the_kernel_and_by_the_server(kind
     long = "\n".join(lines)
     failure = msgspec.structs.replace(value_error(), kind=kind, traceback_text=long, traceback_ansi=long)
     ended = ev.RunEnded(state=RunState.FAILED, failure=failure)
-    view = Run(limit=2000).tell(ev.RankFailed(failure=failure), ended).view
+    view = Run(limit=2000).tell(rank_events.RankFailed(failure=failure), ended).view
     run: Any = SimpleNamespace(run_id=RUN_ID, spec=view.spec, load_exception=lambda *_: None)
     with pytest.raises(Exception, match="NaN") as caught:
         deliver(run, view, ended, (), {})

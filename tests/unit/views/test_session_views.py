@@ -52,6 +52,7 @@ from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.text import TerminalPublisher
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.failures import Failure, TensorUse
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
@@ -282,7 +283,7 @@ def test_a_dead_rank_is_marked_in_the_grid_until_it_is_restarted() -> None:
 
 
 def test_idle_gpus_of_a_session_are_no_news() -> None:
-    run = session_connected().tell(ev.DeviceIdle(rank=0, seconds=60.0))
+    run = session_connected().tell(rank_events.DeviceIdle(rank=0, seconds=60.0))
     assert drawn(run).idle == ()
     assert "under 5 %" not in render_text(run.view)
     assert "under 5 %" not in render_html(run.end(RunState.CANCELLED, 900.0).view)

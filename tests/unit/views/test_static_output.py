@@ -17,7 +17,7 @@ from sgpu_magic.views.bundle import RUN_MIME, interrupted_bundle, mime_bundle, r
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.html_style import HEIGHT, WIDTH, sparkline
 from sgpu_magic.views.output import TextSegment, segments
-from sgpu_magic.wire import events as ev
+from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.rank_events import RankSample
 from sgpu_magic.wire.run import Shipped
@@ -253,7 +253,9 @@ def test_everything_said_of_a_rank_is_escaped() -> None:
     run = Run(ranks=2).start("a10", labels=(EVIL, EVIL)).say(0, EVIL + "\n")
     run.view.directory = f"/tmp/{EVIL}"
     sample = RankSample(rank=0, kind="gpu", uuid=EVIL, utilization_pct=1.0, problem=EVIL)
-    run.tell(ev.Sampled(seconds=1.0, samples=(sample,)), ev.DeviceIdle(rank=0, seconds=60, waits_in=EVIL))
+    run.tell(
+        rank_events.Sampled(seconds=1.0, samples=(sample,)), rank_events.DeviceIdle(rank=0, seconds=60, waits_in=EVIL)
+    )
     live = render_html(run.view)
     html = render_html(run.end().view)
     for page in (live, html):
@@ -273,11 +275,11 @@ def test_everything_said_of_a_rank_is_escaped() -> None:
 
 def test_a_live_form_tells_use_and_idle_gpus() -> None:
     run = Run().start("a10", labels=LABELS).say(0, "epoch 1\n").sample(70, idle_ranks=(3,))
-    run.tell(ev.DeviceIdle(rank=3, seconds=60, waits_in="the DataLoader"), at=170.0)
+    run.tell(rank_events.DeviceIdle(rank=3, seconds=60, waits_in="the DataLoader"), at=170.0)
     text = stripped(render_html(run.view))
     assert re.search(r"rank 3 [123] % · 18\.2 GB", text)
     assert "rank 3's GPU has been under 5 % for 60 s: it waits in the DataLoader" in text
-    run.tell(ev.DeviceBusy(rank=3), at=171.0)
+    run.tell(rank_events.DeviceBusy(rank=3), at=171.0)
     assert "has been under" not in render_html(run.view)
 
 
