@@ -34,6 +34,9 @@ _FORGET = """
 *_, names = shell.remembered
 for name in [name for name in shell.user_ns if not name.startswith("_") and name not in names]:
     del shell.user_ns[name]
+# where a cell has set them IPython leaves them alone from then on
+for name in ("_", "__", "___"):
+    shell.user_ns[name] = getattr(shell.displayhook, name)
 """
 
 
