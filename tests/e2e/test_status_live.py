@@ -46,6 +46,12 @@ def started(kernel: Kernel, home: Home, gate: Path) -> Callable[[str], str]:
     return start
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_kept_up_to_date(kernel: Kernel) -> None:
+    """What a module before this one has shown in the same kernel is kept up to date no more."""
+    eventually(lambda: threads(kernel) == [], 15, "the end of the threads of tests before")
+
+
 def threads(kernel: Kernel) -> list[str]:
     """Names of the notebook's threads that keep an output up to date."""
     names = kernel.value("[t.name for t in __import__('threading').enumerate()]")

@@ -519,21 +519,11 @@ def test_sync_sends_what_no_writer_has(settings: Settings, store: Runs):
     assert found.info.status == "FINISHED"
 
 
-def test_a_store_of_another_mlflow_is_a_sentence(settings: Settings, module_writer: WriterProcess):
-    run = ToldRun(settings)
-    run.end()
-    module_writer.track(run)
-    module_writer.until_done(run)
+def test_a_store_of_another_mlflow_is_a_sentence(empty_store: Path):
     other = new_settings()
-    file = Path(other.default_store_uri.removeprefix("sqlite:///"))
-    file.parent.mkdir(mode=0o700)
-    with (
-        contextlib.closing(sqlite3.connect(settings.state_path / "mlflow" / "mlflow.db")) as source,
-        contextlib.closing(sqlite3.connect(file)) as copy,
-    ):
-        source.backup(copy)
-        copy.execute("UPDATE alembic_version SET version_num = 'feedbeef0000'")
-        copy.commit()
+    with contextlib.closing(sqlite3.connect(lay_store(empty_store, other.state_path))) as store:
+        store.execute("UPDATE alembic_version SET version_num = 'feedbeef0000'")
+        store.commit()
     writer = WriterProcess(other)
     try:
         run = ToldRun(other)
