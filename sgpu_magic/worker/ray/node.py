@@ -218,14 +218,14 @@ def _say(link: socket.socket, word: NodeStarted | NodeTroubled) -> None:
 def _start_patiently(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
     """Start, and again where it took too long.
 
-    Ray gives its processes 15 s to import what they need, and no setting changes that: from a cold or shared disk it
-    may take longer, and then the next time finds it in memory.
+    Ray gives its processes 15 s to import what they need, the dashboard's 30, and no setting changes that: from a cold
+    or shared disk it may take longer, and then the next time finds it in memory.
     """
     for _ in range(_STARTS - 1):
         try:
             return _start(order, head)
         except Exception as error:
-            if "timed out" not in str(error):
+            if not re.search("timed out|Timeout after", str(error)):
                 raise
         processes.kill_descendants()
     return _start(order, head)
