@@ -27,7 +27,7 @@ from sgpu_magic.runs.notebook import NoticeBoard, SendingBoard, watch_restarts
 from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.submit.spec import Submission
-from sgpu_magic.runs.submit.submit import let_go
+from sgpu_magic.runs.submit.submit import interrupted, let_go
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.live_views import Buttons, LiveViews
 from sgpu_magic.views.publisher import SilentPublisher
@@ -165,7 +165,10 @@ class Workplace:
         """
         try:
             # inside, for a place to show it is made here: an interrupt now must not leave a run that nobody follows
-            followed = self.followed(run, ui)
+            try:
+                followed = self.followed(run, ui)
+            except KeyboardInterrupt:
+                raise interrupted(run) from None
             try:
                 if detach:
                     outcome.leave(followed)

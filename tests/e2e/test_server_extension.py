@@ -74,7 +74,14 @@ def running(
 def test_the_runs_of_a_kernel_are_listed_with_their_cells(server: JupyterServer, kernel: ServerKernel, place: Home):
     begin = time.time()
     kernel.run("%%distributed -n 1 --name listed\nprint(1)", cell="the-cell")
-    (found,) = [run for run in server.get(f"sgpu/runs?kernel={kernel.id}").body if run["cell"] == "the-cell"]
+
+    def listed() -> dict[str, Any]:
+        (found,) = [run for run in server.get(f"sgpu/runs?kernel={kernel.id}").body if run["cell"] == "the-cell"]
+        return found
+
+    # the pool writes its ledger some milliseconds after it has told
+    eventually(lambda: listed()["final"], 5, "the end of the run in the ledger")
+    found = listed()
     assert found["run_id"] == place.run_named("listed")
     assert found["state"] == "succeeded"
     assert found["final"] is True

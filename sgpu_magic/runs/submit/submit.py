@@ -54,7 +54,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
 
     Raises:
         UsageError: This process belongs to a rank of a run.
-        RunCancelled: Interrupted before the pool had taken it.
+        RunCancelled: Interrupted before the pool had taken it, or just then.
         SgpuError: As `Pool.submit`.
     """
     if parent := os.environ.get("SGPU_RUN_ID", ""):
@@ -73,12 +73,23 @@ def submit(pool: Pool, submission: Submission) -> Run:
         run = pool.submit(spec, submission.packed, submission.key, environ, along)
     except KeyboardInterrupt:
         raise RunCancelled("interrupted before the pool had taken the run; nothing was started.") from None
-    packages.of(pool).taken(spec.environment, along.environment)
-    if tracking is not None:
-        run.ask_tracked = lambda: pool.tell(TrackRun(run_id=run.run_id, tracking=tracking))
-        cwd = submission.stand.cwd if submission.stand is not None else working_directory()
-        mlflow_target.tell_git_state(cwd, lambda tags: pool.tell(Describe(run_id=run.run_id, tags=tags)))
+    try:
+        packages.of(pool).taken(spec.environment, along.environment)
+        if tracking is not None:
+            run.ask_tracked = lambda: pool.tell(TrackRun(run_id=run.run_id, tracking=tracking))
+            cwd = submission.stand.cwd if submission.stand is not None else working_directory()
+            mlflow_target.tell_git_state(cwd, lambda tags: pool.tell(Describe(run_id=run.run_id, tags=tags)))
+    except KeyboardInterrupt:
+        error = interrupted(run)
+        let_go(pool, run)
+        raise error from None
     return run
+
+
+def interrupted(run: Run) -> RunCancelled:
+    """Cancel a run that was interrupted before anybody followed it; return what to raise."""
+    run.cancel("it was interrupted")
+    return RunCancelled(f"run {short(run.run_id)} was interrupted as it began.", run_id=run.run_id)
 
 
 def let_go(pool: Pool, run: Run) -> None:
