@@ -5,8 +5,7 @@ status             `%sgpu_status`, kept up to date
 session_magics     those of sessions, with their options
 environment_magic  `%sgpu_env`
 cell_hooks         around plain cells: `%sgpu_auto`, names bound anew, ranks kept warm
-completion         options, types and runs in the front end's completer
-rank_completion    completion and `obj?` answered by a rank
+completion         options, types and runs in the front end's completer; completion and `obj?` answered by a rank
 """
 
 # IPython's own attributes are only partly typed
@@ -22,8 +21,8 @@ from IPython.core.magic import Magics
 
 from sgpu_magic.magics import completion
 from sgpu_magic.magics.cell_hooks import Assignments, AutoMode, draw_groups, draw_no_groups
+from sgpu_magic.magics.completion import RankQuestions
 from sgpu_magic.magics.environment_magic import EnvironmentMagics
-from sgpu_magic.magics.rank_completion import RankQuestions
 from sgpu_magic.magics.run_magics import DistributedMagics
 from sgpu_magic.magics.session_magics import SessionMagics
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint

@@ -82,15 +82,14 @@ def test_a_busy_rank_keeps_nobody_waiting(session: Kernel):
         eventually(lambda: not session.value("s.is_idle"), 5, "the session is busy")
         # one who asked the rank would wait for longer than the kernel's answer is awaited
         session.check(
-            "from sgpu_magic.magics import rank_completion\n"
-            "usual, rank_completion.TIMEOUT_S = rank_completion.TIMEOUT_S, 3600"
+            "from sgpu_magic.magics import completion\nusual, completion.TIMEOUT_S = completion.TIMEOUT_S, 3600"
         )
         assert "train_in_the_notebook" in session.complete("%%distributed\ntrain_")
         assert not session.value("s.is_idle")
     finally:
         session.check(
             "open('go', 'w').close()\nheld.join()\nimport os; os.remove('go')\n"
-            "rank_completion.TIMEOUT_S = usual\ndel held, threading, rank_completion, usual"
+            "completion.TIMEOUT_S = usual\ndel held, threading, completion, usual"
         )
 
 
