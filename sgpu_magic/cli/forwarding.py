@@ -17,7 +17,7 @@ from sgpu_magic.client.link import PoolLink
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.system.byte_stream import ByteStream
-from sgpu_magic.system.pending import Pending
+from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
 from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.record import Record

@@ -3,8 +3,7 @@
 contract      what the pool service asks of an engine, and an engine of a node
 engine        nodes, which come, go and come back
 engine_runs   their runs, as one run each to the pool service
-local         this machine as the only node, with locks of its devices
-local_agent   its agent process: found, started, listened to
+local         this machine as the only node, with locks of its devices; its agent process: found, started, listened to
 device_locks  devices locked between pools of one machine, by files that are careful against hostile directories
 run_on_nodes  one attempt of a run: what each node is ordered, and has from an earlier pool service
 joint_run     the same attempt: what the nodes say of it, as one run

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None:
-    from sgpu_magic.nodes.local_agent import LocalAgent
+    from sgpu_magic.nodes.local import LocalAgent
     from sgpu_magic.wire.client import Warm
     from sgpu_magic.wire.codec import Decoder
 

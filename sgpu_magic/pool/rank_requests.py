@@ -18,7 +18,7 @@ from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.session_rules import named, titled
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.system.pending import Pending
+from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
 from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened

@@ -209,8 +209,7 @@ def make_engine(name: str, settings: Settings, warm: Warm | None = None) -> Engi
         UsageError: There is no such engine, what it needs is not installed, or a setting can't be understood.
     """
     if name == "local":
-        from sgpu_magic.nodes.local import LocalEngine
-        from sgpu_magic.nodes.local_agent import LocalAgent
+        from sgpu_magic.nodes.local import LocalAgent, LocalEngine
 
         return LocalEngine(settings, LocalAgent(settings, warm), warm)
     if name != "ray":

@@ -1,4 +1,4 @@
-"""Messages over a Unix stream socket, with descriptors beside them: without blocking for asyncio, and blocking."""
+"""Messages over a Unix stream socket, with descriptors beside them: for asyncio, and blocking; requests that wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -20,6 +20,8 @@ from sgpu_magic.wire.codec import Decoder, FrameReader, frame
 from sgpu_magic.wire.record import Record
 
 M = TypeVar("M")
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 _CHUNK_BYTES = 1 << 18
 # SCM_MAX_FD: the kernel takes no more with one piece
 _MAX_DESCRIPTORS = 253
@@ -276,3 +278,30 @@ class Link(Generic[M]):
         self._socket.close()
         while self._descriptors:
             socket.close(self._descriptors.popleft())
+
+
+class Pending(Generic[K, V]):
+    """What is known of each request that waits, by its key, in the order of asking. Used from one thread only."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[K, V] = {}
+
+    def __iter__(self) -> Iterator[V]:
+        return iter([*self._waiting.values()])
+
+    def add(self, key: K, request: V) -> None:
+        """The request waits from now on."""
+        self._waiting[key] = request
+
+    def get(self, key: K) -> V | None:
+        """Return the request, which goes on waiting; None when it does not."""
+        return self._waiting.get(key)
+
+    def take(self, key: K) -> V | None:
+        """It is answered, or given up: return the request, None when it does not wait any more."""
+        return self._waiting.pop(key, None)
+
+    def take_all(self, which: Callable[[V], bool]) -> list[V]:
+        """Return those that nobody will answer any more."""
+        keys = [key for key, request in self._waiting.items() if which(request)]
+        return [self._waiting.pop(key) for key in keys]

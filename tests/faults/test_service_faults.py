@@ -27,7 +27,7 @@ import importlib.abc, importlib.util, sys
 
 class Damage(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "sgpu_magic.nodes.local_agent":
+        if name != "sgpu_magic.nodes.local":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -26,7 +26,7 @@ from waiting import eventually
 from sgpu_magic import config
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.engine import Engine
-from sgpu_magic.nodes.local_agent import LocalAgent
+from sgpu_magic.nodes.local import LocalAgent
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.system import processes
 from sgpu_magic.wire.devices import Inventory

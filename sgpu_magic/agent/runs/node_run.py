@@ -24,7 +24,7 @@ from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
-from sgpu_magic.system.pending import Pending
+from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import EventBody, Noted
 from sgpu_magic.wire.failures import Failure, RankStack

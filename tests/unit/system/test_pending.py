@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgpu_magic.system.pending import Pending
+from sgpu_magic.system.message_stream import Pending
 
 
 def test_each_request_is_answered_once():
