@@ -6,21 +6,16 @@ import enum
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options import table, values
-from sgpu_magic.options.asked import CallOptions, SessionOptions
+from sgpu_magic.options.asked import CallOptions, Devices, SessionOptions
 from sgpu_magic.options.table import MOST_RETRIES, RETRY_CHOICES, UI_CHOICES, Reader, in_python, in_pythons_words
-from sgpu_magic.options.values import Upload
+from sgpu_magic.options.values import Duration, Upload
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.sessions import Session
-
-Duration = float | str | timedelta
-"""Seconds, a text such as `"30m"`, or a `datetime.timedelta`."""
 
 EnvVersion = str | int | os.PathLike[str]
 """A base environment's name (`4`, `"ai-4"`), `"none"`, a saved one's name, or a requirements or pylock file."""
@@ -136,10 +131,7 @@ def checked(**options: Unpack[Options]) -> CallOptions:
     asked = CallOptions(**_fields(table.CALL, given, _READERS), session=options.get("session"))
     if given.get("retry_on") is not None and not asked.retries:
         raise UsageError("retry_on says when to start again, but not how often: add retries=N.")
-    try:
-        table.check_devices(asked.devices)
-    except UsageError as error:
-        raise UsageError(in_pythons_words(error.message)) from None
+    _check_devices(asked.devices)
     return asked
 
 
@@ -151,7 +143,16 @@ def of_session(given: Mapping[str, Any]) -> SessionOptions:
     """
     names = [name for name in table.SESSION if name != "ui"]
     readers = {name: _READERS[name] for name in ("allow-busy", "allow-build", "env", "no-track")}
-    return SessionOptions(**_fields(names, {**given, "name": given["name"] or None}, readers))
+    asked = SessionOptions(**_fields(names, {**given, "name": given["name"] or None}, readers))
+    _check_devices(asked.devices)
+    return asked
+
+
+def _check_devices(devices: Devices) -> None:
+    try:
+        table.check_devices(devices)
+    except UsageError as error:
+        raise UsageError(in_pythons_words(error.message)) from None
 
 
 def _fields(names: Iterable[str], given: Mapping[str, Any], readers: Mapping[str, Reader]) -> dict[str, Any]:
@@ -171,21 +172,6 @@ def _retries(option: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_RETRIES:
         raise UsageError(f"{option}={value!r} is not possible; 0 to {MOST_RETRIES} are.")
     return value
-
-
-def _seconds(option: str, value: Duration) -> float:
-    if isinstance(value, timedelta):
-        value = value.total_seconds()
-        if value < 0:
-            raise UsageError(f"{option} is {value:g} s; less than nothing is not possible.")
-    return values.duration_s(option, value)
-
-
-def _timeout(option: str, value: Duration) -> float:
-    seconds = _seconds(option, value)
-    if not 0 < seconds <= SEVEN_DAYS_S:
-        raise UsageError(f"{option}={value!r} is not possible: a run may take more than 0 s and at most 7 days.")
-    return seconds
 
 
 def _variables(_: str, env: Mapping[str, str]) -> dict[str, str]:
@@ -213,12 +199,9 @@ _READERS: Mapping[str, Reader] = {
     "allow-busy": _truth,
     "env": _variables,
     "exclude": _names,
-    "grace": _seconds,
     "no-track": _truth,
     "profile": _truth,
     "retries": _retries,
     "retry-on": lambda option, given: _choice(RETRY_CHOICES)(option, given) == "any",
-    "timeout": _timeout,
     "ui": _choice(UI_CHOICES),
-    "wait": _seconds,
 }

@@ -6,6 +6,7 @@ A form is a sequence of their names in the order of its help.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ UI_CHOICES = ("auto", "widget", "text", "none")
 
 RETRY_CHOICES = ("failure", "any")
 MOST_RETRIES = 100
+
+# what follows an option's name in a message and is no word of the sentence: N, TYPE, 4, 40GB, a10, any, pack
+_VALUE = rf"[A-Z]|\d|[a-z_]+\d|(?:any|cpu|{'|'.join(STRATEGIES)})\b"
 
 Reader = Callable[[str, Any], Any]
 """Is given an option as it was written, such as `--timeout`, and its value; raises a UsageError."""
@@ -261,5 +265,5 @@ def in_pythons_words(text: str) -> str:
     """Return what is said of devices and pools in a magic's words as it is said in Python's."""
     text = text.replace("--gpus N --type TYPE", "gpus=N, gpu_type=TYPE")
     for name in DEVICES:
-        text = text.replace(f"--{name} ", f"{in_python(name)}=").replace(f"--{name}", in_python(name))
+        text = re.sub(rf"--{name} (?={_VALUE})", f"{in_python(name)}=", text).replace(f"--{name}", in_python(name))
     return text.replace("--pool", "pool")

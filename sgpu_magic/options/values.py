@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable
+from datetime import timedelta
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
@@ -17,6 +18,9 @@ from sgpu_magic.wire.run import OutputName
 Upload = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """A folder or file, or several."""
 
+Duration = float | str | timedelta
+"""Seconds, a text such as `"30m"`, or a `datetime.timedelta`."""
+
 TORCH_CHOICES = ("node", "mine")
 
 # ---------------------------------------------------------------- durations
@@ -25,23 +29,28 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
 _SECONDS = {None: 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def duration_s(option: str, value: str | float) -> float:
+def duration_s(option: str, value: Duration) -> float:
     """Read `90s`, `30m`, `2h`, `1d`, `0`; a bare number is seconds.
 
     Args:
         option: What it was given for, such as `--timeout`.
-        value: The text or number.
+        value: The text, number or `timedelta`.
 
     Raises:
         UsageError: It is none of these.
     """
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+        if value < 0:
+            raise UsageError(f"{option} is {value:g} s; less than nothing is not possible.")
+        return value
     found = _DURATION.fullmatch(str(value).strip().lower())
     if found is None:
         raise UsageError(f"{option} is {value!r}; write a number with its unit: 90s, 30m, 2h, 1d.")
     return float(found[1]) * _SECONDS[found[2]]
 
 
-def timeout_s(option: str, value: str | float | None) -> float:
+def timeout_s(option: str, value: Duration | None) -> float:
     """Read a run's longest running time; 7 days, which is also the most, when it is left out.
 
     Raises:

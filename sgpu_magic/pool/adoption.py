@@ -15,7 +15,7 @@ import msgspec
 
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.pool.active_runs import PoolRun
-from sgpu_magic.pool.ledger import Metered
+from sgpu_magic.pool.ledger import Metered, in_one_line
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling import stimuli as sched
@@ -108,7 +108,7 @@ class Adoption:
             self._pool.active.tell(run, Noted(text=_TAKEN_OVER), time.time())
         elif run.run_id in self._unfinished:
             # the last word was kept, and the ledger not yet told
-            self._record_end(run.run_id, ended, ended.reason)
+            self._record_end(run.run_id, ended)
         self._pool.engine.adopt(run.run_id, log.numbers)
 
     def _judge(self, run_id: str) -> None:
@@ -145,7 +145,7 @@ class Adoption:
             log = RunLog(directory, run_id)
             if log.ended is not None:
                 # it had ended, and only the ledger did not hear of it any more
-                ended, why = log.ended, log.ended.reason
+                ended = log.ended
             else:
                 row = self._pool.ledger.summary(run_id)
                 if row is not None and row.metered_at is not None:
@@ -155,8 +155,9 @@ class Adoption:
                     ended = msgspec.structs.replace(ended, gpu_s=gpu_s, cost=cost, currency=currency)
                 log.append(ended, now)
             log.close()
-        self._record_end(run_id, ended, why)
+        self._record_end(run_id, ended)
 
-    def _record_end(self, run_id: str, ended: RunEnded, why: str) -> None:
+    def _record_end(self, run_id: str, ended: RunEnded) -> None:
         meter = Metered(gpu_s=ended.gpu_s, cost=ended.cost)
-        self._pool.ledger.update(run_id, state=ended.state, ended_at=time.time(), failure=why, meter=meter)
+        failure = in_one_line(ended) or None
+        self._pool.ledger.update(run_id, state=ended.state, ended_at=time.time(), failure=failure, meter=meter)

@@ -22,6 +22,7 @@ from typing import Any
 
 from sgpu_magic.pool.ledger_database import LedgerDatabase, Statement
 from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.ids import check_id
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RunSpec
@@ -309,3 +310,14 @@ def _summary_of(row: RowChanges) -> RunSummary:
         "kind": RunKind(row["kind"]),
     }
     return RunSummary(**values)
+
+
+def in_one_line(ended: RunEnded) -> str:
+    """What a row says of a run's end: `rank 1: ValueError: NaN in batch 118`, who cancelled it, or nothing."""
+    failure = ended.failure
+    if failure is None:
+        return ended.reason
+    message = failure.message.splitlines()[0] if failure.message else ""
+    name = failure.type_name.rpartition(".")[2]
+    text = f"{name}: {message}" if name else message
+    return f"rank {failure.rank}: {text}" if failure.rank is not None and name else text

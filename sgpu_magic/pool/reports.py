@@ -13,6 +13,7 @@ import msgspec
 
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.instructions import Launches
+from sgpu_magic.pool.ledger import in_one_line
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.wire.events import EnvironmentMoved, Noted, PayloadReleased, RanksStarted, RunEnded
@@ -78,7 +79,7 @@ class Reports:
                 body, meter = self._pool.active.billing.ended(run, body, now)
                 run.ended_as = body.state
                 self._pool.active.tell(run, body, at, frames, event)
-                failure = _headline(body.failure) or body.reason
+                failure = in_one_line(body)
                 self._pool.ledger.update(run.run_id, ended_at=at, failure=failure or None, meter=meter)
                 self._pool.feed(sched.RunMoved(run.run_id, body.state, now, failure, body.unstopped))
                 self._give_back(run)
@@ -215,13 +216,3 @@ class Reports:
 def _node_lost(why: str, host: str) -> Failure:
     message = f"{why}; the run's processes were ended"
     return Failure(kind=FailureKind.NODE_LOST, message=message, host=host, at=time.time())
-
-
-def _headline(failure: Failure | None) -> str | None:
-    """One line for the ledger: `rank 1: ValueError: NaN in batch 118`."""
-    if failure is None:
-        return None
-    message = failure.message.splitlines()[0] if failure.message else ""
-    name = failure.type_name.rpartition(".")[2]
-    text = f"{name}: {message}" if name else message
-    return f"rank {failure.rank}: {text}" if failure.rank is not None and name else text

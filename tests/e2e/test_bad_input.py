@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -270,13 +271,20 @@ def test_what_a_killed_pool_left_does_not_matter(new_home):
     home = new_home()
     kernel = Kernel(home)
     try:
-        kernel.check("%%distributed -n 2 --ui none\npass")
+        kernel.run("%%distributed -n 2 --ui none\nif rank == 1: 1 / 0")
+        [failed] = home.runs
         first = home.pool_pid()
         stop_process(first, signal.SIGKILL, 5)
+        # it may be killed before its ledger is told of an end
+        with contextlib.closing(sqlite3.connect(home.state / "ledger.sqlite3", isolation_level=None)) as ledger:
+            ledger.execute("UPDATE runs SET state = 'running', ended_at = NULL, failure = ''")
         assert (home.runtime / "pool.sock").exists()
         eventually(lambda: not home.zygote_pids() and not home.unexpected(), 10, home.unexpected)
         assert kernel.check("%%distributed -n 2\nprint('new pool')").lines(1) == ["new pool"]
         assert home.pool_pid() not in (None, first)
+        with contextlib.closing(sqlite3.connect(home.state / "ledger.sqlite3")) as ledger:
+            rows = ledger.execute("SELECT state, failure FROM runs WHERE run_id = ?", (failed,)).fetchall()
+        assert rows == [("failed", "rank 1: ZeroDivisionError: division by zero")]
     finally:
         kernel.close()
 

@@ -32,7 +32,15 @@ from sgpu_magic.nodes.ray.driver import (
     Watch,
     start_driver,
 )
-from sgpu_magic.nodes.ray.leases import inventory_of, is_known, read_elastic, request_of, shares_of, why_not
+from sgpu_magic.nodes.ray.leases import (
+    inventory_of,
+    is_known,
+    is_told,
+    read_elastic,
+    request_of,
+    shares_of,
+    why_not,
+)
 from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.system.child_process import ChildProcess
 from sgpu_magic.system.secure_sockets import kept_key_pair, reached_at
@@ -43,7 +51,7 @@ from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 # so often Ray is asked for its nodes while runs go on or wait, and else
 _BUSY_S, _IDLE_S = 1.0, 5.0
 _TEND_S = 1.0
-# so long a node is awaited that a look has not come back from, when the pool begins
+# so long a lease waits for what a look at a node that has just come tells
 _LOOK_S = 15.0
 # who asks for the inventory gets the last one when Ray does not tell a new one by then
 _ANSWER_S = 2.0
@@ -273,8 +281,7 @@ class RayEngine(Engine):
             self._keys.forget_others(alive)
         # until somebody has looked at the nodes the pool does not say what it has; one may be slow to answer
         self._seen_at = self._seen_at or self._loop.time()
-        patient = self._loop.time() - self._seen_at < _LOOK_S
-        self._found = self._found or not patient or all(map(is_known, seen.nodes))
+        self._found = self._found or is_told(seen.nodes, self._loop.time() - self._seen_at)
         for _, ready in list(self._early.values()):
             self._ready(ready)
         inventory = self.inventory()

@@ -26,6 +26,8 @@ from sgpu_magic.wire.devices import (
 
 OTHERS = "in use by others on the Ray cluster"
 AWAY = "on a node that does not answer"
+# so long nodes that were not looked at yet are awaited when the pool begins: where others were, and where none was
+_SOME_S, _NONE_S = 15.0, 90.0
 _COUNT = re.compile(r"(?P<type>[^:]+):\s*(?P<count>[0-9]{1,6})\s*")
 
 
@@ -65,6 +67,15 @@ def type_of(facts: NodeFacts) -> str:
 def is_known(facts: NodeFacts) -> bool:
     """Whether somebody has looked at the node, or could not."""
     return facts.probed or bool(facts.problem)
+
+
+def is_told(nodes: Collection[NodeFacts], waited_s: float) -> bool:
+    """Whether the pool says what it has although some nodes may not have been looked at.
+
+    A node that is slow to answer is awaited for a while; where none has answered yet, the machines are busy.
+    """
+    known = [is_known(facts) for facts in nodes]
+    return all(known) or waited_s >= (_SOME_S if any(known) else _NONE_S)
 
 
 def is_usable(facts: NodeFacts) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import SessionError
-from sgpu_magic.options.values import duration_s, format_ranks
+from sgpu_magic.options.values import Duration, duration_s, format_ranks
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.background import Background
 from sgpu_magic.runs.follow.run_loop import Followed
@@ -166,7 +166,7 @@ class Lifetime:
 
     # ------------------------------------------------------------ waiting
 
-    def wait(self, timeout: float | str | None = None) -> Self:
+    def wait(self, timeout: Duration | None = None) -> Self:
         """Wait until its ranks are there.
 
         Args:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from sgpu_magic.errors import SessionError, UsageError
 from sgpu_magic.options.asked import SessionOptions
 from sgpu_magic.options.python_form import EnvVersion, of_session
-from sgpu_magic.options.values import Upload
+from sgpu_magic.options.values import Duration, Upload
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, placed
 from sgpu_magic.runs.sessions.session import Session
@@ -37,9 +37,9 @@ def connect(
     gpu_type: str | None = None,
     *,
     name: str = "",
-    idle: float | str | None = None,
-    wait: float | str | None = None,
-    timeout: float | str | None = None,
+    idle: Duration | None = None,
+    wait: Duration | None = None,
+    timeout: Duration | None = None,
     env: Mapping[str, str] | None = None,
     env_version: EnvVersion | None = None,
     torch: str | None = None,
@@ -65,8 +65,8 @@ def connect(
         gpus: Ranks, one per GPU. Default: 2 on CPU, else all GPUs of the pool's one type.
         gpu_type: `"a10"`, `"h100"` ..., `"cpu"` or `"any"` (default: what the pool has).
         name: Its name (default: `main`).
-        idle: It ends after so long without a cell, seconds or a text such as `"60m"`; 0 never (default: the
-            setting `session_idle_s`, an hour).
+        idle: It ends after so long without a cell: seconds, a text such as `"60m"` or a `timedelta`; 0 never (default:
+            the setting `session_idle_s`, an hour).
         wait: Longest time in the queue, 0 to get the devices now or fail (default: as long as it takes).
         timeout: Longest time that it may last (default and most: 7 days).
         env: Variables to set on the ranks.

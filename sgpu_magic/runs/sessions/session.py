@@ -12,7 +12,7 @@ from typing import Any
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.options.asked import RunOptions, Wishes
-from sgpu_magic.options.values import format_ranks, outputs_from, ranks_from, timeout_s
+from sgpu_magic.options.values import Duration, format_ranks, outputs_from, ranks_from, timeout_s
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.runs.follow.outcome import Interrupts
 from sgpu_magic.runs.follow.run_loop import Followed
@@ -72,7 +72,7 @@ class Session(Lifetime):
         out: str | Iterable[str] = (),
         name: str = "",
         reload: bool = False,
-        timeout: float | str | None = None,
+        timeout: Duration | None = None,
         ui: str = "auto",
     ) -> RunResult:
         """Run code on its ranks as a cell, and return the result.
@@ -83,7 +83,7 @@ class Session(Lifetime):
             out: Names to bring back into the notebook or program: `"history"`, `["history", "loss:all"]`.
             name: What to call it.
             reload: Load edited local modules anew on the ranks first.
-            timeout: Longest running time in seconds, or a text such as `"5m"`.
+            timeout: Longest running time: seconds, a text such as `"5m"` or a `timedelta`.
             ui: `"auto"`, `"widget"`, `"text"` or `"none"`.
 
         Raises:

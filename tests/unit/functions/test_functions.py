@@ -22,7 +22,7 @@ import sgpu_magic
 from sgpu_magic import Run, distributed
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.python_form import checked
+from sgpu_magic.options.python_form import checked, of_session
 from sgpu_magic.payload import unpack
 from sgpu_magic.payload.call import FunctionCall, RankValue, name_of
 from sgpu_magic.payload.pack import pack_object
@@ -165,6 +165,29 @@ def test_an_option_that_means_nothing_is_refused_where_it_stands(options: dict[s
 def test_an_unknown_option_is_a_type_error_that_lists_the_known():
     with pytest.raises(TypeError, match=r"no option 'gpu'.*gpus.*timeout"):
         distributed(gpu=2)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpus": 4, "nodes": 3}, "such as gpus=3, or leave nodes out."),
+        ({"gpus": 4, "nodes": 2, "placement": "strict_pack"}, "and placement=strict_pack keeps them on one"),
+        ({"idle": timedelta(seconds=-1)}, "less than nothing"),
+        ({"timeout": timedelta(days=8)}, "at most 7 days"),
+    ],
+)
+def test_a_session_that_means_nothing_is_refused_in_pythons_words(options: dict[str, Any], said: str):
+    with pytest.raises(UsageError) as raised:
+        sgpu_magic.connect(**options)
+    assert said in raised.value.message
+    assert "--" not in raised.value.message
+
+
+def test_a_sessions_times_may_be_timedeltas():
+    given = dict.fromkeys(inspect.signature(sgpu_magic.connect).parameters) | {"name": ""}
+    hour = timedelta(hours=1)
+    asked = of_session({**given, "idle": hour, "wait": hour, "timeout": hour})
+    assert (asked.idle_s, asked.wait_s, asked.timeout_s) == (3600, 3600, 3600)
 
 
 def test_what_is_no_function_is_refused():

@@ -18,12 +18,14 @@ import pytest
 
 from sgpu_magic.errors import PoolError
 from sgpu_magic.pool import ledger_database
-from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.ledger import Ledger, in_one_line
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
 from sgpu_magic.wire.devices import Lease, Placement
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
 def spec(
@@ -48,6 +50,12 @@ def spec(
         kind=kind,
         session=session,
     )
+
+
+LOST = Failure(kind=FailureKind.NODE_LOST, message="the node was lost\nsince yesterday", rank=1)
+RAISED = Failure(
+    kind=FailureKind.USER_CODE, message="NaN in batch 118\nand more", rank=1, type_name="builtins.ValueError"
+)
 
 
 @pytest.fixture
@@ -93,6 +101,19 @@ def test_sessions_and_their_cells_are_told_apart(ledger: Ledger) -> None:
     cell, session = ledger.recent(2)
     assert (session.kind, session.session, session.kernel) == (RunKind.SESSION, "", "kernel-7")
     assert (cell.kind, cell.session, cell.kernel) == (RunKind.PUSH, "5e550000", "")
+
+
+@pytest.mark.parametrize(
+    ("ended", "line"),
+    [
+        (RunEnded(state=RunState.SUCCEEDED), ""),
+        (RunEnded(state=RunState.CANCELLED, reason="cancelled by me"), "cancelled by me"),
+        (RunEnded(state=RunState.FAILED, failure=LOST), "the node was lost"),
+        (RunEnded(state=RunState.FAILED, failure=RAISED), "rank 1: ValueError: NaN in batch 118"),
+    ],
+)
+def test_an_end_is_told_in_one_line(ended: RunEnded, line: str) -> None:
+    assert in_one_line(ended) == line
 
 
 def test_a_new_run_has_what_was_asked_for(ledger: Ledger) -> None:
