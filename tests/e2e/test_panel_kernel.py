@@ -472,7 +472,7 @@ def test_while_packages_are_installed_the_panel_goes_on(
     panel.state(panel.apply(choice(gpus=1, type="cpu"), connect=True)["kept"])
     kernel.check("%%distributed\nweights = 3")
     wanted = choice(gpus=1, type="cpu", dependencies=["slowish"])
-    index.open.clear()
+    index.hold()
     try:
         began = time.monotonic()
         plan = panel.plan(wanted, connect=True)

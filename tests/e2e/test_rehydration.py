@@ -172,7 +172,7 @@ def test_packages_are_made_while_the_run_waits(client: PoolClient, home: Home):
 def test_a_run_that_leaves_the_queue_leaves_no_build(client: PoolClient, home: Home, index: SmallIndex):
     holder = client.begin(along=Attachments(environment=tiny(1)), body="import time; time.sleep(60)", ranks=3)
     holder.wait_for(RanksStarted)
-    index.open.clear()
+    index.hold()
     asked = len(index.asked)
     run = begin(client, tiny(4))
     run.wait_for(QueueMoved)
@@ -186,7 +186,7 @@ def test_a_run_that_leaves_the_queue_leaves_no_build(client: PoolClient, home: H
 
 @pytest.mark.slow
 def test_a_run_is_cancelled_while_its_packages_are_made(client: PoolClient, home: Home, index: SmallIndex):
-    index.open.clear()
+    index.hold()
     asked = len(index.asked)
     run = begin(client, tiny(5))
     other = begin(client, tiny(5))
@@ -254,7 +254,7 @@ def test_a_session_has_its_packages_and_fresh_runs_beside_it_too(client: PoolCli
 
 
 def test_a_session_is_ended_while_its_packages_are_made(client: PoolClient, home: Home, index: SmallIndex):
-    index.open.clear()
+    index.hold()
     asked = len(index.asked)
     session = client.begin(ranks=2, kind=RunKind.SESSION, name="work", along=Attachments(environment=tiny(8)))
     wait_for_build(home, index, asked)
@@ -267,7 +267,7 @@ def test_a_session_is_ended_while_its_packages_are_made(client: PoolClient, home
 @pytest.mark.parametrize("mark", ["sgpu_magic.packages.node ", "/bin/uv "])
 def test_a_build_that_is_killed(client: PoolClient, home: Home, index: SmallIndex, mark: str):
     version = 9 if mark == "/bin/uv " else 10
-    index.open.clear()
+    index.hold()
     asked = len(index.asked)
     run = begin(client, tiny(version))
     wait_for_build(home, index, asked)
@@ -290,7 +290,7 @@ def test_a_build_that_is_killed(client: PoolClient, home: Home, index: SmallInde
 def test_a_run_goes_on_when_the_pool_is_killed_while_its_packages_are_made(
     client: PoolClient, home: Home, index: SmallIndex
 ):
-    index.open.clear()
+    index.hold()
     asked = len(index.asked)
     run = begin(client, tiny(12), detach=True)
     wait_for_build(home, index, asked)
@@ -321,7 +321,7 @@ def test_a_group_that_is_started_again_has_its_packages(client: PoolClient):
 
 @pytest.mark.slow
 def test_the_agent_dies_while_it_builds(client: PoolClient, home: Home, index: SmallIndex):
-    index.open.clear()
+    index.hold()
     asked = len(index.asked)
     run = begin(client, tiny(11))
     wait_for_build(home, index, asked)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from process_table import below, is_alive, process_table
+from small_index import SmallIndex
 from waiting import eventually
 
 from sgpu_magic.packages.node.base_layer import layer_tag
@@ -121,8 +122,9 @@ class Build:
         self.process.stdout.close()
         return status
 
-    def uv_pid(self) -> int:
-        """The pid of the uv that it waits for."""
+    def uv_pid(self, index: SmallIndex) -> int:
+        """The pid of the uv that installs, once it waits for the closed `index`: others come before it."""
+        assert index.kept_waiting.wait(20), "nobody asks the index"
 
         def found() -> int | None:
             table = process_table()

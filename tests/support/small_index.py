@@ -61,19 +61,23 @@ class SmallIndex:
 
     Attributes:
         asked: Paths that were asked for.
-        open: Cleared, every answer waits until it is set again.
+        open: Answers do not wait; see `hold`.
+        kept_waiting: Since then somebody waits.
     """
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.open = threading.Event()
         self.open.set()
+        self.kept_waiting = threading.Event()
         self._wheels: dict[str, dict[str, bytes]] = {}
         index = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 index.asked.append(self.path)
+                if not index.open.is_set():
+                    index.kept_waiting.set()
                 index.open.wait(60)
                 # who asked may have been killed
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -108,6 +112,11 @@ class SmallIndex:
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
+
+    def hold(self) -> None:
+        """Let every answer wait until `open` is set again."""
+        self.kept_waiting.clear()
+        self.open.clear()
 
     @property
     def url(self) -> str:

@@ -259,7 +259,7 @@ class WriterProcess:
     def end(self) -> str:
         """Close this side; return what it has printed."""
         self._socket.shutdown(socket.SHUT_RDWR)
-        self._process.wait(15)
+        self._process.wait(PATIENCE_S)
         return self.said()
 
     def said(self) -> str:

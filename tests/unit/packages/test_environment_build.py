@@ -168,7 +168,7 @@ def test_it_is_built_once_and_then_there_in_less_than_10_ms(node: Nodes, index: 
 
 def test_builders_of_the_same_environment_build_it_once(node: Nodes, index: SmallIndex):
     environment = environment_of("tinyone==2.0", "tinytwo==1.0")
-    index.open.clear()
+    index.hold()
     builds = [node.begin(environment) for _ in range(3)]
     # each is there and waits: one for the index, the others for it
     for build in builds:
@@ -183,9 +183,9 @@ def test_builders_of_the_same_environment_build_it_once(node: Nodes, index: Smal
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_build_that_is_interrupted_leaves_nothing_for_the_next_one(node: Nodes, index: SmallIndex, number: int):
     environment = environment_of("tinytwo==1.0")
-    index.open.clear()
+    index.hold()
     build = node.begin(environment)
-    build.uv_pid()
+    build.uv_pid(index)
     build.kill(number)
     if number == signal.SIGTERM:
         assert node.left() == set()
@@ -197,9 +197,9 @@ def test_a_build_that_is_interrupted_leaves_nothing_for_the_next_one(node: Nodes
 
 
 def test_another_build_removes_what_a_killed_one_has_left(node: Nodes, index: SmallIndex):
-    index.open.clear()
+    index.hold()
     build = node.begin(environment_of("tinythree==1.0"))
-    build.uv_pid()
+    build.uv_pid(index)
     build.kill()
     index.open.set()
     assert node.left()
@@ -209,9 +209,9 @@ def test_another_build_removes_what_a_killed_one_has_left(node: Nodes, index: Sm
 
 def test_a_uv_that_is_killed_fails_the_build(node: Nodes, index: SmallIndex):
     environment = environment_of("tinytwo==2.0")
-    index.open.clear()
+    index.hold()
     build = node.begin(environment)
-    os.kill(build.uv_pid(), signal.SIGKILL)
+    os.kill(build.uv_pid(index), signal.SIGKILL)
     assert "killed" in refusal(build.wait())
     assert node.left() == set()
 
