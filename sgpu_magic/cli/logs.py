@@ -18,8 +18,8 @@ from sgpu_magic.client.find_run import FilesElsewhere, FilesOfRun, files_of
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.views import ansi
-from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.record import short
 
 _LOG_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,4})\.log")
 _READ_BYTES = 1 << 18

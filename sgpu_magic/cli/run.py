@@ -26,7 +26,7 @@ from sgpu_magic.options.asked import ReplayOptions
 from sgpu_magic.options.job_form import EXTRA, JobFile, read_mapping, read_yaml
 from sgpu_magic.options.values import STRATEGIES, key_values
 from sgpu_magic.views.units import format_seconds
-from sgpu_magic.wire.ids import new_id, short
+from sgpu_magic.wire.record import new_id, short
 from sgpu_magic.wire.states import RunState
 
 _NEEDS = ("nbclient", "nbformat")

@@ -26,7 +26,7 @@ from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import SYNC, Progress, Sent, Unsent, without_user
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import aligned
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 
 _CREDENTIALS = ("MLFLOW_TRACKING_", "MLFLOW_AUTH", "DATABRICKS_")
 _DEFAULT = "the default store"

@@ -21,9 +21,8 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
 from sgpu_magic.system.secure_sockets import Endpoint
 from sgpu_magic.wire.client import Accepted, AskStacks, Attach, Goodbye, StopPool, Warm
-from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, PoolAddress, PoolStatus, socket_file
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.record import Record, short
 
 REPLY_TIMEOUT_S = 15.0
 # ranks that were asked to end have the default grace of 5 s

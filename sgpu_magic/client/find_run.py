@@ -22,8 +22,8 @@ from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.safe_paths import list_below, open_below
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.files import EVENTS, KEY, PAYLOAD, REQUIREMENTS, RunFiles
-from sgpu_magic.wire.ids import check_id, is_valid_id, short
 from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.record import check_id, is_valid_id, short
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord
 
 # so many of each pool's newest runs are looked through; an older one is asked for by name

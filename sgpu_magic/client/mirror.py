@@ -23,7 +23,7 @@ from sgpu_magic.files.safe_paths import open_below, parts_of
 from sgpu_magic.files.whole_file import appearing, write_at, write_whole
 from sgpu_magic.system.byte_sizes import fits_memory
 from sgpu_magic.wire.files import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
-from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.record import is_valid_id
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
 

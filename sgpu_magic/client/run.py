@@ -18,7 +18,7 @@ from sgpu_magic.payload import unpack
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource, SharedPayload
 from sgpu_magic.wire.client import Cancel, ResultsReceived, Submit, TellComms, Unfollow
 from sgpu_magic.wire.events import Event, Placed, RunEnded
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
 
 

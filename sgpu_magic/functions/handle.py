@@ -22,7 +22,7 @@ from sgpu_magic.runs.submit.submit import let_go
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.wire.events import Event, RunEnded
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunState
 
 R = TypeVar("R")

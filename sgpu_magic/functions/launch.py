@@ -22,7 +22,7 @@ from sgpu_magic.runs.submit.pack_call import pack_call
 from sgpu_magic.runs.submit.spec import Submission, describe
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import Workplace, workplace
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunState
 
 _IPYTHON = "IPython.core.interactiveshell"

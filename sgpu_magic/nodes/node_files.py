@@ -26,7 +26,7 @@ from sgpu_magic.wire.files import (
     RunFileStored,
     StoreRunFile,
 )
-from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.record import is_valid_id
 
 Answer = Callable[[NodeFileReply, Sequence[bytes]], None]
 

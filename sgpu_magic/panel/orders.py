@@ -15,7 +15,7 @@ from sgpu_magic.panel.messages import CancelRun, PanelOrder, Rest, Said, StartPo
 from sgpu_magic.panel.pool_state import as_sentence
 from sgpu_magic.panel.watch import ListWatcher, PoolWatcher, Watchers
 from sgpu_magic.views.run_notes import stop_words
-from sgpu_magic.wire.ids import is_valid_id, short
+from sgpu_magic.wire.record import is_valid_id, short
 
 STARTED = "The pool is running."
 

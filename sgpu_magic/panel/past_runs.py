@@ -16,8 +16,8 @@ from sgpu_magic.errors import PoolError
 from sgpu_magic.panel.pool_state import RunFiles
 from sgpu_magic.wire.costs import HOUR_S, Prices, format_money
 from sgpu_magic.wire.files import TRACKING
-from sgpu_magic.wire.ids import is_valid_id
 from sgpu_magic.wire.pool_status import BudgetState, RunSummary
+from sgpu_magic.wire.record import is_valid_id
 
 # a page in MLflow may come so long after the run's end
 _LATE_S = 60.0

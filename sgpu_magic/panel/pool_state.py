@@ -31,10 +31,10 @@ from sgpu_magic.views.pool_words import (
 )
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import count_of
-from sgpu_magic.wire import ids
 from sgpu_magic.wire.costs import Prices, format_money
 from sgpu_magic.wire.devices import CPU, Device
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunKind, RunState
 
 NO_GPU = "No GPU on this machine: ranks run on CPU."
@@ -200,7 +200,7 @@ def run_row(run: RunSummary, place: RunFiles) -> RunRow:
     tone = _TONES[run.state]
     return RunRow(
         **{name: getattr(run, name) for name in _AS_IN_SUMMARY},
-        short_id=ids.short(run.run_id),
+        short_id=short(run.run_id),
         name=run_name(run),
         kind=run.kind.value,
         state=run.state.value,

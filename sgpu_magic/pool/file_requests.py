@@ -40,8 +40,7 @@ from sgpu_magic.wire.files import (
     RunFileRead,
     RunFiles,
 )
-from sgpu_magic.wire.ids import short
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.record import Record, short
 from sgpu_magic.wire.run import RUN_RECORD
 
 _RESULT = re.compile(r"result-(\d+)\.bin")

@@ -18,7 +18,7 @@ from sgpu_magic.files.run_directory import has_content, link_or_copy
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.packages.distributions import is_valid_digest
 from sgpu_magic.wire.client import KeepEnvironment
-from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.record import is_valid_id
 
 _Kept = tuple[str, str]
 """A user's store and an environment's digest; "" while that is not known."""

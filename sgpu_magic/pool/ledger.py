@@ -23,8 +23,8 @@ from typing import Any
 from sgpu_magic.pool.ledger_database import LedgerDatabase, Statement
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.ids import check_id
 from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.record import check_id
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 

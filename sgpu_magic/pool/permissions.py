@@ -31,8 +31,8 @@ from sgpu_magic.wire.client import (
     Unfollow,
     Warm,
 )
-from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.record import short
 
 # a user's own newest run is looked for among so many
 _LOOK_BACK = 200

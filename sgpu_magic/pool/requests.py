@@ -63,8 +63,8 @@ from sgpu_magic.wire.files import (
     StreamEnded,
     StreamTaken,
 )
-from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, Hello, PoolStatus, RunSummary, Welcome
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import OWNER_GONE, RunState
 
 # what two clocks differ by that were not set

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from sgpu_magic.config import Settings
 from sgpu_magic.tracking.progress import is_unsent
-from sgpu_magic.wire.ids import is_valid_id, short
+from sgpu_magic.wire.record import is_valid_id, short
 
 JUST_ENDED_S = 300.0
 _DAY_S = 24 * 3600.0

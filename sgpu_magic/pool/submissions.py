@@ -22,7 +22,7 @@ from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.wire.client import Submit
-from sgpu_magic.wire.ids import is_valid_id, short
+from sgpu_magic.wire.record import is_valid_id, short
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 

@@ -23,7 +23,7 @@ from sgpu_magic.pool.tracker_process import TrackerProcess
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.wire.events import Noted, Tracked
-from sgpu_magic.wire.ids import is_valid_id, short
+from sgpu_magic.wire.record import is_valid_id, short
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import (
     FromTracker,

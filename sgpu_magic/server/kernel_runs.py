@@ -10,8 +10,8 @@ from sgpu_magic.client import ledger
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.server.run_places import Elsewhere
-from sgpu_magic.wire.ids import check_id
 from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.record import check_id
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 

@@ -15,7 +15,7 @@ from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import last_part
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 Output = dict[str, object]

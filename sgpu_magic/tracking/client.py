@@ -24,7 +24,7 @@ from sgpu_magic.tracking import store
 from sgpu_magic.tracking.artifacts import OWN_NAMES
 from sgpu_magic.tracking.progress import without_user
 from sgpu_magic.tracking.runs import LOGGED_TAG, RUN_TAG, Batch
-from sgpu_magic.wire.ids import is_valid_id
+from sgpu_magic.wire.record import is_valid_id
 from sgpu_magic.wire.tracking import Tracking
 
 # of one request, which MLflow's servers take up to 1,000 things and a megabyte (mlflow.utils.validation)

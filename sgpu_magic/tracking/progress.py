@@ -12,8 +12,7 @@ import msgspec
 from sgpu_magic.config import Settings
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.wire.files import TRACKING
-from sgpu_magic.wire.ids import is_valid_id
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.record import Record, is_valid_id
 from sgpu_magic.wire.tracking import TrackedRun, Tracking
 
 SYNC = "sync"

@@ -12,7 +12,6 @@ from sgpu_magic.views.rank_models import RankModels
 from sgpu_magic.views.run_notes import SessionState, attempt_note, renewal_note, restart_note, run_name, unstopped_note
 from sgpu_magic.views.units import heard_at, steady_time
 from sgpu_magic.views.usage import RunUsage
-from sgpu_magic.wire import ids
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import (
     AttemptFailed,
@@ -47,6 +46,7 @@ from sgpu_magic.wire.rank_events import (
     Sampled,
     Stalled,
 )
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RankResult, RunSpec
 from sgpu_magic.wire.states import OWNER_GONE, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
@@ -220,7 +220,7 @@ class RunView:
 
     @property
     def short_id(self) -> str:
-        return ids.short(self.spec.run_id)
+        return short(self.spec.run_id)
 
     @property
     def name(self) -> str:

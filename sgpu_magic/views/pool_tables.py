@@ -25,10 +25,10 @@ from sgpu_magic.views.pool_words import (
 )
 from sgpu_magic.views.summary_words import idle_since
 from sgpu_magic.views.units import TIMES, Row, aligned, count_of, format_clock, format_seconds
-from sgpu_magic.wire import ids
 from sgpu_magic.wire.costs import cost_so_far, format_money
 from sgpu_magic.wire.devices import Device
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunKind, RunState
 
 # of a session's cells so many newest are listed
@@ -165,7 +165,7 @@ def _device_rows(status: PoolStatus) -> list[Row]:
         holder = holders.get(device.uuid)
         if holder is not None:
             run, rank = holder
-            what = f"{ids.short(run.run_id)} {_name(run)}  rank {rank}"
+            what = f"{short(run.run_id)} {_name(run)}  rank {rank}"
         else:
             what = outside_words(device) or "free"
         label = device_name(device)
@@ -223,7 +223,7 @@ def _with_heads(rows: Sequence[Row], *, users: bool) -> _Table:
 
 def _name(run: RunSummary) -> str:
     if run.kind is RunKind.SESSION:
-        return f"session {run.name or ids.short(run.run_id)}"
+        return f"session {run.name or short(run.run_id)}"
     return run.name or ("" if run.kind is RunKind.CELL else f"{run.kind}")
 
 
@@ -255,7 +255,7 @@ def _run_row(run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, i
     name = f"{_BELOW if is_below else ''}{_name(run)}"
     cost = cost_so_far(run, now)
     paid = "" if cost is None else format_money(cost, run.currency)
-    return ids.short(run.run_id), name, run.user, ranks, _state(run, cells, now), duration, paid, failure_line(run)
+    return short(run.run_id), name, run.user, ranks, _state(run, cells, now), duration, paid, failure_line(run)
 
 
 # ---------------------------------------------------------------- a kernel's packages

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import Row, count_of, format_seconds
-from sgpu_magic.wire import ids
 from sgpu_magic.wire.costs import format_money
 from sgpu_magic.wire.devices import Device
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunState
 
 HOLDING = (RunState.PREPARING, RunState.STARTING, RunState.RUNNING, RunState.CANCELLING)
@@ -150,7 +150,7 @@ def node_rows(status: PoolStatus) -> list[Row]:
 def _row(node: _Node, slots: int) -> Row:
     devices = ", ".join(f"{count} {kind}" for kind, count in node.kinds.items()) or count_of(slots, "cpu slot")
     use = f"{sum(node.used_pct) / len(node.used_pct):.0f} %" if node.used_pct else "-"
-    runs = [f"{ids.short(run_id)} has {count}" for run_id, count in node.runs.most_common(_MAX_RUNS)]
+    runs = [f"{short(run_id)} has {count}" for run_id, count in node.runs.most_common(_MAX_RUNS)]
     if (more := len(node.runs) - len(runs)) > 0:
         runs.append(f"{more} more")
     if node.outside:

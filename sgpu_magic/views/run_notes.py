@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.views.units import format_ranks, format_seconds
-from sgpu_magic.wire import ids
 from sgpu_magic.wire.events import AttemptFailed, GroupRenewed, RanksRestarted, SessionMoved
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import BUDGET, COST_LIMIT, FailureKind, RunKind
 
@@ -20,7 +20,7 @@ def run_name(spec: RunSpec | RunSummary) -> str:
     """Return `train_digits` for a cell, `train(...)` for a call, `session work` for a session."""
     match spec.kind:
         case RunKind.SESSION:
-            return f"session {spec.name or ids.short(spec.run_id)}"
+            return f"session {spec.name or short(spec.run_id)}"
         case RunKind.CALL if spec.name and "(" not in spec.name:
             return f"{spec.name}(...)"
         case kind:
@@ -31,7 +31,7 @@ def stop_words(spec: RunSpec | RunSummary) -> tuple[str, str]:
     """Return the reason why its view's button ends it, and what to say to who has pressed it."""
     if spec.kind is RunKind.SESSION:
         return "Disconnect was pressed", f"{run_name(spec)} is being disconnected"
-    return "Cancel was pressed", f"run {ids.short(spec.run_id)} is being stopped"
+    return "Cancel was pressed", f"run {short(spec.run_id)} is being stopped"
 
 
 class SessionState:

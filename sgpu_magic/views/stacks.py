@@ -11,7 +11,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, SOFT, WARN, safe
 from sgpu_magic.views.units import aligned, format_ranks
 from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import CellSource
 
 _CELL_FILE = re.compile(r"<ipython-input-(\d+)-")

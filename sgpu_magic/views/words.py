@@ -14,9 +14,9 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import Link, Tone
 from sgpu_magic.views.run_notes import limit_of
 from sgpu_magic.views.units import TIMES, count_of, format_seconds
-from sgpu_magic.wire import ids
 from sgpu_magic.wire.attachments import Payload
 from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunKind, RunState
 
 AUTO = "auto"
@@ -48,7 +48,7 @@ def ranks_text(view: RunView) -> str:
 def session_text(view: RunView) -> str:
     """Return `session work`, "" for a run that uses no session's lease."""
     spec = view.spec
-    return f"session {spec.session_name or ids.short(spec.session)}" if spec.session else ""
+    return f"session {spec.session_name or short(spec.session)}" if spec.session else ""
 
 
 def place_words(view: RunView) -> list[str]:

@@ -2,7 +2,7 @@
 
 Typed, frozen records and their codec. No socket, clock or thread here.
 
-record        the base of every record and message
+record        the base of every record and message; ids, checked before a path is made of them
 codec         encoding of messages, and their framing on a byte stream
 client        commands and replies between clients and the pool service; which link has its messages where
 node          the same between the pool service and its nodes' agents
@@ -15,7 +15,6 @@ run           what is submitted, where it starts, what it returns, what its dire
 attachments   what travels with a run: packed objects, packages, local code, uploads
 failures      why a rank failed, where it was, what held its memory
 states        the states of a run, and which follows which
-ids           ids of runs, leases and groups, checked before a path is made of them
 files         blobs, files of runs' directories and TCP connections on their way over the links
 pool_status   how a client finds and greets a pool, and what the pool says of itself
 devices       one short name per GPU model; what a node has, what a run asks for, what it is granted

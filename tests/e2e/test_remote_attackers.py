@@ -30,9 +30,9 @@ from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PackedLayout
 from sgpu_magic.wire.client import Attach, Cancel, ClientMessage, Goodbye, Refused, StopPool, Submit
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import Event, RunEnded
-from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus
 from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import CellSource, Interpreter, Owner, RankContext, RunSpec
 from sgpu_magic.wire.states import RunState
 

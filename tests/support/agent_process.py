@@ -25,7 +25,6 @@ from sgpu_magic.wire.attachments import InlinePayload, Payload
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.events import RanksStarted, RunEnded
 from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.node import (
     AgentReady,
     Answered,
@@ -43,7 +42,7 @@ from sgpu_magic.wire.node import (
 )
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.record import Record, new_id
 from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 

@@ -19,8 +19,8 @@ from sgpu_magic.config import load_settings
 from sgpu_magic.payload.pack import new_key, pack_namespace
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
-from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import CellSource, OutputName, RunSpec
 from sgpu_magic.wire.states import RunKind
 

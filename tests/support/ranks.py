@@ -22,7 +22,6 @@ from sgpu_magic.payload import pack, unpack
 from sgpu_magic.system.message_stream import Link
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import InlinePayload
-from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
     AskTracking,
@@ -44,7 +43,7 @@ from sgpu_magic.wire.rank import (
     Renewed,
     TrackingAnswered,
 )
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.record import Record, new_id
 from sgpu_magic.wire.run import CellSource, OutputName, RankContext
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import Tracking

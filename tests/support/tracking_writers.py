@@ -25,7 +25,7 @@ from sgpu_magic.tracking.progress import Progress
 from sgpu_magic.wire import codec, rank_events
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Lease, Placement
-from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import (

@@ -20,9 +20,9 @@ from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import TellComms
-from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.rank import CommsHeard, FromRank, Leave, Release, ToRank
 from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.states import FailureKind
 from sgpu_magic.wire.zygote import Fork
 

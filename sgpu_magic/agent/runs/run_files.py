@@ -20,9 +20,9 @@ from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, Sha
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased
 from sgpu_magic.wire.files import KEY, PAYLOAD
-from sgpu_magic.wire.ids import check_id
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank import FromRank
+from sgpu_magic.wire.record import check_id
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RankResult, RunRecord
 from sgpu_magic.wire.states import RunState
 

@@ -22,7 +22,7 @@ from sgpu_magic.pool.scheduling.capacity import (
     memory_bytes,
 )
 from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 
 _ASKED = "asked of the cluster, which has to bring more nodes for it"
 

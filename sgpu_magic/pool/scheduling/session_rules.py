@@ -16,7 +16,7 @@ import msgspec
 from sgpu_magic.pool.scheduling.capacity import SPREAD, Stock, Want, amount
 from sgpu_magic.pool.scheduling.run import Run, span
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 

@@ -23,7 +23,7 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import unstopped_note
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 

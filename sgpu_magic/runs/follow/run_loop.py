@@ -16,7 +16,7 @@ from sgpu_magic.views.publisher import Publisher
 from sgpu_magic.views.units import format_span
 from sgpu_magic.wire.events import Detached, Event, RunEnded
 from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import FailureKind, RunState
 
 Ending = tuple[RunEnded, Sequence[bytes]]

@@ -23,7 +23,7 @@ from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.events import Described, RanksStarted, RunEnded
 from sgpu_magic.wire.files import KEY, PAYLOAD, REQUIREMENTS
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord, RunSpec
 from sgpu_magic.wire.states import RunKind
 

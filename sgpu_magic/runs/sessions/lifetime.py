@@ -24,7 +24,7 @@ from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.run_notes import SessionState
 from sgpu_magic.wire.devices import Placement
-from sgpu_magic.wire.ids import short
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunState
 
 _CLOSE_PATIENCE_S = 10.0

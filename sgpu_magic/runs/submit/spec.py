@@ -19,7 +19,7 @@ from sgpu_magic.payload.namespace import cell_sources
 from sgpu_magic.payload.pack import Packed, new_key, pack_namespace
 from sgpu_magic.runs.notebook import cell_numbers, owner
 from sgpu_magic.runs.submit.placing import Found
-from sgpu_magic.wire.ids import new_id
+from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import CellSource, Interpreter, OutputName, RunSpec, Shipped
 from sgpu_magic.wire.states import RunKind
 

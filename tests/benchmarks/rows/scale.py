@@ -24,8 +24,8 @@ from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import LaunchRun
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import RanksStarted
-from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import RunSpec
 from tests.benchmarks.environment import ROOT, Bench
 from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, at_most

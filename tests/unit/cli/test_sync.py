@@ -12,7 +12,7 @@ from sgpu_magic.cli.sync import Left, sync
 from sgpu_magic.config import Settings
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Sent
-from sgpu_magic.wire.ids import new_id, short
+from sgpu_magic.wire.record import new_id, short
 from sgpu_magic.wire.tracking import Tracking
 
 ONE, OTHER = "http://one:5000", "http://other:5000"

@@ -34,8 +34,8 @@ from sgpu_magic.tracking.runs import Batch, RunFold, SystemMetrics, key
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.ids import short
 from sgpu_magic.wire.rank_events import RankSample
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import MetricPoint, Tracking
 

@@ -28,7 +28,6 @@ from sgpu_magic.wire import (
     events,
     failures,
     files,
-    ids,
     node,
     pool_status,
     rank,
@@ -37,7 +36,7 @@ from sgpu_magic.wire import (
     tracking,
     zygote,
 )
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.record import Record, check_id, is_valid_id, new_id
 from sgpu_magic.wire.states import TRANSITIONS, RunState, can_move
 
 MODULES = (
@@ -302,14 +301,14 @@ def test_one_flipped_bit_gives_a_message_or_a_value_error():
 
 @pytest.mark.parametrize("text", ["", "../../etc", "abcd123", "abcd12345", "ABCD1234", "abcd123/", "abcd1234\n"])
 def test_what_is_no_id_is_refused(text: str):
-    assert not ids.is_valid_id(text)
+    assert not is_valid_id(text)
     with pytest.raises(ValueError, match="not a run id"):
-        ids.check_id(text)
+        check_id(text)
 
 
 def test_new_ids_are_ids_and_differ():
-    made = {ids.new_id() for _ in range(100)}
-    assert all(map(ids.is_valid_id, made))
+    made = {new_id() for _ in range(100)}
+    assert all(map(is_valid_id, made))
     assert len(made) == 100
 
 

@@ -23,8 +23,8 @@ from launches import placed_launch
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.ids import new_id
 from sgpu_magic.wire.node import Launch, Part
+from sgpu_magic.wire.record import new_id
 from sgpu_magic.worker.ray import driver
 from sgpu_magic.worker.ray.driver import written_in
 from sgpu_magic.worker.ray.metrics import values_in
