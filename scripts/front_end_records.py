@@ -154,7 +154,7 @@ def _entry(key: str, value: str) -> str:
 def _is_record(value: Any) -> bool:
     return (
         isinstance(value, type)
-        and issubclass(value, msgspec.Struct)
+        and issubclass(value, live_schema.Message)
         and bool(value.__struct_fields__ or value.__struct_config__.tag)
     )
 

@@ -14,10 +14,10 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import cast
 
+import msgspec
 from platformdirs import user_config_path, user_state_path
 
 from sgpu_magic.errors import UsageError
@@ -46,8 +46,7 @@ _KINDS: Mapping[str, Callable[[str], object]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     """All settings; each may stand in `config.toml` by its name or in the environment as `SGPU_<NAME>`.
 
     Args:
@@ -243,7 +242,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """
     environ = os.environ if environ is None else environ
     file = config_path(environ)
-    known = {field.name: str(field.type) for field in fields(Settings)}
+    known: dict[str, str] = Settings.__annotations__
     values: dict[str, object] = {}
     try:
         from_file = tomllib.loads(file.read_text()) if file.is_file() else {}

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,8 +110,7 @@ class _Builder:
                 os.killpg(self._process.pid, number)
 
 
-@dataclass(eq=False, slots=True)
-class _Wanted:
+class _Wanted(msgspec.Struct, eq=False):
     """One environment.
 
     Args:
@@ -132,7 +130,7 @@ class _Wanted:
     since: float
     builder: _Builder | None = None
     held: tuple[Built, HeldLock] | None = None
-    users: dict[str, PreparingRun | None] = field(default_factory=dict[str, "PreparingRun | None"])
+    users: dict[str, PreparingRun | None] = msgspec.field(default_factory=dict[str, "PreparingRun | None"])
     moved: BuildMoved = _NOT_BEGUN
     was_built: bool = False
     refused: str = ""

@@ -11,10 +11,10 @@ import hashlib
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.inputs.launch_inputs import CodeUnusable, LaunchInputs, travels_by_blobs
@@ -31,8 +31,7 @@ from sgpu_magic.wire.run import Interpreter, RankContext
 from sgpu_magic.wire.states import FailureKind, RunKind
 
 
-@dataclass(frozen=True)
-class Launches:
+class Launches(msgspec.Struct, frozen=True):
     """Starts what the pool orders.
 
     Args:
@@ -63,7 +62,7 @@ class Launches:
             return
         if spec.session and (session := self.runs.session(spec.session)) is not None:
             # new ranks beside the session's have what those have
-            launch = msgspec.structs.replace(launch, environment=session.launch.environment)
+            launch = replace(launch, environment=session.launch.environment)
         attempt = Attempt(launch, frames, self.runs.get(spec.run_id))
         environment = launch.environment if self.environments.needed(launch) else None
         built = None if environment is None else self.environments.at_hand(environment)
@@ -152,7 +151,7 @@ class Launches:
         if built is None or placed.environment is None:
             return placed
         name = self.environments.name(placed.environment)
-        return msgspec.structs.replace(placed, interpreter=_interpreter(name, built, placed))
+        return replace(placed, interpreter=_interpreter(name, built, placed))
 
     def _placed_in(self, session: Session, launch: Launch) -> Launch:
         """A cell's launch stands where its session does."""
@@ -205,8 +204,8 @@ def place_here(launch: Launch, built: Built | None, code: Mapping[str, str]) -> 
         cwd = os.path.join(home, "work")
         os.makedirs(cwd, mode=0o700, exist_ok=True)
     environ = _environ(launch, built)
-    placed = msgspec.structs.replace(context, cwd=cwd, sys_path=path, environ=environ, installed=())
-    return msgspec.structs.replace(launch, context=placed)
+    placed = replace(context, cwd=cwd, sys_path=path, environ=environ, installed=())
+    return replace(launch, context=placed)
 
 
 def _home(launch: Launch) -> str:

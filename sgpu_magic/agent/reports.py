@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -29,8 +28,7 @@ class Send(Protocol):
     def __call__(self, message: Record, frames: Sequence[bytes] = (), descriptors: Sequence[int] = (), /) -> None: ...
 
 
-@dataclass(slots=True)
-class _Told:
+class _Told(msgspec.Struct):
     """One run.
 
     Args:
@@ -43,7 +41,9 @@ class _Told:
     """
 
     number: int = 0
-    unkept: deque[tuple[RunEvent, Sequence[bytes]]] = field(default_factory=deque[tuple[RunEvent, Sequence[bytes]]])
+    unkept: deque[tuple[RunEvent, Sequence[bytes]]] = msgspec.field(
+        default_factory=deque[tuple[RunEvent, Sequence[bytes]]]
+    )
     adopted: bool = True
     ended: bool = False
     part: PartEnded | None = None

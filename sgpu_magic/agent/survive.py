@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
@@ -42,8 +44,7 @@ _OVER_S = 5.0
 _SUCCESSOR_S = 1.0
 
 
-@dataclass(frozen=True)
-class Introduction:
+class Introduction(msgspec.Struct, frozen=True):
     """What the agent tells a pool service that it comes to: what this node has, and which runs it holds.
 
     Args:

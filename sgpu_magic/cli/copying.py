@@ -12,7 +12,6 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -32,8 +31,7 @@ from sgpu_magic.wire.run import RUN_RECORD, RunRecord
 _ADDRESS = re.compile(r"(?P<run>[0-9A-Fa-f]{1,40})(?:/(?P<rank>\d{1,6}))?:(?P<path>.*)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(msgspec.Struct, frozen=True):
     """What `RUN[/RANK]:PATH` names.
 
     Args:
@@ -47,8 +45,7 @@ class Address:
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Wanted(msgspec.Struct, frozen=True):
     """A file, and what it is called below the target."""
 
     file: RunFile

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
 from typing import TextIO
 
@@ -143,7 +142,7 @@ def _refused(name: str, error: UsageError, otherwise: str) -> Finding:
 
 def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     """`SGPU_*` variables that nothing reads."""
-    known = [*(f"SGPU_{field.name.upper()}" for field in fields(Settings)), *_OTHER_VARIABLES]
+    known = [*(f"SGPU_{name.upper()}" for name in Settings.__struct_fields__), *_OTHER_VARIABLES]
     for name in sorted(environ):
         if name.startswith("SGPU_") and name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -6,8 +6,9 @@ import argparse
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from sgpu_magic.cli.main import Parser
 from sgpu_magic.config import Settings, load_settings
@@ -22,8 +23,7 @@ _DAY_S = 24 * 3600.0
 _SHORTEST_PREFIX = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(msgspec.Struct, frozen=True):
     """An environment that this node has built.
 
     Args:

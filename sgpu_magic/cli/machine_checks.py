@@ -13,8 +13,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from sgpu_magic.config import is_linux
 from sgpu_magic.system.byte_sizes import format_bytes
@@ -38,8 +39,7 @@ class Level(enum.StrEnum):
     PROBLEM = "problem"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """One line of the doctor.
 
     Args:

@@ -11,8 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.wires import A, Answer
@@ -46,8 +47,7 @@ _FIRST_S = 1.0
 _EVERY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What becomes one blob.
 
     Args:

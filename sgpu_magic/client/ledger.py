@@ -8,7 +8,6 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -125,8 +124,7 @@ _SINCE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
 _POOL = "local"
 
 
-@dataclass(slots=True)
-class Use:
+class Use(msgspec.Struct):
     """What a group of runs used.
 
     Args:
@@ -149,15 +147,14 @@ class Use:
     slot_s: float = 0.0
     idle_s: float = 0.0
     simulated_s: float = 0.0
-    cost: dict[str, float] = field(default_factory=dict[str, float])
-    idle_cost: dict[str, float] = field(default_factory=dict[str, float])
-    simulated_cost: dict[str, float] = field(default_factory=dict[str, float])
+    cost: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    idle_cost: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    simulated_cost: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     reserved: float | None = None
     unmetered: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """The answer.
 
     Args:

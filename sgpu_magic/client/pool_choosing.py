@@ -7,8 +7,9 @@ on-demand pools those with free devices come first, then the cheapest. This mach
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
@@ -27,8 +28,7 @@ RESERVED, ON_DEMAND = "reserved", "on-demand"
 KINDS = (RESERVED, ON_DEMAND)
 
 
-@dataclass(frozen=True, slots=True)
-class Money:
+class Money(msgspec.Struct, frozen=True):
     """What devices cost by the settings: by the hour, and reserved ones.
 
     Args:
@@ -58,8 +58,7 @@ def money_of(settings: Settings) -> Money:
     return Money(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """What a run asks for of devices.
 
     Args:
@@ -75,8 +74,7 @@ class Wanted:
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TypeCount:
+class TypeCount(msgspec.Struct, frozen=True):
     """The devices of one type in a pool.
 
     Args:
@@ -90,8 +88,7 @@ class TypeCount:
     memory_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """Where a run goes.
 
     Args:

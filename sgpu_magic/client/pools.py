@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import msgspec
 
@@ -23,8 +22,7 @@ PATIENCE_S = 2.0
 _AVOIDED_S = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """What one of several pools has answered.
 
     Args:

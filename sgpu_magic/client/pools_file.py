@@ -19,9 +19,10 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
+
+import msgspec
 
 from sgpu_magic.config import config_path
 from sgpu_magic.errors import UsageError
@@ -40,8 +41,7 @@ _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _KNOWN = ("address", "key", "reserved", "types", "prices")
 
 
-@dataclass(frozen=True, slots=True)
-class PoolEntry:
+class PoolEntry(msgspec.Struct, frozen=True):
     """A pool that a user may use.
 
     Args:
@@ -58,7 +58,7 @@ class PoolEntry:
     key: str
     reserved: bool = False
     types: tuple[str, ...] = ()
-    prices: Mapping[str, float] = field(default_factory=dict[str, float])
+    prices: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
 
     @property
     def kind(self) -> str:

@@ -6,9 +6,10 @@ import hmac
 import os
 import queue
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+import msgspec
 
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.mirror import Mirror
@@ -229,8 +230,7 @@ class Run:
             self._link.send(Unfollow(run_id=self.run_id))
 
 
-@dataclass(slots=True)
-class RankValues:
+class RankValues(msgspec.Struct):
     """What one rank returned: names of `--out`, and the last expression's value."""
 
     names: dict[str, object]

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -44,16 +43,14 @@ _CANCEL_PATIENCE_S = 60.0
 _CANCEL_PAUSE_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Stand:
+class Stand(msgspec.Struct, frozen=True):
     """Where ranks stand that are not to stand where this process does: working directory and `sys.path`."""
 
     cwd: str
     sys_path: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Attachments:
+class Attachments(msgspec.Struct, frozen=True):
     """Packages, code, uploads and the place in MLflow, as `wire.client.Submit` has them.
 
     Args:
@@ -233,8 +230,7 @@ _RECLAIM_TIMEOUT_S = 0.05
 _IDLE_S = 60.0
 
 
-@dataclass(slots=True)
-class _Slot:
+class _Slot(msgspec.Struct):
     buffer: SharedBuffer
     run_id: str
     released: threading.Event

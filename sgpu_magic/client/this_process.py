@@ -10,8 +10,9 @@ import site
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, config_path, host_name, load_settings

@@ -11,11 +11,11 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.client.blob_sender import BlobSender, Piece, Sending, pieces_of
 from sgpu_magic.client.link import PoolLink
@@ -48,8 +48,7 @@ _MOST_KEPT = 100
 _SETTLED_NS = 2_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
+class FoundFile(msgspec.Struct, frozen=True):
     """One file.
 
     Args:
@@ -63,8 +62,7 @@ class FoundFile:
     status: os.stat_result
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFiles:
+class FoundFiles(msgspec.Struct, frozen=True):
     """What goes along.
 
     Args:
@@ -293,10 +291,10 @@ def sent(along: Attachments, link: PoolLink, state: Path, sending: Sending) -> t
     wheels = environment.wheels if environment is not None else ()
     total = sum(each.size for each in (*along.code, *wheels))
     sender = BlobSender(link, sending.part("code and packages", total))
-    code = tuple(msgspec.structs.replace(bundle, path="", blobs=_blobs_of(bundle, sender)) for bundle in along.code)
+    code = tuple(replace(bundle, path="", blobs=_blobs_of(bundle, sender)) for bundle in along.code)
     if environment is not None and wheels:
-        blobs = tuple(msgspec.structs.replace(wheel, path="", blobs=_blobs_of(wheel, sender)) for wheel in wheels)
-        environment = msgspec.structs.replace(environment, wheels=blobs)
+        blobs = tuple(replace(wheel, path="", blobs=_blobs_of(wheel, sender)) for wheel in wheels)
+        environment = replace(environment, wheels=blobs)
     uploads = [_send(upload, link, state, sending) for upload in along.uploads]
     along = replace(along, code=code, environment=environment, uploads=tuple(upload for upload, _ in uploads))
     return along, [note for _, note in uploads]
@@ -322,7 +320,7 @@ def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tupl
     if len(manifest) > PIECE_BYTES:
         raise UsageError(f"--upload {upload.name} has too many files: pack them into an archive.")
     (digest,) = sender.send([Piece(len(manifest), lambda: memoryview(manifest))])
-    made = msgspec.structs.replace(upload, path="", manifest=digest, manifest_size=len(manifest))
+    made = replace(upload, path="", manifest=digest, manifest_size=len(manifest))
     count = "1 file" if len(found.files) == 1 else f"{len(found.files):,} files"
     return made, (
         f"uploaded {upload.name}: {count}, {format_bytes(total)}, of which the pool lacked {format_bytes(lacked)}"

@@ -11,10 +11,10 @@ import queue
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
 import zmq
 
 from sgpu_magic.errors import PoolError
@@ -34,8 +34,7 @@ _NO_PIDFD_POLL_MS = 1000
 EventItem = tuple[Event, Sequence[bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(msgspec.Struct, frozen=True):
     """One message as it goes on the wire.
 
     Args:

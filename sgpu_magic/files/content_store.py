@@ -12,8 +12,9 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.files.kept_folders import evict
@@ -63,8 +64,7 @@ def blob_path(root: Path, store: str, digest: str) -> Path:
     return root / store / digest[:2] / digest[2:]
 
 
-@dataclass(eq=False, slots=True)
-class _Coming:
+class _Coming(msgspec.Struct, eq=False):
     """A blob of which not all bytes are there.
 
     Args:

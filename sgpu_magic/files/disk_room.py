@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from sgpu_magic.config import SET_IN_NOTEBOOK
 from sgpu_magic.system.byte_sizes import format_bytes
@@ -15,8 +16,7 @@ RUN_BYTES = 256_000
 RUN_INODES = 32
 
 
-@dataclass(frozen=True, slots=True)
-class DiskRoom:
+class DiskRoom(msgspec.Struct, frozen=True):
     """The file system under a directory.
 
     Args:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overload
+
+from msgspec.structs import replace
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.asked import CallOptions

@@ -9,8 +9,9 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import CancelledError
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
 from sgpu_magic.functions.handle import Run

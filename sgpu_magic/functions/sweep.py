@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
+
+import msgspec
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.handle import Run, frames_left_out
@@ -17,8 +18,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class Failed(Generic[T]):
+class Failed(msgspec.Struct, Generic[T], frozen=True):
     """An item of a sweep that has no result.
 
     Args:

@@ -7,8 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.client.pool_choosing import KINDS
 from sgpu_magic.client.pools_file import LOCAL
@@ -35,8 +37,7 @@ _TRY_AGAIN_S = 1.0
 _CANCEL_PATIENCE_S = 2.5
 
 
-@dataclass(slots=True)
-class Task(Generic[T, R]):
+class Task(msgspec.Struct, Generic[T, R]):
     """One item on its way."""
 
     index: int

@@ -13,9 +13,9 @@ import os
 import re
 from argparse import SUPPRESS
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -184,8 +184,7 @@ def _names_on_ranks() -> list[str]:
     return sorted(name for name in there or () if not name.startswith("_"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(msgspec.Struct, frozen=True):
     """Where in a cell something is asked for.
 
     Args:

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import replace
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class
+from msgspec.structs import replace
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.argparse_form import Parser, takes

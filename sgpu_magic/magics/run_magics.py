@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from dataclasses import replace
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from msgspec.structs import replace
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled, UsageError

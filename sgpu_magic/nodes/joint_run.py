@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -25,8 +24,7 @@ Told = tuple[RunEvent, Sequence[bytes]]
 _READY, _STARTED, _ENDED = range(3)
 
 
-@dataclass(slots=True)
-class PartOfRun:
+class PartOfRun(msgspec.Struct):
     """What is known of one node's part.
 
     Args:
@@ -44,7 +42,7 @@ class PartOfRun:
 
     heard: int = 0
     passed: int = 0
-    waiting: deque[Told] = field(default_factory=deque[Told])
+    waiting: deque[Told] = msgspec.field(default_factory=deque[Told])
     ahead_s: float | None = None
     ended: bool = False
     released: PayloadReleased | None = None

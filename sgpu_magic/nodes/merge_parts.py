@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,8 +18,7 @@ _WARMTH = ("cold", "zygote", "standby", "session")
 _RANKING = (RunState.TIMED_OUT, RunState.CANCELLED, RunState.FAILED, RunState.SUCCEEDED)
 
 
-@dataclass(frozen=True, slots=True)
-class PartEnd:
+class PartEnd(msgspec.Struct, frozen=True):
     """How one node's part ended.
 
     Args:
@@ -99,11 +97,10 @@ def _blame(parts: Sequence[PartEnd]) -> tuple[Failure | None, tuple[Failure, ...
     return failure, others, tuple(frames[:1]) if failure.exception is not None and failure.rank is not None else ()
 
 
-@dataclass(slots=True)
-class _Asked:
+class _Asked(msgspec.Struct):
     run_id: str
     silent: set[int]
-    stacks: list[RankStack] = field(default_factory=list[RankStack])
+    stacks: list[RankStack] = msgspec.field(default_factory=list[RankStack])
 
 
 class JointStacks:

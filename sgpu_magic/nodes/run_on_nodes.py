@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -229,8 +228,7 @@ def nodes_of(lease: Lease) -> tuple[str, ...]:
 # ---------------------------------------------------------------- when a pool service begins
 
 
-@dataclass(slots=True)
-class HeldRunParts:
+class HeldRunParts(msgspec.Struct):
     """A run that agents of an earlier service hold.
 
     Args:
@@ -239,7 +237,7 @@ class HeldRunParts:
     """
 
     nodes: tuple[str, ...]
-    parts: dict[int, HeldRun] = field(default_factory=dict[int, HeldRun])
+    parts: dict[int, HeldRun] = msgspec.field(default_factory=dict[int, HeldRun])
 
     @property
     def attempt(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
@@ -17,8 +18,7 @@ DEFAULT_NAME = "main"
 """The session's that is given none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Devices:
+class Devices(msgspec.Struct, frozen=True):
     """What a run asks for of devices.
 
     Args:
@@ -38,8 +38,7 @@ class Devices:
     allow_busy: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
+class Wishes(msgspec.Struct, frozen=True):
     """What the user asked for about packages, tracking and what goes along.
 
     Args:
@@ -58,8 +57,7 @@ class Wishes:
     uploads: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a cell, a call or a session asks for; what was left out has its default.
 
     Args:
@@ -88,12 +86,12 @@ class RunOptions:
         ui: How it is shown.
     """
 
-    devices: Devices = field(default_factory=Devices)
+    devices: Devices = msgspec.field(default_factory=Devices)
     name: str = ""
     outputs: tuple[OutputName, ...] = ()
     extra: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    variables: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
     timeout_s: float = SEVEN_DAYS_S
     wait_s: float | None = None
     grace_s: float | None = None
@@ -104,7 +102,7 @@ class RunOptions:
     fresh: bool = False
     reload: bool = False
     auto: bool = False
-    wishes: Wishes = field(default_factory=Wishes)
+    wishes: Wishes = msgspec.field(default_factory=Wishes)
     profile: bool = False
     max_cost: float | None = None
     ray: bool = False
@@ -121,15 +119,13 @@ class RunOptions:
         return self.devices.device_type
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionOptions(RunOptions):
+class SessionOptions(RunOptions, frozen=True, kw_only=True):
     """A session's."""
 
     name: str = DEFAULT_NAME
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellOptions(RunOptions):
+class CellOptions(RunOptions, frozen=True, kw_only=True):
     """A cell's.
 
     Args:
@@ -139,8 +135,7 @@ class CellOptions(RunOptions):
     session: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions(RunOptions):
+class CallOptions(RunOptions, frozen=True, kw_only=True):
     """A function's.
 
     Args:
@@ -150,8 +145,7 @@ class CallOptions(RunOptions):
     session: Session | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOptions(RunOptions):
+class ReplayOptions(RunOptions, frozen=True, kw_only=True):
     """What may differ from the recorded run on purpose; what is left out is the run's.
 
     Args:

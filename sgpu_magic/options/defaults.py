@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.asked import RunOptions
@@ -74,7 +74,7 @@ def limited(spec: RunSpec) -> RunSpec:
     most = of_process().max_cost
     if most is None or spec.max_cost is not None or spec.session:
         return spec
-    return msgspec.structs.replace(spec, max_cost=most)
+    return replace(spec, max_cost=most)
 
 
 def with_job(asked: A) -> A:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from sgpu_magic.options import values
 from sgpu_magic.options.asked import Devices, Wishes
@@ -29,8 +30,7 @@ Reader = Callable[[str, Any], Any]
 """Is given an option as it was written, such as `--timeout`, and its value; raises a UsageError."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(msgspec.Struct, frozen=True):
     """One option.
 
     Args:

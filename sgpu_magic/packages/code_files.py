@@ -13,9 +13,10 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
+
+import msgspec
 
 from sgpu_magic.wire.attachments import CodeBundle
 
@@ -33,8 +34,7 @@ _SKIPPED_FILES = frozenset({".DS_Store", "Thumbs.db"})
 _IGNORE_FILE = ".gitignore"
 
 
-@dataclass(frozen=True, slots=True)
-class TreeFile:
+class TreeFile(msgspec.Struct, frozen=True):
     """A file of a tree.
 
     Args:
@@ -52,8 +52,7 @@ class TreeFile:
     executable: bool
 
 
-@dataclass(slots=True)
-class Walk:
+class Walk(msgspec.Struct):
     """What a walk found beside the files.
 
     Args:

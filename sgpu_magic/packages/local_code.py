@@ -15,10 +15,11 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import cast
+
+import msgspec
 
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.packages.code_files import TreeFile, Walk, walk
@@ -34,8 +35,7 @@ MOST_FILES = 20_000
 _NAMED = 5
 
 
-@dataclass(slots=True)
-class LocalCode:
+class LocalCode(msgspec.Struct):
     """The user's own modules under one entry of `sys.path`.
 
     Args:
@@ -47,10 +47,10 @@ class LocalCode:
     """
 
     entry: str
-    names: list[str] = field(default_factory=list[str])
-    modules: set[str] = field(default_factory=set[str])
-    files: list[TreeFile] = field(default_factory=list[TreeFile])
-    walked: Walk = field(default_factory=lambda: Walk([]))
+    names: list[str] = msgspec.field(default_factory=list[str])
+    modules: set[str] = msgspec.field(default_factory=set[str])
+    files: list[TreeFile] = msgspec.field(default_factory=list[TreeFile])
+    walked: Walk = msgspec.field(default_factory=lambda: Walk([]))
 
 
 def find_local_code(

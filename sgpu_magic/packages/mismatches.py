@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
@@ -25,8 +25,7 @@ _LOCAL_CUDA = re.compile(r"\+cu(\d{2})(\d)")
 _RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
+class Package(msgspec.Struct, frozen=True):
     """One package.
 
     Args:
@@ -121,8 +120,7 @@ _BUILT_FOR_TORCH = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(msgspec.Struct, frozen=True):
     """What does not go together.
 
     Args:

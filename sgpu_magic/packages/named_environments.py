@@ -12,7 +12,6 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -28,8 +27,7 @@ BASE_NAMES = ("4", "ai-4")
 """The names of those that there are."""
 
 
-@dataclass(frozen=True, slots=True)
-class BaseList:
+class BaseList(msgspec.Struct, frozen=True):
     """One base environment, as its page lists it.
 
     Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 from packaging.requirements import Requirement
 
@@ -44,8 +44,7 @@ _RANKS_NEED = ("cloudpickle", "dill", "ipython", "mlflow-skinny", "msgspec", "nu
 _MOST_NAMED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Ordered:
+class Ordered(msgspec.Struct, frozen=True):
     """What a node is told.
 
     Args:

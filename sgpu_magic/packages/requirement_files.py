@@ -12,11 +12,11 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+import msgspec
 from packaging.pylock import (
     Package,
     PackageArchive,
@@ -50,8 +50,7 @@ _INDEX = re.compile(r"(-i|--index-url|--extra-index-url|-f|--find-links|--no-ind
 _DEEPEST = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Requirements:
+class Requirements(msgspec.Struct, frozen=True):
     """What a file asks for.
 
     Args:

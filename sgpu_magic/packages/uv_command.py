@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from platformdirs import site_config_path, user_config_path
 
 from sgpu_magic.errors import EnvironmentFailed
@@ -223,8 +223,7 @@ def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:
 _NOT_INHERITED = ("VIRTUAL_ENV", "CONDA_PREFIX", "UV_PROJECT", "UV_PROJECT_ENVIRONMENT")
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(msgspec.Struct, frozen=True):
     """How a call of uv ended.
 
     Args:

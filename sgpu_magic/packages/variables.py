@@ -11,7 +11,8 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from sgpu_magic.packages.secrets import Blanker, find_secrets
 
@@ -49,8 +50,7 @@ _HAS_PROC = os.path.exists("/proc/self/environ")
 _AT_LOAD: dict[str, str] = {} if _HAS_PROC else dict(os.environ)
 
 
-@dataclass(frozen=True, slots=True)
-class Travelling:
+class Travelling(msgspec.Struct, frozen=True):
     """Variables that go along.
 
     Args:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
+
+import msgspec
 
 from sgpu_magic.panel.schema import DevicePicture
 from sgpu_magic.views.pool_words import HOLDING, device_name, outside_words
@@ -110,8 +111,7 @@ _LEAST_S = 1.0
 _STEPS = ((60.0, 10.0), (600.0, 30.0), (float("inf"), 60.0))
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """Devices that a run has.
 
     Args:
@@ -123,8 +123,7 @@ class Held:
     left_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(msgspec.Struct, frozen=True):
     """A run that waits.
 
     Args:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.client.pool_choosing import Money, money_of
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
@@ -56,8 +58,7 @@ _IN_OTHER_WORDS = ("name", "kind", "state", "notebook")
 _AS_IN_SUMMARY = frozenset(RunRow.__struct_fields__).intersection(RunSummary.__struct_fields__) - {*_IN_OTHER_WORDS}
 
 
-@dataclass(frozen=True, slots=True)
-class RunFiles:
+class RunFiles(msgspec.Struct, frozen=True):
     """What a run's directory on this machine tells.
 
     Args:

@@ -12,9 +12,10 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from sgpu_magic.config import SET_IN_NOTEBOOK
 from sgpu_magic.errors import UsageError
@@ -187,8 +188,7 @@ LARGE_BYTES = 1 << 20
 _SMALL_TOGETHER_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(msgspec.Struct, frozen=True):
     """Some of the packed bytes.
 
     Args:

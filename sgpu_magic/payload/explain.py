@@ -16,16 +16,16 @@ import time
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
+
+import msgspec
 
 from sgpu_magic.payload.call import FunctionCall
 
 _DILL_NODES = 2_000
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(msgspec.Struct, frozen=True):
     """How one sort of culprit is spoken of.
 
     Args:

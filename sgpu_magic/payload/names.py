@@ -13,8 +13,9 @@ import dis
 import functools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import CodeType
+
+import msgspec
 
 from sgpu_magic.payload.namespace import MAGIC_CALLS, compile_quietly, loaded_names, parse_quietly
 
@@ -36,8 +37,7 @@ _PLAIN_MAGICS = frozenset(
 _BARE = (ast.Pass, ast.Break, ast.Continue)
 
 
-@dataclass(frozen=True, slots=True)
-class CellNames:
+class CellNames(msgspec.Struct, frozen=True):
     """Global names in a cell.
 
     Args:

@@ -10,8 +10,9 @@ import secrets
 import sys
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.payload import explain
@@ -26,8 +27,7 @@ _ALIGNMENT = 64
 _MOST_TRIES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(msgspec.Struct, frozen=True):
     """Packed objects, not yet copied anywhere: `buffers` are views of the notebook's own memory.
 
     Args:

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 if TYPE_CHECKING:
     from sgpu_magic.config import Settings
     from sgpu_magic.pool.lifecycle import PoolPresence
@@ -25,7 +27,6 @@ def main() -> None:
         os._exit(0)
     os.setsid()
     os.chdir("/")
-    from dataclasses import replace
 
     from sgpu_magic import config
     from sgpu_magic.files.disk_room import why_no_run

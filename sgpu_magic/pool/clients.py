@@ -21,10 +21,10 @@ import time
 import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import zmq
 
 from sgpu_magic.errors import UsageError
@@ -38,8 +38,7 @@ _BEGINS = '# Who may use this pool: name = "public key". `sgpu pool authorize` a
 _MOST_ANSWERS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class AuthorizedClient:
+class AuthorizedClient(msgspec.Struct, frozen=True):
     """Whose key it is.
 
     Args:
@@ -219,8 +218,7 @@ def _write(path: Path, text: str, line: str) -> None:
         raise UsageError(f"the list of clients {path} can't be written: {error.strerror}.") from error
 
 
-@dataclass(eq=False, slots=True)
-class ConnectedClient:
+class ConnectedClient(msgspec.Struct, eq=False):
     """One process that said hello.
 
     Args:
@@ -246,10 +244,10 @@ class ConnectedClient:
     admin: bool = False
     instance: str = ""
     key: str = ""
-    heard_at: float = field(default_factory=time.monotonic)
+    heard_at: float = msgspec.field(default_factory=time.monotonic)
     behind: bool = False
-    unsent: deque[Sequence[bytes]] = field(default_factory=deque["Sequence[bytes]"])
-    answers: dict[int, Sequence[bytes] | None] = field(default_factory=dict[int, "Sequence[bytes] | None"])
+    unsent: deque[Sequence[bytes]] = msgspec.field(default_factory=deque["Sequence[bytes]"])
+    answers: dict[int, Sequence[bytes] | None] = msgspec.field(default_factory=dict[int, "Sequence[bytes] | None"])
 
     def may_see(self, user: str) -> bool:
         """Whether the content of this user's runs is its business: who is on the service's machine owns all files."""

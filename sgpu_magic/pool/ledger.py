@@ -16,9 +16,10 @@ import json
 import re
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from sgpu_magic.pool.ledger_database import LedgerDatabase, Statement
 from sgpu_magic.wire.devices import Lease
@@ -46,8 +47,7 @@ RowChanges = dict[str, Any]
 """Values (str, int, float, None) by column; columns that are not in it stay."""
 
 
-@dataclass(frozen=True, slots=True)
-class Metered:
+class Metered(msgspec.Struct, frozen=True):
     """What is new of a run's meter; None is what stays. As in `RunSummary`.
 
     Args:
@@ -144,7 +144,7 @@ class Ledger:
             changes |= {"device_type": lease.device_type, "simulated": int(lease.simulated)}
             changes["uuids"] = json.dumps(lease.uuids)
         if meter is not None:
-            changes |= asdict(meter)
+            changes |= msgspec.structs.asdict(meter)
         self._change(check_id(run_id), {name: value for name, value in changes.items() if value is not None})
 
     def summary(self, run_id: str) -> RunSummary | None:

@@ -11,7 +11,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
@@ -146,8 +147,7 @@ class FreshInventory:
         self._waiting.append(call)
 
 
-@dataclass(frozen=True, slots=True)
-class PoolParts:
+class PoolParts(msgspec.Struct, frozen=True):
     """What all parts of one service work with.
 
     Args:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -176,8 +175,7 @@ def _are(ranks: tuple[int, ...]) -> str:
 # ---------------------------------------------------------------- streams
 
 
-@dataclass(slots=True, eq=False)
-class _Forwarded:
+class _Forwarded(msgspec.Struct, eq=False):
     """A stream that is open, or being opened.
 
     Args:

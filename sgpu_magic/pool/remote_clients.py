@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -46,8 +45,7 @@ MOST_CONNECTIONS = 1000
 MOST_UNKNOWN = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Listening:
+class Listening(msgspec.Struct, frozen=True):
     """Where and for whom a served pool listens.
 
     Args:

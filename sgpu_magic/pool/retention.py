@@ -26,8 +26,9 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.tracking.progress import is_unsent
@@ -49,8 +50,7 @@ _ZYGOTE = "zygote-"
 _BLOCK_BYTES = 512
 
 
-@dataclass(frozen=True, slots=True)
-class RunOnDisk:
+class RunOnDisk(msgspec.Struct, frozen=True):
     """The directory of a run that has ended.
 
     Args:

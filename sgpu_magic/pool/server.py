@@ -15,7 +15,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -202,8 +201,7 @@ class Server(Router):
 # ---------------------------------------------------------------- events of runs
 
 
-@dataclass(eq=False, slots=True)
-class _Lag:
+class _Lag(msgspec.Struct, eq=False):
     """A client that lacks events of a run.
 
     Args:

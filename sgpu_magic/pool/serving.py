@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import getpass
 import importlib.util
 import os
@@ -17,6 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from sgpu_magic import config
@@ -153,7 +153,7 @@ def _raise_limit() -> None:
 
 def served_settings(settings: Settings, name: str) -> Settings:
     """Return where a served pool of this name has its state and its sockets: below the user's own."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         settings,
         pool=name,
         state_dir=str(settings.state_path / "pools" / name),
@@ -193,7 +193,7 @@ def engine_settings(name: str, settings: Settings) -> Settings:
     Ranks on a Ray cluster get their packages built, unless its nodes see what the notebooks see (`ray_same_files`).
     """
     if name == "ray" and not settings.ray_same_files:
-        return dataclasses.replace(settings, environments="built")
+        return msgspec.structs.replace(settings, environments="built")
     return settings
 
 

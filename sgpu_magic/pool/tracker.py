@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -48,8 +47,7 @@ NOT_TRACKED = "the run is not tracked"
 _Key = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
-@dataclass(slots=True)
-class _Entry:
+class _Entry(msgspec.Struct):
     """A run that is tracked.
 
     Args:

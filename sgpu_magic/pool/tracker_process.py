@@ -6,9 +6,9 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
 from sgpu_magic.system import child_process
@@ -67,7 +67,7 @@ class TrackerProcess:
         order = self._orders.get(run_id)
         if order is None:
             return
-        self._orders[run_id] = msgspec.structs.replace(order, urgent=True)
+        self._orders[run_id] = replace(order, urgent=True)
         if not self._heard and not self._urgent:
             # it is still importing at idle priority, which it can't leave: another one does not begin there
             self._child.begin_again()
@@ -109,7 +109,7 @@ class TrackerProcess:
 
     def _too_slow(self) -> None:
         if not self._heard and self._orders and self._child.pid is not None:
-            self._orders = {name: msgspec.structs.replace(order, urgent=True) for name, order in self._orders.items()}
+            self._orders = {name: replace(order, urgent=True) for name, order in self._orders.items()}
             self._child.begin_again()
 
     def _take(self, message: FromTracker) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import sys
 import time
-from dataclasses import dataclass
+
+import msgspec
 
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.packages.distributions import Snapshot
@@ -32,8 +33,7 @@ class Ask(enum.Enum):
     NOW = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
+class Described(msgspec.Struct, frozen=True):
     """An environment whose files a pool shall have.
 
     Args:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -40,8 +39,7 @@ _PAGE = """<!doctype html>
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ArtifactFile:
+class ArtifactFile(msgspec.Struct, frozen=True):
     """One file.
 
     Args:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.events import (
@@ -46,8 +47,7 @@ def key(text: str) -> str:
     return "/".join(parts)[:_KEY_LENGTH].rstrip("/ ") or "_"
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(msgspec.Struct):
     """What is to be written.
 
     Args:
@@ -57,9 +57,9 @@ class Batch:
         seq: Number of the newest event that is in it with all before it.
     """
 
-    metrics: list[MetricPoint] = field(default_factory=list[MetricPoint])
-    params: dict[str, str] = field(default_factory=dict[str, str])
-    tags: dict[str, str] = field(default_factory=dict[str, str])
+    metrics: list[MetricPoint] = msgspec.field(default_factory=list[MetricPoint])
+    params: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    tags: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     seq: int = 0
 
     @property

@@ -6,7 +6,6 @@ unheard is looked for before another one is made.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import tempfile
 import time
@@ -189,7 +188,7 @@ class RunWriter:
         # the batch stays whole: it is written again where the store fails in between
         tags = {key: value for key, value in batch.tags.items() if key != NAME_TAG}
         name = batch.tags.get(NAME_TAG, "")
-        refused = self._store.write(self.progress.mlflow_run_id, dataclasses.replace(batch, tags=tags))
+        refused = self._store.write(self.progress.mlflow_run_id, msgspec.structs.replace(batch, tags=tags))
         if name:
             self._store.rename(self.progress.mlflow_run_id, name)
         if refused:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
+
+from msgspec.structs import replace
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import cut_lines, failure_block, stall_lines

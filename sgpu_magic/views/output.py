@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -230,8 +229,7 @@ def _decode(raw: bytes, rank: int) -> dict[str, object]:
 _BEFORE_FIRST = -1
 
 
-@dataclass(frozen=True, slots=True)
-class TextSegment:
+class TextSegment(msgspec.Struct, frozen=True):
     """Lines (and perhaps the gap) between two displays, or the first display's caption.
 
     Args:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 HEAD_SHARE = 0.4
 LINE_OVERHEAD = 5  # bytes of "[0] " and the newline
@@ -20,8 +22,7 @@ class LineItem(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class DisplayItem:
+class DisplayItem(msgspec.Struct, frozen=True):
     """Something rich that a rank displayed.
 
     Args:
@@ -117,8 +118,7 @@ MAX_DISPLAY_BYTES = 64_000_000
 _MERGE_BYTES = 4096
 
 
-@dataclass(slots=True)
-class _Lines:
+class _Lines(msgspec.Struct):
     """Consecutive lines of one stream of one rank: a batch costs one object, not one per line."""
 
     rank: int

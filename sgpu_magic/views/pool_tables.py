@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from sgpu_magic.views.html_style import BAD, SOFT, WARN, safe, sentences, table, titled_box
 from sgpu_magic.views.pool_words import (
@@ -263,8 +264,7 @@ def _run_row(run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, i
 _MOST_ROWS = 400
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentReport:
+class EnvironmentReport(msgspec.Struct, frozen=True):
     """What `%sgpu_env` shows.
 
     Args:

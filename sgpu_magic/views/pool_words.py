@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+
+import msgspec
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import Row, count_of, format_seconds
@@ -80,8 +81,7 @@ _MAX_NODES = 16
 _MAX_RUNS = 3
 
 
-@dataclass(slots=True)
-class _Node:
+class _Node(msgspec.Struct):
     """One node's devices.
 
     Args:
@@ -94,11 +94,11 @@ class _Node:
     """
 
     host: str
-    kinds: Counter[str] = field(default_factory=Counter[str])
+    kinds: Counter[str] = msgspec.field(default_factory=Counter[str])
     free: int = 0
     outside: int = 0
-    used_pct: list[float] = field(default_factory=list[float])
-    runs: Counter[str] = field(default_factory=Counter[str])
+    used_pct: list[float] = msgspec.field(default_factory=list[float])
+    runs: Counter[str] = msgspec.field(default_factory=Counter[str])
 
 
 def type_words(status: PoolStatus) -> list[str]:

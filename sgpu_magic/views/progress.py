@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from html import escape
 from typing import TextIO
+
+import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import BAD, BOX, GOOD, LINE, MONO, SOFT
@@ -19,8 +21,7 @@ _MAX_FAILURES = 10
 _BAR_CHARS = 24
 
 
-@dataclass(frozen=True, slots=True)
-class SweepPicture:
+class SweepPicture(msgspec.Struct, frozen=True):
     """What is drawn of a sweep.
 
     Args:

@@ -8,8 +8,9 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
+
+import msgspec
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import SANS
@@ -32,8 +33,7 @@ ModelKey = tuple[int, str]
 """The rank, and the comm's id there."""
 
 
-@dataclass(slots=True)
-class Model:
+class Model(msgspec.Struct):
     """One widget of a rank, or another comm.
 
     Args:
@@ -48,8 +48,8 @@ class Model:
     target: str
     state: State
     buffers: dict[Path, bytes]
-    rest: dict[str, object] = field(default_factory=dict[str, object])
-    metadata: dict[str, object] = field(default_factory=dict[str, object])
+    rest: dict[str, object] = msgspec.field(default_factory=dict[str, object])
+    metadata: dict[str, object] = msgspec.field(default_factory=dict[str, object])
     size: int = 0
 
     def update(self, state: Mapping[str, Any], buffers: Mapping[Path, bytes]) -> None:
@@ -58,8 +58,7 @@ class Model:
         self.state.update(state)
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(msgspec.Struct, frozen=True):
     """What became of a model.
 
     Args:
@@ -72,8 +71,8 @@ class Moved:
 
     key: ModelKey
     kind: str
-    content: Mapping[str, object] = field(default_factory=dict[str, object])
-    parts: Mapping[Path, bytes] = field(default_factory=dict[Path, bytes])
+    content: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
+    parts: Mapping[Path, bytes] = msgspec.field(default_factory=dict[Path, bytes])
     buffers: Sequence[bytes] = ()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from sgpu_magic import errors
 from sgpu_magic.views.failure import cut_lines, last_words
@@ -20,8 +21,7 @@ from sgpu_magic.wire.states import FailureKind
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 
 
-@dataclass(frozen=True)
-class _Drawing:
+class _Drawing(msgspec.Struct, frozen=True):
     """What `_render_traceback_` of one exception object returns. Picklable, as the exception must stay."""
 
     lines: tuple[str, ...]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, SOFT, WARN, safe
@@ -82,8 +83,7 @@ class Sources:
         return otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class Activity:
+class Activity(msgspec.Struct, frozen=True):
     """What a rank is doing.
 
     Args:
@@ -99,8 +99,7 @@ class Activity:
     frame: StackFrame | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StackGroup:
+class StackGroup(msgspec.Struct, frozen=True):
     """Ranks that are at the same point.
 
     Args:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -42,7 +43,7 @@ R = TypeVar("R", bound=Record)
 
 
 class Decoder(Generic[M]):
-    """Decodes messages of one type.
+    """Decodes messages of one type. Each process needs one or two of those below: they are made when first used.
 
     Args:
         type: A record, or a union of records.
@@ -50,7 +51,14 @@ class Decoder(Generic[M]):
 
     def __init__(self, type: Any) -> None:
         self._type = type
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(type)
+
+    def prepare(self) -> None:
+        """Make it ready now, which takes some ms: in a process that is forked, once for all of its children."""
+        _ = self._decoder
+
+    @cached_property
+    def _decoder(self) -> msgspec.msgpack.Decoder[M]:
+        return msgspec.msgpack.Decoder(self._type)
 
     def decode(self, data: bytes | memoryview) -> M:
         """Return the message.

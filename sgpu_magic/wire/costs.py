@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from sgpu_magic.wire.devices import ANY, CPU, canonical_type
 
@@ -24,11 +25,10 @@ _SIGNS = {"USD": "$", "EUR": "€", "GBP": "£", "JPY": "¥", "INR": "₹", "KRW
 _EXAMPLE = "a10=1.20,h100=4.50,team/h100=3.90"
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
+class Prices(msgspec.Struct, frozen=True):
     """Price of one device for an hour, by pool ("" for every pool) and canonical type."""
 
-    hourly: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    hourly: Mapping[tuple[str, str], float] = msgspec.field(default_factory=dict[tuple[str, str], float])
 
     def __bool__(self) -> bool:
         return bool(self.hourly)

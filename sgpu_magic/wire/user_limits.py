@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from sgpu_magic.wire.devices import ANY, CPU, canonical_type
 
@@ -12,8 +13,7 @@ _PRIORITIES = "alice=10,*=0"
 _QUOTAS = "alice=8,alice:h100=4,*=16"
 
 
-@dataclass(frozen=True, slots=True)
-class UserLimits:
+class UserLimits(msgspec.Struct, frozen=True):
     """What the users of one pool may have.
 
     Args:
@@ -21,8 +21,8 @@ class UserLimits:
         quotas: Devices at once, by user (`*` for all others) and canonical type; "" is all types of GPU together.
     """
 
-    priorities: Mapping[str, int] = field(default_factory=dict[str, int])
-    quotas: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    priorities: Mapping[str, int] = msgspec.field(default_factory=dict[str, int])
+    quotas: Mapping[tuple[str, str], int] = msgspec.field(default_factory=dict[tuple[str, str], int])
 
     def priority(self, user: str) -> int:
         """Return the user's priority, 0 where nothing is said."""

@@ -12,13 +12,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from homes import Home
 from kernels import Kernel, Reply, eventually
 from listed_pools import list_nowhere, list_pools, listed
+from msgspec.structs import replace
 from served_pools import ServedPool
 from test_panel_kernel import Panel
 

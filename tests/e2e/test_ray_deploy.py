@@ -6,12 +6,12 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from free_ports import free_ports
 from homes import Home
+from msgspec.structs import replace
 from process_table import process_table
 from ray_head import RayHead
 from served_pools import SGPU, RemoteUser

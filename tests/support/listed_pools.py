@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from free_ports import free_port
 from homes import Home
+from msgspec.structs import replace
 from served_pools import ServedPool
 
 from sgpu_magic.client.pools_file import PoolEntry, add_pool

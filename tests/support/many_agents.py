@@ -16,11 +16,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Collection, Generator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 from homes import Home
+from msgspec.structs import replace
 from waiting import eventually
 
 from sgpu_magic import config

@@ -13,10 +13,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from homes import Home
+from msgspec.structs import replace
 from pool_client import PoolClient, set_environ
 from waiting import eventually
 

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import psutil
@@ -29,8 +28,7 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
-@dataclass(frozen=True, slots=True)
-class RendezvousPoint:
+class RendezvousPoint(msgspec.Struct, frozen=True):
     """What a run's ranks are told of it.
 
     Args:

@@ -11,9 +11,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 
 from sgpu_magic.agent import faults
@@ -99,8 +99,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
-@dataclass(frozen=True)
-class TreeUse:
+class TreeUse(msgspec.Struct, frozen=True):
     """What a process and the living ones below it use.
 
     Args:
@@ -115,8 +114,7 @@ class TreeUse:
     rss_bytes: int
 
 
-@dataclass(slots=True)
-class _Process:
+class _Process(msgspec.Struct):
     parent: int
     ticks: int
     pages: int

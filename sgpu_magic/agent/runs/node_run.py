@@ -12,7 +12,6 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -47,8 +46,7 @@ if TYPE_CHECKING:
     from sgpu_magic.agent.run_registry import RunRegistry
 
 
-@dataclass(frozen=True)
-class Surroundings:
+class Surroundings(msgspec.Struct, frozen=True):
     """What every run of an agent shares.
 
     Args:
@@ -68,8 +66,7 @@ class Surroundings:
     far: FilesToPool
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True):
     """What a run on this node is made of.
 
     Args:

@@ -13,8 +13,10 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.files.whole_file import appearing
@@ -26,8 +28,7 @@ _log = logging.getLogger(__name__)
 _REUSED = "the notebook's next run used the same memory before it was copied"
 
 
-@dataclass(slots=True)
-class CopyJob:
+class CopyJob(msgspec.Struct):
     """Copy one descriptor's bytes into a file.
 
     Args:
@@ -41,7 +42,7 @@ class CopyJob:
     size: int
     target: Path
     done: Callable[[bool, str], object]
-    given_up: threading.Event = field(default_factory=threading.Event)
+    given_up: threading.Event = msgspec.field(default_factory=threading.Event)
 
 
 class BackgroundCopier:

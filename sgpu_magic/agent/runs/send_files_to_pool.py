@@ -18,7 +18,6 @@ import secrets
 import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -55,8 +54,7 @@ _NAMED = 5
 _CODE = "code/"
 
 
-@dataclass(eq=False, slots=True)
-class _FarRun:
+class _FarRun(msgspec.Struct, eq=False):
     """A run whose directory is on another machine.
 
     Args:
@@ -67,17 +65,17 @@ class _FarRun:
 
     launch: Launch
     directory: Path
-    source: str = field(default_factory=lambda: secrets.token_hex(8))
-    sent_bytes: dict[str, int] = field(default_factory=dict[str, int])
-    results: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    source: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+    sent_bytes: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    results: list[asyncio.Task[None]] = msgspec.field(default_factory=list[asyncio.Task[None]])
     # what is said after its last word, as long as that waits
     held: deque[Callable[[], None]] | None = None
     logs: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
     leaving: asyncio.Task[None] | None = None
     # why files of it did not come to the pool, by name
-    left: dict[str, str] = field(default_factory=dict[str, str])
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    left: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    lock: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
 
 class FilesToPool:

@@ -12,7 +12,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.faults import call_in_background
@@ -40,8 +41,7 @@ _PATIENCE_S = 0.4
 _STUCK_S = 5.0
 
 
-@dataclass(frozen=True)
-class GpuReading:
+class GpuReading(msgspec.Struct, frozen=True):
     """What a GPU, or a MIG slice, does now. None is what it does not tell.
 
     Args:
@@ -61,7 +61,7 @@ class GpuReading:
     total_bytes: int | None = None
     power_w: int | None = None
     temperature_c: int | None = None
-    process_bytes: Mapping[int, int] = field(default_factory=dict[int, int])
+    process_bytes: Mapping[int, int] = msgspec.field(default_factory=dict[int, int])
     process_pct: Mapping[int, float] | None = None
     problem: str = ""
     lost: bool = False

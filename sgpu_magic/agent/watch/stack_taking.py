@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -167,18 +166,17 @@ class StackTaker:
             self.take(done)
 
 
-@dataclass
-class _Taking:
+class _Taking(msgspec.Struct):
     """One request that is under way; answers by rank."""
 
     request: int
     deadline: float
     listeners: list[Done]
     gently: bool
-    problems: dict[int, str] = field(default_factory=dict[int, str])
-    texts: dict[int, str] = field(default_factory=dict[int, str])
-    frames: dict[int, tuple[StackFrame, ...]] = field(default_factory=dict[int, tuple[StackFrame, ...]])
-    collectives: dict[int, Collective | None] = field(default_factory=dict[int, Collective | None])
+    problems: dict[int, str] = msgspec.field(default_factory=dict[int, str])
+    texts: dict[int, str] = msgspec.field(default_factory=dict[int, str])
+    frames: dict[int, tuple[StackFrame, ...]] = msgspec.field(default_factory=dict[int, tuple[StackFrame, ...]])
+    collectives: dict[int, Collective | None] = msgspec.field(default_factory=dict[int, Collective | None])
 
 
 def _silence(process: RankProcess) -> str:

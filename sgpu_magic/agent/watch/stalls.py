@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from sgpu_magic.agent.ranks.group import RunRanks
 from sgpu_magic.agent.ranks.run_processes import ProcessTable
 from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
@@ -31,8 +33,7 @@ Position = tuple[int, str, int, int]
 _TICKS = 15
 
 
-@dataclass(frozen=True)
-class RankLook:
+class RankLook(msgspec.Struct, frozen=True):
     """What was seen of one rank.
 
     Args:
@@ -132,8 +133,7 @@ class CpuWatch:
         return {pid: now - self._busy[pid].at for pid in used_s}
 
 
-@dataclass(frozen=True, slots=True)
-class _Used:
+class _Used(msgspec.Struct, frozen=True):
     at: float
     cpu_s: float
 

@@ -19,9 +19,10 @@ import re
 import shlex
 import tokenize
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from sgpu_magic.errors import UsageError
 
@@ -57,8 +58,7 @@ class Form(enum.Enum):
     SCRIPT = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class TextCell:
+class TextCell(msgspec.Struct, frozen=True):
     """A cell of a text form.
 
     Args:

@@ -14,9 +14,10 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+
+import msgspec
 
 from sgpu_magic.cli.headless.formats import SUFFIXES, Form, form_of
 from sgpu_magic.errors import UsageError
@@ -34,8 +35,7 @@ _WORDS: dict[str, object] = {"True": True, "true": True, "False": False, "false"
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?inf|nan")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A notebook or script to be run.
 
     Args:
@@ -57,10 +57,10 @@ class Job:
     form: Form = Form.IPYNB
     arguments: tuple[str, ...] = ()
     output: Path | None = None
-    parameters: Mapping[str, object] = field(default_factory=dict[str, object])
-    defaults: JobDefaults = field(default_factory=JobDefaults)
+    parameters: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
+    defaults: JobDefaults = msgspec.field(default_factory=JobDefaults)
     pool: str = ""
-    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+    variables: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
     timeout_s: float | None = None
     retries: int = 0
     kernel: str = ""

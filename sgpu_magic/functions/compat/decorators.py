@@ -10,8 +10,9 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar, Unpack
+
+from msgspec.structs import replace
 
 from sgpu_magic.client.pools_file import LOCAL, pools_path, read_pools
 from sgpu_magic.config import load_settings

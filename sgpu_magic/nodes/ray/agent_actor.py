@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import fcntl
 import os
 import shutil
@@ -143,7 +142,7 @@ def _taken(path: Path, *, wait: bool = False) -> int:
 def _settings_here(settings: Settings, base: Path) -> Settings:
     """The pool's settings with directories of this node. What was built for runs stays for the next ones."""
     environments = settings.environment_dir or str(base.parent / f"sgpu-{os.getuid()}-environments")
-    here = dataclasses.replace(
+    here = msgspec.structs.replace(
         settings,
         state_dir=str(private_dir(base / "state")),
         runtime_dir=str(private_dir(base / "run")),

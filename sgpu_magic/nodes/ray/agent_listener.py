@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -54,8 +53,7 @@ _PORT = "door-port"
 _Keys = dict[str, tuple[str, str]]
 
 
-@dataclass(eq=False, slots=True)
-class NodeLink:
+class NodeLink(msgspec.Struct, eq=False):
     """The way to one node's agent (a `NodeChannel`).
 
     Args:
@@ -74,7 +72,7 @@ class NodeLink:
     listener: AgentListener
     sent: int = 0
     received: int = 0
-    open: bool = field(default=True)
+    open: bool = msgspec.field(default=True)
 
     def send(self, message: ToAgent, frames: Sequence[bytes] = ()) -> None:
         """Send a message to the agent, unless the link is over."""

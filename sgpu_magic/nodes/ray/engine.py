@@ -12,6 +12,7 @@ from sgpu_magic import __version__
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.engine import Engine
+from sgpu_magic.nodes.ray import leases
 from sgpu_magic.nodes.ray.agent_listener import AgentListener, NodeKeys, NodeLink, keep_port, listen_address
 from sgpu_magic.nodes.ray.driver import (
     END_S,
@@ -31,15 +32,6 @@ from sgpu_magic.nodes.ray.driver import (
     ToCluster,
     Watch,
     start_driver,
-)
-from sgpu_magic.nodes.ray.leases import (
-    inventory_of,
-    is_known,
-    is_told,
-    read_elastic,
-    request_of,
-    shares_of,
-    why_not,
 )
 from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.system.child_process import ChildProcess
@@ -73,7 +65,7 @@ class RayEngine(Engine):
     _tending: asyncio.TimerHandle
 
     def __init__(self, settings: Settings) -> None:
-        self._elastic = read_elastic(settings.ray_elastic)
+        self._elastic = leases.read_elastic(settings.ray_elastic)
         name = settings.pool or "local"
         super().__init__(settings, name)
         self._prefix, self._namespace = f"sgpu:{name}:", f"sgpu-{name}"
@@ -127,7 +119,7 @@ class RayEngine(Engine):
             return None
         # one that is being cleaned of a run that was given up comes back: what needs it waits
         away = {node for node in self._facts if node in self._away or node in self._stale}
-        return inventory_of(
+        return leases.inventory_of(
             self._name, self._facts.values(), self._leases.values(), self._elastic, coming=self._coming, away=away
         )
 
@@ -144,7 +136,7 @@ class RayEngine(Engine):
 
     def place(self, launch: Launch, frames: Sequence[bytes]) -> None:
         settings, spec = self._settings, launch.spec
-        order = request_of(
+        order = leases.request_of(
             spec.run_id,
             launch.lease,
             spec.placement,
@@ -169,7 +161,7 @@ class RayEngine(Engine):
 
     def _ready(self, ready: LeaseReady) -> None:
         since, _ = self._early.pop(ready.run_id, (self._loop.time(), ready))
-        known = all(part.node in self._facts and is_known(self._facts[part.node]) for part in ready.parts)
+        known = all(part.node in self._facts and leases.is_known(self._facts[part.node]) for part in ready.parts)
         if ready.run_id in self._asked and not known and self._loop.time() - since < _LOOK_S:
             # a node that has just come: which GPUs it has is seen in a moment
             self._early[ready.run_id] = since, ready
@@ -181,7 +173,7 @@ class RayEngine(Engine):
             return
         _, launch, frames = asked
         try:
-            shares = shares_of([part for part in ready.parts if part.node not in self._away], self._facts)
+            shares = leases.shares_of([part for part in ready.parts if part.node not in self._away], self._facts)
             if len(shares) < len(ready.parts):
                 raise KeyError("it is out of reach")
         except KeyError:
@@ -211,7 +203,7 @@ class RayEngine(Engine):
         if any(kind == elastic for elastic, _ in self._elastic):
             # the group is the request to the autoscaler: it stays until the run is placed or withdrawn
             return
-        why = why_not(order, launch.lease, self._facts.values(), self._leases.values(), self._coming)
+        why = leases.why_not(order, launch.lease, self._facts.values(), self._leases.values(), self._coming)
         self._tell(DropLease(run_id=waits.run_id))
         self._refuse_asked(launch, why)
 
@@ -281,7 +273,7 @@ class RayEngine(Engine):
             self._keys.forget_others(alive)
         # until somebody has looked at the nodes the pool does not say what it has; one may be slow to answer
         self._seen_at = self._seen_at or self._loop.time()
-        self._found = self._found or is_told(seen.nodes, self._loop.time() - self._seen_at)
+        self._found = self._found or leases.is_told(seen.nodes, self._loop.time() - self._seen_at)
         for _, ready in list(self._early.values()):
             self._ready(ready)
         inventory = self.inventory()

@@ -12,7 +12,8 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from sgpu_magic.wire.devices import CPU, Device, Inventory, Node, memory_of
 
@@ -26,8 +27,7 @@ Refusal = tuple[str, str]
 """Why a request can't be placed, now or ever: the name of a class in `errors`, and the message."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(msgspec.Struct, frozen=True):
     """What one line of the queue is for.
 
     Args:
@@ -54,8 +54,7 @@ def memory_bytes(device: Device) -> int:
     return device.memory_bytes or memory_of(device.type)
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(msgspec.Struct, frozen=True):
     """A request as this pool understands it.
 
     Args:
@@ -199,8 +198,7 @@ class Stock:
         return ", ".join(parts) or "nothing"
 
 
-@dataclass(slots=True)
-class Free:
+class Free(msgspec.Struct):
     """The devices that requests of one kind may take.
 
     Args:
@@ -212,7 +210,7 @@ class Free:
 
     allow_busy: bool
     min_memory_bytes: int
-    by_node: dict[str, int] = field(default_factory=dict[str, int])
+    by_node: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     total: int = 0
 
     def takes(self, device: Device) -> bool:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
 from sgpu_magic.pool.scheduling.capacity import Refusal, Want
@@ -29,8 +31,7 @@ DAY_S = 24 * 3600.0
 _EXACT = 1 - 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Tariff:
+class Tariff(msgspec.Struct, frozen=True):
     """What devices cost in a pool.
 
     Args:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -33,8 +32,7 @@ from sgpu_magic.wire.devices import Inventory, Lease, Placement
 Waiting = list[tuple[Run, Want]]
 
 
-@dataclass(slots=True)
-class _Round:
+class _Round(msgspec.Struct):
     """One line while its devices are given out.
 
     Args:
@@ -51,13 +49,13 @@ class _Round:
 
     line: Line
     room: Room
-    waiting: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
-    skipped: dict[str, Waiting] = field(default_factory=dict[str, Waiting])
-    given: dict[str, int] = field(default_factory=dict[str, int])
-    unfit: set[Want] = field(default_factory=set[Want])
-    kept: set[str] = field(default_factory=set[str])
-    unaffordable: dict[str, str] = field(default_factory=dict[str, str])
-    out: dict[int, list[Instruction]] = field(default_factory=dict[int, "list[Instruction]"])
+    waiting: dict[str, Waiting] = msgspec.field(default_factory=dict[str, Waiting])
+    skipped: dict[str, Waiting] = msgspec.field(default_factory=dict[str, Waiting])
+    given: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    unfit: set[Want] = msgspec.field(default_factory=set[Want])
+    kept: set[str] = msgspec.field(default_factory=set[str])
+    unaffordable: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    out: dict[int, list[Instruction]] = msgspec.field(default_factory=dict[int, "list[Instruction]"])
 
 
 class QueueRules:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.pool.scheduling.capacity import Want
 from sgpu_magic.wire.costs import HOUR_S, billed_s, cost_of, device_count
@@ -16,8 +19,7 @@ WARN_SHARE = 0.8
 _RUNS_ON_METER = (RunState.STARTING, RunState.RUNNING)
 
 
-@dataclass(frozen=True, slots=True)
-class Bill:
+class Bill(msgspec.Struct, frozen=True):
     """What a run was billed.
 
     Args:
@@ -29,8 +31,7 @@ class Bill:
     cost: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Meter:
+class Meter(msgspec.Struct, frozen=True):
     """For how long a run has its devices, and what that costs; seconds of the scheduler's clock.
 
     Args:

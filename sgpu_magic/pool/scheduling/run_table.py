@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import Line

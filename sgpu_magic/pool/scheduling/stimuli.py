@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.wire.devices import Inventory, Lease
@@ -11,16 +11,14 @@ from sgpu_magic.wire.states import FailureKind, RunState
 # ---------------------------------------------------------------- stimuli
 
 
-@dataclass(frozen=True, slots=True)
-class RunSubmitted:
+class RunSubmitted(msgspec.Struct, frozen=True):
     """A client wants this run; the answer, or the first inventory's, has a `RefuseRun` if it can't be."""
 
     run: Run
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class RunAdopted:
+class RunAdopted(msgspec.Struct, frozen=True):
     """An earlier service launched this run, and its ranks still hold the lease.
 
     Args:
@@ -38,16 +36,14 @@ class RunAdopted:
     hourly: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class InventoryChanged:
+class InventoryChanged(msgspec.Struct, frozen=True):
     """The node was looked at, and has this now."""
 
     inventory: Inventory
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class RunMoved:
+class RunMoved(msgspec.Struct, frozen=True):
     """The agent reports a run's new state. A final one does not free the lease: the ranks still exist.
 
     `STARTING` after `RUNNING` is a group that is started again on the same lease.
@@ -64,8 +60,7 @@ class RunMoved:
     unstopped: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequested:
+class CancelRequested(msgspec.Struct, frozen=True):
     """Somebody wants the run stopped."""
 
     run_id: str
@@ -73,8 +68,7 @@ class CancelRequested:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class RunOver:
+class RunOver(msgspec.Struct, frozen=True):
     """The ranks are gone and reaped: the lease is free. `state` is final; ignored where one was reported."""
 
     run_id: str
@@ -82,16 +76,14 @@ class RunOver:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseFreed:
+class LeaseFreed(msgspec.Struct, frozen=True):
     """No process of the run is left, and its last word is still on its way: the next run may have its devices."""
 
     run_id: str
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseRefused:
+class LeaseRefused(msgspec.Struct, frozen=True):
     """The engine could not take the locks of `uuids`; they count as used outside until the next inventory."""
 
     run_id: str
@@ -100,8 +92,7 @@ class LeaseRefused:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseGranted:
+class LeaseGranted(msgspec.Struct, frozen=True):
     """The engine has the run's devices. `lease` takes the place of the one that was proposed."""
 
     run_id: str
@@ -109,8 +100,7 @@ class LeaseGranted:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class RunRequeued:
+class RunRequeued(msgspec.Struct, frozen=True):
     """A node of the run was lost, and nothing is left of it elsewhere: it goes back to the queue, without a lease.
 
     Args:
@@ -122,8 +112,7 @@ class RunRequeued:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class SessionPaused:
+class SessionPaused(msgspec.Struct, frozen=True):
     """No cell shall begin in the session for now. `reason` is what a cell that waits is told; "" lets them go on."""
 
     run_id: str
@@ -131,8 +120,7 @@ class SessionPaused:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class TimePassed:
+class TimePassed(msgspec.Struct, frozen=True):
     """The time of `next_deadline` has come."""
 
     now: float
@@ -146,8 +134,7 @@ Stimulus = RunSubmitted | RunAdopted | InventoryChanged | TimePassed | StimulusO
 # ---------------------------------------------------------------- instructions
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchRun:
+class LaunchRun(msgspec.Struct, frozen=True):
     """Take the lease's locks and start the ranks. Answer with `RunMoved`, `LeaseRefused` or `RunOver`.
 
     In a pool of many nodes the lease is a proposal: `LeaseGranted` tells of another. One without devices asks for nodes
@@ -160,8 +147,7 @@ class LaunchRun:
     lease: Lease
 
 
-@dataclass(frozen=True, slots=True)
-class MoveRun:
+class MoveRun(msgspec.Struct, frozen=True):
     """The run's state is `state` from now on: tell the client, write it down."""
 
     run_id: str
@@ -169,8 +155,7 @@ class MoveRun:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TellQueue:
+class TellQueue(msgspec.Struct, frozen=True):
     """The run waits at `position` (1 is next) of its line or session; given only when something changed.
 
     Where very many wait, some are told later: `Scheduler.waiting` has it as it is.
@@ -181,16 +166,14 @@ class TellQueue:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Remark:
+class Remark(msgspec.Struct, frozen=True):
     """Tell who follows the run this sentence."""
 
     run_id: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class StopRun:
+class StopRun(msgspec.Struct, frozen=True):
     """Take the stop path with a launched run; `state` is what it ends as."""
 
     run_id: str
@@ -198,8 +181,7 @@ class StopRun:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseRun:
+class RefuseRun(msgspec.Struct, frozen=True):
     """The run is not accepted and forgotten here. `error` names the class in `errors`."""
 
     run_id: str
@@ -207,8 +189,7 @@ class RefuseRun:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class EndRun:
+class EndRun(msgspec.Struct, frozen=True):
     """A run that has no ranks is over and forgotten here; its `MoveRun` came just before.
 
     Args:

@@ -8,8 +8,9 @@ as it is at that moment.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, SPREAD, Line, Want, amount
@@ -31,8 +32,7 @@ _FIRST = 4
 Told = tuple[int, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Keepers:
+class Keepers(msgspec.Struct, frozen=True):
     """The runs that what becomes free is kept for, because others had passed them for long.
 
     Args:
@@ -41,9 +41,9 @@ class Keepers:
         nodes: By run, the one node that is kept; all of the line where none is named.
     """
 
-    of_users: Mapping[tuple[Line, str], str] = field(default_factory=dict[tuple[Line, str], str])
-    of_lines: Mapping[Line, tuple[str, ...]] = field(default_factory=dict[Line, tuple[str, ...]])
-    nodes: Mapping[str, str] = field(default_factory=dict[str, str])
+    of_users: Mapping[tuple[Line, str], str] = msgspec.field(default_factory=dict[tuple[Line, str], str])
+    of_lines: Mapping[Line, tuple[str, ...]] = msgspec.field(default_factory=dict[Line, tuple[str, ...]])
+    nodes: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
 
     def before(self, run: Run, want: Want) -> str:
         """The run that what is free is kept for; this one itself where no other is."""

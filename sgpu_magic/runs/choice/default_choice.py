@@ -6,8 +6,9 @@ The settings come after it. In a session that exists it does not count.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from sgpu_magic.client.pools_file import LOCAL, default_pool
 from sgpu_magic.config import Settings

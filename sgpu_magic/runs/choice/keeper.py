@@ -14,7 +14,6 @@ import secrets
 import stat
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +120,7 @@ class _Chosen(msgspec.Struct, frozen=True, array_like=True):
         return self.path == other.path or same_file
 
 
-@dataclass(frozen=True, slots=True)
-class KnownNotebooks:
+class KnownNotebooks(msgspec.Struct, frozen=True):
     """In which notebooks this user has made which choice: a copy of the metadata in another one is not a choice there.
 
     A signature says who has made a choice, and goes wherever the metadata go. What a notebook is lies outside of it:
@@ -191,8 +189,7 @@ def _chosen(signed: str, notebook: str) -> _Chosen:
 # ---------------------------------------------------------------- keeping
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """The choice that a notebook has now.
 
     Args:

@@ -12,10 +12,10 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from packaging.requirements import InvalidRequirement, Requirement
 
 from sgpu_magic.config import Settings, private_dir
@@ -41,8 +41,7 @@ _WOULD = re.compile(r"^Would install (\d+) package", re.MULTILINE)
 _COMES = re.compile(r"^ \+ (\S+)==(\S+)", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(msgspec.Struct, frozen=True):
     """A base environment's lines.
 
     Args:

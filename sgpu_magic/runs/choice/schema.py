@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from sgpu_magic.options.values import MOST_RANKS
@@ -58,8 +56,7 @@ class KeptChoice(Message, frozen=True):
 # ---------------------------------------------------------------- reading
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(msgspec.Struct, frozen=True):
     """What a notebook's metadata say.
 
     Args:

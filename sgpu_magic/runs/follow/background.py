@@ -7,7 +7,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from sgpu_magic.runs.follow import outcome, run_loop
 from sgpu_magic.runs.follow.run_loop import Ending, Followed
@@ -18,8 +19,7 @@ _LOOK_S = 0.25
 _JOIN_S = 2.0
 
 
-@dataclass(slots=True)
-class _Entry:
+class _Entry(msgspec.Struct):
     followed: Followed
     ended: Callable[[Ending | None], None]
     until: float | None

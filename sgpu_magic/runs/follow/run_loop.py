@@ -6,7 +6,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
@@ -34,8 +35,7 @@ HISTORY_PATIENCE_S = 5.0
 _BATCH = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Followed:
+class Followed(msgspec.Struct, frozen=True):
     """A run, where it is shown, and who has it.
 
     Args:

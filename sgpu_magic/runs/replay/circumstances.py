@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -159,8 +158,7 @@ def _truth(text: str) -> bool | None:
 _MAX_NAMED = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Circumstances:
+class Circumstances(msgspec.Struct, frozen=True):
     """What a run was launched with, as far as it is known; "" and empty where it is not.
 
     Args:
@@ -178,7 +176,7 @@ class Circumstances:
     python: str = ""
     version: str = ""
     digest: str = ""
-    packages: Mapping[str, str] = field(default_factory=dict[str, str])
+    packages: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
     commit: str = ""
     dirty: bool | None = None
     cwd: str = ""

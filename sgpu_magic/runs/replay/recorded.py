@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.client.submitter import Stand
 from sgpu_magic.config import SEVEN_DAYS_S
@@ -33,8 +33,7 @@ _PATIENCE_S = 10.0
 _PAUSE_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(msgspec.Struct, frozen=True):
     """A run as its directory has it.
 
     Args:
@@ -137,8 +136,7 @@ def _packed(path: Path, layout: PackedLayout, names: tuple[str, ...]) -> Packed:
     return Packed(bytes(whole[: layout.pickle_size]), buffers, layout, names, {}, end)
 
 
-@dataclass(slots=True)
-class _Told:
+class _Told(msgspec.Struct):
     """What a run's events tell.
 
     Args:
@@ -149,7 +147,7 @@ class _Told:
 
     started: bool = False
     ended: bool = False
-    tags: dict[str, str] = field(default_factory=dict[str, str])
+    tags: dict[str, str] = msgspec.field(default_factory=dict[str, str])
 
 
 def _told(directory: Path) -> _Told:
@@ -203,7 +201,7 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
     if spec.session:
         notes.append("it ran in a session: what earlier cells had set on its ranks is not here")
     notes += filter(None, [kept_settings])
-    placement = msgspec.structs.replace(
+    placement = replace(
         spec.placement,
         ranks=options.ranks or len(spec.rank_numbers),
         device_type=options.device_type or spec.placement.device_type,
@@ -216,7 +214,7 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
         recorded.packed,
         recorded.key,
         spec.outputs,
-        msgspec.structs.replace(spec.shipped, seconds=0.0, notes=()),
+        replace(spec.shipped, seconds=0.0, notes=()),
         spec.parameters,
     )
     given = {name: os.environ.get(name, "") for name in spec.env_names}
@@ -236,7 +234,7 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
     environment = chosen.digest if chosen.interpreter is not None else ""
     return replace(
         submission,
-        spec=msgspec.structs.replace(submission.spec, environment=environment, replay_of=spec.run_id),
+        spec=replace(submission.spec, environment=environment, replay_of=spec.run_id),
         interpreter=chosen.interpreter,
         stand=Stand(cwd, circumstances.path_of(recorded, chosen)),
     )

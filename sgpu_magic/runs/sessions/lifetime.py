@@ -7,11 +7,10 @@ import contextlib
 import threading
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from html import escape
 from typing import Any, Self
 
-import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import SessionError
@@ -75,7 +74,7 @@ class Lifetime:
 
     def lends(self, ranks: int | None) -> Found:
         """Return the place of new processes on its devices: `ranks` of them, all without a number."""
-        placement = msgspec.structs.replace(self.placement, ranks=ranks or self.ranks)
+        placement = replace(self.placement, ranks=ranks or self.ranks)
         return Found(self.pool, placement)
 
     @property

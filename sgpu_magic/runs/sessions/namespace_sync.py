@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from types import ModuleType
+
+import msgspec
 
 from sgpu_magic.options.values import format_ranks
 from sgpu_magic.payload.digest import Fingerprint
@@ -23,8 +24,7 @@ NamesOf = Callable[[int], frozenset[str] | None]
 """Asks a rank for the names that its cells and the notebook have set; None when it does not answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(msgspec.Struct, frozen=True):
     """What a rank has under one name.
 
     Args:
@@ -41,8 +41,7 @@ class _Held:
 Assigned = Mapping[str, dict[int, _Held]]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """What goes along with one cell.
 
     Args:
@@ -62,8 +61,7 @@ class Plan:
     prints: Mapping[str, Fingerprint]
 
 
-@dataclass(frozen=True, slots=True)
-class Effects:
+class Effects(msgspec.Struct, frozen=True):
     """What a cell may have done to the ranks' names.
 
     Args:

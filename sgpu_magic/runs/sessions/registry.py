@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from sgpu_magic.errors import SessionError, UsageError
 from sgpu_magic.options.asked import SessionOptions

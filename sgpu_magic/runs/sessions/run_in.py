@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
@@ -36,8 +37,7 @@ _END_PATIENCE_S = 0.5
 _DEATH_PATIENCE_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """Ready to be submitted to a session.
 
     Args:

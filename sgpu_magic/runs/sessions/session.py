@@ -6,8 +6,9 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import SerializationError, UsageError

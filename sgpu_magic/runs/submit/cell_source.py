@@ -6,10 +6,10 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.errors import CellSyntaxError, UsageError
 from sgpu_magic.options.asked import RunOptions
@@ -29,8 +29,7 @@ _DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d]\w*")
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(msgspec.Struct, frozen=True):
     """A cell that was read.
 
     Args:
@@ -121,7 +120,7 @@ def pack_cell(
         if name in code.packed.names
     )
     own = {name: value for name, value in cell.read.items() if name not in not_own}
-    shipped = msgspec.structs.replace(code.shipped, notes=(*notes, *hidden))
+    shipped = replace(code.shipped, notes=(*notes, *hidden))
     return replace(code, shipped=shipped, parameters=spec.scalars(own))
 
 

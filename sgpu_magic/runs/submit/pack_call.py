@@ -7,10 +7,9 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any, NoReturn
 
-import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.options.asked import RunOptions
@@ -78,7 +77,7 @@ def pack_call(
         )
     except SerializationError as error:
         raise SerializationError(_in_the_calls_words(error.message, name, function)) from error
-    shipped = msgspec.structs.replace(
+    shipped = replace(
         code.shipped,
         names=_shipped_names(code.packed, name, has_arguments=bool(args or kwargs)),
         heavy=tuple((_shown(label, name), size) for label, size in code.shipped.heavy),

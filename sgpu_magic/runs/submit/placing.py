@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import (
@@ -31,8 +32,7 @@ CPU_RANKS = 2
 _HOLDERS = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """Where a run goes.
 
     Args:

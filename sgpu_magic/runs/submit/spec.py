@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -37,8 +36,7 @@ _secrets = SecretsOf()
 _lock = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True)
-class PackedCode:
+class PackedCode(msgspec.Struct, frozen=True):
     """Code and values, ready to be described.
 
     Args:
@@ -62,8 +60,7 @@ class PackedCode:
     parameters: Parameters = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
+class Submission(msgspec.Struct, frozen=True):
     """A run ready to be submitted.
 
     Args:
@@ -82,7 +79,7 @@ class Submission:
     packed: Packed
     key: bytes
     environ: dict[str, str]
-    wishes: Wishes = field(default_factory=Wishes)
+    wishes: Wishes = msgspec.field(default_factory=Wishes)
     given: frozenset[str] = frozenset()
     interpreter: Interpreter | None = None
     stand: Stand | None = None

@@ -9,11 +9,10 @@ import functools
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
@@ -138,11 +137,11 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         elif elsewhere:
             environment, notes, projects = _own(pool, submission.wishes)
         else:
-            spec = msgspec.structs.replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
+            spec = replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
             notes = (*_without_effect(submission.wishes), *mismatch_news())
     if environment is not None:
         along = replace(along, environment=environment)
-        spec = msgspec.structs.replace(spec, environment=environment.digest, environment_label=environment.label)
+        spec = replace(spec, environment=environment.digest, environment_label=environment.label)
     if not elsewhere:
         if environment is not None and not environment.resolve:
             # the ranks see this machine's files, but they import from other packages
@@ -155,7 +154,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         while len(_sent) > _MOST_SESSIONS:
             del _sent[next(iter(_sent))]
     bundles, told = _bundled(settings, code)
-    spec = msgspec.structs.replace(
+    spec = replace(
         spec,
         code=tuple((bundle.entry, bundle.sha256) for bundle in bundles),
         variable_names=tuple(sorted(variables.values)),
@@ -167,8 +166,8 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
 def _noted(spec: RunSpec, notes: tuple[str, ...]) -> RunSpec:
     if not notes:
         return spec
-    shipped = msgspec.structs.replace(spec.shipped, notes=(*spec.shipped.notes, *notes))
-    return msgspec.structs.replace(spec, shipped=shipped)
+    shipped = replace(spec.shipped, notes=(*spec.shipped.notes, *notes))
+    return replace(spec, shipped=shipped)
 
 
 def _without_effect(wishes: Wishes) -> tuple[str, ...]:

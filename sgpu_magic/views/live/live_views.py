@@ -6,10 +6,11 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TextIO
+
+import msgspec
 
 from sgpu_magic.views.bundle import interrupted_bundle
 from sgpu_magic.views.fold import RunView
@@ -163,8 +164,7 @@ _CLIENTS_ID = re.compile(r"[0-9a-f-]+_\d+_\d+")
 _CELL_IDS = frozenset(("cellId", "cell_id"))
 
 
-@dataclass(frozen=True, slots=True)
-class Buttons:
+class Buttons(msgspec.Struct, frozen=True):
     """What a view's buttons do and where its log is.
 
     Args:

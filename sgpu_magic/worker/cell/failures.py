@@ -17,9 +17,10 @@ import re
 import sys
 import traceback
 import types
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from sgpu_magic.worker.cell import asking
 from sgpu_magic.worker.cell.asking import (
@@ -108,8 +109,7 @@ class WholeTexts:
         return f"the whole text is in {self._path}"
 
 
-@dataclass
-class Shown:
+class Shown(msgspec.Struct):
     """An exception as it is described.
 
     Args:
@@ -130,7 +130,7 @@ class Shown:
     is_odd: bool
     has_group: bool
     drawing: list[str] | None
-    lines: list[str] = field(default_factory=list)
+    lines: list[str] = msgspec.field(default_factory=list)
 
 
 def look_at(error: BaseException, whole: WholeTexts) -> Shown:

@@ -16,9 +16,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
+
+import msgspec
 
 from sgpu_magic.wire.rank import CommsSaid, Remarked
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
@@ -49,8 +50,7 @@ class Send(Protocol):
     def __call__(self, message: Record, blobs: Sequence[bytes] = (), /) -> None: ...
 
 
-@dataclass(slots=True)
-class _Said:
+class _Said(msgspec.Struct):
     """A comm message that waits to be sent.
 
     Args:
@@ -64,7 +64,7 @@ class _Said:
     rest: dict[str, str]
     metadata: str
     state: dict[str, str] | None = None
-    buffers: list[tuple[list[Any], bytes]] = field(default_factory=list[tuple[list[Any], bytes]])
+    buffers: list[tuple[list[Any], bytes]] = msgspec.field(default_factory=list[tuple[list[Any], bytes]])
 
     @property
     def size(self) -> int:

@@ -87,6 +87,7 @@ def _preload() -> str:
     rank_shell = shell.create()
     cell_run.warm_up(rank_shell)
     questions.warm_up(rank_shell)
+    codec.to_rank.prepare()
     _leave_finalizers_out_of_exits()
     return str(torch.__version__)
 

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from launches import RUN as RUN_THERE
 from launches import launch as launch_of
+from msgspec.structs import replace
 from small_disks import small_disk
 
 from sgpu_magic.agent import reports, run_registry

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sgpu_magic.client.pool import Pool
@@ -41,7 +41,7 @@ def test_settings_of_runs_follow_the_environment(monkeypatch: pytest.MonkeyPatch
     # where the pool lives, and what it reads for itself, stays
     monkeypatch.setenv("SGPU_STATE_DIR", "/elsewhere")
     monkeypatch.setenv("SGPU_GRACE_S", "1")
-    assert pool.settings == dataclasses.replace(given, env_version="4", track="off", variables="")
+    assert pool.settings == msgspec.structs.replace(given, env_version="4", track="off", variables="")
     monkeypatch.setenv("SGPU_VARIABLES", "OTHER_*")
     monkeypatch.setenv("SGPU_TRACK", "")
     assert (pool.settings.variables, pool.settings.track, pool.settings.env_version) == ("OTHER_*", "auto", "4")

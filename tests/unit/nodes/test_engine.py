@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 from launches import RUN, launch
+from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import msgspec
 import pytest
 from launches import launch
+from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes import local

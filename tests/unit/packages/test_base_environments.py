@@ -8,10 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from sgpu_magic.cli import environments
 from sgpu_magic.config import Settings

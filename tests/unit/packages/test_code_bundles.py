@@ -12,10 +12,10 @@ import types
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from sgpu_magic.agent.inputs.launch_inputs import CodeBundles, CodeUnusable
 from sgpu_magic.config import Settings

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import io
 import json
@@ -26,6 +25,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -1044,7 +1044,7 @@ def test_packing_holds_no_memory_afterwards() -> None:
 
 
 def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = dataclasses.replace(sample(), total_bytes=10**18)
+    packed = msgspec.structs.replace(sample(), total_bytes=10**18)
     with pytest.raises(UsageError) as caught:
         buffers.write_file(packed, tmp_path / "payload")
     assert str(caught.value).startswith(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import subprocess
 import sys
 import threading
@@ -84,7 +83,7 @@ def test_an_experiment_of_a_script_has_its_name_and_of_a_cell_not_that_of_what_r
 
 
 def test_the_setting_and_the_wish_turn_it_off_and_on():
-    off, every = (dataclasses.replace(Settings(), track=track) for track in ("off", "all"))
+    off, every = (msgspec.structs.replace(Settings(), track=track) for track in ("off", "all"))
     assert place(settings=off) is None
     assert place(settings=off, track=True) == place(settings=every) == Tracking(experiment="train")
     assert place(track=False) is None
@@ -94,7 +93,7 @@ def test_the_setting_and_the_wish_turn_it_off_and_on():
 
 
 def test_variables_go_over_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    settings = dataclasses.replace(Settings(), tracking_uri="http://set:5000")
+    settings = msgspec.structs.replace(Settings(), tracking_uri="http://set:5000")
     found = place(settings=settings)
     assert found is not None
     assert found.uri == "http://set:5000"

@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from launches import placed_launch
+from msgspec.structs import replace
 
 from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.config import Settings
