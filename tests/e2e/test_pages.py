@@ -43,11 +43,15 @@ def new_page(browser: Browser) -> Iterator[NewPage]:
 
 
 def live_view(cell: Cell) -> LiveView:
-    """The view of the cell's run, once there is one."""
-    views = cell.kernel.front_end.views
-    before = set(views)
-    cell.until(lambda: views.keys() - before, 30, "the live view")
-    return cell.kernel.front_end.view
+    """The view of the cell's run, once there is one; a session of an earlier test may still open one of its own."""
+    shown: list[LiveView] = []
+
+    def is_there() -> bool:
+        shown[:] = [output.view for output in cell.reply.outputs if output.view is not None]
+        return bool(shown)
+
+    cell.until(is_there, 30, "the live view")
+    return shown[0]
 
 
 def test_a_run_is_seen_while_it_goes_on(kernel: Kernel, home: Home, new_page: NewPage):

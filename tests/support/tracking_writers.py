@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -212,6 +213,12 @@ class WriterProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    def start_if_ended(self) -> None:
+        """Start another one where it has ended, as after a minute without work, and without a word."""
+        if self._process.poll() is not None:
+            assert self.said() == ""
+            self.start()
+
     def track(self, run: ToldRun, tracking: Tracking | None = None, parent_run: str = "") -> None:
         place = Tracking(experiment="nb") if tracking is None else tracking
         order = Track(run_id=run.run_id, run_dir=str(run.directory), tracking=place, parent_run=parent_run)
@@ -258,7 +265,9 @@ class WriterProcess:
 
     def end(self) -> str:
         """Close this side; return what it has printed."""
-        self._socket.shutdown(socket.SHUT_RDWR)
+        # it may have ended by itself
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._process.wait(PATIENCE_S)
         return self.said()
 

@@ -248,6 +248,7 @@ def module_writer(settings: Settings) -> Iterator[WriterProcess]:
 @pytest.fixture
 def writer(module_writer: WriterProcess) -> WriterProcess:
     """A writer of the default store; the module's tests share it."""
+    module_writer.start_if_ended()
     return module_writer
 
 
