@@ -9,6 +9,7 @@
 # make soak   500 random runs with random faults; SOAK_RUNS=100, SOAK_SEED=7 as variables
 # make bench  measure this package and its peers
 # make lint   format and lint checks, who imports whom, types
+# make docs   build the site in build/docs; warnings are errors
 # make house  measure the source: rooms, floors, circles, modules, statements;  make map  draws it
 # make front-end  build and test labextension/; needs Node 20.19 or newer
 #
@@ -39,9 +40,9 @@ BIN := $(VENV)/bin
 STATED := pyproject.toml constraints.txt scripts/make_venv.py scripts/setup.py sgpu_magic/labextension/package.json
 NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
-CODE := sgpu_magic tests scripts
+CODE := sgpu_magic tests scripts docs/*.py
 
-.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak bench lint house map format front-end clean help
+.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak bench lint docs house map format front-end clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
@@ -84,6 +85,9 @@ lint: $(VENV)/.ready-test
 	$(BIN)/python -m ruff check $(CODE)
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.ready-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --jobs 2 -b html docs build/docs
 
 house:
 	@$(PYTHON) scripts/house.py

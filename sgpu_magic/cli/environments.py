@@ -202,7 +202,7 @@ def _options(parser: Parser) -> None:
     made = actions.add_parser("list", help="those that there are, with their size and last use")
     made.does(lambda _: listing(load_settings()))
     made = actions.add_parser("export", help="write a base's requirements file")
-    made.add_argument("name", metavar="4|ai-4")
+    made.add_argument("name", metavar="4|ai-4", help="which base environment")
     made.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
     made.does(lambda options: export(options.name, options.directory))
     made = actions.add_parser("remove", help="remove a saved or built environment")

@@ -211,7 +211,7 @@ def _is_port(text: str, least: int) -> bool:
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("run", metavar="RUN", help="the run's id, or its first digits")
     parser.add_argument("ports", metavar="[LOCAL:]PORT", help="the port in the run, and the one here if it differs")
     parser.add_argument("--rank", type=rank, default=0, metavar="N", help="on the node of this rank (0)")
     parser.does(_do)

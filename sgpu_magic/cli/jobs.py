@@ -231,10 +231,10 @@ def _options(parser: Parser) -> None:
     parser.does(lambda options: listing(load_settings(), options.number))
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     made = actions.add_parser("log", help="print what a detached one has said")
-    made.add_argument("job", metavar="JOB")
+    made.add_argument("job", metavar="JOB", help="the job's id, or its first digits")
     made.does(_log)
     made = actions.add_parser("stop", help="end one, and its runs")
-    made.add_argument("job", metavar="JOB")
+    made.add_argument("job", metavar="JOB", help="the job's id, or its first digits")
     made.does(lambda options: stop(load_settings(), options.job))
 
 

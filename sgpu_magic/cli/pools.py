@@ -237,7 +237,7 @@ def _pool_options(parser: Parser) -> None:
     made = actions.add_parser("list", help="the pools that --pool takes, and how they are now")
     made.does(lambda _: listing(load_settings()))
     made = actions.add_parser("remove", help="list a pool no more; its runs go on")
-    made.add_argument("name", metavar="NAME")
+    made.add_argument("name", metavar="NAME", help="the pool's name in the list")
     made.does(lambda options: remove(options.name))
     _serving_options(actions)
     made = actions.add_parser("stop", help="end the pool; the next run starts one")
@@ -281,7 +281,7 @@ def _serving_options(actions: Any) -> None:
     authorize.add_argument("--admin", action="store_true", help="they may end everybody's runs and stop the pool")
     _add_name(authorize)
     revoke = actions.add_parser("revoke", help="let a user in no longer")
-    revoke.add_argument("who", metavar="WHO")
+    revoke.add_argument("who", metavar="WHO", help="the user whose keys are removed")
     _add_name(revoke)
     for made in (serve, deploy, undeploy, keygen, authorize, revoke):
         made.does(_serving)

@@ -210,7 +210,7 @@ def _options(parser: Parser) -> None:
     parser.description, parser.epilog = _RUN_ABOUT, _CODES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("target", metavar="TARGET")
+    add("target", metavar="TARGET", help="a notebook, script or job file")
     add_option(parser, "pool", metavar=None, help="the pool (default: the setting)")
     add_option(parser, "gpus", type=positive, help="ranks, one per GPU")
     add_option(parser, "type", help="a10, h100, ..., cpu, any")
@@ -295,7 +295,7 @@ def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) ->
 
 
 def _replay_options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("run", metavar="RUN", help="the run's id, or its first digits")
     own = {
         "gpus": {"type": positive, "help": "ranks (default: as many as it had)"},
         "env": {"help": "set a variable on the ranks"},

@@ -192,7 +192,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _one_options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("run", metavar="RUN", help="the run's id, or its first digits")
     parser.does(lambda options: of_one(load_settings(), options.command, options.run))
 
 

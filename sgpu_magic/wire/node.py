@@ -16,6 +16,8 @@ from sgpu_magic.wire.tracking import TrackedRun, Tracking
 
 
 class WarmZygote(Record, frozen=True, tag="warm-zygote", kw_only=True):
+    """Start the zygote of an interpreter, and a standby group of so many ranks; 0 for none."""
+
     interpreter: Interpreter
     ranks: int = 0
 
@@ -143,7 +145,7 @@ class Question(Record, frozen=True, tag="question", kw_only=True):
 
 
 class TakeInventory(Record, frozen=True, tag="take-inventory", kw_only=True):
-    pass
+    """Look at the devices again; answered by `InventoryTaken`."""
 
 
 class TakeStacks(Record, frozen=True, tag="take-stacks", kw_only=True):
@@ -217,6 +219,8 @@ class AgentReady(Record, frozen=True, tag="agent-ready", kw_only=True):
 
 
 class InventoryTaken(Record, frozen=True, tag="inventory-taken", kw_only=True):
+    """What the node has, when it was asked or something has changed."""
+
     inventory: Inventory
 
 
@@ -262,6 +266,8 @@ class RanksGone(Record, frozen=True, tag="ranks-gone", kw_only=True):
 
 
 class StacksTaken(Record, frozen=True, tag="stacks-taken", kw_only=True):
+    """Where each rank of the run on this node is."""
+
     request: int
     run_id: str
     stacks: tuple[RankStack, ...]

@@ -239,6 +239,8 @@ class Remarked(Record, frozen=True, tag="remarked", kw_only=True):
 
 
 class QuestionAnswered(Record, frozen=True, tag="question-answered", kw_only=True):
+    """What an idle rank says to `AnswerQuestion`."""
+
     request: int
     answer: RankAnswer
 
@@ -253,6 +255,8 @@ class Displayed(Record, frozen=True, tag="displayed", kw_only=True):
 
 
 class Cleared(Record, frozen=True, tag="cleared", kw_only=True):
+    """`clear_output` was called; with `wait` the output goes when the next one comes."""
+
     wait: bool = False
 
 

@@ -27,6 +27,8 @@ class Fork(Record, frozen=True, tag="fork", kw_only=True):
 
 
 class Forked(Record, frozen=True, tag="forked", kw_only=True):
+    """The rank is there, with this pid."""
+
     group_id: str
     rank: int
     pid: int

@@ -52,7 +52,12 @@ class BackgroundCopier:
         self._thread = ThreadPoolExecutor(1, "sgpu-keeper", _leave_the_cores_to_ranks)
 
     def keep(self, job: CopyJob) -> None:
-        self._thread.submit(_keep, job)
+        """Copy it after those that came before. Once this is closed nothing is copied any more."""
+        try:
+            self._thread.submit(_keep, job)
+        except RuntimeError:
+            # timers are still due while an agent's loop ends
+            os.close(job.source)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)

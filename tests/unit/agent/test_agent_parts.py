@@ -545,6 +545,16 @@ def test_a_payload_is_kept_whole_and_private(keeper: BackgroundCopier, tmp_path:
 
 
 @needs_memfd
+def test_a_timer_that_is_still_due_when_the_agent_ends_copies_nothing(keeper: BackgroundCopier, tmp_path: Path):
+    source = memory_file(b"x")
+    keeper.close()
+    keeper.keep(CopyJob(source, 1, tmp_path / "payload.bin", Waiter()))
+    with pytest.raises(OSError):
+        os.fstat(source)
+    assert os.listdir(tmp_path) == []
+
+
+@needs_memfd
 @pytest.mark.parametrize(
     ("prepare", "says"),
     [

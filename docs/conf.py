@@ -1,0 +1,58 @@
+"""Sphinx's settings for the site: `make docs`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import sgpu_magic  # noqa: E402  the checkout's own
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+project = "sgpu-magic"
+author = "the sgpu-magic contributors"
+copyright = author
+version = release = sgpu_magic.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["build"]
+html_theme = "pydata_sphinx_theme"
+html_title = project
+html_show_sourcelink = False
+html_theme_options = {
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+    "secondary_sidebar_items": ["page-toc"],
+}
+html_sidebars = {"index": []}
+
+# the pages show the outputs that are stored in the notebooks
+nb_execution_mode = "off"
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+# IPython's cells are no plain Python where they begin with a magic
+suppress_warnings = ["misc.highlighting_failure", "mystnb.unknown_mime_type"]
+
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+def setup(app: Sphinx) -> None:
+    """Write the pages that are made from the code, the help pages and the notebooks before Sphinx looks for pages."""
+    import reference
+
+    app.connect("builder-inited", lambda _: reference.write(HERE))
