@@ -45,6 +45,8 @@ myst_heading_anchors = 3
 # IPython's cells are no plain Python where they begin with a magic
 suppress_warnings = ["misc.highlighting_failure", "mystnb.unknown_mime_type"]
 
+# docstrings are Markdown in small: code has single backticks, examples are indented
+default_role = "code"
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
@@ -56,3 +58,15 @@ def setup(app: Sphinx) -> None:
     import reference
 
     app.connect("builder-inited", lambda _: reference.write(HERE))
+    # before napoleon reads the sections
+    app.connect("autodoc-process-docstring", _mark_examples, priority=400)
+
+
+def _mark_examples(_app: Sphinx, _what: str, _name: str, _of: object, _options: object, lines: list[str]) -> None:
+    """Put `::` before what is indented below the first sentences."""
+    for at, line in enumerate(lines):
+        if line in ("Args:", "Attributes:", "Raises:", "Returns:", "Yields:"):
+            return
+        if line.startswith("    ") and at and not lines[at - 1] and not lines[at - 2].startswith("    "):
+            lines[at:at] = ["::", ""]
+            return

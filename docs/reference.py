@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Iterable, Iterator, Sequence
@@ -168,7 +169,17 @@ def write(docs: Path) -> None:
     notebooks = docs / "learn" / "notebooks"
     notebooks.mkdir(exist_ok=True)
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        _put(notebooks / notebook.name, notebook.read_text())
+        _put(notebooks / notebook.name, _with_links_of_the_site(notebook.read_text()))
+
+
+def _with_links_of_the_site(notebook: str) -> str:
+    """Jupyter's anchors keep a heading's capitals and apostrophes; help pages have another place here."""
+
+    def anchor(found: re.Match[str]) -> str:
+        return f"](#{re.sub('[^a-z0-9-]', '', found[1].lower())})"
+
+    notebook = notebook.replace("(../sgpu_magic/views/help/", "(../../troubleshooting/")
+    return re.sub(r"\]\(#([^)]*)\)", anchor, notebook)
 
 
 def _put(path: Path, text: str) -> None:

@@ -55,7 +55,7 @@ def connect(
     pool: str = "",
     ui: str = "none",
 ) -> Session:
-    """Connect: take devices and start ranks that stay. Returns at once; a context manager, and `await`able.
+    """Connect: take devices and start ranks that stay. Returns at once; a context manager, and awaitable.
 
         with sgpu_magic.connect(4, "a10") as session:
             session.push(cfg=cfg)
