@@ -55,8 +55,6 @@ def prepared(notebook: Any, job: Job) -> list[str]:
     setup = _setup(sources, job)
     if setup:
         cells.insert(0, _new_cell(setup, SETUP_TAG))
-    elif job.cells == "auto" and _asks(job) and not any(_CHOOSES.search(source) for source in sources):
-        notes.append("nothing in it runs on a pool, and --gpus and --type have no effect.")
     notebook.cells = cells
     # cell ids came with 4.5, and what was inserted has one
     notebook.nbformat_minor = max(notebook.nbformat_minor, 5)
@@ -96,11 +94,8 @@ def on_ranks(sources: list[str], job: Job) -> bool:
         return False
     if job.cells != "auto":
         return job.cells == "ranks"
-    return _asks(job) and not any(_CHOOSES.search(source) for source in sources)
-
-
-def _asks(job: Job) -> bool:
-    return bool(job.defaults.gpus or job.defaults.type)
+    asks = bool(job.defaults.gpus or job.defaults.type)
+    return asks and not any(_CHOOSES.search(source) for source in sources)
 
 
 def _setup(sources: list[str], job: Job) -> str:
