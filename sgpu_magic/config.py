@@ -1,7 +1,7 @@
-"""Settings: defaults, then `config.toml`, then `SGPU_*` variables. Frozen once read.
+"""Settings: defaults, then `config.toml`, then `SGPU_*` variables. They are frozen once read.
 
-Also where things lie: state on local disk, sockets in a short runtime directory, both keyed by host, because a
-home directory may be shared by many machines.
+Also the locations of files: state on local disk, in a directory for each host because machines may share a home
+directory, and sockets in a runtime directory with a short path.
 """
 
 from __future__ import annotations
@@ -47,79 +47,81 @@ _KINDS: Mapping[str, Callable[[str], object]] = {
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """All settings; each may stand in `config.toml` by its name or in the environment as `SGPU_<NAME>`.
+    """All settings: each is a name in `config.toml`, or `SGPU_<NAME>` in the environment, which takes precedence.
 
     Args:
-        state_dir: Run directories, logs and the ledger; "" is the platform's state directory.
-        runtime_dir: Sockets; "" is `$XDG_RUNTIME_DIR/sgpu` or `/tmp/sgpu-<uid>`.
-        lock_dir: Machine-wide directory of the device locks.
-        pool: The pool of runs that name none; "" chooses one: a reserved pool of `pools.toml` that has the type, else
-            an on-demand one, else `local`, this machine's own. Of a pool service: its own name, "" is `local`.
-        simulate: Simulated devices, `a10:4,h100:8`.
-        stand_in: `cpu` runs types that the pool lacks on CPU.
-        cpu_slots: CPU ranks that fit at once; 0 is max(16, cores).
-        standby: Keep a standby group of the last-used size.
-        standby_idle_s: Idle seconds after which it is dropped.
-        zygote_idle_s: Idle seconds after which a zygote is retired.
-        pool_idle_s: Seconds without runs after which the local pool gives its processes back.
-        status_idle_s: Seconds for which `%sgpu_status` is kept up to date after the last run has ended.
-        grace_s: Seconds from TERM to KILL when a run is cancelled.
-        adopt_timeout_s: Seconds for which ranks outlive a killed pool service.
-        stall_s: Seconds without any progress after which a run's view says where its ranks wait; 0 never says it.
-        idle_gpu_s: Seconds under 5 % after which a run's view names a GPU as idle; 0 never does.
-        detach_on_restart: Runs go on when their kernel is restarted.
-        keep_runs: Ended runs whose directories are kept; as many cells of sessions are kept beside them.
-        keep_days: Days for which they are kept.
-        keep_bytes: Bytes that they may have together.
-        keep_payload: Largest payload in bytes that is kept in the run's directory.
-        keep_results: Bytes of a run's results that are kept there although its notebook has them.
+        state_dir: Directory of runs, logs and the ledger; "" is the platform's state directory.
+        runtime_dir: Directory of sockets; "" is `$XDG_RUNTIME_DIR/sgpu`, or `/tmp/sgpu-<uid>`.
+        lock_dir: Directory of the device locks, shared by all pools of the machine; "" is `/tmp/sgpu-device-locks`.
+        pool: Pool for runs that name none; "" chooses a reserved pool of `pools.toml` that has the type, else an
+            on-demand one, else `local`, this machine's own. In a pool service: its own name, "" is `local`.
+        simulate: Simulated devices, such as `a10:4,h100:8`.
+        stand_in: `cpu` runs on CPU when the pool lacks the requested type.
+        cpu_slots: CPU ranks that can run at once; 0 is max(16, cores).
+        standby: Keep a standby group: started ranks for another run of the last size.
+        standby_idle_s: Idle seconds after which the standby group is dropped.
+        zygote_idle_s: Idle seconds after which a zygote, the process that forks ranks, is closed.
+        pool_idle_s: Seconds without runs after which the local pool exits.
+        status_idle_s: Seconds for which `%sgpu_status` keeps updating after the last run has ended.
+        grace_s: Seconds from SIGTERM to SIGKILL when a run is cancelled.
+        adopt_timeout_s: Seconds for which ranks outlive a killed pool service; `sgpu pool serve` uses 600 by default.
+        stall_s: Seconds without progress after which a run's view reports where its ranks wait; 0 turns it off.
+        idle_gpu_s: Seconds below 5 % utilization after which a run's view reports a GPU as idle; 0 turns it off.
+        detach_on_restart: Runs continue when their kernel is restarted.
+        keep_runs: Ended runs whose directories are kept, and as many cells of sessions beside them.
+        keep_days: Days for which directories of ended runs are kept.
+        keep_bytes: Maximum total size of the directories of ended runs in bytes.
+        keep_payload: Largest payload (a run's variables) in bytes that is kept in the run's directory.
+        keep_results: Largest results in bytes that a run's directory keeps after the notebook has received them.
         session_idle_s: Seconds without a cell after which a session ends; 0 never ends it.
-        pass_over_s: Seconds a run may be passed over before freed devices are reserved for it.
-        output_limit: Bytes of output that a cell shows; the rest is in the log.
-        cache_dir: The node's cache for data (`runtime.cache_dir()`); "" is the platform's cache directory.
-        cache_bytes: Bytes that it may have.
-        env_version: Packages of runs that do not say `--env-version`: as that takes them; "" is the notebook's own.
-        environments: `auto` runs a kernel's own Python where a node sees it and builds its packages elsewhere;
+        pass_over_s: Seconds for which later runs may pass a waiting run before freed devices are reserved for it.
+        output_limit: Bytes of output that a cell shows; the log has the rest.
+        cache_dir: Directory of the node's data cache (`runtime.cache_dir()`); "" is the platform's cache directory.
+        cache_bytes: Maximum size of the data cache in bytes.
+        env_version: Packages for runs without `--env-version`, in the same form; "" is the notebook's own.
+        environments: `auto` runs the kernel's own Python on nodes that see it and builds its packages on others;
             `built` always builds them.
-        environment_dir: Where a node keeps the environments that it has built; "" is in the state directory.
-        environments_bytes: Bytes that they may have together before the least recently used one goes.
-        environment_limit: Largest environment in bytes that is built.
-        variables: Environment variables that travel to nodes of other machines beside those of libraries: names and,
-            ending in `*`, beginnings of names, with commas between.
-        code_warn_bytes: Local code that travels to such nodes is told of from this size on.
-        code_limit_bytes: More does not travel.
-        lock_environments: `pylock.toml` is made for each environment that runs had; else `requirements.txt` alone.
-        index_url: Where uv looks packages up and fetches them, passed on as its own; "" is uv's and pip's own choice.
-        track: Which runs become MLflow runs: "auto" (that last over 5 s, fail, are profiled, use MLflow or are asked
-            for), "all" or "off".
-        tracking_uri: Store for runs whose notebook names none; "" is SQLite in the state directory.
-        keep_tracked: MLflow runs of the default store stay when the runs' directories are removed. Without it those
-            stay in which the user's code has logged something.
-        prices: Price of one device for an hour by type, `a10=1.20,h100=4.50`; of one pool `team/h100=3.90`. In the file
-            a table does as well.
-        reserved_prices: The same for reserved devices, to compare with.
-        currency: Of all prices.
-        budget: What the pool's runs may cost together in `budget_days`; 0 is no limit.
-        budget_days: Days that the budget is for.
-        link_timeout_s: Seconds of silence after which a pool gives up a client on another machine and cancels those of
-            its runs that are not detached, and after which a client gives up such a pool.
-        listen: Where a served pool listens for clients of other machines, `tcp://0.0.0.0:8700`; "" does not.
-        ray_dashboard: `@ray_launch` runs have Ray's dashboard, which takes a gigabyte of memory and some seconds.
-        ray_object_bytes: Most memory that the objects of a `@ray_launch` run take on a node, in bytes; 0 is the lease's
-            share of 30 % of the node's memory, and more than 30 % it never is.
-        blobs_bytes: Bytes that a user's uploads may take at a pool, for each user; the longest unused go first.
-        run_files_bytes: Largest file that a node brings back to a pool on another machine when a run is over.
-        ray_address: The Ray cluster of a pool with `--engine ray`; "" is `RAY_ADDRESS`, else this machine's.
-        ray_agent_idle_s: Seconds without a run after which a pool leaves a Ray node.
-        ray_cpus_per_gpu: CPUs that are asked of Ray with each GPU.
-        ray_elastic: Devices of each type that Ray's autoscaler can bring at most, `a10:16,h100:64`; `cpu:32` CPUs.
-        ray_node_listen: Where such a pool listens for its agents; port 0 is one that is free, and the same each time.
-        ray_same_files: The nodes see the notebooks' files and run the same Pythons: nothing has to be built there.
-        user_priorities: Whose runs get devices first where several users share a pool, `alice=10,*=0`: the higher.
-        user_quotas: Devices that a user may have at once, `alice=8,alice:h100=4,*=16`.
-        fair_half_life_s: Seconds after which devices that a user had count half for the next turn.
-        ray_select: How types are asked of Ray: by `label` (`ray.io/accelerator-type`), by `resource`
-            (`accelerator_type:X`, all that version 1 of the autoscaler knows), or `auto`: as the nodes have it.
+        environment_dir: Directory of the environments that a node has built; "" is in the state directory.
+        environments_bytes: Maximum total size of built environments in bytes; the least recently used are removed.
+        environment_limit: Largest download in bytes for which an environment is built.
+        variables: Environment variables sent to nodes on other machines, in addition to those sent by default:
+            comma-separated names, or prefixes that end in `*`.
+        code_warn_bytes: Size in bytes above which a run reports the local code that it sends to other machines.
+        code_limit_bytes: Size in bytes above which local code is not sent, and the run is refused.
+        lock_environments: Write `pylock.toml` for each environment of a run; otherwise only `requirements.txt`.
+        index_url: Package index that uv uses by default; "" leaves the choice to uv's and pip's configuration.
+        track: Runs that become MLflow runs: `auto` (those that last over 5 s, fail, are profiled, use MLflow or are
+            asked for), `all` or `off`.
+        tracking_uri: MLflow store for runs whose notebook names none; "" is SQLite in the state directory.
+        keep_tracked: Keep MLflow runs of the default store when the runs' directories are removed. Otherwise only those
+            are kept in which user code has logged something.
+        prices: Price of one device per hour by type, `a10=1.20,h100=4.50`, or by pool and type, `team/h100=3.90`. In
+            `config.toml` also a table.
+        reserved_prices: Prices of reserved devices in the same form, for comparison.
+        currency: Currency of all prices.
+        budget: Maximum cost of the pool's runs within `budget_days`; 0 is no limit.
+        budget_days: Length of the budget's sliding window in days.
+        link_timeout_s: Seconds of silence after which a link between machines is given up. The pool then cancels the
+            client's runs that are not detached.
+        listen: Address where a served pool listens for clients on other machines, such as `tcp://0.0.0.0:8700`; ""
+            accepts none.
+        ray_dashboard: Start Ray's dashboard in `@ray_launch` runs, which takes a gigabyte of memory and some seconds.
+        ray_object_bytes: Size in bytes of a `@ray_launch` run's object store on a node, at most 30 % of the node's
+            memory; 0 is the lease's share of those 30 %.
+        blobs_bytes: Bytes that each user's uploads may take at a pool; the least recently used are removed first.
+        run_files_bytes: Largest file in bytes that a node copies back to a pool on another machine after a run.
+        ray_address: Ray cluster of a pool with `--engine ray`; "" is `RAY_ADDRESS`, else this machine's.
+        ray_agent_idle_s: Seconds without a run after which a pool's agent leaves a Ray node.
+        ray_cpus_per_gpu: CPUs requested from Ray with each GPU.
+        ray_elastic: Maximum devices of each type that Ray's autoscaler can provide, `a10:16,h100:64`; `cpu:32` for
+            CPUs.
+        ray_node_listen: Address where a Ray pool listens for its agents; port 0 is a free port, the same each time.
+        ray_same_files: Ray nodes see the notebooks' files and run the same Pythons, so no environments are built there.
+        user_priorities: Priorities of users who share a pool, `alice=10,*=0`; the highest gets devices first.
+        user_quotas: Devices that a user may have at once, in total or by type, `alice=8,alice:h100=4,*=16`.
+        fair_half_life_s: Seconds after which past use of devices counts half in the order between users.
+        ray_select: How device types are requested from Ray: by `label` (`ray.io/accelerator-type`), by `resource`
+            (`accelerator_type:X`, the only one in version 1 of the autoscaler), or `auto`, as the nodes have it.
     """
 
     state_dir: str = ""
@@ -196,7 +198,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def default_store_uri(self) -> str:
-        """The MLflow store of runs whose notebook and settings name none."""
+        """MLflow store of runs for which neither notebook nor settings name one."""
         return f"sqlite:///{self.state_path / 'mlflow' / 'mlflow.db'}"
 
     @property
@@ -226,7 +228,7 @@ def host_name() -> str:
 
 
 def config_path(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the settings' file; keys and the list of pools lie beside it."""
+    """Return the path of the settings file; keys and the list of pools are in the same directory."""
     environ = os.environ if environ is None else environ
     return Path(environ.get("SGPU_CONFIG") or user_config_path("sgpu-magic", appauthor=False) / "config.toml")
 
@@ -235,10 +237,10 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read the settings.
 
     Args:
-        environ: Variables to read `SGPU_*` from; the process's own when left out.
+        environ: Variables to read `SGPU_*` from; by default the process's own.
 
     Raises:
-        UsageError: A file or variable has a name or value that means nothing.
+        UsageError: The file can't be read or has an unknown setting, or a value is invalid.
     """
     environ = os.environ if environ is None else environ
     file = config_path(environ)
@@ -264,12 +266,12 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def pool_settings(settings: Settings) -> dict[str, str]:
-    """Return by name the settings that a pool reads when it starts."""
+    """Return the settings that a pool reads when it starts, by name."""
     return {name: str(getattr(settings, name)) for name in POOL_SETTINGS}
 
 
 def _read(setting: str, name: str, kind: str, value: object, where: str) -> object:
-    """Read a setting that is given as `name` in `where`."""
+    """Parse the value of a setting, given as `name` in `where`."""
     text = str(value)
     try:
         if setting in _PRICES:
@@ -296,12 +298,12 @@ def _read(setting: str, name: str, kind: str, value: object, where: str) -> obje
 
 
 def _unquoted(value: str) -> str:
-    """Take off the quotes that a shell would: `%env NAME="value"` keeps them."""
+    """Strip the quotes that a shell would strip: `%env NAME="value"` keeps them."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
 def _check(settings: Settings) -> None:
-    """Refuse amounts, priorities, quotas and times with which a pool would not start."""
+    """Reject amounts, priorities, quotas and times with which a pool would not start."""
     budget, days, half_life_s = settings.budget, settings.budget_days, settings.fair_half_life_s
     if not (math.isfinite(budget) and budget >= 0):
         raise UsageError(f"the setting budget is {budget:g}; an amount of 0 or more is needed, and 0 is no limit.")
@@ -320,10 +322,10 @@ def _check(settings: Settings) -> None:
 
 
 def private_dir(path: Path) -> Path:
-    """Make `path` (and parents) and return it as a directory of mode 0700 that is ours.
+    """Create `path` and its parents, make it private (mode 0700), and return it.
 
     Raises:
-        UsageError: It belongs to somebody else or is a link: nothing of ours may lie there.
+        UsageError: It belongs to another user, or is a link.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = os.lstat(path)

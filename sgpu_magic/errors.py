@@ -1,29 +1,30 @@
-"""Every error that sgpu-magic raises, drawn once.
+"""All errors that sgpu-magic raises.
 
-    SgpuError                     one paragraph: the side, the cause, the remedy
-    ├── UsageError                an option, a name or a cell that can't mean anything (notebook)
+    SgpuError                     base class, shown as one paragraph: the cause and the remedy
+    ├── UsageError                an invalid option, name or cell (notebook or pool)
     │   ├── CellSyntaxError       the cell does not compile
     │   ├── RunUnknown            the pool has no such run
-    │   └── RunFileUnknown        a run has no such file at its pool
-    ├── CapacityError             the pool can't place the run, now or ever (pool)
-    ├── SerializationError        something can't leave or enter the notebook (notebook or rank)
-    ├── EnvironmentFailed         the ranks' Python could not be prepared (pool)
+    │   └── RunFileUnknown        the run has no such file at its pool
+    ├── CapacityError             the run gets no devices, now or ever (notebook or pool)
+    ├── SerializationError        a value can't leave or enter the notebook (notebook or rank)
+    ├── EnvironmentFailed         the ranks' Python can't be prepared (notebook or pool)
     ├── PoolError                 the pool can't be reached, started or understood (pool)
-    │   ├── PoolVersionError      it speaks another version
-    │   └── KeyRefused            it does not know this user's key, or is not the pool whose key was written down
-    ├── SessionError              there is no such session, or it can't take the cell (pool)
-    ├── RunFailed                 a run ended badly; has .rank, .run_id, .remote_traceback
-    │   ├── RemoteError           user code raised a type that does not exist here
-    │   ├── WorkerDied            a rank's process ended by a signal or an exit
-    │   ├── NodeLost              the agent or its machine went away
-    │   ├── RunTimeout            the run's time ended
+    │   ├── PoolVersionError      the pool speaks another protocol version
+    │   └── KeyRefused            the pool does not admit this user's key, or lacks the key listed for it
+    ├── SessionError              the session does not exist or can't take the cell (notebook or pool)
+    ├── RunFailed                 a run failed; has .rank, .run_id, .remote_traceback
+    │   ├── RemoteError           user code raised an exception whose type can't be imported here
+    │   ├── WorkerDied            a rank's process was killed, crashed or exited
+    │   ├── NodeLost              the agent or its machine was lost
+    │   ├── RunTimeout            the run exceeded its time or cost limit
     │   └── InternalError         a fault of sgpu-magic itself
-    └── RunCancelled              also a KeyboardInterrupt: the user stopped the run
+    └── RunCancelled              the run was cancelled; also a KeyboardInterrupt
 
-An exception that user code raised on a rank is raised in the notebook as its own type where that type
-exists here, with the three attributes of `RunFailed` set on it; see `views.remote_error`.
+The words in parentheses name the side that the error comes from. An exception that user code raises on a rank is
+raised in the notebook as its own type if that type can be imported, with the three attributes of `RunFailed` set on
+it; see `views.remote_error`.
 
-Each class has a `topic`, a page in the folder `help`, and names what shows it.
+Each class has a `topic`, the name of its page in the folder `views/help`. The error's last line says how to show it.
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ from typing import ClassVar
 from sgpu_magic.wire.states import FailureKind
 
 OUT_OF_MEMORY = "memory"
-"""The page about allocations that failed, by whatever exception."""
+"""Help page for failed allocations, whatever the exception's type."""
 
 
 def see(topic: str) -> str:
-    """Return the line that names what shows a page of help: the magic in a notebook, else the command.
+    """Return the line that says how to show a help page: with the magic in a notebook, else with the command.
 
-    The Jupyter server draws what a kernel has shown.
+    The Jupyter server counts as a notebook, because it renders what a kernel shows.
     """
     loaded = "sgpu_magic.magics" in sys.modules or "sgpu_magic.server" in sys.modules
     return f"See `%sgpu_help {topic}`." if loaded else f"See `sgpu help {topic}` in a shell."
 
 
 def topic_of(kind: FailureKind, *, out_of_memory: bool = False) -> str:
-    """Return the page about runs that failed like this."""
-    return OUT_OF_MEMORY if out_of_memory else _ERRORS[kind].topic
+    """Return the topic of the help page for runs that failed this way."""
+    return OUT_OF_MEMORY if out_of_memory else BY_KIND[kind].topic
 
 
 class SgpuError(Exception):
-    """Base of all errors of sgpu-magic.
+    """Base class of all errors of sgpu-magic.
 
-    In a notebook it shows as one paragraph without a traceback: what went wrong lies in what was asked for,
-    not in this package's lines.
+    A notebook shows it as one paragraph without a traceback, because the cause is in the request and not in this
+    package's code.
 
     Attributes:
-        topic: Page of help.
+        topic: Name of the help page.
     """
 
     topic: ClassVar[str] = "internal"
@@ -68,23 +69,25 @@ class SgpuError(Exception):
         return str(self.args[0]) if self.args else ""
 
     def _render_traceback_(self) -> list[str]:
-        """IPython's hook for exceptions that draw themselves (`InteractiveShell.showtraceback`)."""
+        """IPython's hook for exceptions that render themselves (`InteractiveShell.showtraceback`)."""
         return [f"{type(self).__name__}: {self.message}", see(self.topic)]
 
 
 class UsageError(SgpuError):
-    """An option, a name or a cell that can't mean anything."""
+    """An option, a name or a cell is invalid, or the pool does not have the requested devices."""
 
     topic = "usage"
 
 
 class CellSyntaxError(UsageError):
-    """The cell does not compile. No SyntaxError: IPython would draw the magic's own frames above it.
+    """The cell does not compile.
+
+    It is not a `SyntaxError`, for which IPython would also show the magic's own frames.
 
     Args:
-        message: What the compiler says.
+        message: The compiler's message.
         place: The cell's name and the line in it.
-        excerpt: The line, and a caret below it.
+        excerpt: The source line, with a caret below it.
     """
 
     def __init__(self, message: str, place: str = "", excerpt: str = "") -> None:
@@ -96,15 +99,15 @@ class CellSyntaxError(UsageError):
 
 
 class RunUnknown(UsageError):
-    """The pool has no run of that id, or no longer its record."""
+    """The pool has no run with that id, or has removed its record."""
 
 
 class RunFileUnknown(UsageError):
-    """A run's directory at its pool has no such file, or it can't be read."""
+    """The run's directory at its pool has no such file, or the file can't be read."""
 
 
 class CapacityError(SgpuError):
-    """The pool can't place the run: it lacks the devices, or the queue's time is over."""
+    """The run gets no devices: its time in the queue is over, or a quota, the budget or `--min-memory` rules it out."""
 
     topic = "room"
 
@@ -116,7 +119,7 @@ class SerializationError(SgpuError):
 
 
 class EnvironmentFailed(SgpuError):
-    """The Python that the ranks were to run in could not be started."""
+    """The ranks' Python could not be started, or its packages could not be installed."""
 
     topic = "environment"
 
@@ -128,32 +131,32 @@ class PoolError(SgpuError):
 
 
 class PoolVersionError(PoolError):
-    """The running pool speaks a protocol that this client does not know.
+    """The running pool speaks a protocol version that this client does not support.
 
     Attributes:
-        is_used: Runs go on there, as far as it tells.
+        is_used: Whether the pool reports that it has active runs.
     """
 
     is_used = False
 
 
 class KeyRefused(PoolError):
-    """The pool does not admit this user's key, or has not the key that it should have."""
+    """The pool does not admit this user's key, or can't prove that it has the key listed in `pools.toml`."""
 
 
 class SessionError(SgpuError):
-    """There is no such session, it has ended, or a rank of it is dead."""
+    """The session does not exist, has ended, or has a dead rank that the cell needs."""
 
     topic = "session"
 
 
 class RunFailed(SgpuError):
-    """A run ended badly.
+    """A run failed.
 
     Attributes:
-        rank: The culprit's global rank, None when no single rank is to blame.
-        run_id: The run, as `sgpu logs` takes it.
-        remote_traceback: The rank's traceback as plain text, "" when there is none.
+        rank: Global rank that failed first; None if no single rank is the cause.
+        run_id: Id of the run, for example for `sgpu logs`.
+        remote_traceback: Traceback of that rank as plain text; "" if there is none.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, run_id: str = "", remote_traceback: str = "") -> None:
@@ -164,10 +167,10 @@ class RunFailed(SgpuError):
 
 
 class RemoteError(RunFailed):
-    """User code on a rank raised an exception whose type can't be had here.
+    """User code on a rank raised an exception whose type can't be imported here.
 
     Attributes:
-        type_name: The exception's qualified type name on the rank.
+        type_name: Qualified name of the exception's type on the rank.
     """
 
     topic = "exception"
@@ -186,31 +189,31 @@ class RemoteError(RunFailed):
 
 
 class WorkerDied(RunFailed):
-    """A rank's process ended without saying so: a signal, `os._exit`, or a crash in C."""
+    """A rank's process ended without an exception: by a signal, `os._exit`, or a crash in C code."""
 
     topic = "rank-died"
 
 
 class NodeLost(RunFailed):
-    """The agent that held the ranks, or its machine, went away."""
+    """The agent that ran the ranks, or its machine, was lost."""
 
     topic = "node-lost"
 
 
 class RunTimeout(RunFailed):
-    """The run's time limit ended it."""
+    """The run reached its time limit, its cost limit, or the pool's budget, and was stopped."""
 
     topic = "timeout"
 
 
 class InternalError(RunFailed):
-    """A fault of sgpu-magic itself; the message says what to report."""
+    """A fault of sgpu-magic itself, or an exhausted machine; the help page says what to report."""
 
     topic = "internal"
 
 
 class RunCancelled(SgpuError, KeyboardInterrupt):
-    """The run was cancelled. Also a KeyboardInterrupt, so that Run All stops as it does for a plain cell."""
+    """The run was cancelled. Also a `KeyboardInterrupt`, so Run All stops as at any interrupted cell."""
 
     topic = "cancelled"
 
@@ -219,7 +222,7 @@ class RunCancelled(SgpuError, KeyboardInterrupt):
         self.run_id = run_id
 
 
-_ERRORS: dict[FailureKind, type[SgpuError]] = {
+BY_KIND: dict[FailureKind, type[SgpuError]] = {
     FailureKind.USER_CODE: RemoteError,
     FailureKind.SERIALIZATION: SerializationError,
     FailureKind.ENVIRONMENT: EnvironmentFailed,
@@ -230,3 +233,4 @@ _ERRORS: dict[FailureKind, type[SgpuError]] = {
     FailureKind.SESSION: SessionError,
     FailureKind.INTERNAL: InternalError,
 }
+"""The class by which the notebook raises a run's failure."""

@@ -1,7 +1,7 @@
-"""What code on a rank asks about itself: the same as `rank`, `world_size` ... in a cell, as functions.
+"""Functions for code that runs on a rank: the same values as `rank`, `world_size` ... in a cell, and data paths.
 
-Reads torchrun's variables, so it works under plain torchrun too. In the notebook itself there is one process:
-rank 0 of 1.
+They read torchrun's environment variables, so they also work under plain torchrun. In the notebook itself there is
+one process: rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ __all__ = [
 
 
 def get_global_rank() -> int:
-    """This rank's number among all ranks of the run, from 0."""
+    """Return this process's rank among all ranks of the run, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def get_local_rank() -> int:
-    """Its number among the ranks of its node, from 0."""
+    """Return this process's rank among the ranks of its node, from 0."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_size() -> int:
-    """Number of ranks of the run."""
+    """Return the number of ranks of the run."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def get_local_world_size() -> int:
-    """Number of ranks on this node."""
+    """Return the number of ranks on this node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def get_node_rank() -> int:
-    """Number of this node, from 0."""
+    """Return the index of this node, from 0."""
     return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def get_restart_count() -> int:
-    """How often the run was started again after a failure (`--retries`): 0 the first time."""
+    """Return how many times the run was restarted after a failure (`--retries`): 0 the first time."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def checkpoint_dir() -> Path:
-    """A directory for the run's checkpoints, made when first asked for.
+    """Return the directory for the run's checkpoints; it is created on first use.
 
-    It is the same for all ranks and for every attempt of a run with `--retries`, and another for each run: what lies
-    there is from an earlier attempt of this very run. It is the folder `checkpoints` of the run's directory and goes
-    with it, by default after 30 days or when ended runs have more than 20 GB: copy elsewhere what you want to keep.
+    All ranks and all attempts of a run with `--retries` share it, and each run has its own: any files in it come from
+    an earlier attempt of the same run. It is the folder `checkpoints` in the run's directory and is deleted with it,
+    by default after 30 days or when ended runs take more than 20 GB. Copy what you want to keep.
 
-    Under plain torchrun, or in the notebook itself, there is no run. Set SGPU_CHECKPOINT_DIR there; a run's `_air.py`
-    uses its own.
+    Under plain torchrun or in the notebook itself there is no run, so set SGPU_CHECKPOINT_DIR. A run's `_air.py` uses
+    that run's `checkpoints` folder.
 
     Raises:
         UsageError: There is no run, and SGPU_CHECKPOINT_DIR is not set.
@@ -89,16 +89,16 @@ def checkpoint_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """A folder of this node for copies of data, on local disk: it stays between runs, within a budget.
+    """Return this node's folder for copies of data on local disk, which is kept between runs within a budget.
 
-    It is yours alone (0700) and the same for all runs and ranks of the node: `~/.cache/sgpu-magic/HOST`, or the setting
-    `cache_dir` (SGPU_CACHE_DIR), which belongs on the node's fastest disk. Its budget is the setting `cache_bytes`.
-    What is directly in it are its entries, and those that were not used for longest are deleted when there are too
-    many. What you put there by hand stays at least until every process that has called `cache_dir()` has ended;
-    `cached` says for each entry how long it is needed.
+    It is private to you (mode 0700) and shared by all your runs and ranks on the node. Its path is
+    `~/.cache/sgpu-magic/HOST`, or the setting `cache_dir` (SGPU_CACHE_DIR), which should be on the node's fastest disk.
+    Each file or folder directly in it is an entry. When the entries exceed the setting `cache_bytes`, the least
+    recently used ones are deleted. Entries that you create yourself are kept at least until every process that has
+    called `cache_dir()` has ended; with `cached`, an entry is kept while its block runs.
 
     Raises:
-        UsageError: The folder is not yours, or can't be made.
+        UsageError: The folder is not yours, or can't be created.
     """
     from sgpu_magic.files.node_cache import node_cache
 
@@ -106,21 +106,21 @@ def cache_dir() -> Path:
 
 
 def cached(name: str, fill: Callable[[Path], object]) -> AbstractContextManager[Path]:
-    """An entry of `cache_dir()`, made if it is not there, and kept there while the block runs.
+    """Open an entry of `cache_dir()` in a `with` block: create it if it is missing, and keep it while the block runs.
 
         with runtime.cached(f"shard-{n}.npy", lambda path: shutil.copy(far / f"shard-{n}.npy", path)) as path:
             rows = np.load(path)
 
-    One process of the node fills it, the others wait for that. Its name appears when it is whole: what a killed or
-    failed `fill` leaves is never seen. Room is made by deleting the entries that nobody uses and that were not used
-    for longest; those in use stay even above the budget. Read-only: all runs of yours see the same files.
+    One process on the node fills the entry while the others wait. The entry appears only when it is complete; partial
+    output of a killed or failed `fill` is never visible. To make room, the least recently used entries are deleted;
+    entries in use are kept even above the budget. Do not modify the files: all your runs share them.
 
     Args:
-        name: Its name, one component of a path.
-        fill: Writes a file or a folder at exactly the path that it is given.
+        name: The entry's name, a single path component.
+        fill: Function that writes a file or a folder at exactly the path that it is given.
 
     Raises:
-        UsageError: The name can't be one, or `fill` wrote nothing.
+        UsageError: The name is invalid, or `fill` wrote nothing.
     """
     from sgpu_magic.files.node_cache import node_cache
 
@@ -128,16 +128,16 @@ def cached(name: str, fill: Callable[[Path], object]) -> AbstractContextManager[
 
 
 def upload_path(name: str | os.PathLike[str] = "") -> Path:
-    """Where a folder or file lies on this node that went along with the run (`--upload data`).
+    """Return the path on this node of a folder or file that was uploaded with the run (`--upload data`).
 
-    It is there once for all ranks of the node, for reading only. On the notebook's own machine it is the folder itself.
-    In the notebook, where there is no run, it is the path as it was given.
+    All ranks of the node share one read-only copy. On the notebook's own machine it is the original folder or file. In
+    the notebook, where there is no run, it is the absolute path of `name`.
 
     Args:
-        name: As `--upload` had it, or its last part. May be left out where only one went along.
+        name: The path as given to `--upload`, or its last component. Optional if there is only one upload.
 
     Raises:
-        UsageError: Nothing of that name went along.
+        UsageError: No upload matches, or more than one does.
     """
     told = os.environ.get("SGPU_UPLOADS", "")
     if not told:
@@ -162,7 +162,7 @@ def upload_path(name: str | os.PathLike[str] = "") -> Path:
 
 
 def get_device() -> torch.device:
-    """The rank's own device: its GPU, or the CPU where it has none."""
+    """Return this rank's device: its GPU, or the CPU if it has none."""
     import torch
 
     if torch.cuda.is_available():

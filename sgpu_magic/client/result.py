@@ -1,4 +1,4 @@
-"""What `%%distributed` returns: the ranks' values and how it went."""
+"""`RunResult`: what `%%distributed` returns, with the ranks' values and the run's times."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class RunResult:
     """The value of a distributed cell.
 
     Attributes:
-        run_id: The run; `sgpu logs` takes it.
-        name: Its name.
-        ranks: The ranks that ran it, ascending: all of them, those of `--ranks`, or of `%%ray_launch` the driver's, 0.
-            What follows is in their order.
-        values: The last expression's value of each rank; None where there was none or it could not travel
+        run_id: The run's id, for example for `sgpu logs`.
+        name: The run's name.
+        ranks: The ranks that ran the cell, in ascending order: all of them, those of `--ranks`, or with `%%ray_launch`
+            only the driver's, 0. The lists below are in this order.
+        values: The last expression's value on each rank; None if there was none or it could not be sent back
             (see `problems`).
-        problems: By rank, why a value stayed on its rank.
-        lines: Lines printed by each rank.
-        seconds: The cell's time on each rank, in seconds.
-        queued_s, starting_s, running_s, total_s: The run's times in seconds.
-        shipped: What was sent.
+        problems: Why a value could not be sent back, by rank.
+        lines: Number of lines that each rank printed.
+        seconds: The cell's running time on each rank, in seconds.
+        queued_s, starting_s, running_s, total_s: Time in the queue, starting, running and in total, in seconds.
+        shipped: What was sent to the ranks.
         directory: The run's directory: logs, `cell.py`, `_air.py`, `run.json`.
     """
 
@@ -73,9 +73,9 @@ class RunResult:
 
     @property
     def mlflow_run_id(self) -> str:
-        """The run's id in MLflow; "" where it is not tracked, or its store does not answer within 10 s.
+        """The run's id in MLflow; `""` if the run is not tracked or its store does not answer within 10 s.
 
-        To ask makes it an MLflow run, which `track = "auto"` does not make of every run: that takes some seconds.
+        Reading it creates the MLflow run, which `track = "auto"` does not do for every run: that takes some seconds.
         """
         if not self._look_for_mlflow_run() and self._ask_tracked is not None:
             self._ask_tracked()
@@ -106,20 +106,20 @@ class RunResult:
     @overload
     def __getitem__(self, rank: slice) -> list[object]: ...
     def __getitem__(self, rank: int | slice) -> object:
-        """The value of one rank, by its number; a negative one counts from the last that ran it.
+        """Return the value of one rank, by its number; negative numbers count from the last rank that ran the cell.
 
         Raises:
-            IndexError: That rank did not run it.
+            IndexError: That rank did not run the cell.
         """
         if isinstance(rank, slice) or rank < 0:
             return self.values[rank]
         return self.values[self._place(rank)]
 
     def logs(self, rank: int) -> Path:
-        """The file with everything that `rank` printed.
+        """Return the path of the file with everything that `rank` printed.
 
         Raises:
-            IndexError: That rank did not run it.
+            IndexError: That rank did not run the cell.
         """
         self._place(rank)
         if self._mirror is not None:
@@ -165,12 +165,12 @@ class _Written(msgspec.Struct):
 
 
 def mlflow_run_id(directory: Path) -> str:
-    """Return the id of the run in MLflow, "" while it has none there.
+    """Return the id of the run in MLflow, or `""` while it has none.
 
-    A run of milliseconds is over before the writer has looked at it, so that none of its events says it.
+    A run of milliseconds ends before the tracking process reads it, so none of its events contains the id.
 
     Args:
-        directory: The run's.
+        directory: The run's directory.
     """
     try:
         return msgspec.json.decode((directory / TRACKING).read_bytes(), type=_Written).mlflow_run_id

@@ -1,9 +1,9 @@
-"""The same from Python: `@distributed`, `@ray_launch`, the handle of a run, a sweep over items.
+"""The Python API: `@distributed`, `@ray_launch`, run handles and sweeps.
 
-decorator   `@distributed` and `@ray_launch`, and what stands in a function's place
-launch      a call becomes a run that a pool has taken
-handle      `Run`: a run that goes on while the program does something else, and what a caller sees of an exception
-sweep       `map`: one run per item, and what comes of it
-sweeping    a sweep that goes on
+decorator   `@distributed` and `@ray_launch`, and the objects that they return
+launch      submits a function call as a run
+handle      `Run`: the handle of a run in the background; also trims the tracebacks that callers see
+sweep       `map`: one run per item, and its results
+sweeping    submits the runs of a sweep and collects their results
 compat/     the documented names of serverless_gpu
 """

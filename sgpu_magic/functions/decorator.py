@@ -1,4 +1,4 @@
-"""`@distributed` and `@ray_launch`, and what stands in a function's place."""
+"""`@distributed` and `@ray_launch`, and the objects that they return."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 
 class DistributedFunction(Generic[P, R, T]):
-    """A function that `@distributed` has been put on.
+    """A function decorated with `@distributed`.
 
-    Calling it calls the function here, once. Its `distributed` runs it on every rank. One that is sent to ranks, or
-    that ranks find in a module, is the plain function there.
+    Call it to run the function locally, once. Call its `distributed` attribute to run it on every rank. On a rank,
+    whether sent there or imported from a module, it is the plain function.
 
     Args:
         function: The function.
-        options: As they were given.
-        run_async: `.distributed()` returns a `Run` at once.
+        options: The options as passed to the decorator.
+        run_async: If true, `.distributed()` returns a `Run` immediately.
     """
 
     __name__: str
@@ -52,21 +52,22 @@ class DistributedFunction(Generic[P, R, T]):
         self._run_async = run_async
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the function here, once."""
+        """Call the function locally, once."""
         return self.__sgpu_function__(*args, **kwargs)
 
     @property
     def distributed(self) -> Launcher[P, R, T]:
-        """Runs the function on every rank: `train.distributed(...)`, or `train.distributed.submit(...)`."""
+        """Runs the function on every rank: `train.distributed(...)` or `train.distributed.submit(...)`."""
         return Launcher(self.__sgpu_function__, self._options_now(), run_async=self._run_async)
 
     def options(self, **changes: Unpack[Options]) -> Self:
-        """Return the same function with other options, which are those of `@distributed`.
+        """Return a copy of the function with other options, which are those of `@distributed`.
 
-        Those that are not named stay. `train.options(gpus=2).distributed()` leaves `train` itself as it is.
+        Options that you omit are kept, except that `session` drops `gpus`, `num_gpus` and `gpu_type`.
+        `train.options(gpus=2).distributed()` does not change `train`.
 
         Raises:
-            UsageError: An option means nothing, or contradicts another.
+            UsageError: An option is invalid or contradicts another.
         """
         given = dict(self._given)
         if changes.get("session") is not None:
@@ -78,14 +79,14 @@ class DistributedFunction(Generic[P, R, T]):
         return type(self)(self.__sgpu_function__, merged, self._run_async)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """A method of a class: called here it has its `self`, and `.distributed` takes it along."""
+        """Bind a method: a local call gets `self`, and `.distributed` sends `self` to the ranks."""
         if instance is None:
             return self
         bound = cast("Any", self.__sgpu_function__).__get__(instance, owner)
         return type(self)(bound, self._given, self._run_async)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """By its name where a module has it under that; else with its function."""
+        """Pickle by name if the module has this object under its name, otherwise with the function."""
         name, module = getattr(self, "__qualname__", ""), sys.modules.get(getattr(self, "__module__", None) or "")
         found: object = module if module is not None and module.__name__ != "__main__" else None
         for part in name.split("."):
@@ -101,7 +102,7 @@ class DistributedFunction(Generic[P, R, T]):
         return f"<{self._decorator} {getattr(self, '__qualname__', self.__sgpu_function__)}({given})>"
 
     def _options_now(self) -> CallOptions:
-        """The options as they count for a run that is started now."""
+        """Return the options for a run that starts now."""
         return self._options
 
     @staticmethod
@@ -110,12 +111,12 @@ class DistributedFunction(Generic[P, R, T]):
 
 
 class Launcher(Generic[P, R, T]):
-    """Runs one function on every rank of a pool; `train.distributed` is one.
+    """Runs one function on every rank, such as `train.distributed`.
 
     Args:
         function: The function.
-        options: Where and how.
-        run_async: Calling it returns a `Run` at once.
+        options: Where and how to run it.
+        run_async: If true, calling it returns a `Run` immediately.
     """
 
     def __init__(self, function: Callable[P, R], options: CallOptions, *, run_async: bool = False) -> None:
@@ -124,19 +125,20 @@ class Launcher(Generic[P, R, T]):
         self._run_async = run_async
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the function on every rank and return the list of what they returned, by rank.
+        """Call the function on every rank and return the list of results, by rank.
 
-        Parameters named `rank`, `local_rank`, `world_size` and `device` that are left out and have no default are
-        filled in by each rank. In a notebook the run is shown below the cell while it goes on; in a program its ranks'
-        lines are printed as they come. An interrupt cancels it. With `run_async=True` it is `submit`.
+        Each rank fills in the parameters `rank`, `local_rank`, `world_size` and `device` if you omit them and they
+        have no default. In a notebook, the run is shown below the cell while it runs; in a program, the ranks' output
+        is printed as it arrives. An interrupt cancels the run. With `run_async=True`, this is the same as `submit`.
 
         Raises:
-            TypeError: The arguments do not fit the function. Nothing has started.
-            SerializationError: The function or an argument can't be pickled. Nothing has started.
+            TypeError: The arguments do not match the function's signature. Nothing is started.
+            SerializationError: The function or an argument can't be pickled. Nothing is started.
             CapacityError: The pool can't place the run.
-            RunCancelled: It was cancelled. In a thread other than the main one `CancelledError` is raised instead.
-            Exception: What the culprit rank raised, by its own type where that exists here; it has `rank`, `run_id`
-                and `remote_traceback`.
+            RunCancelled: The run was cancelled. Outside the main thread, `concurrent.futures.CancelledError` is raised
+                instead, and in an asyncio task `asyncio.CancelledError`.
+            Exception: The exception of the rank that failed first, as its own type if that exists in this process,
+                with the attributes `rank`, `run_id` and `remote_traceback`.
         """
         from sgpu_magic.functions import handle, launch
 
@@ -146,12 +148,12 @@ class Launcher(Generic[P, R, T]):
             return cast("T", launch.run_here(self._function, args, kwargs, self._options))
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
-        """Start the function on every rank and return the run's handle at once; arguments as for a call.
+        """Start the function on every rank and return the run's handle immediately; arguments as for a call.
 
-        Nothing is shown until the handle's `show()`. The run is cancelled when this process ends.
+        The run is not shown until you call the handle's `show()`. It is cancelled when this process ends.
 
         Raises:
-            TypeError: The arguments do not fit the function.
+            TypeError: The arguments do not match the function's signature.
             SerializationError: The function or an argument can't be pickled.
             CapacityError: The pool can't place the run.
         """
@@ -177,7 +179,7 @@ def distributed(
 def distributed(
     function: Callable[..., Any] | None = None, /, *, run_async: bool = False, **options: Unpack[Options]
 ) -> Any:
-    """Let a function run on every rank of a pool: `train.distributed(...)`.
+    """Make a function runnable on every rank of a pool with `train.distributed(...)`.
 
         @distributed(gpus=4, gpu_type="a10")
         def train(rank, world_size, lr=0.1):
@@ -189,20 +191,20 @@ def distributed(
         train.options(gpus=2).distributed()
         train(0, 1)                               # here, once
 
-    Each rank stands where this process stands, in its process group, as a cell of `%%distributed` does.
+    Each rank runs like a `%%distributed` cell: in this process's working directory, with an initialized process group.
 
-    It runs on a lease of its own; while a session is connected here whose lease has enough ranks of that type, in new
-    processes on that lease; with `session=` in that session's own ranks.
+    Each run leases its own devices. If a connected session in this process has enough ranks of that type, the run
+    starts new processes on the session's devices instead. With `session=`, it runs in that session's own ranks.
 
     Args:
-        function: The function when it stands without parentheses: `@distributed`.
-        run_async: `.distributed()` returns a `Run` at once.
-        options: See `Options`: gpus (or num_gpus), gpu_type, remote, timeout, wait, grace, retries, retry_on, env,
-            name, exclude, allow_busy, pool, ui, session.
+        function: The function, if you use the decorator without parentheses: `@distributed`.
+        run_async: If true, `.distributed()` returns a `Run` immediately.
+        options: The options that `Options` and `SharedOptions` list, such as `gpus`, `gpu_type`, `timeout`, `retries`,
+            `env`, `pool` and `session`.
 
     Raises:
-        UsageError: An option means nothing or contradicts another; `remote=True` lacks `gpu_type`.
-        TypeError: There is no option of that name.
+        UsageError: An option is invalid or contradicts another, or `remote=True` is given without `gpu_type`.
+        TypeError: An option is unknown.
     """
     # what is wrong with the options is told where they stand
     checked(**options)
@@ -211,16 +213,17 @@ def distributed(
 
 
 class RayFunction(DistributedFunction[P, R, R]):
-    """A function that `@ray_launch` has been put on.
+    """A function decorated with `@ray_launch`.
 
-    Calling it calls the function here, once. Its `distributed` runs it as the driver of a Ray cluster of its own.
+    Call it to run the function locally, once. Call its `distributed` attribute to run it as the driver of a new Ray
+    cluster.
     """
 
     _decorator = "ray_launch"
 
     @property
     def distributed(self) -> RayLauncher[P, R]:
-        """Runs the function with a Ray cluster: `tune.distributed(...)`, or `tune.distributed.submit(...)`."""
+        """Runs the function with a Ray cluster: `tune.distributed(...)` or `tune.distributed.submit(...)`."""
         return RayLauncher(self.__sgpu_function__, self._options_now())
 
     @staticmethod
@@ -229,25 +232,25 @@ class RayFunction(DistributedFunction[P, R, R]):
 
 
 class RayLauncher(Launcher[P, R, R]):
-    """Runs one function as a Ray cluster's driver; `tune.distributed` is one.
+    """Runs one function as the driver of a Ray cluster, such as `tune.distributed`.
 
-    The result of a run that `submit` starts is a list of one, what the driver returned.
+    `submit` returns a `Run` whose result is a list with one element, the driver's return value.
     """
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Start a Ray cluster on the leased devices, call the function in its driver and return what it returns.
+        """Start a Ray cluster on the leased devices, call the function in its driver and return its result.
 
-        In it `ray.init()` finds the cluster. The cluster has the lease's GPUs, ends with the function, and nobody else
-        can use it. An interrupt cancels the run.
+        In the function, `ray.init()` connects to the cluster. The cluster has the lease's GPUs, stops when the
+        function ends, and is not accessible to others. An interrupt cancels the run.
 
         Raises:
-            TypeError: The arguments do not fit the function. Nothing has started.
-            SerializationError: The function, an argument or what it returned can't be pickled.
-            EnvironmentFailed: The ranks' Python has no Ray, or Ray does not start in it.
+            TypeError: The arguments do not match the function's signature. Nothing is started.
+            SerializationError: The function, an argument or the result can't be pickled.
+            EnvironmentFailed: Ray is not installed in the ranks' Python, or does not start in it.
             CapacityError: The pool can't place the run.
-            RunCancelled: It was cancelled.
-            Exception: What the function raised. Of an error in a Ray task or actor it is the error itself, with the
-                task's own lines.
+            RunCancelled: The run was cancelled.
+            Exception: The exception that the function raised. An error in a Ray task or actor is raised as the
+                original exception, with the lines of the task.
         """
         from sgpu_magic.functions import handle
 
@@ -257,7 +260,7 @@ class RayLauncher(Launcher[P, R, R]):
 
 
 def ray_launch(**options: Unpack[Options]) -> Callable[[Callable[P, R]], RayFunction[P, R]]:
-    """Let a function be the driver of a Ray cluster on the pool's devices.
+    """Make a function the driver of a Ray cluster on the pool's devices.
 
         @ray_launch(gpus=4, gpu_type="a10")
         def tune():
@@ -268,16 +271,16 @@ def ray_launch(**options: Unpack[Options]) -> Callable[[Callable[P, R]], RayFunc
         best = tune.distributed()      # on the cluster, which ends with it
         tune()                         # here, once
 
-    The cluster is the run's own: on each node of the lease with that node's GPUs, with the Ray of the ranks' packages.
-    The function runs in rank 0; the other ranks hold their devices. Parameters named `rank`, `local_rank`,
-    `world_size` and `device` are filled in as for `@distributed`.
+    Each run has its own cluster, which spans the nodes of the lease and their leased GPUs. It uses the Ray version of
+    the ranks' packages. The function runs in rank 0; the other ranks only hold their devices. The parameters `rank`,
+    `local_rank`, `world_size` and `device` are filled in as for `@distributed`.
 
     Args:
-        options: Those of `@distributed`, but for session and profile.
+        options: The options of `@distributed`, except `session` and `profile`.
 
     Raises:
-        UsageError: An option means nothing or contradicts another.
-        TypeError: There is no option of that name.
+        UsageError: An option is invalid or contradicts another.
+        TypeError: An option is unknown.
     """
     # what is wrong with the options is told where they stand
     check_ray_options(options)
@@ -292,7 +295,7 @@ def check_ray_options(options: Options) -> CallOptions:
     """Check the options of `@ray_launch`.
 
     Raises:
-        UsageError: One means nothing, or is not possible with Ray.
+        UsageError: An option is invalid, or not supported with Ray.
     """
     found = checked(**options)
     if found.session is not None:

@@ -1,4 +1,4 @@
-"""`Run`: a run that goes on while the program does something else."""
+"""`Run`: the handle of a run in the background."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _EVENT_S = 0.25
 
 
 class FramesLeftOut:
-    """Around a call into this package: what it raises begins with the caller's frame, however often it is raised."""
+    """Context manager that removes this package's frames from an exception, however often it is raised."""
 
     def __enter__(self) -> None:
         pass
@@ -47,15 +47,15 @@ frames_left_out = FramesLeftOut()
 
 
 class Run(Future[list[R]], Generic[R]):
-    """A run of a function, or any other run that was picked up: a future of the list of its results, by rank.
+    """Handle of a run: a future of the list of its results, by rank.
 
-    `train.distributed.submit(...)` makes one, `Run.from_id("7f3a")` picks one up. It is a
-    `concurrent.futures.Future`, so `wait`, `as_completed`, `add_done_callback` and `asyncio.wrap_future` take it, and
-    it can be awaited. Letting it go does not cancel the run; the end of the process that started it does, unless the
-    run is detached.
+    `train.distributed.submit(...)` returns one; `Run.from_id("7f3a")` attaches to any run. A `Run` is a
+    `concurrent.futures.Future`: pass it to `wait`, `as_completed` or `asyncio.wrap_future`, call its
+    `add_done_callback`, or `await` it. Deleting it does not cancel the run. The run is cancelled when the process that
+    started it ends, unless it is detached.
 
     Attributes:
-        run_id: The run's id, 8 digits. Its first four are enough wherever they are unique.
+        run_id: The run's id, 8 hexadecimal digits. The first four are enough if they are unique.
         name: The run's name.
         directory: The run's directory: logs, `cell.py`, `_air.py`, `run.json`.
     """
@@ -63,13 +63,13 @@ class Run(Future[list[R]], Generic[R]):
     def __init__(
         self, place: Workplace, run: PoolRun, state: RunState, settle: Callable[[RunView], None] | None = None
     ) -> None:
-        """Not to be called: `submit` and `from_id` make them.
+        """Create a handle. Use `submit` or `from_id` instead.
 
         Args:
-            place: This process's.
-            run: Submitted or attached to.
-            state: Its state now.
-            settle: Called when it is over.
+            place: This process's workplace.
+            run: The run, submitted or attached to.
+            state: Its current state.
+            settle: Called when the run ends.
         """
         super().__init__()
         self.run_id = run.run_id
@@ -83,16 +83,16 @@ class Run(Future[list[R]], Generic[R]):
 
     @classmethod
     def from_id(cls, run_id: str) -> Run[Any]:
-        """Pick a run up: one of another process, of an earlier one, or one that has ended.
+        """Attach to a run of another or an earlier process, or to one that has ended.
 
-        A run that was picked up does not end with this process.
+        The run is not cancelled when this process ends.
 
         Args:
-            run_id: The first digits of its id, as `%sgpu_status` lists it.
+            run_id: The first digits of the run's id, as listed by `%sgpu_status`.
 
         Raises:
-            UsageError: That is no id.
-            RunUnknown: There is no such run, or more than one.
+            UsageError: `run_id` is not a run id.
+            RunUnknown: No run matches, or more than one does.
         """
         if _RUN.fullmatch(run_id.lower()) is None:
             raise UsageError(f"{run_id[:40]!r} is no run: give the first digits of its id (0-9, a-f).")
@@ -104,16 +104,17 @@ class Run(Future[list[R]], Generic[R]):
 
     @property
     def state(self) -> RunState:
-        """Where it stands now: `RunState.QUEUED`, `RUNNING`, `SUCCEEDED` ..."""
+        """The current state: `RunState.QUEUED`, `RUNNING`, `SUCCEEDED` ..."""
         view = self._followed.view
         # until its first events are folded, what the pool has said counts
         return view.state if view.version else self._attached_state
 
     @property
     def mlflow_run_id(self) -> str:
-        """The run's id in MLflow; "" until it is there, and where it is not tracked.
+        """The run's id in MLflow; `""` until MLflow has the run, and if the run is not tracked.
 
-        To ask makes it an MLflow run, which `track = "auto"` does not make of every run: ask again a second later.
+        Reading it creates the MLflow run, which `track = "auto"` does not do for every run: read it again a second
+        later.
         """
         tracked = self._followed.view.tracked
         found = tracked.mlflow_run_id if tracked is not None else mlflow_run_id(self.directory)
@@ -122,17 +123,17 @@ class Run(Future[list[R]], Generic[R]):
         return found
 
     def running(self) -> bool:
-        """Whether it has its devices and has not ended."""
+        """Return whether the run has its devices and has not ended."""
         return not self.done() and self.state is not RunState.QUEUED
 
     def cancel(self, reason: str = "Run.cancel() was called") -> bool:
-        """Ask the pool to stop it. It has been cancelled when `cancelled()` is true, in a second or so.
+        """Ask the pool to stop the run. It is cancelled once `cancelled()` is true, after about a second.
 
         Args:
             reason: Shown in the run's view.
 
         Returns:
-            False when it had ended already.
+            False if the run had already ended.
         """
         if self.done():
             return False
@@ -140,10 +141,10 @@ class Run(Future[list[R]], Generic[R]):
         return True
 
     def detach(self) -> None:
-        """Let it go on when this process ends; `Run.from_id` picks it up again, with its results.
+        """Keep the run going when this process ends; `Run.from_id` attaches to it again, with its results.
 
         Raises:
-            RunUnknown: It does not go on any more.
+            RunUnknown: The run has already ended.
         """
         pool = self._place.pool_of(self._followed.run)
         pool.detach(self.run_id)
@@ -153,27 +154,28 @@ class Run(Future[list[R]], Generic[R]):
     # ------------------------------------------------------------ what comes of it
 
     def result(self, timeout: float | None = None) -> list[R]:
-        """Wait for its end and return what the ranks returned, by rank.
+        """Wait for the run to end and return the list of results, by rank.
 
         Args:
-            timeout: Longest time to wait in seconds; the run goes on afterwards. None waits as long as it takes.
+            timeout: Maximum time to wait in seconds; the run continues afterwards. None waits without limit.
 
         Raises:
-            TimeoutError: It has not ended in that time.
-            CancelledError: It was cancelled.
-            Exception: What the culprit rank raised, as from `train.distributed()`.
+            TimeoutError: The run has not ended within `timeout`.
+            CancelledError: The run was cancelled.
+            Exception: The exception of the rank that failed first, as for `train.distributed()`.
         """
         with frames_left_out:
             return super().result(timeout)
 
     def logs(self, rank: int | None = None) -> str:
-        """Return what its ranks have printed so far.
+        """Return what the ranks have printed so far.
 
         Args:
-            rank: One rank's text as it is. None is all of them, one after the other, each line with its rank.
+            rank: Return this rank's output unchanged. None returns the output of all ranks, one rank after the other,
+                each line prefixed with its rank.
 
         Raises:
-            IndexError: It has no such rank.
+            IndexError: The run has no such rank.
         """
         ranks = self._followed.run.spec.rank_numbers
         if rank is not None:
@@ -183,13 +185,13 @@ class Run(Future[list[R]], Generic[R]):
         return "".join(f"[{number}] {line}\n" for number in ranks for line in self._log(number).splitlines())
 
     def events(self) -> Iterator[Event]:
-        """Iterate over what has happened, from the run's first event to its last, as it happens.
+        """Iterate over the run's events from the first to the last, as they happen.
 
         Each `Event` has `seq`, `at` (seconds since the epoch) and `body`, one of the records of
         `sgpu_magic.wire.events`: `StateChanged`, `OutputWritten`, `RankFailed`, `RunEnded` ...
 
         Raises:
-            RunUnknown: The pool has forgotten it.
+            RunUnknown: The pool no longer has the run.
         """
         run, state = self._place.pool_of(self._followed.run).attach(self.run_id)
         followed = self._place.unseen(run)
@@ -213,7 +215,7 @@ class Run(Future[list[R]], Generic[R]):
             run.close()
 
     def show(self, ui: str = "auto") -> None:
-        """Show it as `%sgpu_status RUN` does: its live view in a notebook; else its lines, until it ends.
+        """Show the run as `%sgpu_status RUN` does: its live view in a notebook, otherwise its output until it ends.
 
         Args:
             ui: `"auto"`, `"widget"`, `"text"` or `"none"`.
@@ -233,11 +235,11 @@ class Run(Future[list[R]], Generic[R]):
             run.close()
 
     def __await__(self) -> Generator[Any, None, list[R]]:
-        """Wait for its end without blocking the event loop. Cancelling the task cancels the run.
+        """Wait for the run to end without blocking the event loop. Cancelling the task cancels the run.
 
         Raises:
             asyncio.CancelledError: The run was cancelled.
-            Exception: As `result`.
+            Exception: As for `result`.
         """
         return self._awaited().__await__()
 
@@ -245,7 +247,7 @@ class Run(Future[list[R]], Generic[R]):
         return f"<Run {short(self.run_id)} {self.name}: {self.state.value}>"
 
     def _ipython_display_(self) -> None:
-        """A cell's last line that is a run shows the run."""
+        """Show the run when a cell's last line evaluates to it."""
         if self._place.is_notebook:
             self.show()
         else:
@@ -275,7 +277,7 @@ class Run(Future[list[R]], Generic[R]):
     _why = ""
 
     def _end(self, ending: Ending | None) -> None:
-        """Called by the follower's thread."""
+        """Set the result or the exception. Runs in the follower's thread."""
         if ending is None:
             self._be_cancelled(f"run {short(self.run_id)} is followed no further")
             return

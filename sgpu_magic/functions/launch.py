@@ -1,4 +1,4 @@
-"""A function's call becomes a run: where it runs, and the two ways of waiting for it."""
+"""Submits a function call as a run: chooses where it runs, and waits for it or returns its handle."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _IPYTHON = "IPython.core.interactiveshell"
 def run_here(
     function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], options: CallOptions
 ) -> list[Any]:
-    """Run a function on every rank, show it while it goes on, and return its results by rank.
+    """Run a function on every rank, show the run until it ends, and return the results by rank.
 
     Raises:
-        Exception: As `Launcher.__call__`.
+        Exception: As for `Launcher.__call__`.
     """
     place = workplace()
     session = options.session
@@ -61,7 +61,7 @@ def start(
     """Start a function on every rank and return the run's handle.
 
     Raises:
-        Exception: As `Launcher.submit`.
+        Exception: As for `Launcher.submit`.
     """
     place = workplace()
     session = options.session
@@ -74,7 +74,7 @@ def start(
 
 
 def submitted(place: Workplace, submission: Submission) -> Run[Any]:
-    """Hand a call over to the pool and return its handle."""
+    """Submit a call to the pool and return its handle."""
     return Run(place, submit(place.pool_of(submission), submission), RunState.QUEUED)
 
 
@@ -87,19 +87,19 @@ def prepare(
     *,
     beside_sessions: bool = True,
 ) -> Submission:
-    """Check, pack and describe a call. Nothing has started when this raises.
+    """Check, pack and describe a call. Nothing is started if this raises.
 
     Args:
-        place: This process's.
-        function: What every rank calls.
+        place: This process's workplace.
+        function: The function that every rank calls.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        options: Where and how.
-        beside_sessions: A session that is connected lends its devices when it has enough of that type.
+        options: Where and how to run it.
+        beside_sessions: Use the devices of a connected session if it has enough of that type.
 
     Raises:
-        TypeError: The arguments do not fit.
-        SgpuError: The function can't be called, or something can't be pickled, or there is no such pool.
+        TypeError: The arguments do not match the function's signature.
+        SgpuError: The function is not callable, something can't be pickled, or the pool does not exist.
     """
     with _in_pythons_words():
         place.wanted_pool(options.pool)
@@ -126,7 +126,7 @@ def _bring_back(place: Workplace, submission: Submission, ui: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _in_pythons_words() -> Generator[None]:
-    """What is said of the magic's options is said of the decorator's."""
+    """Rewrite errors about the magic's options in terms of the decorator's."""
     try:
         yield
     except UsageError as error:
@@ -136,7 +136,7 @@ def _in_pythons_words() -> Generator[None]:
 
 
 def _is_in_a_task() -> bool:
-    """Whether an event loop has called this, other than for a notebook's cell: the kernel runs in a loop too."""
+    """Return whether an event loop called this, except for a notebook cell: the kernel runs in a loop too."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -151,9 +151,9 @@ def _is_in_a_task() -> bool:
 
 @contextlib.contextmanager
 def _pinned_to_its_cell(shell: Any) -> Generator[None]:
-    """Keep a thread's outputs with the cell that runs now: later cells would get them.
+    """Keep a thread's output with the cell that runs now; otherwise later cells would get it.
 
-    ipykernel knows a thread's cell by a context variable, which a thread that a program has started does not have.
+    ipykernel finds a thread's cell in a context variable, which threads that a program starts do not have.
     """
     pin: Any = getattr(shell, "set_thread_parent", None)
     if pin is None or threading.current_thread() is threading.main_thread():

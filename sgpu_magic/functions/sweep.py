@@ -1,4 +1,4 @@
-"""`map`: one run per item, for sweeps."""
+"""`map`: one run per item, for parameter sweeps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ R = TypeVar("R")
 
 
 class Failed(msgspec.Struct, Generic[T], frozen=True):
-    """An item of a sweep that has no result.
+    """An item of a sweep that failed.
 
     Args:
-        index: Its place among the items, from 0.
+        index: The item's position, from 0.
         item: The item.
-        error: What it failed with, by its own type where that exists here.
-        run: Its run, with its logs; None when the item could not even be sent.
+        error: The exception, as its own type if that exists in this process.
+        run: The item's run, with its logs; None if the item could not be submitted.
     """
 
     index: int
@@ -35,14 +35,14 @@ class Failed(msgspec.Struct, Generic[T], frozen=True):
 
 
 class Sweep(Sequence[R], Generic[T, R]):
-    """What came of a sweep, in the order of its items: results, and failures beside them.
+    """The results and failures of a sweep, in the order of its items.
 
-    As from `concurrent.futures.Executor.map`, an item that failed raises what it failed with when its turn comes
-    (`sweep[3]`, `for value in sweep`), unless the sweep returns exceptions. `results` and `failures` never raise.
+    As with `concurrent.futures.Executor.map`, a failed item raises its exception when you access it (`sweep[3]`,
+    `for value in sweep`), unless the sweep has `return_exceptions=True`. `results` and `failures` never raise.
 
     Attributes:
         items: The items.
-        runs: Each item's run; None where it could not even be sent.
+        runs: Each item's run; None if the item could not be submitted.
     """
 
     def __init__(self, items: Sequence[T], outcomes: Sequence[Task[T, R]], *, return_exceptions: bool) -> None:
@@ -53,17 +53,17 @@ class Sweep(Sequence[R], Generic[T, R]):
 
     @property
     def results(self) -> list[R]:
-        """The results of the items that did not fail, in the order of the items."""
+        """The results of the items that succeeded, in the order of the items."""
         return [cast("R", task.value) for task in self._tasks if task.error is None]
 
     @property
     def pairs(self) -> list[tuple[T, R]]:
-        """Each item that did not fail, with its result."""
+        """Each item that succeeded, with its result."""
         return [(task.item, cast("R", task.value)) for task in self._tasks if task.error is None]
 
     @property
     def failures(self) -> list[Failed[T]]:
-        """The items that failed, with what they failed with."""
+        """The items that failed, with their exceptions."""
         return [Failed(task.index, task.item, task.error, task.run) for task in self._tasks if task.error is not None]
 
     def __len__(self) -> int:
@@ -74,10 +74,10 @@ class Sweep(Sequence[R], Generic[T, R]):
     @overload
     def __getitem__(self, index: slice) -> list[R]: ...
     def __getitem__(self, index: int | slice) -> R | list[R]:
-        """One item's result, or a list of several.
+        """Return one item's result, or a list for a slice.
 
         Raises:
-            Exception: What the item failed with.
+            Exception: The item's exception, if the item failed.
         """
         with frames_left_out:
             if isinstance(index, slice):
@@ -125,7 +125,7 @@ def map(
     at_once: int | None = None,
     **options: Unpack[SharedOptions],
 ) -> Sweep[T, R] | SweepResults[R]:
-    """Call `fn(item)` for every item, each in a run of its own over the pool's devices.
+    """Call `fn(item)` for every item, each in a separate run on the pool's devices.
 
         def trial(lr):
             ...
@@ -134,27 +134,28 @@ def map(
         sweep = sgpu_magic.map(trial, [0.1, 0.01, 0.001])
         best, lr = max((accuracy, lr) for lr, accuracy in sweep.pairs)
 
-    Only as many runs are with the pool as its devices can take, and two more, so that `items` may be long, or a
-    generator. A progress bar is shown meanwhile. While the pool does not answer, further items wait. An interrupt
-    cancels what runs and raises; whatever `map` raises before its end has the results so far as `.results`, and as
-    a `Sweep` of the items that were over as `.sweep`.
+    Runs are submitted only as devices become free, so `items` can be long or a generator. A progress bar is shown
+    meanwhile. While the pool does not answer, further items wait. An interrupt cancels the remaining runs and raises.
+    If `map` raises before the sweep ends, the exception has the results so far as `.results` and a `Sweep` of the
+    finished items as `.sweep`.
 
     Args:
-        fn: Called with one item; `rank`, `world_size` ... are filled in as for `@distributed`, whose function may be
-            given too.
-        items: What it is called with, one after the other.
-        gpus_per_task: Ranks of each run. With more than one, an item's result is what rank 0 returned; its run has
-            all of them.
+        fn: Function to call with one item; `rank`, `world_size` ... are filled in as for `@distributed`. A function
+            decorated with `@distributed` works too.
+        items: The items, in the order in which they are submitted.
+        gpus_per_task: Number of ranks per run. With more than one, an item's result is that of rank 0; its run has
+            the results of all ranks.
         gpu_type: As for `@distributed`.
-        in_order: True waits for all and returns a `Sweep` in the order of the items. False returns an iterator at
-            once, which gives results as they come and shows the progress while it is iterated over; leaving it
-            cancels the rest.
-        return_exceptions: What an item failed with is given in the place of its result, and not raised.
-        at_once: Most runs at the same time. Default: as many as the pool has devices for; on CPU one for each core.
-        options: remote, timeout (of one run), wait, grace, retries, retry_on, env, name, exclude, env_version, torch,
-            allow_build, track, profile, max_cost (of one run), allow_busy, pool, ui: as for `@distributed`.
+        in_order: If true, wait for all items and return a `Sweep` in the order of the items. If false, return an
+            iterator immediately, which yields results as they arrive and shows the progress while you iterate over
+            it; closing it cancels the rest.
+        return_exceptions: If true, return an item's exception in place of its result instead of raising it.
+        at_once: Maximum number of runs submitted at the same time. Default: as many as the pool has devices for, and
+            two more that wait in its queue; on CPU, one rank per core.
+        options: The options that `SharedOptions` lists; `timeout` and `max_cost` apply to each run.
 
     Raises:
+        UsageError: An option is invalid or contradicts another.
         TypeError: `fn` can't be called with one item.
         SerializationError: `fn` or the first item can't be pickled.
         CapacityError: The pool can't place such a run.
@@ -187,9 +188,10 @@ def _sweep_of(tasks: Iterable[Task[T, R]], return_exceptions: bool) -> Sweep[T, 
 
 
 class SweepResults(Iterator[R], Generic[R]):
-    """A sweep's results as they come. One that raises does not end it: `next` goes on with the others.
+    """Iterator over a sweep's results as they arrive. If `next` raises for an item, call it again for the others.
 
-    Leaving it cancels what has not ended: at the end of `with`, at `close()`, and when nothing refers to it any more.
+    The remaining runs are cancelled at the end of a `with` block, by `close()`, and when the iterator is
+    garbage-collected.
     """
 
     def __init__(self, tasks: Generator[Task[Any, R]], return_exceptions: bool) -> None:
@@ -197,17 +199,17 @@ class SweepResults(Iterator[R], Generic[R]):
         self._return_exceptions = return_exceptions
 
     def __next__(self) -> R:
-        """The next result.
+        """Return the next result.
 
         Raises:
-            Exception: What the item failed with, unless the sweep returns exceptions.
+            Exception: The item's exception, if the item failed, unless the sweep has `return_exceptions=True`.
             RunCancelled: The sweep was interrupted.
         """
         with frames_left_out:
             return next(self._tasks).outcome(self._return_exceptions)
 
     def close(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel the remaining runs."""
         self._tasks.close()
 
     def __enter__(self) -> SweepResults[R]:

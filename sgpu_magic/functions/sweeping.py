@@ -1,4 +1,4 @@
-"""A sweep that goes on: a run for each item, and only as many of them with the pool as it has room for."""
+"""Submits one run per item of a sweep, only as many at a time as the pool has room for, and collects the results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CANCEL_PATIENCE_S = 2.5
 
 
 class Task(msgspec.Struct, Generic[T, R]):
-    """One item on its way."""
+    """One item of a sweep, with its run and its outcome."""
 
     index: int
     item: T
@@ -54,7 +54,7 @@ class Task(msgspec.Struct, Generic[T, R]):
         raise self.error
 
     def take(self, run: Run[R]) -> None:
-        """Take what came of its run."""
+        """Store the result or the exception of the item's run."""
         try:
             self.value = run.result(0)[0]
         except CancelledError:
@@ -64,10 +64,10 @@ class Task(msgspec.Struct, Generic[T, R]):
 
 
 class Sweeping(Generic[T, R]):
-    """A sweep that goes on.
+    """A sweep in progress.
 
     Attributes:
-        late: Tasks that were over when the sweep was interrupted, and were not yielded.
+        late: Tasks that had ended when the sweep was interrupted but were not yielded.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Sweeping(Generic[T, R]):
         self._unreached = ""
 
     def tasks(self, items: Iterable[T], at_once: int | None) -> Generator[Task[T, R]]:
-        """Yield each item's task when it is over."""
+        """Yield each item's task when it ends."""
         bound = at_once or self._bound()
         progress = SweepProgress(sys.stdout, is_notebook=self._place.is_notebook, ui=self._options.ui)
         waiting: Iterator[Task[T, R]] = (Task(*numbered) for numbered in enumerate(items))
@@ -127,7 +127,7 @@ class Sweeping(Generic[T, R]):
             progress.show(self._picture(ending, is_final=True), time.monotonic())
 
     def _bound(self) -> int:
-        """How many runs are with the pool at most."""
+        """Return the maximum number of runs submitted at the same time."""
         name = self._place.wanted_pool(self._options.pool)
         if name not in KINDS and not (not name and self._place.pools.entries()):
             pool = self._place.pools.named(name or LOCAL)
@@ -167,10 +167,10 @@ class Sweeping(Generic[T, R]):
         return task
 
     def _kept(self, task: Task[T, R], error: PoolError) -> Task[T, R]:
-        """Keep an item for a later try: a pool that was reached before may come back.
+        """Keep an item to try again later: a pool that was reached before may come back.
 
         Raises:
-            PoolError: It has not for too long, or it never was reached.
+            PoolError: The pool has been unreachable for too long, or was never reached.
         """
         now = time.monotonic()
         if not (self._done or self._failed or self._out) or isinstance(error, PoolVersionError | KeyRefused):

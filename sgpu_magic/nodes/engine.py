@@ -21,6 +21,7 @@ from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.files import (
     FetchBlob,
+    FetchRunFile,
     StoreRunFile,
     StreamClosed,
     StreamData,
@@ -151,7 +152,7 @@ class Engine(EngineRuns):
                 self._listener.tracking_asked(run_id)
             case StreamOpened() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
                 self._listener.forwarded(message, frames)
-            case FetchBlob() | StoreRunFile():
+            case FetchBlob() | FetchRunFile() | StoreRunFile():
                 self._files.said(message, frames, lambda answer, data: self._send(node, answer, data))
             case AgentReady():
                 pass

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.config import Settings
+from sgpu_magic.files.safe_paths import list_below
 from sgpu_magic.nodes.contract import EngineListener, NodeChannel
 from sgpu_magic.nodes.joint_run import Told
 from sgpu_magic.nodes.merge_parts import JointStacks
@@ -17,7 +20,7 @@ from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.files import ToStream
+from sgpu_magic.wire.files import CHECKPOINTS, RunFile, ToStream
 from sgpu_magic.wire.node import (
     DetachRun,
     EndRun,
@@ -98,7 +101,8 @@ class EngineRuns:
         if spec.kind is RunKind.SESSION and len(nodes) > 1:
             self._refuse(launch, _too_wide(launch.lease))
             return
-        launch = msgspec.structs.replace(launch, far=self.far)
+        if self.far:
+            launch = msgspec.structs.replace(launch, far=True, checkpoints=_checkpoints(launch))
         run = self._runs[spec.run_id] = RunOnNodes(launch, nodes, self._send)
         self._tidy()
         run.start(frames, self._channels.__contains__)
@@ -307,6 +311,15 @@ class EngineRuns:
         for run in old:
             if run.joint.released or len(old) > _UNTOLD_KEPT:
                 del self._runs[run.run_id]
+
+
+def _checkpoints(launch: Launch) -> tuple[RunFile, ...]:
+    """What earlier attempts have left in the run's directory here for the next one: its nodes have nothing of it."""
+    if not launch.attempt:
+        return ()
+    with contextlib.suppress(OSError):
+        return tuple(list_below(Path(launch.run_dir), CHECKPOINTS)[0])
+    return ()
 
 
 def _too_wide(lease: Lease) -> str:

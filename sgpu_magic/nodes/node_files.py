@@ -21,6 +21,7 @@ from sgpu_magic.wire.files import (
     CHUNK_BYTES,
     BlobFetched,
     FetchBlob,
+    FetchRunFile,
     NodeFileReply,
     NodeFileRequest,
     RunFileStored,
@@ -67,6 +68,12 @@ class NodeFiles:
                     lambda data: answer(BlobFetched(request=request), (data,)),
                     lambda error: answer(BlobFetched(request=request, problem=_reason(error)), ()),
                 )
+            case FetchRunFile(request=request):
+                self._thread.do(
+                    lambda: self._read_file(message),
+                    lambda data: answer(BlobFetched(request=request), (data,)),
+                    lambda error: answer(BlobFetched(request=request, problem=_reason(error)), ()),
+                )
             case StoreRunFile(request=request):
                 data = frames[0] if frames else b""
                 self._thread.do(
@@ -87,6 +94,15 @@ class NodeFiles:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             raise FileNotFoundError("a part of them is not in the pool's store any more. Run the cell again") from None
+        try:
+            return os.pread(descriptor, min(message.size, CHUNK_BYTES), message.offset)
+        finally:
+            os.close(descriptor)
+
+    def _read_file(self, message: FetchRunFile) -> bytes:
+        if not is_valid_id(message.run_id):
+            raise BadName("that is no run")
+        descriptor = open_below(self._runs / message.run_id, message.name)
         try:
             return os.pread(descriptor, min(message.size, CHUNK_BYTES), message.offset)
         finally:

@@ -1,4 +1,4 @@
-"""What `@distributed`, `map` and `connect` take: the same options as the magics', as Python values."""
+"""The options of `@distributed`, `map` and `connect`: those of the magics, as Python values."""
 
 from __future__ import annotations
 
@@ -18,39 +18,42 @@ if TYPE_CHECKING:
     from sgpu_magic.runs.sessions import Session
 
 EnvVersion = str | int | os.PathLike[str]
-"""A base environment's name (`4`, `"ai-4"`), `"none"`, a saved one's name, or a requirements or pylock file."""
+"""A base environment (`4`, `"ai-4"`), `"none"`, a saved environment, or a requirements or pylock file."""
 
 
 class SharedOptions(TypedDict, total=False):
     """The options that `@distributed` and `map` share.
 
     Args:
-        remote: False runs on this machine's own pool whatever the default pool is; True needs `gpu_type`.
-        timeout: Longest running time; default and most: 7 days.
-        wait: Longest time in the queue, 0 to run now or fail. Default: as long as it takes.
-        grace: Time between TERM and KILL when it is stopped. Default: 5 s, none after a failure.
-        retries: How often the ranks are started again when a worker or node fails. Default: 0.
-        retry_on: `"failure"` of a worker or node (default), or `"any"`: also after an error of the function itself.
-        retry_any: The earlier spelling of `retry_on="any"`.
-        env: Variables to set on the ranks.
-        name: The run's name. Default: the function's.
-        exclude: Names of the notebook that stay there although the function reads them.
-        env_version: The ranks' packages: `"4"`, `"ai-4"`, a requirements or pylock file, or one that `%sgpu_env` has
-            saved; `"none"` for this notebook's or program's own. Default: the setting `env_version`, else `"none"`.
-        torch: Where packages are installed for the run: `"node"` uses the node's torch (default), `"mine"` installs
-            the notebook's.
-        allow_build: Packages without a wheel may be built from source for the run.
-        track: False: it does not become an MLflow run. Default: the setting `track`.
-        upload: A folder or file, or several, that the ranks find there too: `sgpu_magic.runtime.upload_path("data")`.
-        profile: Keep a trace of torch's profiler from every rank.
-        max_cost: It is stopped before it costs more, in the currency of the settings. Default: no limit.
-        allow_busy: Also take GPUs that other programs use.
-        min_memory: Memory of each device, `"40GB"` or bytes. Without `gpu_type` the cheapest type that has it.
-        nodes: Nodes that the ranks are spread over evenly. Default: the pool's choice.
-        placement: `"pack"` on as few nodes as can be (default), `"strict_pack"` on one, `"spread"` over many.
-        pool: The pool's name, or `"reserved"` or `"on-demand"` for any such. Default: the setting `pool`, else a
-            reserved pool that has the type, an on-demand one, this machine's own.
-        ui: How it is shown: `"auto"`, `"widget"`, `"text"` or `"none"`.
+        remote: False runs on this machine's own pool, whatever the default pool is. True requires `gpu_type`.
+        timeout: Maximum running time: seconds, a text such as `"30m"` or a `timedelta`. Default and maximum: 7 days.
+        wait: Maximum time in the queue, as for `timeout`; 0 runs now or fails. Default: no limit.
+        grace: Time between SIGTERM and SIGKILL when the run is stopped. Default: 5 s, or 0 after a failure.
+        retries: Number of times to restart the ranks after a worker or node failure. Default: 0.
+        retry_on: `"failure"` of a worker or node (default), or `"any"` to restart also after an error in the function.
+        retry_any: Deprecated; use `retry_on="any"`.
+        env: Environment variables to set on the ranks.
+        name: The run's name. Default: the function's name.
+        exclude: Names in the notebook that are not sent to the ranks, although the function reads them.
+        env_version: The ranks' packages: `"4"` or `"ai-4"` (base environments), a requirements or pylock file, an
+            environment saved with `%sgpu_env`, or `"none"` for the packages of this notebook or program. Default: the
+            setting `env_version`, else `"none"`.
+        torch: The torch to use if packages are installed for the run: `"node"` for the node's (default), `"mine"` to
+            install the notebook's.
+        allow_build: Allow packages without a wheel to be built from source for the run.
+        track: False does not create an MLflow run. Default: the setting `track`.
+        upload: A folder or file, or several, to make available to the ranks, which get the path from
+            `sgpu_magic.runtime.upload_path("data")`.
+        profile: Keep a torch profiler trace of every rank.
+        max_cost: Stop the run before it costs more, in the currency of the settings. Default: no limit.
+        allow_busy: Also use GPUs that other programs use.
+        min_memory: Minimum memory of each device, `"40GB"` or bytes. Without `gpu_type`, the cheapest type that has it
+            is used.
+        nodes: Number of nodes to spread the ranks over evenly. Default: the pool's choice.
+        placement: `"pack"` on as few nodes as possible (default), `"strict_pack"` on one, `"spread"` over many.
+        pool: The pool's name, or `"reserved"` or `"on-demand"` for any pool of that kind. Default: the setting `pool`,
+            else a reserved pool that has the type, else an on-demand one, else this machine's own.
+        ui: How the run is shown: `"auto"`, `"widget"`, `"text"` or `"none"`.
     """
 
     remote: bool | None
@@ -79,14 +82,15 @@ class SharedOptions(TypedDict, total=False):
 
 
 class Options(SharedOptions, total=False):
-    """The options of `@distributed` and of `train.options(...)`: those of `SharedOptions`, and these.
+    """The options of `@distributed` and `train.options(...)`: those of `SharedOptions`, and these.
 
     Args:
-        gpus: Ranks, one per GPU. Default: 2 on CPU, else all GPUs of the pool's one type.
-        num_gpus: Another name of `gpus`.
-        gpu_type: `"a10"`, `"h100"` ..., `"cpu"` or `"any"` (default: what the pool has); also an enum's member whose
-            value is such a text.
-        session: Run in this session's ranks, with the state that its cells have left there.
+        gpus: Number of ranks, one per GPU. Default: 2 on CPU, else all GPUs of one type. Required for GPUs of a shared
+            pool.
+        num_gpus: Alias for `gpus`.
+        gpu_type: `"a10"`, `"h100"` ..., `"cpu"` or `"any"`, or an enum member with such a value. Default: what the
+            pool has.
+        session: Run in this session's ranks, with the state that its cells left there.
     """
 
     gpus: int | None
@@ -96,11 +100,11 @@ class Options(SharedOptions, total=False):
 
 
 def checked(**options: Unpack[Options]) -> CallOptions:
-    """Check options and return them in the protocol's words.
+    """Check options and return them as `CallOptions`.
 
     Raises:
-        UsageError: One means nothing, or contradicts another.
-        TypeError: There is no option of that name.
+        UsageError: An option is invalid or contradicts another.
+        TypeError: An option is unknown.
     """
     unknown = options.keys() - Options.__annotations__.keys()
     if unknown:
@@ -136,10 +140,10 @@ def checked(**options: Unpack[Options]) -> CallOptions:
 
 
 def of_session(given: Mapping[str, Any]) -> SessionOptions:
-    """Check what `connect` was given.
+    """Check the arguments of `connect`.
 
     Raises:
-        UsageError: Something means nothing.
+        UsageError: An argument is invalid.
     """
     names = [name for name in table.SESSION if name != "ui"]
     readers = {name: _READERS[name] for name in ("allow-busy", "allow-build", "env", "no-track")}

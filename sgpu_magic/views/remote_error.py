@@ -79,7 +79,7 @@ def run_exception(
         words = last_words(view, failure) if failure.kind is FailureKind.WORKER_DIED else []
         words += [*map(_one_line, group_lines(group_stacks(stacks, cell))), *verdict(stacks, cell)]
         message = _message(failure, ended.starting_s + ended.running_s, view.ranks, words, more, run)
-        raised = _ERRORS.get(failure.kind, errors.InternalError)(message)
+        raised = errors.BY_KIND[failure.kind](message)
         trace = plain if failure.kind is FailureKind.INTERNAL else ""
         lines = (trace, f"{type(raised).__name__}: {message}")
     lines = (*lines, errors.see(errors.topic_of(failure.kind, out_of_memory=failure.out_of_memory)))
@@ -104,17 +104,6 @@ def _dressed(exception: Exception, attributes: dict[str, object]) -> Exception:
             body["_render_traceback_"] = staticmethod(drawing)
         exception.__class__ = type(cls.__name__, (cls,), body)
     return exception
-
-
-_ERRORS: dict[FailureKind, type[errors.SgpuError]] = {
-    FailureKind.SERIALIZATION: errors.SerializationError,
-    FailureKind.ENVIRONMENT: errors.EnvironmentFailed,
-    FailureKind.CAPACITY: errors.CapacityError,
-    FailureKind.WORKER_DIED: errors.WorkerDied,
-    FailureKind.SESSION: errors.SessionError,
-    FailureKind.NODE_LOST: errors.NodeLost,
-    FailureKind.TIMEOUT: errors.RunTimeout,
-}
 
 
 def _one_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Records of what travels with a run: packed objects, packages, local code, and what `--upload` names."""
+"""Records of what travels with a run: packed objects, packages, local code and `--upload` files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class InlinePayload(Record, frozen=True, tag="inline", kw_only=True):
 
 
 class SharedPayload(Record, frozen=True, tag="shared", kw_only=True):
-    """The packed bytes lie in a memory file of a live process: `/proc/<pid>/fd/<fd>`.
+    """The packed bytes are in a memory file of a live process: `/proc/<pid>/fd/<fd>`.
 
     Args:
-        inode: The memory file's: the process may close it, and have another file at that number. 0 where it does not
-            as long as somebody reads it.
+        inode: Inode of the memory file, because the process may close it and reuse the number for another file. 0 if
+            the process keeps it open while anyone reads it.
     """
 
     pid: int
@@ -28,19 +28,19 @@ class SharedPayload(Record, frozen=True, tag="shared", kw_only=True):
 
 
 class FilePayload(Record, frozen=True, tag="file", kw_only=True):
-    """The packed bytes lie in a file on the node, used when memory is short."""
+    """The packed bytes are in a file, used when memory is short and for results from nodes on other machines."""
 
     path: str
     size: int
 
 
 class StoredPart(Record, frozen=True, kw_only=True):
-    """Some of the packed bytes, which are a blob (see `files`).
+    """A range of the packed bytes that is stored as a blob (see `files`).
 
     Args:
-        digest: The blob's.
-        offset: Where they belong in the packed bytes.
-        size: How many they are.
+        digest: Digest of the blob.
+        offset: Offset of the range in the packed bytes.
+        size: Size in bytes.
     """
 
     digest: str
@@ -49,14 +49,14 @@ class StoredPart(Record, frozen=True, kw_only=True):
 
 
 class StoredPayload(Record, frozen=True, tag="stored", kw_only=True):
-    """The packed bytes lie in blobs of the pool's. What no part covers is of no account."""
+    """The packed bytes are in blobs of the pool. Bytes that no part covers are ignored."""
 
     parts: tuple[StoredPart, ...]
     size: int
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of all its blobs, each once."""
+        """The digests of all blobs, without duplicates."""
         return tuple(dict.fromkeys(part.digest for part in self.parts))
 
 
@@ -64,13 +64,13 @@ PayloadSource = InlinePayload | SharedPayload | FilePayload | StoredPayload
 
 
 class PackedLayout(Record, frozen=True, kw_only=True):
-    """How one packed object lies in its bytes: `[pickle][buffer 0][buffer 1]...`.
+    """Layout of one packed object: `[pickle][buffer 0][buffer 1]...`.
 
     Args:
-        pickle_size: Bytes of the pickle stream at offset 0.
+        pickle_size: Size in bytes of the pickle stream at offset 0.
         buffers: (offset, size) of each out-of-band buffer, 64-byte aligned, in pickle order.
-        mac: HMAC-SHA256 under the run's key over the pickle stream and this table; checked before unpickling.
-            Buffers are raw data that nothing unpickles, so they are not covered.
+        mac: HMAC-SHA256 of the pickle stream and this table under the run's key, checked before unpickling. Buffers are
+            raw data that is never unpickled, so they are not covered.
     """
 
     pickle_size: int
@@ -87,14 +87,14 @@ class Payload(Record, frozen=True, kw_only=True):
 
 
 class Wheel(Record, frozen=True, kw_only=True):
-    """A wheel that no registry has: a local project's, or one repacked from what is installed.
+    """A wheel that no package index has: built from a local project, or repacked from installed files.
 
     Args:
-        file: Its file name, `name-1.0-py3-none-any.whl`.
-        sha256: Of its bytes, hexadecimal; what it is kept under.
-        size: In bytes.
-        path: Where the client has it.
-        blobs: Digests of the pool's blobs that it consists of, in order, where nodes don't see the client's files.
+        file: File name, `name-1.0-py3-none-any.whl`.
+        sha256: SHA-256 of the file, hexadecimal. The wheel is stored under it.
+        size: Size in bytes.
+        path: Path on the client's machine.
+        blobs: Digests of the pool's blobs that make up the file, in order; empty if nodes can read the client's files.
     """
 
     file: str
@@ -108,11 +108,12 @@ class CodeBundle(Record, frozen=True, kw_only=True):
     """The modules under one entry of the kernel's `sys.path`, as a zip archive.
 
     Args:
-        entry: The kernel's path entry; on the node the unpacked bundle stands in its place.
-        sha256: Of the archive, hexadecimal. Alike for alike contents: file times and order are normalised.
-        size: Of the archive, in bytes.
-        path: Where the client has it.
-        blobs: As a wheel's.
+        entry: The kernel's path entry. On the node, the unpacked bundle replaces it.
+        sha256: SHA-256 of the archive, hexadecimal. Equal contents have equal digests: file times and order are
+            normalised.
+        size: Size of the archive in bytes.
+        path: Path on the client's machine.
+        blobs: As in `Wheel`.
     """
 
     entry: str
@@ -123,23 +124,24 @@ class CodeBundle(Record, frozen=True, kw_only=True):
 
 
 class Environment(Record, frozen=True, kw_only=True):
-    """The packages that a run's ranks have, as a node that has to build them needs to know them.
+    """The packages of a run's ranks, described so that a node can build the environment.
 
     Args:
-        digest: Over pins, hashes, Python tag, platform and the two choices below; what a built one is kept under.
-        label: For people: "" is the notebook's own, else a base environment's, a saved one's or a file's name.
-        own: The notebook's own: a node where the kernel's interpreter is at hand uses that and builds nothing.
-        python: `3.11`.
-        platform: As `packaging.tags` names it without the glibc's version: `linux_x86_64`.
-        requirements: Lines of a requirements file, complete: they are installed without their dependencies. What a
-            node's base layer brings (torch, `nvidia-*`, sgpu-magic and what its worker needs) is left out.
-        needed: What the requirements' lines leave to the node's base layer, as pins for the record: `torch==2.13.0`.
-        resolve: The requirements are what a person wrote: dependencies are looked up, versions may be open.
-        wheels: Installed beside them.
-        torch_mine: `--torch mine`: torch and `nvidia-*` are installed as the notebook has them.
+        digest: Digest of pins, hashes, Python tag, platform, `torch_mine` and `allow_build`. A built environment is
+            stored under it.
+        label: Display name: "" for the notebook's own packages, else the name of a base or saved environment or a file.
+        own: The notebook's own packages. A node that has the kernel's interpreter uses it and builds nothing.
+        python: Python version, `3.11`.
+        platform: Platform as in `packaging.tags`, without the glibc version: `linux_x86_64`.
+        requirements: Complete lines of a requirements file, installed without their dependencies. Packages of the
+            node's base layer (torch, `nvidia-*`, sgpu-magic and its worker's dependencies) are left out.
+        needed: Packages left to the node's base layer, as pins for the record: `torch==2.13.0`.
+        resolve: The requirements were written by a person: dependencies are resolved and versions may be open.
+        wheels: Wheels installed in addition.
+        torch_mine: `--torch mine`: torch and `nvidia-*` are installed in the notebook's versions.
         allow_build: Source distributions may be built.
-        packages: How many there are, those of the base layer not counted.
-        conda: Packages that conda has installed; a node that has to build refuses them.
+        packages: Number of packages, without those of the base layer.
+        conda: Packages installed by conda. A node that has to build the environment refuses them.
     """
 
     digest: str
@@ -159,24 +161,24 @@ class Environment(Record, frozen=True, kw_only=True):
 
 # ---------------------------------------------------------------- uploads
 
-# Where the nodes see the notebook's files, a path is all that goes. Else the files' bytes are blobs (see `files`), and
-# one more blob, the manifest, says which of them become which files; its digest stands for the whole.
+# If nodes can read the notebook's files, only a path is sent. Otherwise the files' bytes are blobs (see `files`), and
+# one more blob, the manifest, lists which of them make up which files. Its digest identifies the upload.
 
 UPLOADS_VARIABLE = "SGPU_UPLOADS"
-"""The environment variable that tells a rank where the uploads lie: JSON, path by name."""
+"""Environment variable with the paths of a rank's uploads: JSON, path by name."""
 
 MOST_UPLOADED_FILES = 50_000
-"""In one upload: each file is a blob of its own."""
+"""Maximum number of files in one upload, each of which is a separate blob."""
 
 
 class UploadedFile(Record, frozen=True):
-    """One file.
+    """One file of an upload.
 
     Args:
-        name: Below the folder, with `/` between; the file's own where only a file goes along.
-        size: In bytes.
-        blobs: Digests of its bytes, cut into pieces of `PIECE_BYTES`.
-        executable: Its owner may execute it.
+        name: Path below the folder, with `/` as separator; the file's own name if the upload is a single file.
+        size: Size in bytes.
+        blobs: Digests of its content, split into pieces of `PIECE_BYTES`.
+        executable: Whether its owner may execute it.
     """
 
     name: str
@@ -186,12 +188,12 @@ class UploadedFile(Record, frozen=True):
 
 
 class Manifest(Record, frozen=True, kw_only=True):
-    """What one upload consists of.
+    """The contents of one upload.
 
     Args:
-        files: In order of their names.
-        folders: Those that have no file.
-        single: It is the one file, not a folder.
+        files: The files, sorted by name.
+        folders: Folders without files.
+        single: The upload is a single file, not a folder.
     """
 
     files: tuple[UploadedFile, ...]
@@ -200,14 +202,14 @@ class Manifest(Record, frozen=True, kw_only=True):
 
 
 class Upload(Record, frozen=True, kw_only=True):
-    """A folder or file that goes along.
+    """A folder or file that is uploaded with a run.
 
     Args:
-        name: What `runtime.upload_path` takes.
-        path: Where it lies on the node; "" where that is not known yet.
-        below: Where it is in the notebook's working directory, "" where it is not in there.
-        manifest: The digest of its manifest, "" where the nodes see the notebook's files.
-        manifest_size: Of the manifest, in bytes.
+        name: The name to pass to `runtime.upload_path`.
+        path: Path on the node; "" if not yet known.
+        below: Path relative to the notebook's working directory; "" if it is outside.
+        manifest: Digest of the manifest; "" if nodes can read the notebook's files.
+        manifest_size: Size of the manifest in bytes.
     """
 
     name: str
@@ -218,22 +220,22 @@ class Upload(Record, frozen=True, kw_only=True):
 
 
 class ManifestUnusable(Exception):
-    """A manifest is none; the message is the reason."""
+    """A manifest is invalid. The message gives the reason."""
 
 
 _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """Return a manifest's bytes: the same for the same files."""
+    """Encode a manifest. The same files give the same bytes."""
     return msgspec.msgpack.encode(manifest)
 
 
 def manifest_in(data: bytes) -> Manifest:
-    """Return the manifest that these bytes are.
+    """Decode a manifest.
 
     Raises:
-        ManifestUnusable: They are none.
+        ManifestUnusable: The data is not a manifest, or lists more than `MOST_UPLOADED_FILES` files.
     """
     try:
         manifest = _decoder.decode(data)

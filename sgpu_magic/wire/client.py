@@ -1,12 +1,12 @@
-"""Commands and replies between clients and the pool service. All links and where their messages are:
+"""Messages between clients and the pool service, and a table of all links.
 
-client <-> pool     ClientMessage / PoolMessage     here         ZeroMQ, raw frames beside
-pool <-> agent      ToAgent / FromAgent             node         socketpair, descriptors beside
-agent <-> zygote    ToZygote / FromZygote           zygote       socketpair, descriptors beside
-agent <-> rank      ToRank / FromRank               rank         socketpair, descriptors beside
+client <-> pool     ClientMessage / PoolMessage     here         ZeroMQ, with raw frames
+pool <-> agent      ToAgent / FromAgent             node         socketpair, with descriptors
+agent <-> zygote    ToZygote / FromZygote           zygote       socketpair, with descriptors
+agent <-> rank      ToRank / FromRank               rank         socketpair, with descriptors
 pool <-> tracker    ToTracker / FromTracker         tracking     socketpair
 
-How the two greet each other and what the pool says of itself is in pool_status.
+The handshake (`Hello`, `Welcome`) and the pool's status are in pool_status.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from sgpu_magic.wire.tracking import Tracking
 
 
 class Warm(Record, frozen=True, tag="warm", kw_only=True):
-    """Start this interpreter's zygote in the background, and a standby group of `ranks` (0 for none)."""
+    """Start an interpreter's zygote in the background, and a standby group of `ranks` ranks (0 for none)."""
 
     interpreter: Interpreter
     ranks: int = 0
 
 
 class Submit(Record, frozen=True, tag="submit", kw_only=True):
-    """Run this. An inline payload is the first raw frame.
+    """Submit a run. Answered by `Accepted` or `Refused`. An inline payload is the first raw frame.
 
     Args:
-        environment: The ranks' packages; None in a session's ranks, which have theirs, and where nothing is known of
-            them: then the kernel's interpreter is used.
-        code: Bundles of local code, for a node that does not see the kernel's files.
-        tracking: Where it is tracked; None where it is not.
-        uploads: Folders and files that go along.
+        environment: The ranks' packages. None for a session's cells, whose ranks already have theirs, and if the
+            packages are unknown: the kernel's interpreter is used then.
+        code: Bundles of local code, for nodes that cannot read the kernel's files.
+        tracking: Where the run is tracked; None if it is not.
+        uploads: Folders and files to upload with the run.
     """
 
     request: int
@@ -56,11 +56,11 @@ class Submit(Record, frozen=True, tag="submit", kw_only=True):
 
 
 class KeepEnvironment(Record, frozen=True, tag="keep-environment", kw_only=True):
-    """Keep these files of an environment, and put them into the directory of each run that has its digest.
+    """Store these files of an environment and copy them into the directory of each run with its digest.
 
     Args:
-        digest: The environment's.
-        files: (name, text): `requirements.txt`, `pylock.toml`. What came before under such a name is replaced.
+        digest: Digest of the environment.
+        files: (name, text) of each file: `requirements.txt`, `pylock.toml`. Replaces an earlier file of that name.
         runs: Runs that were submitted before the digest was known.
     """
 
@@ -70,24 +70,24 @@ class KeepEnvironment(Record, frozen=True, tag="keep-environment", kw_only=True)
 
 
 class Describe(Record, frozen=True, tag="describe", kw_only=True):
-    """What was found out about a run after it was submitted, such as the state of its git repository."""
+    """Add tags that were found after the run was submitted, such as the state of its git repository."""
 
     run_id: str
     tags: tuple[tuple[str, str], ...]
 
 
 class TrackRun(Record, frozen=True, tag="track-run", kw_only=True):
-    """Make this run an MLflow run, although nothing else would: its id there was asked for."""
+    """Track this run in MLflow even if `track = "auto"` would not, because its MLflow run id was requested."""
 
     run_id: str
     tracking: Tracking
 
 
 class Cancel(Record, frozen=True, tag="cancel", kw_only=True):
-    """Stop a run by the one stop path. `run` may be a unique prefix of its id.
+    """Stop a run. Answered by `Accepted`. `run` may be a unique prefix of its id.
 
     Args:
-        kill: KILL the ranks that were asked before and have not stopped. Those of a session are dead then.
+        kill: KILL the ranks that an earlier `Cancel` did not stop. Ranks of a session are dead afterwards.
     """
 
     request: int
@@ -97,10 +97,10 @@ class Cancel(Record, frozen=True, tag="cancel", kw_only=True):
 
 
 class TellComms(Record, frozen=True, tag="tell-comms", kw_only=True):
-    """Pass on what the front end says to widgets of a rank; lost when the rank is gone.
+    """Pass comm messages from the front end to a rank's widgets. Dropped if the rank is gone.
 
     Args:
-        run_id: The run, or the session whose rank it is.
+        run_id: The run, or the session that the rank belongs to.
     """
 
     run_id: str
@@ -109,23 +109,23 @@ class TellComms(Record, frozen=True, tag="tell-comms", kw_only=True):
 
 
 class ReclaimPayload(Record, frozen=True, tag="reclaim", kw_only=True):
-    """The client wants to write its memory file again: stop copying it; answered by `PayloadReleased`."""
+    """Stop copying the payload's memory file: the client wants to overwrite it. Answered by `PayloadReleased`."""
 
     run_id: str
 
 
 class ResultsReceived(Record, frozen=True, tag="results-received", kw_only=True):
-    """The client has mapped the results: the agent may close its own descriptors."""
+    """The client has mapped the results: the agent may close its descriptors."""
 
     run_id: str
 
 
 class RestartRanks(Record, frozen=True, tag="restart-ranks", kw_only=True):
-    """Replace ranks of a session by new processes; answered by `Accepted` when they have joined, or `Refused`.
+    """Replace ranks of a session with new processes. Answered by `Accepted` when they have joined, or `Refused`.
 
     Args:
         session: The session's run id.
-        ranks: Which; empty means all.
+        ranks: The ranks to replace; empty for all.
     """
 
     request: int
@@ -134,7 +134,7 @@ class RestartRanks(Record, frozen=True, tag="restart-ranks", kw_only=True):
 
 
 class AskRank(Record, frozen=True, tag="ask-rank", kw_only=True):
-    """Ask an idle rank of a session about its namespace; answered by `RankAnswered`."""
+    """Ask an idle rank of a session about its namespace. Answered by `RankAnswered`."""
 
     request: int
     session: str
@@ -142,12 +142,12 @@ class AskRank(Record, frozen=True, tag="ask-rank", kw_only=True):
 
 
 class Attach(Record, frozen=True, tag="attach", kw_only=True):
-    """Follow a run from its beginning, or from where the client lost it. Answered by `Attached`, then its events.
+    """Follow a run from its start, or from the last event received. Answered by `Attached`, then the run's events.
 
     Args:
-        run: A unique prefix of its id; "" is the newest run that goes on without a notebook, else the newest of all.
-        after: Number of the last event that the client has; 0 asks for all.
-        owns: The client submitted the run: its death ends the run unless that is detached.
+        run: Unique prefix of the run's id; "" for the newest active detached run, else the newest run of all.
+        after: Sequence number of the last event that the client has; 0 requests all.
+        owns: The client submitted the run: when the client exits, the run is cancelled unless it is detached.
     """
 
     request: int
@@ -157,16 +157,16 @@ class Attach(Record, frozen=True, tag="attach", kw_only=True):
 
 
 class Unfollow(Record, frozen=True, tag="unfollow", kw_only=True):
-    """Send this client no more events of the run; it goes on."""
+    """Stop sending this client the run's events. The run continues."""
 
     run_id: str
 
 
 class Detach(Record, frozen=True, tag="detach", kw_only=True):
-    """Let a run go on whatever becomes of its notebook. `run` may be a unique prefix of its id.
+    """Keep a run going after its notebook exits. Answered by `Accepted`.
 
     Args:
-        run: As in `Cancel`; "" is every run that this client owns.
+        run: Unique prefix of the run's id; "" for all runs that this client owns.
     """
 
     request: int
@@ -174,22 +174,26 @@ class Detach(Record, frozen=True, tag="detach", kw_only=True):
 
 
 class AskStacks(Record, frozen=True, tag="ask-stacks", kw_only=True):
-    """Where every rank of a run is now. `run` as in `Attach`, but only of runs that go on."""
+    """Ask where each rank of an active run is. Answered by `Stacks`.
+
+    Args:
+        run: Unique prefix of the run's id; "" for the newest run with ranks.
+    """
 
     request: int
     run: str = ""
 
 
 class Ping(Record, frozen=True, tag="ping", kw_only=True):
-    """The client is there. Sent over links between machines every few seconds; answered by `Pong`."""
+    """Keepalive, sent every few seconds over links between machines. Answered by `Pong`."""
 
 
 class Goodbye(Record, frozen=True, tag="goodbye", kw_only=True):
-    """The client unloads; its runs that it does not wait for are cancelled."""
+    """The client is unloading. The pool service cancels the client's runs that are not detached."""
 
 
 class StopPool(Record, frozen=True, tag="stop-pool", kw_only=True):
-    """End the service; refused while runs go on unless `force`."""
+    """Stop the pool service. Refused while runs are active, unless `force` is set."""
 
     request: int
     force: bool = False
@@ -205,7 +209,7 @@ ClientMessage = Hello | Warm | RunRequest | AskStatus | FileRequest | Ping | Goo
 
 
 class Accepted(Record, frozen=True, tag="accepted", kw_only=True):
-    """A request was taken; its events follow. `text` is for a person."""
+    """A request was accepted; the run's events follow. `text` is human-readable."""
 
     request: int
     run_id: str = ""
@@ -213,12 +217,12 @@ class Accepted(Record, frozen=True, tag="accepted", kw_only=True):
 
 
 class Attached(Record, frozen=True, tag="attached", kw_only=True):
-    """The run that is followed from now on.
+    """The run that the client follows from now on.
 
     Args:
         spec: What was submitted.
-        state: Its state now.
-        key: The run's HMAC key, for its results; empty when it is not known any more.
+        state: The current state.
+        key: The run's HMAC key, which verifies its results; empty if it is no longer known.
     """
 
     request: int
@@ -228,7 +232,7 @@ class Attached(Record, frozen=True, tag="attached", kw_only=True):
 
 
 class Stacks(Record, frozen=True, tag="stacks", kw_only=True):
-    """Where the ranks are. `cell` is the run's, for the lines that the stacks name."""
+    """Where the ranks are. `cell` is the run's cell, which the line numbers of the stacks refer to."""
 
     request: int
     run_id: str
@@ -237,14 +241,14 @@ class Stacks(Record, frozen=True, tag="stacks", kw_only=True):
 
 
 class RankAnswered(Record, frozen=True, tag="rank-answered", kw_only=True):
-    """What the rank said."""
+    """The rank's answer to `AskRank`."""
 
     request: int
     answer: RankAnswer
 
 
 class Refused(Record, frozen=True, tag="refused", kw_only=True):
-    """A request was not taken. `error` names the class in `errors`."""
+    """A request was refused. `error` names a class of `sgpu_magic.errors`."""
 
     request: int
     error: str
@@ -255,14 +259,14 @@ class Pong(Record, frozen=True, tag="pong", kw_only=True):
     """The answer to `Ping`.
 
     Args:
-        behind: The client read too slowly, and something that was meant for it was dropped: it is to ask again.
+        behind: The client reads too slowly and messages to it were dropped: it has to request them again.
     """
 
     behind: bool = False
 
 
 class Notice(Record, frozen=True, tag="notice", kw_only=True):
-    """A sentence for whoever is connected, such as that idle processes are about to be given back. "" takes it back."""
+    """A sentence for all connected users, such as that idle processes are about to be released. "" withdraws it."""
 
     text: str
 

@@ -1,11 +1,11 @@
-"""Encoding of messages and their framing on a byte stream. No I/O.
+"""Message encoding and framing on a byte stream. No I/O.
 
-On ZeroMQ a message is `[msgpack, raw frame, raw frame ...]`. On a stream socket the same parts are preceded by
-one header: part count (u32), then each part's size (u64), little endian.
+On ZeroMQ, a message is `[msgpack, raw frame, raw frame ...]`. On a stream socket, the same parts follow one header:
+the number of parts (u32), then the size of each part (u64), little-endian.
 
-Names of files and variables of the environment need not be UTF-8: Python decodes them with lone surrogates
-(`os.fsdecode`), which msgpack has no place for. They travel as an escape character and a character of the private use
-area, and arrive as they were.
+File names and environment variables need not be UTF-8. Python decodes them with lone surrogates (`os.fsdecode`), which
+msgpack cannot encode. Each surrogate is sent as an escape character and a private-use character, and restored on
+decoding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_PART_BYTES = 4 << 30
 
 _ESCAPE = "\U0010f7ff"
 _ESCAPE_BYTES = _ESCAPE.encode()
-# from here on to the last character there is
+# first of the private-use characters that stand for surrogates, up to the last code point
 _PRIVATE = 0x10F800
 _TO_ESCAPE = re.compile(f"[\ud800-\udfff{_ESCAPE}]")
 _ESCAPED = re.compile(f"{_ESCAPE}([{_ESCAPE}-\U0010ffff])")
@@ -43,7 +43,7 @@ R = TypeVar("R", bound=Record)
 
 
 class Decoder(Generic[M]):
-    """Decodes messages of one type. Each process needs one or two of those below: they are made when first used.
+    """Decodes messages of one type. The underlying decoder is built on first use: a process needs only one or two.
 
     Args:
         type: A record, or a union of records.
@@ -53,7 +53,7 @@ class Decoder(Generic[M]):
         self._type = type
 
     def prepare(self) -> None:
-        """Make it ready now, which takes some ms: in a process that is forked, once for all of its children."""
+        """Build the decoder now, which takes some ms. Call it before forking, once for all children."""
         _ = self._decoder
 
     @cached_property
@@ -64,7 +64,7 @@ class Decoder(Generic[M]):
         """Return the message.
 
         Raises:
-            msgspec.DecodeError: It is no msgpack, or does not have its declared shape.
+            msgspec.DecodeError: The data is not msgpack, or does not match the declared type.
         """
         if _ESCAPE_BYTES not in bytes(data):
             return self._decoder.decode(data)
@@ -76,13 +76,13 @@ class _SpecOutline(msgspec.Struct, frozen=True):
 
 
 class UnreadableLaunch(msgspec.Struct, frozen=True, tag="launch"):
-    """As much of a `Launch` that does not have its declared shape as it takes to refuse it.
+    """The part of a malformed `Launch` that is needed to refuse it.
 
     Args:
-        spec: Of the run that was to start.
+        spec: The run's spec, reduced to its id.
         number: As in `Launch`.
         locks: As in `Launch`.
-        problem: What does not fit.
+        problem: The decoding error.
     """
 
     spec: _SpecOutline
@@ -99,7 +99,7 @@ Order = ToAgent | UnreadableLaunch
 
 
 class OrderDecoder(Decoder[Order]):
-    """Decodes what the pool service tells an agent. A launch that can't be decoded still names its run."""
+    """Decodes messages from the pool service to an agent. A malformed `Launch` becomes an `UnreadableLaunch`."""
 
     def __init__(self) -> None:
         super().__init__(ToAgent)
@@ -116,7 +116,7 @@ class OrderDecoder(Decoder[Order]):
 
 
 class _RunEventOutline(msgspec.Struct, tag="run-event"):
-    """As much of a `RunEvent` as it takes to go on after it."""
+    """The part of a malformed `RunEvent` that is needed to replace it."""
 
     run_id: str
     number: int
@@ -125,7 +125,7 @@ class _RunEventOutline(msgspec.Struct, tag="run-event"):
 
 
 class ReportDecoder(Decoder[FromAgent]):
-    """Decodes what an agent tells the pool service. An event that can't be decoded becomes a note of its run."""
+    """Decodes messages from an agent to the pool service. A malformed event becomes a `Noted` of its run."""
 
     def __init__(self) -> None:
         super().__init__(FromAgent)
@@ -170,7 +170,7 @@ def encode(message: Record) -> bytes:
 
 
 def printable(record: R) -> R:
-    """Return the record with lone surrogates written out as `\\udce9`: people read it, programs store it."""
+    """Return the record with lone surrogates written as `\\udce9`, for display and storage."""
     try:
         _encoder.encode(record)
     except UnicodeEncodeError:
@@ -183,7 +183,7 @@ _BINARY = (bytes, bytearray, memoryview)
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with each text changed; keys of dictionaries are texts too."""
+    """Return the value with `change` applied to each string, including the keys of dictionaries."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -216,10 +216,10 @@ def frame(message: Record, blobs: Iterable[bytes] = ()) -> bytes:
 
 
 class FrameReader(Generic[M]):
-    """Cuts a byte stream into messages.
+    """Splits a byte stream into messages.
 
     Args:
-        decoder: The decoder of this direction's union.
+        decoder: Decoder of the messages of this direction.
     """
 
     def __init__(self, decoder: Decoder[M] | msgspec.msgpack.Decoder[M]) -> None:
@@ -228,15 +228,15 @@ class FrameReader(Generic[M]):
 
     @property
     def incomplete_bytes(self) -> int:
-        """Bytes of a message that has begun and is not whole."""
+        """The number of buffered bytes of an incomplete message."""
         return len(self._pending)
 
     def feed(self, data: bytes) -> Iterator[tuple[M, Sequence[bytes]]]:
-        """Yield each (message, raw frames) that `data` completes.
+        """Yield (message, raw frames) for each message that `data` completes.
 
         Raises:
-            ValueError: The stream is not ours, or a part is larger than `MAX_PART_BYTES`.
-            msgspec.ValidationError: A message does not have its declared shape.
+            ValueError: The stream is damaged, or a part is larger than `MAX_PART_BYTES`.
+            msgspec.DecodeError: A message is not msgpack, or does not match the declared type.
         """
         self._pending += data
         while True:

@@ -1,8 +1,8 @@
-"""What devices cost: the prices in the settings, billing by the second, sums of money in words. No I/O, no clock.
+"""Device costs: prices from the settings, billing by the second, formatting of amounts. No I/O, no clock.
 
-The meter of a run or session begins when its ranks are being started (STARTING) and stops at its end; attempts and the
-time between them count. Each second that has begun counts whole. What runs in a session costs nothing of its own: the
-session pays for the devices.
+Metering of a run or session starts when its ranks are started (STARTING) and stops at its end. It includes all attempts
+and the time between them. Each second that has begun is billed in full. Cells in a session cost nothing themselves:
+the session pays for the devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from sgpu_magic.wire.devices import ANY, CPU, canonical_type
 
 if TYPE_CHECKING:
-    # the settings read prices, and every command reads the settings: it need not load the messages
+    # every command reads the settings, which parse prices: loading the messages for that is not needed
     from sgpu_magic.wire.devices import Lease
     from sgpu_magic.wire.pool_status import RunSummary
 
@@ -26,7 +26,7 @@ _EXAMPLE = "a10=1.20,h100=4.50,team/h100=3.90"
 
 
 class Prices(msgspec.Struct, frozen=True):
-    """Price of one device for an hour, by pool ("" for every pool) and canonical type."""
+    """Hourly price of one device, by pool ("" for every pool) and canonical type."""
 
     hourly: Mapping[tuple[str, str], float] = msgspec.field(default_factory=dict[tuple[str, str], float])
 
@@ -34,7 +34,7 @@ class Prices(msgspec.Struct, frozen=True):
         return bool(self.hourly)
 
     def of(self, pool: str, device_type: str) -> float | None:
-        """Return the price of one device for an hour: the pool's own before everybody's; None without one."""
+        """Return the hourly price of one device: the pool's own, else the price for every pool, else None."""
         own = self.hourly.get((pool, device_type))
         return self.hourly.get(("", device_type)) if own is None else own
 
@@ -44,10 +44,10 @@ class Prices(msgspec.Struct, frozen=True):
 
 
 def read_prices(text: str) -> Prices:
-    """Return the prices that stand in a setting: `a10=1.20,h100=4.50,team/h100=3.90`.
+    """Parse the prices in a setting: `a10=1.20,h100=4.50,team/h100=3.90`.
 
     Raises:
-        ValueError: It means nothing; the message says what.
+        ValueError: The text is invalid; the message says why.
     """
     hourly: dict[tuple[str, str], float] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
@@ -65,10 +65,10 @@ def read_prices(text: str) -> Prices:
 
 
 def prices_text(table: Mapping[str, object]) -> str:
-    """Return a table of prices as the setting's text: `{"a10": 1.2, "team": {"h100": 3.9}}`.
+    """Return the setting's text for a table of prices: `{"a10": 1.2, "team": {"h100": 3.9}}`.
 
     Raises:
-        ValueError: A price is no number.
+        ValueError: A price is not a number.
     """
     return ",".join(f"{key}={value}" for key, value in _entries(table))
 
@@ -94,12 +94,12 @@ def _amount(text: str, key: str) -> float:
 
 
 def is_currency(text: str) -> bool:
-    """Whether `text` can stand for a currency: `USD`, `€`, `credits`."""
+    """Whether `text` is valid as a currency: `USD`, `€`, `credits`."""
     return 0 < len(text) <= 12 and text.isprintable() and not any(char.isdigit() or char.isspace() for char in text)
 
 
 def format_money(amount: float, currency: str) -> str:
-    """Return `$0.37`, `$1,240.00`, `3.10 CHF`; of few cents two digits: `$0.015`, `$0.0042`."""
+    """Format an amount: `$0.37`, `$1,240.00`, `3.10 CHF`. A few cents have two digits: `$0.015`, `$0.0042`."""
     if 0 < amount < 1e-6:
         return f"under {_with_sign('0.000001', currency)}"
     if amount == 0 or amount >= 0.0995:
@@ -117,26 +117,26 @@ def _with_sign(digits: str, currency: str) -> str:
 
 
 def billed_s(seconds: float) -> int:
-    """Return the seconds that are billed of a time on the meter: at least one."""
-    # what a clock adds to a whole second is no second
+    """Return metered seconds rounded up to whole billed seconds, at least one."""
+    # tolerates clock error just above a whole second
     return max(1, math.ceil(seconds - 1e-6))
 
 
 def device_count(lease: Lease) -> int:
-    """Return how many devices of its type a lease takes; of `cpu` the slots. Simulated ones count like real ones."""
+    """Return how many devices a lease has, or CPU slots for `cpu`. Simulated devices count like real ones."""
     return len(lease.uuids) or (lease.cpu_slots if lease.device_type == CPU else lease.ranks) or lease.ranks
 
 
 def cost_of(hourly: float | None, seconds: float) -> float | None:
-    """Return what `seconds` on the meter cost at `hourly` for all devices together; None without a price."""
+    """Return the cost of `seconds` of metered time at `hourly` for all devices together; None without a price."""
     return None if hourly is None else hourly * billed_s(seconds) / HOUR_S
 
 
 def cost_so_far(run: RunSummary, now: float) -> float | None:
-    """Return what a run in the ledger has cost, also while it goes on; None where it costs nothing of its own.
+    """Return the cost of a run, up to now if it is active; None if it has no cost of its own.
 
     Args:
-        run: Its row.
+        run: The run's row in the ledger.
         now: Wall-clock time, seconds since the epoch.
     """
     if run.cost is not None or run.metered_at is None or run.state.is_final:
@@ -145,19 +145,19 @@ def cost_so_far(run: RunSummary, now: float) -> float | None:
 
 
 def gpu_s_so_far(run: RunSummary, now: float) -> float | None:
-    """Return the seconds of devices that were billed; arguments as for `cost_so_far`."""
+    """Return the billed device-seconds of a run; arguments as for `cost_so_far`."""
     if run.gpu_s is not None or run.metered_at is None or run.state.is_final or not _has_meter(run):
         return run.gpu_s
     return float(run.ranks * billed_s(now - run.metered_at))
 
 
 def idle_seconds(since: float, until: float, cells: Iterable[tuple[float, float | None]]) -> float:
-    """Return for how many of the seconds from `since` to `until` no cell ran.
+    """Return the number of seconds from `since` to `until` in which no cell ran.
 
     Args:
-        since: When the session was connected, seconds of any one clock.
+        since: When the session was connected, in seconds of any one clock.
         until: When it ended, or now.
-        cells: Beginning and end of each cell in it, in any order; None is one that goes on. They may overlap.
+        cells: Start and end of each of its cells, in any order; the end of a running cell is None. They may overlap.
     """
     idle, at = 0.0, since
     for began, ended in sorted(cells, key=lambda cell: cell[0]):

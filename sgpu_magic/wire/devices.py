@@ -1,4 +1,4 @@
-"""Devices: one short name per GPU model, how GPUs are connected; what a node has, a run asks for, a run is granted."""
+"""Devices: short names of GPU models, interconnects, a node's devices, placement requests and leases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgpu_magic.wire.record import Record
 CPU = "cpu"
 ANY = "any"
 
-# Total memory in MiB as the driver reports it (ECC on where it is the default), the usual size of each type.
+# Usual total memory of each type in MiB, as the driver reports it (ECC on where it is the default).
 _MEMORY_MIB = {
     "a2": 15356,
     "a10": 23028,
@@ -55,9 +55,9 @@ _MEMORY_MIB = {
 }
 
 KNOWN_TYPES: tuple[str, ...] = tuple(_MEMORY_MIB)
-"""The types that completion offers. Others are accepted by their full NVML name."""
+"""The types offered by completion. Others are accepted by their full NVML name."""
 
-# The same chip under a cloud's or a workstation's name.
+# Names of the same chip in clouds or workstations.
 _ALIASES = {
     "a10g": "a10",
     "h100nvl": "h100",
@@ -71,27 +71,27 @@ _ALIASES = {
 _MIG_SUFFIX = re.compile(r"[ _-]mig([ _-].*)?$")
 _WORD = re.compile(r"[a-z0-9]+")
 _VENDORS = ("nvidia", "tesla", "geforce", "quadro", "grid")
-# Words that say how a card is built, not which it is: board, memory size and kind, series.
+# Words for a card's form, not its model: board, memory size and kind, series.
 _FORM = re.compile(
     r"nvidia|tesla|geforce|sxm[2-9]?|pcie|nvl|fhhl|dgxs|\d+gb|hbm\d?e?|generation|blackwell|workstation|server|edition|gpu|ac"
 )
-# A model that is not in the table still has a recognisable short name.
+# Short names of models that are not in the table.
 _CONSUMER = re.compile(r"(gtx|rtx)\d{3,4}(ti|super|tisuper|ada|sffada|d)?(laptop)?")
 
 
 def canonical_type(text: str) -> str:
-    """Return the short type that `text` means.
+    """Return the canonical short type for `text`.
 
     Args:
-        text: A short type (`a10`, `A10G`), `cpu`, `any`, or a full name as NVML gives it
-            (`NVIDIA A100-SXM4-80GB`), in any case. A MIG slice has its GPU's type.
+        text: A short type (`a10`, `A10G`), `cpu`, `any`, or a full NVML name (`NVIDIA A100-SXM4-80GB`), in any case. A
+            MIG slice has the type of its GPU.
 
     Returns:
-        One of `KNOWN_TYPES`, `cpu`, `any`, or for a model that is not listed a name made of its words:
-        `rtx3060`, `nvidia-gb10`. Applying the function again changes nothing.
+        One of `KNOWN_TYPES`, `cpu`, `any`, or for an unlisted model a name made of its words: `rtx3060`,
+        `nvidia-gb10`. The function is idempotent.
 
     Raises:
-        ValueError: It is no device type; the message names those close to it.
+        ValueError: `text` is not a device type; the message suggests similar ones.
     """
     asked = text.strip().lower()
     if asked in (CPU, ANY):
@@ -104,7 +104,7 @@ def canonical_type(text: str) -> str:
         return short
     if len(words) > 1 and words[0] in _VENDORS:
         return "-".join(words)
-    # only now: ranks import this module too
+    # imported late because ranks import this module too
     import difflib
 
     near = difflib.get_close_matches(joined, KNOWN_TYPES, n=3) if joined else []
@@ -114,19 +114,19 @@ def canonical_type(text: str) -> str:
 
 
 def memory_of(device_type: str) -> int:
-    """Return the memory in bytes that a GPU of this canonical type usually has, 0 when that is not known."""
+    """Return the usual memory in bytes of a GPU of this canonical type, 0 if unknown."""
     return _MEMORY_MIB.get(device_type, 0) << 20
 
 
 # ---------------------------------------------------------------- interconnects
 
-# By NVIDIA's data sheets: SXM boards and the superchips have NVLink to their neighbours; of the cards for PCIe slots
-# only those of two generations take a bridge, which joins two and which no name tells, so that they count as PCIe.
+# By NVIDIA's data sheets, SXM boards and the superchips have NVLink to their neighbours. Among PCIe cards, only those
+# of two generations support a bridge between two cards. Their name does not show it, so they count as PCIe.
 NVLINK, PCIE, UNKNOWN = "NVLink", "PCIe", ""
 
-# models of which only boards with NVLink exist
+# models that exist only with NVLink
 _ALWAYS_NVLINK = frozenset({"b200", "b300", "gb200", "gh200"})
-# models that exist as cards only
+# models that exist only as PCIe cards
 _ALWAYS_PCIE = frozenset(
     {"a2", "a10", "a16", "a4000", "a5000", "a6000", "a30", "a40", "k80", "l4", "l40", "l40s", "p4", "p40", "t4"}
 )
@@ -134,11 +134,11 @@ _CARDS = ("rtx", "gtx", "titan")
 
 
 def interconnect_of(device_type: str, name: str = "") -> str:
-    """Return `NVLink`, `PCIe`, or "" where it is not known.
+    """Return `NVLink`, `PCIe`, or "" if unknown.
 
     Args:
-        device_type: Canonical.
-        name: NVML's full name, which tells an SXM board from a card.
+        device_type: Canonical type.
+        name: Full NVML name, which distinguishes an SXM board from a PCIe card.
     """
     words = name.upper().replace("-", " ").split()
     if device_type in _ALWAYS_NVLINK or any(word.startswith("SXM") for word in words):
@@ -155,16 +155,16 @@ class Device(Record, frozen=True, kw_only=True):
     """One GPU (or simulated GPU) of a node.
 
     Args:
-        uuid: NVML's UUID, `SIM-a10-0` for a simulated one. The only key a device is known by.
+        uuid: NVML's UUID; `SIM-a10-0` for a simulated device. The only key that identifies a device.
         type: Canonical short type, lower case: `a10`, `h100`.
-        name: NVML's full name.
+        name: Full NVML name.
         index: Position on its node in PCI bus order, for display.
-        memory_bytes: Total memory; 0 when unknown.
-        simulated: True when CPU processes stand in for it.
-        used_bytes: Memory in use now; None when the driver does not tell.
-        utilization_pct: 0 to 100; None when the driver does not tell.
-        outside_use: Why it counts as in use outside the pool, "" when it does not.
-        node: The id of its node, "" in a pool of one machine.
+        memory_bytes: Total memory; 0 if unknown.
+        simulated: The device is simulated by CPU processes.
+        used_bytes: Memory in use; None if the driver does not report it.
+        utilization_pct: 0 to 100; None if the driver does not report it.
+        outside_use: Why it counts as in use outside the pool; "" if it does not.
+        node: Id of its node; "" in a single-machine pool.
     """
 
     uuid: str
@@ -180,16 +180,16 @@ class Device(Record, frozen=True, kw_only=True):
 
 
 class Node(Record, frozen=True, kw_only=True):
-    """One machine of a pool that has many.
+    """One machine of a multi-node pool.
 
     Args:
-        node: Its id, stable while it lives.
-        host: Its name, for people.
-        address: Where other nodes reach it: an IP address.
-        cores: CPU cores.
-        cpu_slots: CPU ranks that fit at once.
-        cpu_slots_free: Of these, those that nobody outside the pool uses.
-        driver: The NVIDIA driver's version, "" without one.
+        node: The node's id, stable for its lifetime.
+        host: Host name, for display.
+        address: IP address at which other nodes reach it.
+        cores: Number of CPU cores.
+        cpu_slots: Number of CPU ranks that fit at once.
+        cpu_slots_free: Number of CPU slots that are not in use outside the pool.
+        driver: Version of the NVIDIA driver; "" without one.
     """
 
     node: str
@@ -202,17 +202,18 @@ class Node(Record, frozen=True, kw_only=True):
 
 
 class Inventory(Record, frozen=True, kw_only=True):
-    """What a pool really has: one machine's devices, or those of many nodes.
+    """The devices and CPU slots of a pool: those of one machine, or of many nodes.
 
     Args:
-        host: The machine, or the name of the cluster.
-        devices: All of them.
-        cpu_slots: CPU ranks that fit at once, on all nodes together.
-        nodes: The machines of a pool of many, empty in a pool of one: then everything is on `host`.
-        elastic: (type, devices) that an autoscaler may bring at most, those that are there included; `cpu` for slots.
-        coming: A sentence on what an autoscaler is bringing now, "" when nothing.
-        problem: Why NVML could not tell, "" when it could or no driver exists.
-        driver: The NVIDIA driver's version, "" without one.
+        host: Host name of the machine, or the name of the cluster.
+        devices: All devices.
+        cpu_slots: Number of CPU ranks that fit at once, on all nodes together.
+        nodes: The machines of a multi-node pool; empty in a single-machine pool, where everything is on `host`.
+        elastic: (type, number) of the most devices that an autoscaler can provide, including existing ones; `cpu` for
+            slots.
+        coming: A sentence about what an autoscaler is starting; "" for nothing.
+        problem: Why NVML could not be read; "" if it could, or if there is no driver.
+        driver: Version of the NVIDIA driver; "" without one.
     """
 
     host: str
@@ -227,16 +228,16 @@ class Inventory(Record, frozen=True, kw_only=True):
 
 
 class Placement(Record, frozen=True, kw_only=True):
-    """What a run asks for.
+    """The devices that a run requests.
 
     Args:
         ranks: Number of ranks, at least 1.
-        device_type: Canonical type, `cpu`, or `any` (the pool's choice: GPUs where there are, else CPU).
-        allow_busy: Also take devices that others use.
-        stand_in: Run on CPU where the pool lacks the type (`SGPU_STAND_IN=cpu`).
-        nodes: Number of nodes that the ranks are spread over evenly; 0 leaves it to the pool.
-        strategy: `pack` on as few nodes as can be, `strict_pack` on one, `spread` over as many as can be.
-        min_memory_bytes: Devices with less memory are not taken; 0 takes any.
+        device_type: Canonical type, `cpu`, or `any` (the pool chooses: GPUs if it has any, else CPU).
+        allow_busy: Also use devices that others are using.
+        stand_in: Run on CPU if the pool lacks the type (`SGPU_STAND_IN=cpu`).
+        nodes: Number of nodes over which the ranks are evenly spread; 0 lets the pool choose.
+        strategy: `pack` uses as few nodes as possible, `strict_pack` one node, `spread` as many nodes as possible.
+        min_memory_bytes: Minimum memory of a device; 0 accepts any.
     """
 
     ranks: int
@@ -249,13 +250,13 @@ class Placement(Record, frozen=True, kw_only=True):
 
 
 class NodeShare(Record, frozen=True, kw_only=True):
-    """The part of a lease that is on one node. Ranks are numbered through, share after share.
+    """The part of a lease on one node. Ranks are numbered consecutively across shares.
 
     Args:
         node: The node's id.
-        host: Its name, for people.
-        address: Where other nodes reach it.
-        ranks: How many ranks are there.
+        host: Host name, for display.
+        address: Address at which other nodes reach it.
+        ranks: Number of ranks on the node.
         uuids: Their devices in rank order; empty for CPU slots.
     """
 
@@ -270,13 +271,13 @@ class Lease(Record, frozen=True, kw_only=True):
     """Devices granted to one run.
 
     Args:
-        lease_id: Its id.
-        device_type: The type granted, `cpu` for slots.
+        lease_id: The lease's id.
+        device_type: The granted type; `cpu` for slots.
         uuids: The devices in rank order; empty for CPU slots.
-        cpu_slots: CPU slots held (0 when devices are).
-        simulated: CPU stands in for the type.
-        note: What the user should know, such as oversubscription; "" when nothing.
-        shares: Which node has which part, in rank order; empty in a pool of one machine.
+        cpu_slots: Number of CPU slots held; 0 if devices are.
+        simulated: The run uses CPU in place of the type.
+        note: A note for the user, such as oversubscription; "" for none.
+        shares: The part of each node, in rank order; empty in a single-machine pool.
     """
 
     lease_id: str

@@ -1,4 +1,4 @@
-"""Events: what happened to a run, in the past tense. Every event of a run has a sequence number and is kept."""
+"""Events: what happened to a run, in the past tense. Each event has a sequence number and is stored."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Submitted(Record, frozen=True, tag="submitted", kw_only=True):
 
 
 class StateChanged(Record, frozen=True, tag="state", kw_only=True):
-    """The run moved to `state`; `reason` says why when it is worth a word."""
+    """The run changed to `state`. `reason` says why, if that is useful."""
 
     state: RunState
     reason: str = ""
 
 
 class QueueMoved(Record, frozen=True, tag="queue", kw_only=True):
-    """The run waits: its position (1 is next) and what it waits for."""
+    """The run is queued: its position (1 is next) and what it waits for."""
 
     position: int
     reason: str
@@ -35,12 +35,12 @@ class Placed(Record, frozen=True, tag="placed", kw_only=True):
     """Devices were granted.
 
     Args:
-        lease: Which.
-        host: Their node.
-        labels: Of each, in rank order.
-        hourly: What all of them cost in an hour, in `currency`; None without a price. In a session it is the session
-            that pays.
-        currency: Such as `USD`.
+        lease: The lease.
+        host: The host of the devices.
+        labels: Display name of each device, in rank order.
+        hourly: Hourly price of all devices together, in `currency`; None without a price. For a cell in a session, the
+            price that the session pays.
+        currency: Currency, such as `USD`.
     """
 
     lease: Lease
@@ -51,7 +51,12 @@ class Placed(Record, frozen=True, tag="placed", kw_only=True):
 
 
 class RanksStarted(Record, frozen=True, tag="started", kw_only=True):
-    """All ranks are in the process group. `pids` by local rank; `warm` says how: standby, zygote or cold."""
+    """All ranks have joined the process group.
+
+    Args:
+        pids: The ranks' process ids, by local rank.
+        warm: How they started: `standby`, `zygote`, `cold`, or `session` for a session's own ranks.
+    """
 
     pids: tuple[int, ...]
     warm: str
@@ -64,11 +69,11 @@ class Noted(Record, frozen=True, tag="note", kw_only=True):
 
 
 class AttemptFailed(Record, frozen=True, tag="attempt-failed", kw_only=True):
-    """The group failed and is started again.
+    """The group of ranks failed and is started again.
 
     Args:
-        attempt: The one that failed, from 1.
-        attempts: How many there may be.
+        attempt: Number of the failed attempt, from 1.
+        attempts: Maximum number of attempts.
         failure: Its root cause.
     """
 
@@ -78,18 +83,18 @@ class AttemptFailed(Record, frozen=True, tag="attempt-failed", kw_only=True):
 
 
 class Detached(Record, frozen=True, tag="detached", kw_only=True):
-    """The run goes on whatever becomes of its notebook. `reason` is who wanted it."""
+    """The run was detached: it continues after its notebook exits. `reason` says why."""
 
     reason: str = ""
 
 
 class SessionMoved(Record, frozen=True, tag="session-moved", kw_only=True):
-    """A session's own event: a cell began or ended in it, or its ranks changed.
+    """Event of a session: a cell started or ended in it, or its ranks changed.
 
     Args:
-        cells: Cells that have run in it so far, those under way included.
-        running: The names of those under way.
-        dead: Ranks that are dead and wait for `%sgpu_restart`.
+        cells: Number of cells so far, including running ones.
+        running: Names of the running cells.
+        dead: Ranks that are dead until `%sgpu_restart` replaces them.
     """
 
     cells: int
@@ -98,11 +103,11 @@ class SessionMoved(Record, frozen=True, tag="session-moved", kw_only=True):
 
 
 class GroupRenewed(Record, frozen=True, tag="group-renewed", kw_only=True):
-    """The ranks' process groups were connected anew after a cell that broke them; told to the cell and the session.
+    """The ranks' process groups were reconnected after a cell broke them. Sent to the cell and the session.
 
     Args:
         reason: Why, such as `rank 1 failed while others were in a collective`.
-        lost: What torch did not allow to keep, a sentence; "" when every group, DDP and FSDP model goes on.
+        lost: A sentence about what torch could not preserve; "" if every group, DDP and FSDP model still works.
     """
 
     reason: str
@@ -110,12 +115,12 @@ class GroupRenewed(Record, frozen=True, tag="group-renewed", kw_only=True):
 
 
 class RanksRestarted(Record, frozen=True, tag="ranks-restarted", kw_only=True):
-    """A session's own event: these ranks are new processes.
+    """Event of a session: these ranks are new processes.
 
     Args:
-        ranks: Which.
-        pids: Theirs.
-        lost: What went with the old ones, a sentence.
+        ranks: The replaced ranks.
+        pids: Their new process ids.
+        lost: A sentence about what was lost with the old processes.
     """
 
     ranks: tuple[int, ...]
@@ -124,16 +129,16 @@ class RanksRestarted(Record, frozen=True, tag="ranks-restarted", kw_only=True):
 
 
 class EnvironmentMoved(Record, frozen=True, tag="environment", kw_only=True):
-    """The run's packages are being made ready on its node; told from time to time, and once with `ready`.
+    """Progress of preparing the run's packages on its node, sent from time to time and once with `ready`.
 
     Args:
-        host: The node.
-        step: What is done now, such as `downloading` or `installing`; "" once it is ready.
-        done: Packages that are there.
-        packages: Packages in all.
-        seconds: So far.
-        ready: The environment is there.
-        built: It had to be built; else it was there already.
+        host: Host name of the node.
+        step: Current step, such as `downloading` or `installing`; "" once it is ready.
+        done: Number of packages that are ready.
+        packages: Total number of packages.
+        seconds: Elapsed seconds.
+        ready: The environment is ready.
+        built: The environment had to be built; false if it already existed.
     """
 
     host: str
@@ -146,43 +151,43 @@ class EnvironmentMoved(Record, frozen=True, tag="environment", kw_only=True):
 
 
 class Described(Record, frozen=True, tag="described", kw_only=True):
-    """What was found out about the run after it was submitted: (name, value), such as its git commit."""
+    """Tags that were found after the run was submitted: (name, value), such as its git commit."""
 
     tags: tuple[tuple[str, str], ...]
 
 
 class Tracked(Record, frozen=True, tag="tracked", kw_only=True):
-    """The run is in MLflow."""
+    """The run is tracked as an MLflow run."""
 
     tracked: TrackedRun
 
 
 class PayloadReleased(Record, frozen=True, tag="payload-released", kw_only=True):
-    """The pool no longer reads the payload's memory file; `kept` says whether it lies in the run's directory."""
+    """The pool no longer reads the payload's memory file. `kept` says whether the run's directory has a copy."""
 
     kept: bool
     reason: str = ""
 
 
 class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
-    """The last word of a run, except for `PayloadReleased`.
+    """The last event of a run, except for `PayloadReleased`.
 
     Args:
-        state: A final state.
-        failure: The root cause; None when it succeeded or was cancelled.
-        reason: Who or what cancelled it, "" otherwise.
-        others: Further ranks' failures, in order of time.
-        results: By rank; empty unless it succeeded.
-        stacks: Where the ranks were when its time was over; empty otherwise.
-        unstopped: Ranks of a session that did not end the cell when they were asked to; they still run it.
-        queued_s: Time in the queue.
-        starting_s: From lease to all ranks in the group.
-        running_s: From there to the last rank's end.
-        total_s: From submission to now.
-        gpu_s: Seconds of devices that were billed, of all together; None where none were, as on CPU slots without a
-            price and in a session, which pays for its cells.
-        cost: Theirs, in `currency`; None without a price.
-        currency: Such as `USD`.
+        state: The final state.
+        failure: The root cause; None if the run succeeded or was cancelled.
+        reason: Who or what cancelled it; "" otherwise.
+        others: Failures of further ranks, in order of time.
+        results: Results by rank; empty unless the run succeeded.
+        stacks: Where the ranks were when the run timed out; empty otherwise.
+        unstopped: Ranks of a session that were asked to stop the cell but still run it.
+        queued_s: Seconds in the queue.
+        starting_s: Seconds from the lease until all ranks were in the group.
+        running_s: Seconds from then until the last rank ended.
+        total_s: Seconds from submission to this event.
+        gpu_s: Billed device-seconds of all devices together. None if nothing is billed, as on CPU slots without a price
+            and for cells in a session, which the session pays for.
+        cost: Cost of `gpu_s` in `currency`; None without a price.
+        currency: Currency, such as `USD`.
     """
 
     state: RunState
@@ -210,15 +215,15 @@ EventBody = RunMoved | RankSaid | RunTold | RankWatched | SessionEvent | RunLear
 
 
 class Event(Record, frozen=True, tag="event", kw_only=True):
-    """One event as the pool keeps and sends it. Raw frames may follow: exceptions and inline results.
+    """One event, as the pool service stores and sends it. Raw frames may follow: exceptions and inline results.
 
     Args:
         run_id: The run.
-        seq: 1, 2, 3 ... without gaps.
+        seq: Sequence number: 1, 2, 3 ... without gaps.
         at: Wall-clock time, seconds since the epoch.
-        number: The agent's own number of it; 0 for an event of the pool service.
-        part: The index of the agent's node among those of the run.
-        joined: (part, number) of the events of other nodes that this one stands for too.
+        number: The agent's own number for the event; 0 for an event of the pool service.
+        part: Index of the agent's node among the run's nodes.
+        joined: (part, number) of the events of other nodes that this one also represents.
     """
 
     run_id: str

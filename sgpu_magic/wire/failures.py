@@ -1,4 +1,4 @@
-"""Records of failures, and of where ranks are and what they use: stacks, collectives, memory."""
+"""Records of failures, and of a rank's stack, collective and memory use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sgpu_magic.wire.states import FailureKind
 
 
 class StackFrame(Record, frozen=True):
-    """One line of a Python stack. `file` is as Python has it; a notebook's cell is `<ipython-input-7-...>`."""
+    """One line of a Python stack. `file` is Python's file name; a notebook's cell is `<ipython-input-7-...>`."""
 
     file: str
     line: int
@@ -19,10 +19,10 @@ class Collective(Record, frozen=True, kw_only=True):
     """One entry of torch's flight recorder.
 
     Args:
-        name: Such as `all_reduce`.
-        seq: Its number in the process group, from 1; alike on all ranks.
-        pending: The rank has entered it and it is not done.
-        group: The process group's name, "" for the default one.
+        name: Name, such as `all_reduce`.
+        seq: Sequence number in the process group, from 1; the same on all ranks.
+        pending: The rank has entered it and it is not complete.
+        group: Name of the process group; "" for the default group.
     """
 
     name: str
@@ -36,9 +36,9 @@ class RankStack(Record, frozen=True, kw_only=True):
 
     Args:
         rank: The rank.
-        frames: Its main thread's Python stack, innermost first; empty when it could not be had.
-        collective: What the flight recorder has of it; None when it has nothing.
-        problem: Why the stack is missing, "" when it is not.
+        frames: Python stack of its main thread, innermost frame first; empty if unavailable.
+        collective: Its entry in the flight recorder; None without one.
+        problem: Why the stack is missing; "" if it is not.
     """
 
     rank: int
@@ -51,11 +51,11 @@ class TensorUse(Record, frozen=True, kw_only=True):
     """One tensor that held memory.
 
     Args:
-        name: Where it hangs: `model.layers.0.weight`, `batch (in train, line 14)`; "" when that is not known.
-        shape: Its shape.
-        dtype: Such as `float32`.
-        device: Such as `cuda:0`.
-        size_bytes: Of its storage.
+        name: Where it is referenced: `model.layers.0.weight`, `batch (in train, line 14)`; "" if unknown.
+        shape: Shape.
+        dtype: Data type, such as `float32`.
+        device: Device, such as `cuda:0`.
+        size_bytes: Size of its storage.
     """
 
     name: str
@@ -66,15 +66,15 @@ class TensorUse(Record, frozen=True, kw_only=True):
 
 
 class RankMemory(Record, frozen=True, kw_only=True):
-    """What a rank's device memory was used for when an allocation failed. On CPU: the rank's own memory.
+    """Use of a rank's device memory when an allocation failed. On CPU: the rank's own memory.
 
     Args:
-        device: Such as `cuda:0` or `cpu`.
+        device: Device, such as `cuda:0` or `cpu`.
         used_bytes: Held by tensors; on CPU the rank's resident memory.
-        reserved_bytes: Held by torch's allocator, with what it caches; 0 on CPU.
+        reserved_bytes: Held by torch's allocator, including its cache; 0 on CPU.
         free_bytes: Free on the device, or on the machine.
-        total_bytes: The device's, or the machine's.
-        largest: The largest tensors, largest first; only of the rank whose allocation failed.
+        total_bytes: Total of the device, or of the machine.
+        largest: The largest tensors, largest first; only for the rank whose allocation failed.
     """
 
     device: str
@@ -89,23 +89,23 @@ class Failure(Record, frozen=True, kw_only=True):
     """Why one rank, or the run, failed.
 
     Args:
-        kind: The failure's class.
-        message: One line or paragraph for a person.
-        rank: The rank, None when no rank is meant.
-        host: Where it ran.
+        kind: Class of the failure.
+        message: One line or paragraph for the user.
+        rank: The rank; None if the failure is not of one rank.
+        host: Host where it ran.
         at: Wall-clock time, seconds since the epoch.
-        type_name: Qualified exception type, "" when there was none.
+        type_name: Qualified exception type; "" without an exception.
         traceback_text: The rank's traceback, plain.
-        traceback_ansi: The same as IPython colours it.
-        line: The cell's line at which the rank was, None when unknown.
-        where: What the rank was in, such as `all_reduce`; "" when unknown.
-        exit_status: The process's exit code, negative for a signal.
-        pid: The process that died; None when none did.
-        stack: Where it was last, innermost first; empty when unknown or told by `traceback_text`.
-        is_consequence: True when it looks like the effect of a peer's failure.
-        exception: The packed exception's layout; its bytes are a raw frame. None when it can't be pickled.
-        out_of_memory: An allocation failed; the run's `memory` tells what held it.
-        memory: The rank's memory at that moment; None where nobody asked.
+        traceback_ansi: The same in IPython's ANSI colours.
+        line: Line of the cell that the rank was executing; None if unknown.
+        where: Operation that the rank was in, such as `all_reduce`; "" if unknown.
+        exit_status: Exit code of the process, negative for a signal.
+        pid: Process that died; None if none did.
+        stack: Its last stack, innermost frame first; empty if unknown or contained in `traceback_text`.
+        is_consequence: Probably caused by the failure of a peer.
+        exception: Layout of the packed exception, whose bytes are a raw frame; None if it cannot be pickled.
+        out_of_memory: An allocation failed. `memory` in the run's failures shows what held the memory.
+        memory: The rank's memory at that moment; None if it was not collected.
     """
 
     kind: FailureKind

@@ -1,10 +1,10 @@
-"""Bytes that travel over the links: blobs, kept under their BLAKE2b-256, files of runs' directories, TCP connections.
+"""Blobs (keyed by their BLAKE2b-256), files of run directories and TCP connections, carried over the links.
 
-client -> pool     blobs that the pool lacks; parts of runs' files      a frame beside
-agent  -> pool     parts of blobs; files that the pool shall have       a frame beside
+client -> pool     blobs that the pool lacks; reads of runs' files          with a raw frame
+agent  -> pool     reads of blobs; files for run directories at the pool    with a raw frame
 
-What travels is cut into chunks of at most `CHUNK_BYTES`, each the message's one raw frame. Whoever sends many has at
-most `WINDOW` of them under way, and begins again where the other side has got to.
+Data is split into chunks of at most `CHUNK_BYTES`, each the only raw frame of its message. A sender keeps at most
+`WINDOW` chunks in flight, and resumes at the receiver's offset.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import re
 from sgpu_magic.wire.record import Record
 
 CHUNK_BYTES = 1 << 18
-"""Most bytes of one chunk: on a slow line a heartbeat waits behind no more than a few of them."""
+"""Maximum size of a chunk in bytes. On a slow line, a heartbeat waits behind only a few of them."""
 
 WINDOW = 32
-"""Most chunks under way in one direction; fewer where their answers take longer."""
+"""Maximum number of chunks in flight in one direction; fewer if their answers take longer."""
 
 PIECE_BYTES = 64 << 20
-"""Larger things are cut into blobs of this size, so that little is hashed again after a broken link."""
+"""Larger files are split into blobs of this size, so that little is hashed again after a broken link."""
 
 DIGEST_BYTES = 32
 
@@ -29,12 +29,12 @@ _STORE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 
 
 def is_digest(text: str) -> bool:
-    """Whether it can be the digest of a blob: 64 hexadecimal digits."""
+    """Whether `text` has the form of a blob's digest: 64 hexadecimal digits."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def is_store_name(text: str) -> bool:
-    """Whether it can be the name of a user's store: a file's name that hides nothing and leads nowhere."""
+    """Whether `text` is valid as the name of a user's store: a plain file name, not hidden and without separators."""
     return _STORE.fullmatch(text) is not None
 
 
@@ -46,15 +46,16 @@ EVENTS = "events.msgpack"
 TRACKING = "tracking.json"
 REQUIREMENTS = "requirements.txt"
 WORK = "work"
+CHECKPOINTS = "checkpoints"
 
 
 def work_folders(node: int) -> tuple[str, ...]:
-    """Where the working directory of a node's ranks is in a run's directory at its pool, the likelier first.
+    """Return where a node's ranks may have their working directory in the run directory at the pool, likeliest first.
 
-    Nodes of other machines have one each; those that see the pool's files have the same.
+    Each node on another machine has its own; nodes that can read the pool's files share one.
 
     Args:
-        node: The node's number in the run, from 0.
+        node: Index of the node in the run, from 0.
     """
     return (f"node-{node}/{WORK}", WORK) if node else (WORK,)
 
@@ -63,9 +64,9 @@ def work_folders(node: int) -> tuple[str, ...]:
 
 
 class AskBlobs(Record, frozen=True, tag="ask-blobs", kw_only=True):
-    """How much of these blobs does the pool have of this user's? Answered by `BlobsHeld`.
+    """Ask how many bytes of these blobs the pool has for this user. Answered by `BlobsHeld`.
 
-    What is asked for is not removed for the next minutes.
+    The pool keeps these blobs for the next few minutes.
 
     Args:
         blobs: (digest, size) of each.
@@ -76,12 +77,12 @@ class AskBlobs(Record, frozen=True, tag="ask-blobs", kw_only=True):
 
 
 class PutBlob(Record, frozen=True, tag="put-blob", kw_only=True):
-    """The next chunk of a blob. Answered by `BlobTaken`.
+    """Upload the next chunk of a blob. Answered by `BlobTaken`.
 
     Args:
-        digest: The whole blob's.
-        size: The whole blob's, in bytes.
-        offset: Where the chunk begins: where the pool has got to. Another one is not taken.
+        digest: Digest of the whole blob.
+        size: Size of the whole blob in bytes.
+        offset: Where the chunk begins: the number of bytes that the pool already has. Other chunks are ignored.
     """
 
     request: int
@@ -91,14 +92,14 @@ class PutBlob(Record, frozen=True, tag="put-blob", kw_only=True):
 
 
 class ReadRunFile(Record, frozen=True, tag="read-run-file", kw_only=True):
-    """A part of a file in a run's directory. Answered by `RunFileRead`.
+    """Read a part of a file in a run's directory. Answered by `RunFileRead`.
 
     Args:
         run: The run's id.
-        name: Below its directory, with `/` between; no link is followed and nothing leads out of it. `result-N.bin`
-            is also found while it is only in memory.
+        name: Path below the run's directory, with `/` as separator. Links are not followed, and paths that lead outside
+            are rejected. `result-N.bin` is also found while it is only in memory.
         offset: Where the part begins.
-        size: Its size at most; the answer has no more than `CHUNK_BYTES`.
+        size: Maximum size of the part; the answer has at most `CHUNK_BYTES`.
     """
 
     request: int
@@ -109,11 +110,11 @@ class ReadRunFile(Record, frozen=True, tag="read-run-file", kw_only=True):
 
 
 class ListRunFiles(Record, frozen=True, tag="list-run-files", kw_only=True):
-    """The files of a run's directory. Answered by `RunFiles`.
+    """List the files of a run's directory. Answered by `RunFiles`.
 
     Args:
         run: The run's id.
-        under: Only those below this folder, or this one file; "" is all.
+        under: Only the files below this folder, or only this file; "" for all.
     """
 
     request: int
@@ -127,17 +128,17 @@ FileRequest = AskBlobs | PutBlob | ReadRunFile | ListRunFiles
 
 
 class BlobsHeld(Record, frozen=True, tag="blobs-held", kw_only=True):
-    """How many bytes the pool has of each blob that was asked for, in that order; all of them when it is whole."""
+    """The number of bytes that the pool has of each requested blob, in that order; the full size if it is complete."""
 
     request: int
     bytes: tuple[int, ...]
 
 
 class BlobTaken(Record, frozen=True, tag="blob-taken", kw_only=True):
-    """A chunk was taken, or why not.
+    """The answer to `PutBlob`, whether or not the chunk was taken.
 
     Args:
-        up_to: So many bytes of the blob are there now.
+        up_to: Number of bytes of the blob that the pool now has.
     """
 
     request: int
@@ -145,11 +146,11 @@ class BlobTaken(Record, frozen=True, tag="blob-taken", kw_only=True):
 
 
 class RunFileRead(Record, frozen=True, tag="run-file-read", kw_only=True):
-    """The part of the file is the raw frame; empty at its end.
+    """The requested part of the file is the raw frame; empty at the end of the file.
 
     Args:
-        size: The file's now, in bytes.
-        changed_at: When it was last written, seconds since the epoch; 0 for what is only in memory.
+        size: Current size of the file in bytes.
+        changed_at: When it was last written, seconds since the epoch; 0 for a file that is only in memory.
     """
 
     request: int
@@ -161,10 +162,10 @@ class RunFile(Record, frozen=True, kw_only=True):
     """One file of a run.
 
     Args:
-        name: Below its directory, with `/` between.
-        size: In bytes.
+        name: Path below the run's directory, with `/` as separator.
+        size: Size in bytes.
         changed_at: When it was last written, seconds since the epoch.
-        executable: Its owner may execute it.
+        executable: Whether its owner may execute it.
     """
 
     name: str
@@ -174,10 +175,10 @@ class RunFile(Record, frozen=True, kw_only=True):
 
 
 class RunFiles(Record, frozen=True, tag="run-files", kw_only=True):
-    """Files of a run, by name.
+    """Files of a run, sorted by name.
 
     Args:
-        more: There are more of them than are listed.
+        more: The list is truncated.
     """
 
     request: int
@@ -191,12 +192,12 @@ FileReply = BlobsHeld | BlobTaken | RunFileRead | RunFiles
 
 
 class FetchBlob(Record, frozen=True, tag="fetch-blob", kw_only=True):
-    """A part of a blob. Answered by `BlobFetched`.
+    """Read a part of a blob. Answered by `BlobFetched`.
 
     Args:
-        store: Whose, as `Launch.store` has it.
+        store: The user's store, as in `Launch.store`.
         offset: Where the part begins.
-        size: Its size, at most `CHUNK_BYTES`.
+        size: Size of the part, at most `CHUNK_BYTES`.
     """
 
     request: int
@@ -206,16 +207,32 @@ class FetchBlob(Record, frozen=True, tag="fetch-blob", kw_only=True):
     size: int
 
 
+class FetchRunFile(Record, frozen=True, tag="fetch-run-file", kw_only=True):
+    """Asks for a part of a file in the run's directory at the pool. Answered by `BlobFetched`.
+
+    Args:
+        name: As in `ReadRunFile`.
+        offset: Where the part begins.
+        size: Its size, at most `CHUNK_BYTES`.
+    """
+
+    request: int
+    run_id: str
+    name: str
+    offset: int
+    size: int
+
+
 class StoreRunFile(Record, frozen=True, tag="store-run-file", kw_only=True):
-    """A part of a file of a run, for the run's directory at the pool. Answered by `RunFileStored`.
+    """Write a part of a run's file into the run's directory at the pool. Answered by `RunFileStored`.
 
     Args:
         name: As in `ReadRunFile`.
         offset: Where the part belongs.
-        source: Stands for the node's own file: what another node has written to a log before stays before it.
-        size: The whole file's. It appears when all is there, which the sender says by an empty part at its end. None
-            for one that grows, such as a log: it is there at once.
-        executable: Its owner may execute it.
+        source: Identifies the node's own file: parts of a log that another node wrote earlier stay before its own.
+        size: Size of the whole file, which appears once it is complete; the sender ends it with an empty part. None for
+            a growing file such as a log, which appears at once.
+        executable: Whether its owner may execute it.
     """
 
     request: int
@@ -227,20 +244,20 @@ class StoreRunFile(Record, frozen=True, tag="store-run-file", kw_only=True):
     executable: bool = False
 
 
-NodeFileRequest = FetchBlob | StoreRunFile
+NodeFileRequest = FetchBlob | FetchRunFile | StoreRunFile
 
 # ---------------------------------------------------------------- pool -> agent
 
 
 class BlobFetched(Record, frozen=True, tag="blob-fetched", kw_only=True):
-    """The part is the raw frame. `problem` says why there is none."""
+    """The requested part is the raw frame. `problem` says why there is none."""
 
     request: int
     problem: str = ""
 
 
 class RunFileStored(Record, frozen=True, tag="run-file-stored", kw_only=True):
-    """The part is written. `problem` says why not."""
+    """The part was written. `problem` says why it was not."""
 
     request: int
     problem: str = ""
@@ -250,31 +267,31 @@ NodeFileReply = BlobFetched | RunFileStored
 
 # ---------------------------------------------------------------- TCP connections
 
-# The same messages between client and pool, and between pool and agent:
+# The same messages are used between client and pool and between pool and agent:
 #
 # client -> pool -> agent   OpenStream
 # client <- pool <- agent   StreamOpened
 # both ways                 StreamData, StreamTaken, StreamEnded, StreamClosed
 #
-# Each side has at most `WINDOW_BYTES` under way that the other has not taken, so a slow reader slows its writer and
-# fills no memory between them. A stream's number is its client's; towards an agent it is the pool's.
+# Each side has at most `WINDOW_BYTES` in flight that the other has not taken, so a slow reader slows its writer and
+# fills no memory in between. The client numbers its streams; towards an agent, the pool service does.
 
 STREAM_CHUNK_BYTES = 1 << 16
-"""Most bytes of one message."""
+"""Maximum number of bytes in one message."""
 
 WINDOW_BYTES = 1 << 20
-"""Most bytes under way in one direction of one stream."""
+"""Maximum number of bytes in flight in one direction of one stream."""
 
 
 class OpenStream(Record, frozen=True, tag="open-stream", kw_only=True):
-    """Connect to a port that a process of the run listens on. Answered by `StreamOpened` or `StreamClosed`.
+    """Connect to a port on which a process of the run listens. Answered by `StreamOpened` or `StreamClosed`.
 
     Args:
-        stream: Its number.
-        run: A unique prefix of the run's id; the id itself towards an agent.
-        rank: On whose node.
-        port: The TCP port there.
-        watches: Connect to nothing: only say whether the port is there, and tell by `StreamClosed` when the run ends.
+        stream: Number of the stream.
+        run: Unique prefix of the run's id; towards an agent, the full id.
+        rank: The rank whose node to connect to.
+        port: TCP port on that node.
+        watches: Do not connect: only report whether the port is open, and send `StreamClosed` when the run ends.
     """
 
     stream: int
@@ -285,11 +302,11 @@ class OpenStream(Record, frozen=True, tag="open-stream", kw_only=True):
 
 
 class StreamOpened(Record, frozen=True, tag="stream-opened", kw_only=True):
-    """It is connected, or watched.
+    """The stream is connected, or its port is watched.
 
     Args:
-        run_id: The run's.
-        problem: Of one that watches: why nobody can connect yet, "" when one can.
+        run_id: The run's id.
+        problem: For a watched port: why it does not accept connections yet; "" if it does.
     """
 
     stream: int
@@ -298,36 +315,36 @@ class StreamOpened(Record, frozen=True, tag="stream-opened", kw_only=True):
 
 
 class StreamData(Record, frozen=True, tag="stream-data", kw_only=True):
-    """The next bytes are the raw frame. `offset`: where they belong; a gap is an end."""
+    """The next bytes of the stream are the raw frame. `offset` is their position; a gap closes the stream."""
 
     stream: int
     offset: int
 
 
 class StreamTaken(Record, frozen=True, tag="stream-taken", kw_only=True):
-    """The receiver's program has taken the bytes up to `offset`."""
+    """The receiving program has taken the bytes up to `offset`."""
 
     stream: int
     offset: int
 
 
 class StreamEnded(Record, frozen=True, tag="stream-ended", kw_only=True):
-    """No more bytes in this direction: there were `offset`. The other direction goes on."""
+    """This direction has ended after `offset` bytes. The other direction continues."""
 
     stream: int
     offset: int
 
 
 class StreamClosed(Record, frozen=True, tag="stream-closed", kw_only=True):
-    """It is over in both directions. `problem` says why, "" when its programs have ended it."""
+    """Both directions are closed. `problem` says why; "" if the connected programs closed them."""
 
     stream: int
     problem: str = ""
 
 
 StreamMessage = StreamData | StreamTaken | StreamEnded | StreamClosed
-"""What both sides say of a stream that is open."""
+"""Messages of an open stream, in both directions."""
 
 ToStream = OpenStream | StreamMessage
 FromStream = StreamOpened | StreamMessage
-"""What goes to the node of a stream's rank, and what comes from there."""
+"""Messages to the node of a stream's rank, and messages from it."""

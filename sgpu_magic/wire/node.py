@@ -1,4 +1,4 @@
-"""Commands and replies between the pool service and its nodes. Descriptors of device locks travel beside them."""
+"""Messages between the pool service and its nodes' agents. Descriptors of device locks are sent along."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import EventBody
 from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.files import FromStream, NodeFileReply, NodeFileRequest, ToStream
+from sgpu_magic.wire.files import FromStream, NodeFileReply, NodeFileRequest, RunFile, ToStream
 from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import Interpreter, RankContext, RunSpec
@@ -16,21 +16,21 @@ from sgpu_magic.wire.tracking import TrackedRun, Tracking
 
 
 class WarmZygote(Record, frozen=True, tag="warm-zygote", kw_only=True):
-    """Start the zygote of an interpreter, and a standby group of so many ranks; 0 for none."""
+    """Start an interpreter's zygote, and a standby group of `ranks` ranks (0 for none)."""
 
     interpreter: Interpreter
     ranks: int = 0
 
 
 class Part(Record, frozen=True, kw_only=True):
-    """Which part of a run of several nodes a node has.
+    """A node's part of a multi-node run.
 
     Args:
-        index: The node's number among the run's nodes: torchrun's `GROUP_RANK`.
-        nodes: How many there are.
-        first_rank: The global rank of the node's first rank.
-        ranks: How many ranks are on the node: `LOCAL_WORLD_SIZE`.
-        address: Where the other nodes reach this one.
+        index: Index of the node among the run's nodes: torchrun's `GROUP_RANK`.
+        nodes: Number of nodes.
+        first_rank: Global rank of the node's first rank.
+        ranks: Number of ranks on the node: `LOCAL_WORLD_SIZE`.
+        address: Address at which the other nodes reach this one.
     """
 
     index: int
@@ -43,20 +43,22 @@ class Part(Record, frozen=True, kw_only=True):
 class Launch(Record, frozen=True, tag="launch", kw_only=True):
     """Start a run's ranks on this node. An inline payload is the first raw frame.
 
-    Of a session (`spec.kind`) the ranks are started and stay; of a run in a session (`spec.in_session`) the session's
-    ranks execute it, and the lease is the session's.
+    For a session (`spec.kind`), the ranks are started and stay. For a run in a session (`spec.in_session`), the
+    session's ranks execute it, and the lease is the session's.
 
     Args:
-        attempt: 0, and one more each time that the group is started again; also torchrun's restart count.
-        number: The newest number of the run's events so far; the agent's next is one more.
-        locks: Descriptors that come along: the device locks, held until the ranks are gone.
+        attempt: 0, incremented each time the group is started again; also torchrun's restart count.
+        number: Number of the run's newest event so far; the agent's next event has the following number.
+        locks: Number of descriptors sent along: the device locks, held until the ranks are gone.
         environment: As in `Submit`.
         code: As in `Submit`.
-        tracking: As in `Submit`: an agent that outlives its pool service gives it to the next one.
-        part: The node's part of a run of several nodes; None where the whole run is on this one.
-        store: The user's store of blobs at the pool, by its name; "" where nothing is from there.
-        far: The node is not the pool's machine: `run_dir` and the store are not here. Blobs come by `FetchBlob`, and
-            the run's files go by `StoreRunFile`.
+        tracking: As in `Submit`; an agent that outlives its pool service passes it to the next one.
+        part: The node's part of a multi-node run; None if the whole run is on this node.
+        store: Name of the user's blob store at the pool; "" if no blobs are needed.
+        far: The node is not the pool's machine: it cannot access `run_dir` and the store. It reads blobs with
+            `FetchBlob` and sends the run's files with `StoreRunFile`.
+        checkpoints: Files that earlier attempts left in the run's directory at the pool. A node that is `far` fetches
+            them by `FetchRunFile` before its ranks start.
         uploads: As in `Submit`.
     """
 
@@ -76,10 +78,11 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
     store: str = ""
     far: bool = False
     uploads: tuple[Upload, ...] = ()
+    checkpoints: tuple[RunFile, ...] = ()
 
 
 class BuildEnvironment(Record, frozen=True, tag="build-environment", kw_only=True):
-    """A run that waits will need this: begin to build it, if it has to be built here."""
+    """A queued run will need this environment: start building it, if this node has to build it."""
 
     run_id: str
     interpreter: Interpreter
@@ -87,7 +90,7 @@ class BuildEnvironment(Record, frozen=True, tag="build-environment", kw_only=Tru
 
 
 class TrackingKnown(Record, frozen=True, tag="tracking-known", kw_only=True):
-    """The run's place in MLflow; None when there is none, and `problem` says why."""
+    """The run's MLflow run. None if there is none; `problem` says why."""
 
     run_id: str
     tracked: TrackedRun | None = None
@@ -95,7 +98,7 @@ class TrackingKnown(Record, frozen=True, tag="tracking-known", kw_only=True):
 
 
 class MasterKnown(Record, frozen=True, tag="master-known", kw_only=True):
-    """Where the ranks of a run of several nodes meet: rank 0's node listens there."""
+    """The rendezvous address of a multi-node run, on the node of rank 0."""
 
     run_id: str
     address: str
@@ -103,19 +106,19 @@ class MasterKnown(Record, frozen=True, tag="master-known", kw_only=True):
 
 
 class PeerFailed(Record, frozen=True, tag="peer-failed", kw_only=True):
-    """A rank of the run failed on another node: free those that wait for it in a collective."""
+    """A rank of the run failed on another node: release the ranks that wait for it in a collective."""
 
     run_id: str
 
 
 class PartsOver(Record, frozen=True, tag="parts-over", kw_only=True):
-    """Every node's part of the run has ended: the ranks may leave."""
+    """Every node's part of the run has ended: the ranks may exit."""
 
     run_id: str
 
 
 class EndRun(Record, frozen=True, tag="end-run", kw_only=True):
-    """Take the stop path with this run; `state` is what it ends as."""
+    """Stop this run's ranks. `state` is the run's final state."""
 
     run_id: str
     state: RunState
@@ -129,7 +132,7 @@ class KillRanks(Record, frozen=True, tag="kill-ranks", kw_only=True):
 
 
 class RestartSessionRanks(Record, frozen=True, tag="restart-session-ranks", kw_only=True):
-    """Replace ranks of a session by new processes; answered by `SessionRanksRestarted`. `ranks`: empty means all."""
+    """Replace ranks of a session (all if empty) with new processes. Answered by `SessionRanksRestarted`."""
 
     request: int
     session: str
@@ -137,7 +140,7 @@ class RestartSessionRanks(Record, frozen=True, tag="restart-session-ranks", kw_o
 
 
 class Question(Record, frozen=True, tag="question", kw_only=True):
-    """Ask a rank of a session; answered by `Answered`, at once when the rank is busy."""
+    """Ask a rank of a session. Answered by `Answered`, at once if the rank is busy."""
 
     request: int
     session: str
@@ -145,38 +148,38 @@ class Question(Record, frozen=True, tag="question", kw_only=True):
 
 
 class TakeInventory(Record, frozen=True, tag="take-inventory", kw_only=True):
-    """Look at the devices again; answered by `InventoryTaken`."""
+    """Query the node's devices again. Answered by `InventoryTaken`."""
 
 
 class TakeStacks(Record, frozen=True, tag="take-stacks", kw_only=True):
-    """Look where each rank of the run is; answered by `StacksTaken`."""
+    """Take the stack of each of the run's ranks. Answered by `StacksTaken`."""
 
     request: int
     run_id: str
 
 
 class EventsKept(Record, frozen=True, tag="events-kept", kw_only=True):
-    """The pool has kept the run's events up to this number: the agent need not send them again."""
+    """The pool service has stored the run's events up to `number`: the agent need not send them again."""
 
     run_id: str
     number: int
 
 
 class Adopt(Record, frozen=True, tag="adopt", kw_only=True):
-    """A new pool service takes the run over: send its events after `number` again, then go on."""
+    """A new pool service takes over the run: resend its events after `number`, then continue."""
 
     run_id: str
     number: int
 
 
 class DetachRun(Record, frozen=True, tag="detach-run", kw_only=True):
-    """The run goes on when its notebook is gone."""
+    """The run was detached: it continues after its notebook exits."""
 
     run_id: str
 
 
 class EndAgent(Record, frozen=True, tag="end-agent", kw_only=True):
-    """End every rank and exit. Without it an agent whose pool is gone waits for the next one."""
+    """End every rank and exit. Without this message, an agent whose pool service is gone waits for the next one."""
 
 
 StartOrder = WarmZygote | Launch | BuildEnvironment
@@ -188,14 +191,14 @@ ToAgent = StartOrder | RanksOrder | SessionOrder | ClientNews | PoolOrder | Node
 
 
 class HeldRun(Record, frozen=True, kw_only=True):
-    """A run that an agent has when a pool service comes to it.
+    """A run that an agent holds when a pool service connects.
 
     Args:
-        launch: As it was ordered, without raw frames.
-        state: `PREPARING` or later; final when its last word was said.
+        launch: The `Launch` message, without raw frames.
+        state: `PREPARING` or later; a final state once `RunEnded` was sent.
         started_s: Seconds since its launch.
-        gone: Its ranks are gone; only events, or results that nobody has fetched, are left.
-        locks: Descriptors of device locks that come along for it.
+        gone: Its ranks are gone; only events, or results that nobody has fetched, remain.
+        locks: Number of device-lock descriptors sent along for it.
     """
 
     launch: Launch
@@ -206,10 +209,10 @@ class HeldRun(Record, frozen=True, kw_only=True):
 
 
 class AgentReady(Record, frozen=True, tag="agent-ready", kw_only=True):
-    """The first word of an agent to a pool service.
+    """The first message of an agent to a pool service.
 
     Args:
-        runs: What it has from an earlier service.
+        runs: Runs that it holds from an earlier service.
     """
 
     pid: int
@@ -219,18 +222,18 @@ class AgentReady(Record, frozen=True, tag="agent-ready", kw_only=True):
 
 
 class InventoryTaken(Record, frozen=True, tag="inventory-taken", kw_only=True):
-    """What the node has, when it was asked or something has changed."""
+    """The node's devices, sent on request and after a change."""
 
     inventory: Inventory
 
 
 class RunEvent(Record, frozen=True, tag="run-event", kw_only=True):
-    """An event of a run on this node; the pool keeps it.
+    """An event of a run on this node, for the pool service to store.
 
     Args:
-        number: 1, 2, 3 ... by run, as the agent counts its own.
-        part: The node's index among those of the run.
-        joined: As in `Event`; never said by an agent.
+        number: 1, 2, 3 ... per run, counted by the agent.
+        part: Index of the node among the run's nodes.
+        joined: As in `Event`; never set by an agent.
     """
 
     run_id: str
@@ -242,31 +245,31 @@ class RunEvent(Record, frozen=True, tag="run-event", kw_only=True):
 
 
 class PartEnded(Record, frozen=True, tag="part-ended", kw_only=True):
-    """This node's part of a run of several nodes has ended; its last word waits for its results."""
+    """This node's part of a multi-node run has ended. `RunEnded` follows once the results are at the pool."""
 
     run_id: str
 
 
 class DevicesFree(Record, frozen=True, tag="devices-free", kw_only=True):
-    """Every process of the run is dead and reaped, and files of it are still on their way to the pool.
+    """Every process of the run is dead and reaped; files of it are still being sent to the pool.
 
-    `RanksGone` follows when they are there; the run's last word may come between. Not said of what runs in a session.
+    `RanksGone` follows when they have arrived; `RunEnded` may come in between. Not sent for runs in a session.
     """
 
     run_id: str
 
 
 class RanksGone(Record, frozen=True, tag="ranks-gone", kw_only=True):
-    """Every process of the run is dead and reaped, and nothing of it is left to come: its lease is free.
+    """Every process of the run is dead and reaped, and nothing more of it will arrive: its lease is free.
 
-    Of a run in a session: its ranks are idle again, and the next cell may have them.
+    For a run in a session: its ranks are idle again and can execute the next cell.
     """
 
     run_id: str
 
 
 class StacksTaken(Record, frozen=True, tag="stacks-taken", kw_only=True):
-    """Where each rank of the run on this node is."""
+    """Where each of the run's ranks on this node is."""
 
     request: int
     run_id: str
@@ -274,7 +277,7 @@ class StacksTaken(Record, frozen=True, tag="stacks-taken", kw_only=True):
 
 
 class SessionRanksRestarted(Record, frozen=True, tag="session-ranks-restarted", kw_only=True):
-    """The new ranks have joined. `problem` says why not, "" when they have."""
+    """The new ranks have joined. `problem` says why they have not; "" if they have."""
 
     request: int
     session: str
@@ -282,18 +285,18 @@ class SessionRanksRestarted(Record, frozen=True, tag="session-ranks-restarted", 
 
 
 class Answered(Record, frozen=True, tag="answered", kw_only=True):
-    """What a rank said to `Question`."""
+    """A rank's answer to `Question`."""
 
     request: int
     answer: RankAnswer
 
 
 class MasterBound(Record, frozen=True, tag="master-bound", kw_only=True):
-    """This node's ranks of a run of several nodes are ready to meet; answered to all nodes by `MasterKnown`.
+    """This node's ranks of a multi-node run are ready for the rendezvous. All nodes then get `MasterKnown`.
 
     Args:
-        address: Where the node of rank 0 listens for the others; "" of other nodes.
-        port: There; 0 of other nodes.
+        address: Address where the node of rank 0 listens for the others; "" from other nodes.
+        port: Port of that address; 0 from other nodes.
     """
 
     run_id: str
@@ -302,7 +305,7 @@ class MasterBound(Record, frozen=True, tag="master-bound", kw_only=True):
 
 
 class TrackingAsked(Record, frozen=True, tag="tracking-asked", kw_only=True):
-    """A rank's own code uses MLflow and waits for the run's place there; answered by `TrackingKnown`."""
+    """A rank's own code uses MLflow and waits for the run's MLflow run. Answered by `TrackingKnown`."""
 
     run_id: str
 

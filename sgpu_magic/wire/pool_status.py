@@ -1,4 +1,4 @@
-"""How a client finds a pool, how the two greet each other, and what the pool says of itself."""
+"""How a client finds and greets a pool, and the pool's status."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ OLDEST_PROTOCOL_VERSION = 3
 
 # ---------------------------------------------------------------- where a local pool is found
 
-# sun_path of a Unix socket's address ends at 108 bytes
+# sun_path of a Unix socket's address has 108 bytes, with the final zero
 MAX_SOCKET_PATH_BYTES = 107
 
 
 class PoolAddress(Record, frozen=True, kw_only=True):
-    """`pool.json`. `process_start` tells the pool's process from another that got its pid."""
+    """Contents of `pool.json`. `process_start` distinguishes the pool's process from another that reuses its pid."""
 
     pid: int
     process_start: int
@@ -44,9 +44,9 @@ def address_file(runtime: Path) -> Path:
 
 
 def process_start(pid: int) -> int:
-    """The process's start in clock ticks since boot, 0 where the system does not tell or it has ended.
+    """Return the process's start time in clock ticks since boot, 0 if it is unavailable or the process has ended.
 
-    A zombie has ended: in a container nobody may reap what a killed pool leaves.
+    A zombie counts as ended: in a container, a killed pool may never be reaped.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -63,10 +63,10 @@ class Hello(Record, frozen=True, tag="hello", kw_only=True):
     """The first message of a client. Stable across versions.
 
     Args:
-        pid: Its process, on `host`.
-        host: Its machine's name.
-        user: Whose it is there. A remote pool goes by the client's key instead.
-        instance: The same in each connection that this link makes anew, "" where it makes none.
+        pid: The client's process id on `host`.
+        host: Host name of its machine.
+        user: User name on that machine. A remote pool identifies the user by the client's key instead.
+        instance: The same for every reconnection of this link; "" if the link does not reconnect.
     """
 
     protocol_version: int
@@ -81,16 +81,16 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
     """The answer to `Hello`. Stable across versions.
 
     Args:
-        sees_client: Its nodes see the files of this client's machine and run its Python; else packages, code and
-            variables have to travel.
-        same_host: The service is on the client's machine: run directories and memory files are read there by their
-            paths; else everything goes over the link.
-        near: The ranks are on the client's machine too: a payload is read where it lies. Else it goes into the pool's
+        sees_client: The nodes can read the files of the client's machine and run its Python; otherwise packages, code
+            and variables have to be sent.
+        same_host: The service is on the client's machine: run directories and memory files are read by path; otherwise
+            everything goes over the link.
+        near: The ranks are on the client's machine too: a payload is read in place. Otherwise it goes into the pool's
             store.
-        user: Who the client is to the pool.
-        service: Another one for each life of the pool's process.
+        user: The client's user name at the pool.
+        service: Id of the pool's process, different after each restart.
         pool: The pool's own name.
-        settings: (name, value) of a local pool's settings that it has read when it started.
+        settings: (name, value) of the settings that a local pool read when it started.
     """
 
     protocol_version: int
@@ -114,13 +114,13 @@ class RunSummary(Record, frozen=True, kw_only=True):
     """One row of the ledger.
 
     Args:
-        metered_at: When its meter began, seconds since the epoch; None before, and for what a session pays for.
-        hourly: What all its devices cost in an hour, None without a price.
-        currency: Of `hourly` and `cost`.
-        gpu_s: Seconds of devices that were billed; None while it goes on, and where none were.
-        cost: Theirs; None while it goes on, and without a price.
-        idle_s: Of a session that has ended: for how long no cell ran in it.
-        idle_ends_at: Of a session in which nothing runs: wall-clock time at which it ends by itself; None else.
+        metered_at: When metering began, seconds since the epoch; None before, and for runs that a session pays for.
+        hourly: Hourly price of all its devices; None without a price.
+        currency: Currency of `hourly` and `cost`.
+        gpu_s: Billed device-seconds; None while the run is active, and if nothing is billed.
+        cost: Cost of `gpu_s`; None while the run is active, and without a price.
+        idle_s: For an ended session: seconds in which no cell ran.
+        idle_ends_at: For a session without running cells: wall-clock time at which it ends by itself; None otherwise.
     """
 
     run_id: str
@@ -152,12 +152,12 @@ class RunSummary(Record, frozen=True, kw_only=True):
 
 
 class BudgetState(Record, frozen=True, kw_only=True):
-    """A pool's budget and what is used of it.
+    """A pool's budget and how much of it is used.
 
     Args:
-        limit: In `currency`.
-        days: How far back spending counts.
-        spent: In that time, with what runs that go on have cost so far.
+        limit: The budget, in `currency`.
+        days: Number of past days whose spending counts.
+        spent: Amount spent in that time, including active runs up to now.
     """
 
     limit: float
@@ -167,7 +167,7 @@ class BudgetState(Record, frozen=True, kw_only=True):
 
 
 class AskStatus(Record, frozen=True, tag="ask-status", kw_only=True):
-    """Answered by `PoolStatus`. `recent` is how many of the runs that are over it lists."""
+    """Ask for the pool's status. Answered by `PoolStatus`, which lists up to `recent` ended runs."""
 
     request: int
     recent: int = 20
@@ -177,9 +177,9 @@ class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
     """What `%sgpu_status` and `sgpu pool status` show.
 
     Args:
-        problem: The ledger's, "" when it has none.
-        idle_ends_at: Wall-clock time at which the idle pool gives its processes back; None while it is in use.
-        budget: None without one.
+        problem: Problem of the ledger; "" without one.
+        idle_ends_at: Wall-clock time at which the idle pool releases its processes; None while it is in use.
+        budget: The pool's budget; None without one.
     """
 
     request: int

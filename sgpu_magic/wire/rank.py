@@ -1,4 +1,4 @@
-"""Orders to a rank and its reports. Descriptors travel beside them on the socketpair."""
+"""Messages between an agent and a rank. Descriptors are sent along on the socketpair."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
 
 
 class RankQuestion(Record, frozen=True, kw_only=True):
-    """What is asked of a rank while it is idle.
+    """A question to an idle rank.
 
     Args:
         rank: The rank.
-        what: `complete` (names at `cursor` in `code`), `inspect` (the object there) or `names` (what its cells have
-            set).
+        what: `complete` (names at `cursor` in `code`), `inspect` (the object there) or `names` (names that its cells
+            have set).
         code: The code.
-        cursor: Position in it, in characters.
-        detail: 0, or 1 for the source too, as in Jupyter's `inspect_request`.
+        cursor: Position in `code`, in characters.
+        detail: 0, or 1 to include the source, as in Jupyter's `inspect_request`.
     """
 
     rank: int
@@ -33,22 +33,22 @@ class RankQuestion(Record, frozen=True, kw_only=True):
 
 
 class Match(Record, frozen=True):
-    """One completion: the text, and what it is (`function`, `module`, "" when unknown)."""
+    """One completion: its text and type (`function`, `module`, "" if unknown)."""
 
     text: str
     type: str = ""
 
 
 class RankAnswer(Record, frozen=True, kw_only=True):
-    """What a rank answers.
+    """A rank's answer to `RankQuestion`.
 
     Args:
-        problem: Why it does not, such as that it is busy; "" when it does.
-        matches: For `complete`.
-        start: Where in the code the matches begin, in characters.
-        end: Where they end.
-        bundle: For `inspect`: a MIME bundle, JSON; empty when there is no such object.
-        names: For `names`: names in its namespace that it did not have when it was new.
+        problem: Why there is no answer, such as that the rank is busy; "" if there is one.
+        matches: For `complete`: the completions.
+        start: Start in `code` of the text that the matches replace, in characters.
+        end: End of that text.
+        bundle: For `inspect`: a MIME bundle as JSON; empty if there is no such object.
+        names: For `names`: names in its namespace that were not there when the rank started.
     """
 
     problem: str = ""
@@ -63,16 +63,16 @@ class RankAnswer(Record, frozen=True, kw_only=True):
 
 
 class Prepare(Record, frozen=True, tag="prepare", kw_only=True):
-    """Stand where the kernel stands, take the device, join the process group; answered by `Joined`.
+    """Apply the kernel's context, take the device and join the process group. Answered by `Joined`.
 
-    For the ranks of a session, and for a standby group on a session's GPUs. What comes next is `Execute`.
+    Sent to the ranks of a session, and to a standby group on a session's GPUs. `Execute` comes next.
 
     Args:
         context: As in `Execute`.
         device: As in `Execute`.
         rank_variables: As in `Execute`; rank 0 gets the descriptor of the bound socket behind `MASTER_PORT`.
-        renewal: The store at hand is one of `Renew`: the other ranks of the session are in a process group already.
-        stays: The rank belongs to a session: it executes cell after cell.
+        renewal: The rank's store is one of `Renew`: the session's other ranks are already in a process group.
+        stays: The rank belongs to a session: it executes one cell after another.
     """
 
     context: RankContext
@@ -83,11 +83,11 @@ class Prepare(Record, frozen=True, tag="prepare", kw_only=True):
 
 
 class Renew(Record, frozen=True, tag="renew", kw_only=True):
-    """Connect the process groups anew over a new store, whose descriptor comes along; answered by `Renewed`.
+    """Reconnect the process groups over a new store, whose descriptor is sent along. Answered by `Renewed`.
 
     Args:
-        replaced: Ranks that are new processes: groups that the user made with them can't be renewed.
-        store_path: The store's file where memory files do not exist; "" when its descriptor comes along.
+        replaced: Ranks that are new processes: user-created groups with them cannot be reconnected.
+        store_path: Path of the store's file on systems without memory files; "" if its descriptor is sent along.
     """
 
     replaced: tuple[int, ...] = ()
@@ -95,19 +95,19 @@ class Renew(Record, frozen=True, tag="renew", kw_only=True):
 
 
 class PrivateRay(Record, frozen=True, kw_only=True):
-    """A run's own Ray cluster, as one node has a part in it.
+    """One node's part of a run's private Ray cluster.
 
     Args:
-        directory: Sockets and logs of Ray's processes; made for the run, 0700, and short, as a socket's path ends at
-            107 bytes. The agent removes it when the ranks are gone.
-        disk_directory: For what may be large: objects that are spilled, and all objects where `/dev/shm` is small.
-        address: Where the other nodes reach this one; the loopback address where there are none.
-        gpus: GPUs that Ray may give away here.
-        cpus: The same of CPUs.
-        simulated: The GPUs are simulated: Ray counts them, and code computes on the CPU.
-        object_store_bytes: Most memory of Ray's objects here.
-        objects_on_disk: `/dev/shm` is too small for them.
-        dashboard: The head has Ray's dashboard.
+        directory: Sockets and logs of Ray's processes. Created for the run with mode 0700 and a short path, because a
+            socket's path is limited to 107 bytes. The agent removes it when the ranks are gone.
+        disk_directory: For large data: spilled objects, and all objects if `/dev/shm` is small.
+        address: Address at which the other nodes reach this one; the loopback address on a single node.
+        gpus: Number of GPUs that Ray may assign on this node.
+        cpus: Number of CPUs that Ray may assign on this node.
+        simulated: The GPUs are simulated: Ray counts them, but code runs on the CPU.
+        object_store_bytes: Maximum memory of Ray's object store on this node.
+        objects_on_disk: `/dev/shm` is too small for the objects.
+        dashboard: Start Ray's dashboard on the head node.
     """
 
     directory: str
@@ -122,21 +122,21 @@ class PrivateRay(Record, frozen=True, kw_only=True):
 
 
 class Execute(Record, frozen=True, tag="execute", kw_only=True):
-    """Run a cell in this rank. The payload's descriptor comes along unless it is inline (the first raw frame).
+    """Run a cell in this rank. The payload's descriptor is sent along unless it is inline (the first raw frame).
 
-    Rank 0 of a run that is not in a session also gets the descriptor of the bound socket behind `MASTER_PORT`,
-    unless it was prepared before.
+    Rank 0 of a run that is not in a session also gets the descriptor of the bound socket behind `MASTER_PORT`, unless
+    it was prepared before.
 
     Args:
-        run_dir: Where a result goes that memory has no room for.
-        device: `cpu`, or `cuda` when the rank has a GPU of its own.
-        rank_variables: torchrun's variables for this rank. `MASTER_PORT` is a bound loopback socket kept for user
-            code that rendezvouses again; rank 0 gets its listening descriptor.
-        tracking: The run is tracked: what its code does with MLflow reaches the run's own MLflow run. Its URI is the
-            default store's where `Launch` has "".
-        profile: Keep a trace of torch's profiler in `run_dir`.
-        ray: The cell is the driver of a Ray cluster on the run's nodes, and runs in rank 0 alone; None where it runs
-            in every rank.
+        run_dir: Where to write results that do not fit into memory.
+        device: `cpu`, or `cuda` if the rank has its own GPU.
+        rank_variables: torchrun's variables for this rank. `MASTER_PORT` is a bound loopback socket, reserved for user
+            code that calls rendezvous again; rank 0 gets its listening descriptor.
+        tracking: Set if the run is tracked: MLflow calls in its code reach the run's own MLflow run. Its URI is that of
+            the default store where `Launch` has "".
+        profile: Write a torch profiler trace to `run_dir`.
+        ray: The cell is the driver of a Ray cluster on the run's nodes and runs on rank 0 only; None if it runs on
+            every rank.
     """
 
     run_id: str
@@ -158,14 +158,14 @@ class Execute(Record, frozen=True, tag="execute", kw_only=True):
 
 
 class AnswerQuestion(Record, frozen=True, tag="answer-question", kw_only=True):
-    """Answer this; sent to an idle rank only. Answered by `QuestionAnswered`."""
+    """Answer this question. Sent to idle ranks only. Answered by `QuestionAnswered`."""
 
     request: int
     question: RankQuestion
 
 
 class Release(Record, frozen=True, tag="release", kw_only=True):
-    """Shut these connected sockets down (numbers in the rank), which frees it from a collective."""
+    """Shut down these connected sockets (descriptor numbers in the rank), which releases it from a collective."""
 
     fds: tuple[int, ...]
 
@@ -175,14 +175,14 @@ class Leave(Record, frozen=True, tag="leave", kw_only=True):
 
 
 class InPlace(Record, frozen=True, tag="in-place", kw_only=True):
-    """The rank's last display or clearing has its place: what is written from now on comes after it."""
+    """The rank's last `Displayed` or `Cleared` has its position: output written from now on comes after it."""
 
 
 class TrackingAnswered(Record, frozen=True, tag="tracking-answered", kw_only=True):
-    """The answer to `AskTracking`; None when the run is not tracked, and `problem` says why.
+    """The answer to `AskTracking`. `tracked` is None if the run is not tracked; `problem` says why.
 
     Args:
-        run_id: The run that it is about: a rank of a session may have its next cell by now.
+        run_id: The run in question: a rank of a session may already execute its next cell.
     """
 
     run_id: str
@@ -191,13 +191,13 @@ class TrackingAnswered(Record, frozen=True, tag="tracking-answered", kw_only=Tru
 
 
 class CommsHeard(Record, frozen=True, tag="comms-heard", kw_only=True):
-    """What the front end says to the rank's widgets. Buffers are raw frames."""
+    """Comm messages from the front end to the rank's widgets. Buffers are raw frames."""
 
     messages: tuple[CommMessage, ...]
 
 
 class TellCollectives(Record, frozen=True, tag="tell-collectives", kw_only=True):
-    """Look into torch's flight recorder; answered by `Collectives` with the same number."""
+    """Read torch's flight recorder. Answered by `Collectives` with the same number."""
 
     request: int
 
@@ -210,15 +210,15 @@ ToRank = CellOrder | InPlace | TrackingAnswered | CommsHeard | TellCollectives
 
 
 class Joined(Record, frozen=True, tag="joined", kw_only=True):
-    """The rank is in the process group."""
+    """The rank has joined the process group."""
 
 
 class Renewed(Record, frozen=True, tag="renewed", kw_only=True):
-    """The rank's process groups are connected anew.
+    """The rank's process groups are reconnected.
 
     Args:
-        problem: Why not, "" when they are.
-        lost: What could not be kept, a sentence; "" when everything goes on.
+        problem: Why they are not; "" if they are.
+        lost: A sentence about what could not be preserved; "" if nothing was lost.
     """
 
     problem: str = ""
@@ -226,27 +226,27 @@ class Renewed(Record, frozen=True, tag="renewed", kw_only=True):
 
 
 class Raised(Record, frozen=True, tag="raised", kw_only=True):
-    """The cell has raised; `Failed` follows when its traceback is drawn, which takes a tenth of a second for big files.
+    """The cell has raised. `Failed` follows once its traceback is formatted, which takes 0.1 s for large files.
 
-    A hint only: code that runs cells of its own may go on after it.
+    Only a hint: code that itself runs cells may continue afterwards.
     """
 
 
 class Remarked(Record, frozen=True, tag="remarked", kw_only=True):
-    """A sentence for the user; the agent makes it a `Noted` of the run."""
+    """A sentence for the user. The agent turns it into a `Noted` of the run."""
 
     text: str
 
 
 class QuestionAnswered(Record, frozen=True, tag="question-answered", kw_only=True):
-    """What an idle rank says to `AnswerQuestion`."""
+    """An idle rank's answer to `AnswerQuestion`."""
 
     request: int
     answer: RankAnswer
 
 
 class Displayed(Record, frozen=True, tag="displayed", kw_only=True):
-    """Something rich; the agent adds the rank."""
+    """Rich output. The agent adds the rank."""
 
     bundle: bytes
     metadata: bytes = b"{}"
@@ -255,22 +255,22 @@ class Displayed(Record, frozen=True, tag="displayed", kw_only=True):
 
 
 class Cleared(Record, frozen=True, tag="cleared", kw_only=True):
-    """`clear_output` was called; with `wait` the output goes when the next one comes."""
+    """`clear_output` was called. With `wait`, the output is cleared when the next output arrives."""
 
     wait: bool = False
 
 
 class CommsSaid(Record, frozen=True, tag="comms-said", kw_only=True):
-    """What the rank's widgets say; the agent adds the rank. Buffers are raw frames."""
+    """Comm messages from the rank's widgets. The agent adds the rank. Buffers are raw frames."""
 
     messages: tuple[CommMessage, ...]
 
 
 class Finished(Record, frozen=True, tag="finished", kw_only=True):
-    """The cell is done. The result's descriptor comes along unless it is inline (the first raw frame).
+    """The cell has finished. The result's descriptor is sent along unless it is inline (the first raw frame).
 
     Args:
-        result: Without `lines` and `output_bytes`, which the agent counts.
+        result: The result without `lines` and `output_bytes`, which the agent counts.
         grouped: The rank is still in its process group: the cell has not destroyed it.
     """
 
@@ -286,11 +286,11 @@ class Failed(Record, frozen=True, tag="failed", kw_only=True):
 
 
 class Collectives(Record, frozen=True, tag="collectives", kw_only=True):
-    """What the flight recorder has: the collective that the rank is in, or its last one.
+    """The flight recorder's entry for the collective that the rank is in, or for its last one.
 
     Args:
-        current: None when it has recorded none, or this torch has no recorder for the backend.
-        entered_at: When the rank called it, seconds since the epoch; 0.0 when unknown.
+        current: None if nothing is recorded, or if this torch has no recorder for the backend.
+        entered_at: When the rank called it, seconds since the epoch; 0.0 if unknown.
     """
 
     request: int
@@ -299,14 +299,14 @@ class Collectives(Record, frozen=True, tag="collectives", kw_only=True):
 
 
 class AskTracking(Record, frozen=True, tag="ask-tracking", kw_only=True):
-    """The cell uses MLflow and waits for the run's place there; answered by `TrackingAnswered`."""
+    """The cell uses MLflow and waits for the run's MLflow run. Answered by `TrackingAnswered`."""
 
 
 class MetricsReported(Record, frozen=True, tag="metrics-reported", kw_only=True):
-    """What the cell told MLflow about its run; the agent makes it a `MetricsLogged` of the run.
+    """What the cell logged to MLflow. The agent turns it into a `MetricsLogged` of the run.
 
     Args:
-        metrics: Values.
+        metrics: Metric values.
         params: (name, value), both text.
         tags: (name, value), both text.
     """

@@ -1,4 +1,4 @@
-"""Events of ranks: output, displays, what their widgets say, failures, stalls, measures. Part of `events`."""
+"""Events of ranks: output, displays, widget messages, failures, stalls, measurements. Part of `events`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import MetricPoint
 
 IDLE_GPU_PCT = 5.0
-"""A GPU that is busier than this works."""
+"""A GPU above this utilization counts as busy."""
 
 
 class RankSample(Record, frozen=True, kw_only=True, array_like=True):
-    """What one rank and its device did in the last interval. None is what nobody tells.
+    """Measurements of one rank and its device in the last interval. None means unavailable.
 
-    An array on the wire: there is one for each rank and interval of a run's whole life.
+    Encoded as an array, because a run has one for each rank and interval.
 
     Args:
         rank: The rank.
         kind: `gpu`, `mig` (a slice of one) or `cpu` (no device, or a simulated one).
-        uuid: The device's, "" on CPU and in all but the rank's first sample.
-        utilization_pct: How busy the device was, 0 to 100; None on a MIG slice and on CPU.
-        own_utilization_pct: The part of it that is this run's own processes.
-        used_bytes: Memory in use on the device, by everybody.
-        own_bytes: The part of it that is this run's own processes.
-        total_bytes: The device's memory; on CPU the memory that the rank may use. Only in the rank's first sample.
-        power_w: Watts drawn.
-        temperature_c: Degrees Celsius.
-        cpu_cores: Cores that the rank's processes kept busy: 2.5 are two and a half.
-        rss_bytes: Resident memory of the rank's processes. Pages that they share with others count in full.
-        problem: Why the device can't be read any more, "" when it can.
+        uuid: The device's UUID; "" on CPU and in all but the rank's first sample.
+        utilization_pct: Utilization of the device, 0 to 100; None on a MIG slice and on CPU.
+        own_utilization_pct: The part of it caused by this run's own processes.
+        used_bytes: Memory in use on the device, by all processes.
+        own_bytes: The part of it used by this run's own processes.
+        total_bytes: Memory of the device; on CPU the memory that the rank may use. Only in the rank's first sample.
+        power_w: Power draw in watts.
+        temperature_c: Temperature in degrees Celsius.
+        cpu_cores: Number of cores that the rank's processes kept busy, such as 2.5.
+        rss_bytes: Resident memory of the rank's processes. Shared pages count in full.
+        problem: Why the device can no longer be read; "" if it can.
     """
 
     rank: int
@@ -49,15 +49,15 @@ class RankSample(Record, frozen=True, kw_only=True, array_like=True):
 
 
 class CommMessage(Record, frozen=True, kw_only=True):
-    """One comm message. Its buffers are raw frames beside the record that carries it.
+    """One Jupyter comm message. Its buffers are raw frames beside the record that carries it.
 
     Args:
-        comm_id: The comm, as the rank knows it.
+        comm_id: Id of the comm in the rank.
         kind: `open`, `msg` or `close`.
-        target: The target's name where `kind` is `open`.
+        target: Name of the target if `kind` is `open`.
         data: JSON.
         metadata: JSON.
-        buffers: How many of the raw frames belong to it.
+        buffers: Number of the raw frames that belong to it.
     """
 
     comm_id: str
@@ -69,14 +69,14 @@ class CommMessage(Record, frozen=True, kw_only=True):
 
 
 def can_merge(older: Mapping[str, object], newer: Mapping[str, object], nothing: object) -> bool:
-    """Whether an update of traits may take an older one's place, the rest of which stays.
+    """Whether an update of traits may replace an older one; traits that only the older one has are kept.
 
-    A trait that is emptied again after it was set is a message of its own, as plotly's figures send them.
+    Setting a trait and emptying it again stay separate messages, which plotly's figures rely on.
 
     Args:
         older: The traits' values.
-        newer: The same, later.
-        nothing: How `None` is written there.
+        newer: The values of the later update.
+        nothing: How these values represent `None`.
     """
     return all((older[name] == nothing) == (value == nothing) for name, value in newer.items() if name in older)
 
@@ -87,11 +87,11 @@ class OutputWritten(Record, frozen=True, tag="output", kw_only=True):
     Args:
         rank: The rank.
         stream: `stdout` or `stderr`.
-        text: The bytes from `start` to `end` as text, or only their tail when there were many.
+        text: The bytes from `start` to `end` as text, or only the tail of a large batch.
         start: Offset in the rank's log at which this batch begins.
-        end: Offset after it.
-        skipped_bytes: Bytes of the batch left out before `text`; they are in the log.
-        skipped_lines: Line ends among them.
+        end: Offset after the batch.
+        skipped_bytes: Number of bytes of the batch left out before `text`; they are in the log.
+        skipped_lines: Number of line ends among them.
     """
 
     rank: int
@@ -104,14 +104,14 @@ class OutputWritten(Record, frozen=True, tag="output", kw_only=True):
 
 
 class DisplayPublished(Record, frozen=True, tag="display", kw_only=True):
-    """A rank displayed something rich.
+    """A rank displayed rich output.
 
     Args:
         rank: The rank.
         bundle: The MIME bundle, JSON.
         metadata: Its metadata, JSON.
-        display_id: For updates; "" when none.
-        update: True when it replaces what `display_id` showed.
+        display_id: Id for updates; "" for none.
+        update: The output replaces what `display_id` showed.
     """
 
     rank: int
@@ -129,43 +129,43 @@ class OutputCleared(Record, frozen=True, tag="clear", kw_only=True):
 
 
 class CommsMoved(Record, frozen=True, tag="comms", kw_only=True):
-    """A rank's widgets said something, in this order. Their buffers are raw frames."""
+    """Comm messages from a rank's widgets, in order. Their buffers are raw frames."""
 
     rank: int
     messages: tuple[CommMessage, ...]
 
 
 class RankFailed(Record, frozen=True, tag="rank-failed", kw_only=True):
-    """A rank failed; the run's own failure follows when the root cause is known."""
+    """A rank failed. The run's own failure follows once the root cause is known."""
 
     failure: Failure
 
 
 class Stalled(Record, frozen=True, tag="stalled", kw_only=True):
-    """No output, CPU or GPU has moved for `seconds` while ranks are in a collective; told again when it changed."""
+    """No output, CPU or GPU activity for `seconds` while ranks are in a collective. Sent again if the stacks change."""
 
     seconds: float
     stacks: tuple[RankStack, ...]
 
 
 class Resumed(Record, frozen=True, tag="resumed", kw_only=True):
-    """The run moves again after `Stalled`."""
+    """The run makes progress again after `Stalled`."""
 
 
 class Sampled(Record, frozen=True, tag="sampled", kw_only=True):
-    """What the ranks and their devices did in the last `seconds`."""
+    """Measurements of the ranks and their devices over the last `seconds`."""
 
     seconds: float
     samples: tuple[RankSample, ...]
 
 
 class DeviceIdle(Record, frozen=True, tag="device-idle", kw_only=True):
-    """A rank's GPU has done nothing for a while.
+    """A rank's GPU has been idle for a while.
 
     Args:
         rank: The rank.
-        seconds: For how long by now.
-        waits_in: What the rank does instead as far as its stack shows it (`the DataLoader`, `all_reduce`), "" if not.
+        seconds: Idle time so far.
+        waits_in: What the rank waits in according to its stack (`the DataLoader`, `all_reduce`); "" if unknown.
     """
 
     rank: int
@@ -174,13 +174,13 @@ class DeviceIdle(Record, frozen=True, tag="device-idle", kw_only=True):
 
 
 class DeviceBusy(Record, frozen=True, tag="device-busy", kw_only=True):
-    """A rank's GPU works again after `DeviceIdle`, or the rank is done."""
+    """A rank's GPU is busy again after `DeviceIdle`, or the rank has finished."""
 
     rank: int
 
 
 class MetricsLogged(Record, frozen=True, tag="metrics", kw_only=True):
-    """What a rank's own code told MLflow about the run. As in `MetricsReported`."""
+    """What a rank's code logged to MLflow. Fields as in `MetricsReported`."""
 
     rank: int
     metrics: tuple[MetricPoint, ...] = ()

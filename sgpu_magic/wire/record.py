@@ -1,4 +1,4 @@
-"""The base of every record and message, and the ids that they name: checked before a path is made of them."""
+"""The base of every record and message, and run ids, which are validated before they become parts of paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Base of the records: immutable, defaults left out on the wire."""
+    """Base of the records: immutable; fields with their default value are not sent."""
 
 
 _ID = re.compile(r"[0-9a-f]{8}")
@@ -17,7 +17,7 @@ SHORT_LENGTH = 4
 
 
 def new_id() -> str:
-    """Return a fresh id: 8 hexadecimal digits."""
+    """Return a new id: 8 hexadecimal digits."""
     return secrets.token_hex(4)
 
 
@@ -29,7 +29,7 @@ def check_id(text: str) -> str:
     """Return `text` if it is an id.
 
     Raises:
-        ValueError: It is not; ids become parts of paths, so nothing else may pass.
+        ValueError: It is not. Ids become parts of paths, so nothing else is accepted.
     """
     if not is_valid_id(text):
         raise ValueError(f"{text[:40]!r} is not a run id: 8 hexadecimal digits are")
@@ -37,5 +37,5 @@ def check_id(text: str) -> str:
 
 
 def short(run_id: str) -> str:
-    """The form a person sees: the first four digits, which every command accepts where they are unique."""
+    """Return the first four digits of a run's id, as displayed. Commands accept them if they are unique."""
     return run_id[:SHORT_LENGTH]

@@ -1,4 +1,4 @@
-"""Records of runs: what is submitted, where it starts, what it returns, and what its directory keeps of it."""
+"""Records of runs: what is submitted, where ranks start, what they return, and the run directory's record."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from sgpu_magic.wire.states import RunKind, RunState
 
 
 class OutputName(Record, frozen=True):
-    """One name of `--out`: rank 0's value, or all ranks' as a list."""
+    """One name of `--out`: rank 0's value, or a list of all ranks' values."""
 
     name: str
     all_ranks: bool = False
 
 
 class CellSource(Record, frozen=True, kw_only=True):
-    """The cell as the notebook has it.
+    """A cell as written in the notebook.
 
     Args:
-        body: The code under the magic's line.
-        magic_line: The magic's own line, so that line numbers are the editor's.
-        execution_count: The notebook's number of the cell, None from a script.
-        linecache: (file name, source, execution count or None) of other cells whose functions travel along.
-        future_flags: Compiler flags of the `from __future__ import` of earlier cells, which hold in this one too.
+        body: The code below the magic's line.
+        magic_line: The magic's own line, so that line numbers match the editor's.
+        execution_count: The cell's execution count; None in a script.
+        linecache: (file name, source, execution count or None) of other cells whose functions are sent with the run.
+        future_flags: Compiler flags of `from __future__ import` in earlier cells, which also apply to this one.
     """
 
     body: str
@@ -34,12 +34,12 @@ class CellSource(Record, frozen=True, kw_only=True):
 
 
 class Interpreter(Record, frozen=True, kw_only=True):
-    """The Python that ranks run in, and what its zygote is keyed by.
+    """The Python interpreter of a run's ranks, and the key of its zygote.
 
     Args:
         executable: The kernel's `sys.executable`.
-        key: Digest over executable, site directories' mtimes and `variables`.
-        variables: Environment the zygote starts with.
+        key: Digest of the executable, the site directories' mtimes and `variables`.
+        variables: Environment variables that the zygote starts with.
     """
 
     executable: str
@@ -48,18 +48,18 @@ class Interpreter(Record, frozen=True, kw_only=True):
 
 
 class RankContext(Record, frozen=True, kw_only=True):
-    """Where a rank starts: the kernel's place. Held in memory only; never written anywhere.
+    """The kernel's context in which a rank starts. Held in memory only, never written to disk.
 
     Args:
         cwd: Working directory.
         sys_path: The kernel's `sys.path`.
         umask: The kernel's umask.
-        environ: The kernel's whole `os.environ` with `--env` applied; what travels of it where `elsewhere`.
+        environ: The kernel's whole `os.environ` with `--env` applied; if `elsewhere`, only what is sent of it.
         key: The run's HMAC key, 32 bytes.
-        installed: Those of `sys_path` that belong to the kernel's Python installation.
-        elsewhere: The node does not see the kernel's files: its directory and path are not there.
-        cell: The cell as it is to be run, where the run's spec has secrets in it blanked; None where that is the same.
-        widgets: The kernel knows `CommsMoved`: one of an earlier version does not.
+        installed: Entries of `sys_path` that belong to the kernel's Python installation.
+        elsewhere: The node cannot read the kernel's files: its directory and path do not exist there.
+        cell: The cell to run, if the run's spec has it with secrets blanked; None if they are the same.
+        widgets: The kernel supports `CommsMoved`; earlier versions do not.
     """
 
     cwd: str
@@ -77,12 +77,12 @@ class Owner(Record, frozen=True, kw_only=True):
     """Who submitted a run.
 
     Args:
-        pid: The kernel's process.
-        host: Its machine.
-        user: Whose it is.
-        notebook: The notebook's file, "" where the front end does not tell.
-        kernel: The id that a Jupyter server has given the kernel, "" where none has.
-        cell: The cell's id in its notebook, "" where the front end does not tell.
+        pid: Process id of the kernel.
+        host: Host name of its machine.
+        user: User name.
+        notebook: The notebook's file; "" if the front end does not report it.
+        kernel: Kernel id assigned by a Jupyter server; "" without one.
+        cell: The cell's id in its notebook; "" if the front end does not report it.
     """
 
     pid: int
@@ -94,14 +94,14 @@ class Owner(Record, frozen=True, kw_only=True):
 
 
 class Shipped(Record, frozen=True, kw_only=True):
-    """What was captured, for the line that tells the user.
+    """What was captured, for the line shown to the user.
 
     Args:
         names: Names sent.
-        total_bytes: Pickle and buffers.
-        seconds: Capture and pack.
+        total_bytes: Size of pickle and buffers.
+        seconds: Time to capture and pack.
         heavy: (name, bytes) of each name over 100 MB.
-        notes: Further sentences, such as a notebook variable that hides `rank`.
+        notes: Further sentences, such as a notebook variable that shadows `rank`.
     """
 
     names: tuple[str, ...] = ()
@@ -112,37 +112,37 @@ class Shipped(Record, frozen=True, kw_only=True):
 
 
 class RunSpec(Record, frozen=True, kw_only=True):
-    """One submitted cell: everything about it that may be written down.
+    """One submitted cell: everything about it that may be written to disk.
 
     Args:
-        timeout_s: Longest running time in seconds.
-        wait_s: Longest time in the queue in seconds; None waits for ever.
+        timeout_s: Maximum running time in seconds.
+        wait_s: Maximum time in the queue in seconds; None for no limit.
         grace_s: Seconds between TERM and KILL; None is the pool's default on a cancel and 0 after a failure.
-        retries: How often the group is started again after a worker's or a node's failure.
-        retry_any: Also after an error of the user's code.
-        detach: Goes on when its notebook is gone.
+        retries: How often the group is started again after a failure of a worker or node.
+        retry_any: Also start it again after an error of the user's code.
+        detach: The run continues after its notebook exits.
         env_names: Names (never values) given by `--env`.
-        kind: What it is.
-        session: The session run whose lease it uses, "" for a lease of its own.
-        session_name: That session's name, for whoever reads.
-        fresh: In new processes on the session's lease, beside its ranks; else in the session's own ranks.
-        only: The ranks of the session that take part, ascending; empty means all. `placement.ranks` stays the
-            session's world size.
-        reload: Load edited local modules anew on the ranks first.
+        kind: Kind of the run.
+        session: Run id of the session whose lease it uses; "" for its own lease.
+        session_name: Name of that session, for display.
+        fresh: Run in new processes on the session's lease, beside its ranks, instead of in the session's own ranks.
+        only: Ranks of the session that take part, ascending; empty for all. `placement.ranks` stays the session's world
+            size.
+        reload: Reload edited local modules on the ranks first.
         auto: Sent by `%sgpu_auto`, not by a magic's line in the cell.
-        idle_s: A session is ended after so many seconds without a cell; None never is.
-        environment: Digest of its packages; "" when it is not known.
-        environment_label: For people: "" is the notebook's own packages, else a base or saved one's or a file's name.
-        code: Digests of the code bundles that travel along, by the kernel's path entry.
-        variable_names: Names of the environment variables that the ranks get beside the node's own; empty where the
-            ranks have the kernel's whole environment. Values of `secret_names` are never written down.
-        secret_names: Those that are secrets.
-        parameters: Arguments and variables that are scalars, as text, for whoever compares runs.
+        idle_s: For a session: seconds without a cell after which it is ended; None for never.
+        environment: Digest of its packages; "" if unknown.
+        environment_label: As `label` in `Environment`.
+        code: (path entry of the kernel, digest) of each code bundle sent with the run.
+        variable_names: Names of the environment variables that ranks get in addition to the node's own; empty if the
+            ranks have the kernel's whole environment. Values of `secret_names` are never written to disk.
+        secret_names: The names among them that are secrets.
+        parameters: Arguments and variables that are scalars, as text, for comparing runs.
         tracked: It becomes an MLflow run.
-        max_cost: It is stopped before it costs more, in the currency of the settings; None is no limit.
-        profile: Each rank keeps a trace of torch's profiler.
-        replay_of: The run that it is a replay of, "" for none.
-        ray: Its code is the driver of a Ray cluster of its own on the lease's nodes, and runs in rank 0 alone.
+        max_cost: Cost limit in the currency of the settings: it is stopped before it costs more; None for no limit.
+        profile: Record a torch profiler trace on each rank.
+        replay_of: Run id of the run that it replays; "" for none.
+        ray: Its code is the driver of a private Ray cluster on the lease's nodes, and runs on rank 0 only.
     """
 
     run_id: str
@@ -187,7 +187,7 @@ class RunSpec(Record, frozen=True, kw_only=True):
 
     @property
     def in_session(self) -> bool:
-        """It runs in ranks that stay afterwards."""
+        """Whether it runs in ranks that stay afterwards."""
         return bool(self.session) and not self.fresh
 
 
@@ -196,12 +196,12 @@ class RankResult(Record, frozen=True, kw_only=True):
 
     Args:
         rank: The rank.
-        payload: Its packed `{"names": {...}, "value": ...}`; None when it returned nothing.
-        value_repr: The last expression's text as IPython shows it, "" when there was none.
-        value_problem: Why the last expression's value could not travel, "" when it did.
-        seconds: The cell's time on the rank.
-        lines: Lines the rank printed.
-        output_bytes: Bytes it printed.
+        payload: Its packed `{"names": {...}, "value": ...}`; None if it returned nothing.
+        value_repr: The last expression's text as IPython shows it; "" without one.
+        value_problem: Why the last expression's value could not be sent; "" if it was.
+        seconds: The cell's duration on the rank.
+        lines: Number of lines that the rank printed.
+        output_bytes: Number of bytes that it printed.
     """
 
     rank: int
@@ -216,24 +216,24 @@ class RankResult(Record, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- what a run's directory says of it
 
 RUN_RECORD = "run.json"
-# the note of a payload that is still being kept, or will be when the run is over
+# `payload_note` while the payload is being written, or will be when the run has ended
 UNDER_WAY = "not yet written"
 
 
 class RunRecord(Record, frozen=True, kw_only=True):
-    """The file's content. Never anything secret: a replay takes secrets from where it runs.
+    """Contents of `run.json`. Never contains secrets: a replay takes them from where it runs.
 
     Args:
-        executable: The Python that its ranks ran in.
-        cwd: Where they started.
-        payload_layout: How `payload.bin` is laid out.
-        payload_kept: Whether the payload's bytes lie beside this file.
-        payload_note: Why not, or what is still under way.
-        state: The run's state when this was written.
+        executable: The Python executable of its ranks.
+        cwd: Working directory of its ranks.
+        payload_layout: Layout of `payload.bin`.
+        payload_kept: Whether `payload.bin` is in the same directory.
+        payload_note: Why it is not, or that it is still being written.
+        state: The run's state when this file was written.
         sys_path: The notebook's `sys.path`.
-        installed: Those of its entries that belong to its Python installation.
-        host: The machine of its ranks.
-        version: sgpu-magic's.
+        installed: Entries of `sys_path` that belong to its Python installation.
+        host: Host name of its ranks.
+        version: Version of sgpu-magic.
     """
 
     spec: RunSpec

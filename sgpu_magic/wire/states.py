@@ -1,4 +1,4 @@
-"""The states of a run and the one table of moves between them."""
+"""Run states and the table of transitions between them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class RunState(enum.StrEnum):
 
 
 class RunKind(enum.StrEnum):
-    """What a run is.
+    """Kind of a run.
 
     Attributes:
-        CELL: A cell: its last expression is shown, its names stay in a session.
-        CALL: A function's call: what it returns travels and is not shown.
-        SESSION: Ranks that stay, and hold the lease for the cells that run in them. It has no code of its own.
+        CELL: A cell: its last expression is shown, and its names stay in a session.
+        CALL: A function call: its return value is sent back and not shown.
+        SESSION: Ranks that stay and hold the lease for the cells that run in them. It runs no code itself.
         PUSH: Only sets the payload's names in a session's ranks.
-        PULL: Only brings names of a session's ranks back.
+        PULL: Only returns names of a session's ranks.
     """
 
     CELL = "cell"
@@ -56,12 +56,12 @@ _ENDS_EARLY = frozenset({_S.CANCELLING, _S.FAILED, _S.CANCELLED, _S.TIMED_OUT})
 
 TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     _S.QUEUED: frozenset({_S.PREPARING, _S.STARTING}) | _ENDS_EARLY,
-    # back to QUEUED: its node was lost, and its group is placed again
+    # back to QUEUED: its node was lost and its ranks are placed again
     _S.PREPARING: frozenset({_S.STARTING, _S.QUEUED}) | _ENDS_EARLY,
     _S.STARTING: frozenset({_S.RUNNING, _S.SUCCEEDED, _S.QUEUED}) | _ENDS_EARLY,
-    # back to STARTING: its group is started again
+    # back to STARTING: its ranks are started again
     _S.RUNNING: frozenset({_S.STARTING, _S.SUCCEEDED, _S.QUEUED}) | _ENDS_EARLY,
-    # a run that a cancel overtook may still have ended by itself
+    # the run may have ended by itself before the cancel took effect
     _S.CANCELLING: frozenset({_S.CANCELLED, _S.SUCCEEDED, _S.FAILED, _S.TIMED_OUT}),
     _S.SUCCEEDED: frozenset(),
     _S.FAILED: frozenset(),
@@ -71,11 +71,11 @@ TRANSITIONS: dict[RunState, frozenset[RunState]] = {
 
 
 OWNER_GONE = "the notebook that started it is gone"
-"""Why a run was cancelled that nobody could have come back to."""
+"""Reason of a run that was cancelled because its notebook exited."""
 
 COST_LIMIT = "its cost limit of"
 BUDGET = "the pool's budget of"
-"""How the reasons begin of runs that end as `TIMED_OUT` because of what they cost, not of their time."""
+"""Prefixes of the reasons of runs that end as `TIMED_OUT` because of their cost, not their time."""
 
 
 def can_move(old: RunState, new: RunState) -> bool:

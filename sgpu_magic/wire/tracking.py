@@ -1,4 +1,4 @@
-"""Records of a run's place in MLflow, and what the pool service and its tracking process tell each other.
+"""A run's MLflow target, and the messages between the pool service and its tracking process.
 
 pool -> tracker     ToTracker       socketpair
 tracker -> pool     FromTracker     socketpair
@@ -24,23 +24,23 @@ STORE_VARIABLES = (
     "ALIBABA_",
     "OSS_",
 )
-"""How the variables begin that MLflow's clients and its artifact stores read."""
+"""Prefixes of the environment variables that MLflow's clients and artifact stores read."""
 
-# what MLflow takes for a store without being a URI or a path
+# stores that MLflow accepts although they are neither a URI nor a path
 _NAMES = ("databricks", "databricks-uc", "uc")
 
 
 def is_store_variable(name: str) -> bool:
-    """Whether MLflow's client or an artifact store may read the variable, such as a token."""
+    """Whether MLflow's client or an artifact store may read the variable, which may be a token."""
     return name.startswith(STORE_VARIABLES)
 
 
 def absolute_uri(uri: str, directory: str) -> str:
-    """Return a store's URI as a process in another directory has to have it.
+    """Return a store's URI in a form that is valid in another directory.
 
     Args:
-        uri: As MLflow takes it: also a path, `file:` with one, or SQLite with a file that is not absolute.
-        directory: Where the one who has given it stands.
+        uri: As MLflow accepts it, including a path, `file:` with a path, or SQLite with a relative file.
+        directory: Directory that relative paths refer to.
     """
     if uri in _NAMES:
         return uri
@@ -55,16 +55,16 @@ def absolute_uri(uri: str, directory: str) -> str:
 
 
 class Tracking(Record, frozen=True, kw_only=True):
-    """Where a run is tracked. Held in memory only: the variables may hold credentials.
+    """Where a run is tracked. Held in memory only, because the variables may contain credentials.
 
     Args:
-        uri: Of the tracking store; "" is the pool's default store.
-        registry_uri: Of the model registry where the notebook has set one, else "".
-        experiment: Its name; made if need be. "" when `experiment_id` is given.
-        experiment_id: Its id, where the notebook's own MLflow tells it.
-        parent: The MLflow run that is the parent, "" for none.
-        variables: `MLFLOW_*` and what the artifact store needs, for the tracking process.
-        if_it_matters: Only when the run lasts over 5 s, fails, is profiled, uses MLflow or is asked for
+        uri: URI of the tracking store; "" for the pool's default store.
+        registry_uri: URI of the model registry if the notebook has set one, else "".
+        experiment: Name of the experiment, which is created if needed; "" if `experiment_id` is given.
+        experiment_id: Id of the experiment, if the notebook's own MLflow reports it.
+        parent: Id of the parent MLflow run; "" for none.
+        variables: `MLFLOW_*` and the artifact store's variables, for the tracking process.
+        if_it_matters: Track only if the run lasts over 5 s, fails, is profiled, uses MLflow or is requested
             (`track = "auto"`).
     """
 
@@ -87,15 +87,15 @@ class MetricPoint(Record, frozen=True, array_like=True):
 
 
 class TrackedRun(Record, frozen=True, kw_only=True):
-    """The MLflow run that a run has become.
+    """The MLflow run of a run.
 
     Args:
-        uri: The store's, without user name and password.
-        mlflow_run_id: Its id there.
-        experiment_id: The experiment's.
-        experiment: Its name.
-        artifact_uri: Where its artifacts lie.
-        url: A page that shows it, "" where the store has no server.
+        uri: URI of the store, without user name and password.
+        mlflow_run_id: Id of the MLflow run.
+        experiment_id: Id of the experiment.
+        experiment: Name of the experiment.
+        artifact_uri: Where its artifacts are stored.
+        url: A page that shows it; "" if the store has no server.
     """
 
     uri: str
@@ -110,12 +110,12 @@ class TrackedRun(Record, frozen=True, kw_only=True):
 
 
 class Track(Record, frozen=True, tag="track", kw_only=True):
-    """Keep this run in MLflow: what happens in it stands in its directory's event log.
+    """Track this run in MLflow, from the event log in its directory.
 
     Args:
         run_dir: The run's directory.
-        tracking: Where.
-        parent_run: The session's run id: its MLflow run is the parent of a cell's. "" for none.
+        tracking: Where to track it.
+        parent_run: Run id of the session whose MLflow run is the parent of this cell's; "" for none.
         urgent: A rank waits for the answer.
     """
 
@@ -133,13 +133,13 @@ class Hurry(Record, frozen=True, tag="hurry", kw_only=True):
 
 
 class RunOver(Record, frozen=True, tag="run-over", kw_only=True):
-    """The run's ranks are gone and its event log does not grow any more, whether or not it tells the run's end."""
+    """The run's ranks are gone and its event log no longer grows, whether or not it contains the run's end."""
 
     run_id: str
 
 
 class EndTracker(Record, frozen=True, tag="end-tracker", kw_only=True):
-    """Write what there is within a few seconds, and exit."""
+    """Write pending data within a few seconds, and exit."""
 
 
 ToTracker = Track | Hurry | RunOver | EndTracker
@@ -148,21 +148,21 @@ ToTracker = Track | Hurry | RunOver | EndTracker
 
 
 class TrackingStarted(Record, frozen=True, tag="tracking-started", kw_only=True):
-    """The run is in MLflow from now on."""
+    """The run is tracked in MLflow from now on."""
 
     run_id: str
     tracked: TrackedRun
 
 
 class TrackingTroubled(Record, frozen=True, tag="tracking-troubled", kw_only=True):
-    """The store can't be reached or refuses; told once for each run. The run goes on, and `sgpu sync` sends it."""
+    """The store is unreachable or refuses requests; sent once per run. The run continues; `sgpu sync` uploads it."""
 
     run_id: str
     text: str
 
 
 class TrackingDone(Record, frozen=True, tag="tracking-done", kw_only=True):
-    """Everything of the run is written, or kept for `sgpu sync` (`complete` false)."""
+    """Everything about the run is written, or kept for `sgpu sync` (`complete` is false)."""
 
     run_id: str
     complete: bool

@@ -1,4 +1,4 @@
-"""What a pool's settings say of its users: who comes first, and how many devices each may have. No I/O."""
+"""Per-user limits in a pool's settings: priorities and device quotas. No I/O."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ _QUOTAS = "alice=8,alice:h100=4,*=16"
 
 
 class UserLimits(msgspec.Struct, frozen=True):
-    """What the users of one pool may have.
+    """Limits of the users of one pool.
 
     Args:
-        priorities: By user, `*` for all others; who is not there has 0. The higher comes first.
-        quotas: Devices at once, by user (`*` for all others) and canonical type; "" is all types of GPU together.
+        priorities: Priority by user, `*` for all others; users not listed have 0. Higher comes first.
+        quotas: Maximum number of devices at once, by user (`*` for all others) and canonical type; type "" is all types
+            of GPU together.
     """
 
     priorities: Mapping[str, int] = msgspec.field(default_factory=dict[str, int])
     quotas: Mapping[tuple[str, str], int] = msgspec.field(default_factory=dict[tuple[str, str], int])
 
     def priority(self, user: str) -> int:
-        """Return the user's priority, 0 where nothing is said."""
+        """Return the user's priority, 0 if none is set."""
         return self.priorities.get(user, self.priorities.get(EVERYBODY, 0))
 
     def quota(self, user: str, device_type: str = "") -> int | None:
-        """Return how many devices the user may have at once, None for as many as there are.
+        """Return how many devices the user may have at once, None for no limit.
 
         Args:
             user: The user.
-            device_type: Of this type, `cpu` for slots; "" for all types of GPU together.
+            device_type: The type; `cpu` for slots, "" for all types of GPU together.
         """
         own = self.quotas.get((user, device_type))
         return self.quotas.get((EVERYBODY, device_type)) if own is None else own
 
 
 def read_priorities(text: str) -> dict[str, int]:
-    """Return the priorities that stand in a setting: `alice=10,*=0`.
+    """Parse the priorities in a setting: `alice=10,*=0`.
 
     Raises:
-        ValueError: It means nothing; the message says what.
+        ValueError: The text is invalid; the message says why.
     """
     found: dict[str, int] = {}
     for user, value in _entries(text, _PRIORITIES):
@@ -54,10 +55,10 @@ def read_priorities(text: str) -> dict[str, int]:
 
 
 def read_quotas(text: str) -> dict[tuple[str, str], int]:
-    """Return the quotas that stand in a setting: `alice=8,alice:h100=4,*=16`.
+    """Parse the quotas in a setting: `alice=8,alice:h100=4,*=16`.
 
     Raises:
-        ValueError: It means nothing; the message says what.
+        ValueError: The text is invalid; the message says why.
     """
     found: dict[tuple[str, str], int] = {}
     for key, value in _entries(text, _QUOTAS):
@@ -72,16 +73,16 @@ def read_quotas(text: str) -> dict[tuple[str, str], int]:
 
 
 def read_limits(priorities: str, quotas: str) -> UserLimits:
-    """Return what the two settings say.
+    """Parse the two settings.
 
     Raises:
-        ValueError: One of them means nothing.
+        ValueError: One of them is invalid.
     """
     return UserLimits(read_priorities(priorities), read_quotas(quotas))
 
 
 def quota_types(device_type: str) -> Iterable[str]:
-    """Return under which types devices of this type count: their own, and all GPUs together."""
+    """Return the quota types that apply to a device type: its own, and "" for all GPUs together."""
     return (CPU,) if device_type == CPU else (device_type, "")
 
 

@@ -235,6 +235,27 @@ while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)
     assert queued.values == [1] * 4
 
 
+CHECKPOINTS = """
+import os
+import torch.distributed as dist
+from sgpu_magic import runtime
+
+mine = runtime.checkpoint_dir() / "deep" / f"{rank}.txt"
+found = sorted(path.read_text() for path in runtime.checkpoint_dir().rglob("*.txt"))
+if runtime.get_restart_count() < 2:
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text(f"of {rank} in attempt {runtime.get_restart_count()}")
+    dist.barrier()
+    os._exit(3)
+found
+"""
+
+
+def test_the_next_attempt_finds_the_checkpoints_of_all_nodes(client: PoolClient):
+    run = client.begin(CHECKPOINTS, ranks=4, nodes=2, retries=2)
+    assert run.values == [[f"of {rank} in attempt 1" for rank in range(4)]] * 4
+
+
 def test_files_that_are_lost_with_their_node_after_the_end_are_named(home: Home, nodes: ManyAgents, client: PoolClient):
     for node in (0, 1):
         nodes.order("slow", node)

@@ -40,12 +40,30 @@ total, where = 42, rank
 """
 BAD = """%%distributed -n 2 --name broken
 print('epoch 1')
-import torch.distributed as dist
-dist.barrier()
+import torch.distributed as dist, meeting
+meeting.meet(rank)
 if rank == 1: raise ValueError('NaN in batch 118')
 dist.barrier()
 """
+# a module beside the notebook: rank 1 goes on when rank 0 waits, which a busy machine may keep from its barrier
+MEETING = """import os, time
+import torch.distributed as dist
+
+def meet(rank):
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    asleep = 0
+    while rank == 1 and asleep < 20:
+        time.sleep(0.005)
+        with open(f'/proc/{pids[0]}/stat') as file:
+            asleep = asleep + 1 if file.read().rpartition(') ')[2][0] == 'S' else 0
+"""
 ALL = (LOAD, GOOD, "print(total, where)", BAD)
+
+
+@pytest.fixture(autouse=True)
+def _meeting(environment: Home) -> None:
+    (environment.work / "meeting.py").write_text(MEETING)
 
 
 def with_front_end() -> type[nbclient.NotebookClient]:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,17 @@ from sgpu_magic.files.kept_folders import KeptFolders, evict
 from sgpu_magic.files.safe_paths import parts_of
 from sgpu_magic.files.whole_file import appearing, write_at
 from sgpu_magic.wire.attachments import UPLOADS_VARIABLE, Manifest, ManifestUnusable, Upload, UploadedFile, manifest_in
-from sgpu_magic.wire.files import CHUNK_BYTES, DIGEST_BYTES, PIECE_BYTES, WINDOW, BlobFetched, FetchBlob, is_digest
+from sgpu_magic.wire.files import (
+    CHUNK_BYTES,
+    DIGEST_BYTES,
+    PIECE_BYTES,
+    WINDOW,
+    BlobFetched,
+    FetchBlob,
+    FetchRunFile,
+    RunFile,
+    is_digest,
+)
 from sgpu_magic.wire.node import Launch
 
 # so many blobs come at once: one is hashed while another comes
@@ -50,7 +60,7 @@ class BlobCache:
         self._most_bytes = settings.blobs_bytes
         self._send = send
         self._requests = itertools.count(1)
-        self._asked: dict[int, tuple[FetchBlob, asyncio.Future[bytes]]] = {}
+        self._asked: dict[int, tuple[FetchBlob | FetchRunFile, asyncio.Future[bytes]]] = {}
         self._coming: dict[str, asyncio.Future[Path]] = {}
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._users: dict[str, set[str]] = {}
@@ -117,20 +127,37 @@ class BlobCache:
             private_dir(self._folder)
             self._make_room(size)
             with appearing(path) as file:
-                await self._fetch_into(file.fileno(), store, digest, size)
+                question = functools.partial(FetchBlob, store=store, digest=digest)
+                await self._fetch_into(file.fileno(), size, question)
                 hashed, _ = await call_in_background(lambda: digest_of(file.fileno()), "sgpu-hash")
                 if hashed.hexdigest() != digest:
                     raise BlobMissing("a part of them was damaged on its way from the pool. Run the cell again")
         return path
 
-    async def _fetch_into(self, file: int, store: str, digest: str, size: int) -> None:
+    async def run_file(self, launch: Launch, file: RunFile) -> None:
+        """Bring a file of the run's directory at the pool into its directory on this node.
+
+        Raises:
+            BlobMissing: It can't be had.
+            OSError: It can't be written.
+        """
+        path = Path(launch.run_dir, *parts_of(file.name))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        async with self._turns:
+            with appearing(path, 0o700 if file.executable else 0o600) as target:
+                question = functools.partial(FetchRunFile, run_id=launch.spec.run_id, name=file.name)
+                await self._fetch_into(target.fileno(), file.size, question)
+                # by its time it is known that the ranks have not written it anew
+                os.utime(target.fileno(), (file.changed_at, file.changed_at))
+
+    async def _fetch_into(self, file: int, size: int, question: Callable[..., FetchBlob | FetchRunFile]) -> None:
         under_way: list[tuple[int, asyncio.Future[bytes]]] = []
         at = 0
         try:
             while at < size or under_way:
                 while at < size and len(under_way) < WINDOW // _AT_ONCE:
                     length = min(CHUNK_BYTES, size - at)
-                    under_way.append((at, self._ask(store, digest, at, length)))
+                    under_way.append((at, self._ask(question(request=next(self._requests), offset=at, size=length))))
                     at += length
                 offset, part = under_way[0]
                 data = await part
@@ -140,12 +167,10 @@ class BlobCache:
             for _, part in under_way:
                 part.cancel()
 
-    def _ask(self, store: str, digest: str, offset: int, size: int) -> asyncio.Future[bytes]:
-        number = next(self._requests)
-        question = FetchBlob(request=number, store=store, digest=digest, offset=offset, size=size)
+    def _ask(self, question: FetchBlob | FetchRunFile) -> asyncio.Future[bytes]:
         part: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        part.add_done_callback(lambda _: self._asked.pop(number, None))
-        self._asked[number] = question, part
+        part.add_done_callback(lambda _: self._asked.pop(question.request, None))
+        self._asked[question.request] = question, part
         self._send(question)
         return part
 

@@ -36,7 +36,7 @@ from sgpu_magic.wire.node import Launch
 def travels_by_blobs(launch: Launch) -> bool:
     """Whether something of it has to come from the pool's store before it can be started."""
     wheels = launch.environment.wheels if launch.environment is not None else ()
-    if any(upload.manifest for upload in launch.uploads):
+    if any(upload.manifest for upload in launch.uploads) or launch.checkpoints:
         return True
     return isinstance(launch.payload.source, StoredPayload) or any(each.blobs for each in (*launch.code, *wheels))
 
@@ -77,6 +77,8 @@ class LaunchInputs:
             wheels = [await self._on_disk(launch, wheel, f"wheel-{at}") for at, wheel in enumerate(environment.wheels)]
             environment = msgspec.structs.replace(environment, wheels=tuple(wheels))
             launch = msgspec.structs.replace(launch, environment=environment)
+        for file in launch.checkpoints:
+            await self.blobs.run_file(launch, file)
         return await self.uploaded.arrive(launch) if launch.uploads else launch
 
     async def payload(self, launch: Launch, source: StoredPayload) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.run_files import RunFiles
+from sgpu_magic.wire.files import CHECKPOINTS
 from sgpu_magic.wire.node import Launch, MasterBound, MasterKnown, Part
 from sgpu_magic.wire.rank import Execute, Prepare, PrivateRay
 from sgpu_magic.wire.tracking import Tracking
@@ -158,7 +159,7 @@ def torchrun_variables(launch: Launch, rank: int, meeting: RendezvousPoint, devi
         **_interfaces(launch, meeting),
         RUN_VARIABLE: launch.spec.run_id,
         # made by `runtime.checkpoint_dir`
-        "SGPU_CHECKPOINT_DIR": os.path.join(launch.run_dir, "checkpoints"),
+        "SGPU_CHECKPOINT_DIR": os.path.join(launch.run_dir, CHECKPOINTS),
     }
 
 

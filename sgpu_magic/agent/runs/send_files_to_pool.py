@@ -50,6 +50,8 @@ _POOLS_OWN = frozenset({EVENTS, TRACKING})
 # what describes a run of several nodes comes from the first
 _OF_FIRST_PART = frozenset({"run.json", "cell.py", "_air.py", "key", "payload.bin"})
 _NAMED = 5
+# as precise as a file system keeps the time that it is told
+_SAME_TIME_S = 1e-3
 # links to the code on this node
 _CODE = "code/"
 
@@ -258,6 +260,8 @@ class FilesToPool:
                 return []
 
         part = run.launch.part
+        # of several nodes' copies the one that was written since is the newer
+        unchanged = {file.name: file for file in run.launch.checkpoints}
         others = _POOLS_OWN if part is None or part.index == 0 else _POOLS_OWN | _OF_FIRST_PART
         return [
             file
@@ -266,6 +270,7 @@ class FilesToPool:
             and not _LOG.fullmatch(file.name)
             and not _RESULT.fullmatch(file.name)
             and not file.name.startswith(_CODE)
+            and not _is_as_fetched(file, unchanged.get(file.name))
         ]
 
     async def _send_file(self, run: _FarRun, file: RunFile) -> str:
@@ -324,6 +329,12 @@ class FilesToPool:
             self._under_way.take(message.request)
             if turn:
                 self._turns.release()
+
+
+def _is_as_fetched(file: RunFile, fetched: RunFile | None) -> bool:
+    if fetched is None or file.size != fetched.size:
+        return False
+    return abs(file.changed_at - fetched.changed_at) < _SAME_TIME_S
 
 
 def _name_at_pool(launch: Launch, name: str) -> str:

@@ -1,4 +1,4 @@
-"""How long a session lives: it waits for devices, connects, ends; who waits for that is woken."""
+"""The lifetime of a session: it waits for devices, connects and ends, and callers can wait for that."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _ADOPTION_PATIENCE_S = 20.0
 
 
 class Lifetime:
-    """A session from its submission to its end, as a thread of its own follows it.
+    """A session from its submission to its end, followed by a background thread.
 
     Args:
-        place: This process's runs.
+        place: This process's workplace.
         followed: The session's own run.
 
     Attributes:
-        spec: What was submitted.
-        name: Its name.
-        run_id: Its run, as `sgpu logs` and `%sgpu_status` take it.
+        spec: The specification that was submitted.
+        name: The session's name.
+        run_id: The id of the session's own run, for `sgpu logs` and `%sgpu_status`.
         ranks: Number of ranks.
-        variables: Set on its ranks beside this process's environment.
+        variables: Environment variables set on the ranks, in addition to this process's environment.
     """
 
     def __init__(self, place: Workplace, followed: Followed, variables: Mapping[str, str]) -> None:
@@ -69,23 +69,23 @@ class Lifetime:
 
     @property
     def pool(self) -> Pool:
-        """The pool that it is in."""
+        """The pool that the session runs in."""
         return self.place.pool_of(self._run)
 
     def lends(self, ranks: int | None) -> Found:
-        """Return the place of new processes on its devices: `ranks` of them, all without a number."""
+        """Return the place for `ranks` new processes on the session's devices; None means one per rank."""
         placement = replace(self.placement, ranks=ranks or self.ranks)
         return Found(self.pool, placement)
 
     @property
     def device_type(self) -> str:
-        """The type of its devices: what was granted, or what was asked for while it waits."""
+        """The type of the session's devices: the requested type while it waits, then the granted one."""
         lease = self._view.lease
         return lease.device_type if lease is not None else self.placement.device_type
 
     @property
     def state(self) -> str:
-        """Where it is, in words."""
+        """The session's state, in words."""
         view = self._view
         match view.state:
             case RunState.QUEUED:
@@ -102,21 +102,22 @@ class Lifetime:
 
     @property
     def is_connected(self) -> bool:
-        """Its ranks are there."""
+        """Whether the session's ranks are ready."""
         return self._view.state is RunState.RUNNING
 
     @property
     def is_idle(self) -> bool:
-        """Its ranks are there and no cell runs in them."""
+        """Whether the session's ranks are ready and no cell is running on them."""
         return self.is_connected and not self._told.running
 
     @property
     def has_ended(self) -> bool:
+        """Whether the session has ended."""
         return self._view.state.is_final or bool(self._view.left)
 
     @property
     def ending(self) -> str:
-        """By whom and why it ended, "" while it has not."""
+        """Who ended the session and why; `""` while it has not ended."""
         ended = self._view.ended
         if ended is None:
             return self._view.left
@@ -126,21 +127,21 @@ class Lifetime:
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """Ranks that are dead and wait for a restart."""
+        """The ranks that are dead and need a restart."""
         return self._told.dead
 
     @property
     def cells(self) -> int:
-        """Cells that have run in it so far, those under way included."""
+        """Number of cells that have run in the session so far, including running ones."""
         return self._told.cells
 
     @property
     def run_state(self) -> RunState:
-        """Its own run's state."""
+        """The state of the session's own run."""
         return self._view.state
 
     def wait_for_the_dead(self, timeout_s: float) -> tuple[int, ...]:
-        """Return the ranks that are dead, as soon as one is known to be; none after so many seconds."""
+        """Wait until a rank is known to be dead and return the dead ranks; empty after `timeout_s` seconds."""
         with self._moved:
             self._moved.wait_for(lambda: self.dead or self.has_ended, timeout_s)
         return self.dead
@@ -155,7 +156,7 @@ class Lifetime:
         return f"<Session {self.name}: {count} on {kind}, {self.state}, run {short(self.run_id)}>"
 
     def _ipython_display_(self) -> None:
-        """Show nothing where its view stands below the cell already; else it is drawn like any value."""
+        """Show nothing if the session's view is already below the cell; otherwise show it like any value."""
         shown, self.shown_in = self.shown_in, None
         if shown is None or shown != cell_number(self.place.shell):
             raise NotImplementedError
@@ -166,14 +167,14 @@ class Lifetime:
     # ------------------------------------------------------------ waiting
 
     def wait(self, timeout: Duration | None = None) -> Self:
-        """Wait until its ranks are there.
+        """Wait until the session's ranks are ready.
 
         Args:
-            timeout: Longest time in seconds, or a text such as `"5m"`; as long as it takes when left out.
+            timeout: Maximum time to wait: seconds, a text such as `"5m"` or a `timedelta`. Default: no limit.
 
         Raises:
-            SessionError: It has ended.
-            TimeoutError: The time is over; the session goes on.
+            SessionError: The session has ended.
+            TimeoutError: The session is not connected within `timeout`; it continues.
         """
         seconds = None if timeout is None else duration_s("timeout", timeout)
         with self._moved:
@@ -193,10 +194,10 @@ class Lifetime:
         return self.checked()
 
     def checked(self) -> Self:
-        """Return itself if it can take a cell, now or when its ranks are there.
+        """Return the session itself if it can run a cell, now or once its ranks are ready.
 
         Raises:
-            SessionError: It has ended, or is about to.
+            SessionError: The session has ended or is ending.
         """
         if self.has_ended or self._view.state is RunState.CANCELLING:
             why = f": {self.ending}" if self.ending else ""
@@ -214,7 +215,7 @@ class Lifetime:
         return self.is_connected or self.has_ended
 
     def _heard(self) -> None:
-        """An event was folded; runs in the follower's thread."""
+        """Wake waiters after an event. Runs in the follower's thread."""
         with self._moved:
             self._moved.notify_all()
         for future, is_so in ((self._decided, self._is_decided()), (self._over, self.has_ended)):
@@ -224,18 +225,18 @@ class Lifetime:
     # ------------------------------------------------------------ its end
 
     def close(self) -> None:
-        """End it: its ranks go, and its devices are free. What runs in it is cancelled."""
+        """End the session: cancel running cells, stop the ranks and free the devices."""
         self.end("it was disconnected")
         self.wait_for_end(_CLOSE_PATIENCE_S)
         self._release()
 
     def end(self, reason: str) -> None:
-        """Ask for its end, and do not wait for it."""
+        """Request the session's end without waiting for it."""
         if not self.has_ended:
             self._run.cancel(reason)
 
     def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait until it has ended; False when it has not after so many seconds."""
+        """Wait until the session has ended; return False if it has not after `timeout_s` seconds."""
         with self._moved:
             return self._moved.wait_for(lambda: self.has_ended, timeout_s)
 

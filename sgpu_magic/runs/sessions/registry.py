@@ -1,4 +1,4 @@
-"""This process's sessions: begun, known by name, the one that cells run in when they name none, and ended."""
+"""The sessions of this process: connects them, finds them by name, keeps the current one, and closes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _lock = threading.RLock()
 _sessions: dict[str, Session] = {}
 
 when_dropped: list[Callable[[], None]] = []
-"""Called whenever a session is forgotten."""
+"""Called whenever a session is removed from the registry."""
 
 
 # ---------------------------------------------------------------- how one begins
@@ -55,7 +55,9 @@ def connect(
     pool: str = "",
     ui: str = "none",
 ) -> Session:
-    """Connect: take devices and start ranks that stay. Returns at once; a context manager, and awaitable.
+    """Lease devices and start ranks that stay alive between cells.
+
+    Returns immediately. Use the session in `with` or `async with`, or `await` it, to wait until it is connected.
 
         with sgpu_magic.connect(4, "a10") as session:
             session.push(cfg=cfg)
@@ -63,33 +65,37 @@ def connect(
             losses = session.call(train, epochs=3)
 
     Args:
-        gpus: Ranks, one per GPU. Default: 2 on CPU, else all GPUs of the pool's one type.
-        gpu_type: `"a10"`, `"h100"` ..., `"cpu"` or `"any"` (default: what the pool has).
-        name: Its name (default: `main`).
-        idle: It ends after so long without a cell: seconds, a text such as `"60m"` or a `timedelta`; 0 never (default:
-            the setting `session_idle_s`, an hour).
-        wait: Longest time in the queue, 0 to get the devices now or fail (default: as long as it takes).
-        timeout: Longest time that it may last (default and most: 7 days).
-        env: Variables to set on the ranks.
-        env_version: The ranks' packages: `"4"`, `"ai-4"`, a requirements or pylock file, or one that `%sgpu_env` has
-            saved; `"none"` for this notebook's or program's own (default: the setting `env_version`, else `"none"`).
-        torch: Where packages are installed for the run: `"node"` uses the node's torch (default), `"mine"` installs
-            the notebook's.
-        allow_build: Packages without a wheel may be built from source for the run.
-        track: False: it does not become an MLflow run (default: the setting `track`).
-        upload: A folder or file, or several, that the ranks find there too: `sgpu_magic.runtime.upload_path("data")`.
-        max_cost: It is ended before it costs more, in the currency of the settings (default: no limit).
-        allow_busy: Also take GPUs that other programs use.
-        min_memory: Memory of each device, `"40GB"` or bytes; without `gpu_type` the cheapest type that has it.
-        nodes: Nodes that the ranks are spread over evenly (default: the pool's choice).
-        placement: `"pack"` on as few nodes as can be (default), `"strict_pack"` on one, `"spread"` over many.
-        pool: The pool's name, or `"reserved"` or `"on-demand"` for any such (default: the setting `pool`, else a
-            reserved pool that has the type, an on-demand one, this machine's own).
+        gpus: Number of ranks, one per GPU. Default: 2 on CPU, else all GPUs of one type. Required for GPUs of a shared
+            pool.
+        gpu_type: `"a10"`, `"h100"` ..., `"cpu"` or `"any"`. Default: what the pool has.
+        name: The session's name. Default: `main`.
+        idle: End the session after this time without a cell: seconds, a text such as `"60m"` or a `timedelta`; 0 never
+            ends it. Default: the setting `session_idle_s`, an hour.
+        wait: Maximum time in the queue, as for `idle`; 0 gets the devices now or fails. Default: no limit.
+        timeout: Maximum lifetime of the session. Default and maximum: 7 days.
+        env: Environment variables to set on the ranks.
+        env_version: The ranks' packages: `"4"` or `"ai-4"` (base environments), a requirements or pylock file, an
+            environment saved with `%sgpu_env`, or `"none"` for the packages of this notebook or program. Default: the
+            setting `env_version`, else `"none"`.
+        torch: The torch to use if packages are installed for the session: `"node"` for the node's (default), `"mine"`
+            to install the notebook's.
+        allow_build: Allow packages without a wheel to be built from source for the session.
+        track: False does not create an MLflow run. Default: the setting `track`.
+        upload: A folder or file, or several, to make available to the ranks, which get the path from
+            `sgpu_magic.runtime.upload_path("data")`.
+        max_cost: End the session before it costs more, in the currency of the settings. Default: no limit.
+        allow_busy: Also use GPUs that other programs use.
+        min_memory: Minimum memory of each device, `"40GB"` or bytes. Without `gpu_type`, the cheapest type that has it
+            is used.
+        nodes: Number of nodes to spread the ranks over evenly. Default: the pool's choice.
+        placement: `"pack"` on as few nodes as possible (default), `"strict_pack"` on one, `"spread"` over many.
+        pool: The pool's name, or `"reserved"` or `"on-demand"` for any pool of that kind. Default: the setting `pool`,
+            else a reserved pool that has the type, else an on-demand one, else this machine's own.
         ui: How the session itself is shown: `"auto"`, `"widget"`, `"text"` or `"none"`.
 
     Raises:
-        UsageError: Something can't be meant, or a session of that name is connected.
-        CapacityError: The pool can't give the devices.
+        UsageError: An argument is invalid, or a session with that name is connected.
+        CapacityError: The pool can't provide the devices.
         PoolError: The pool can't be reached.
     """
     options = of_session(locals())
@@ -101,17 +107,17 @@ def connect(
 def begin(
     place: Workplace, options: SessionOptions, ui: str, ways: str = MAGIC_WAYS, *, of_cell: bool = True
 ) -> Session:
-    """Submit a session and make it the current one. May be called by any thread; two do not get in each other's way.
+    """Submit a session and make it the current one. Thread-safe.
 
     Args:
-        place: This process's runs.
-        options: What is asked for; the notebook's choice fills in what they leave open.
+        place: This process's workplace.
+        options: The requested options; the notebook's choice fills in those left out.
         ui: How the session itself is shown.
-        ways: As of `with_choice`.
-        of_cell: The cell that is running asks for it.
+        ways: As for `with_choice`.
+        of_cell: Whether the running cell requests the session.
 
     Raises:
-        UsageError: A session of that name is connected.
+        UsageError: A session with that name is connected.
     """
     with _beginning:
         name = options.name
@@ -141,7 +147,7 @@ def begin(
 
 
 def add(session: Session) -> None:
-    """From now on it is known by its name, and cells that name no session run in it."""
+    """Register a session under its name and make it the current one, in which cells run by default."""
     with _lock:
         _sessions.pop(session.name, None)
         # the last one is the current one
@@ -149,7 +155,7 @@ def add(session: Session) -> None:
 
 
 def find(name: str) -> Session | None:
-    """Return the session of that name, None when there is none or it has ended."""
+    """Return the session with that name, or None if there is none or it has ended."""
     with _lock:
         session = _sessions.get(name)
         if session is not None and session.has_ended:
@@ -159,11 +165,11 @@ def find(name: str) -> Session | None:
 
 
 def current(name: str = "") -> Session | None:
-    """Return the session of that name, for "" the one that was connected last; None where none is connected.
+    """Return the session with that name, for `""` the one connected last; None if none is connected.
 
     Raises:
-        UsageError: There is none of that name.
-        SessionError: It has ended since it was used last. That is told once.
+        UsageError: There is no session with that name.
+        SessionError: The session has ended since its last use. Raised only once.
     """
     with _lock:
         # the end of these was told by a cell that was refused
@@ -189,11 +195,11 @@ def current(name: str = "") -> Session | None:
 
 
 def chosen(name: str = "") -> Session:
-    """Return the session of that name, the current one for "".
+    """Return the session with that name, or the current one for `""`.
 
     Raises:
-        UsageError: There is none.
-        SessionError: It has ended.
+        UsageError: There is no such session.
+        SessionError: The session has ended.
     """
     session = current(name)
     if session is None:
@@ -202,14 +208,14 @@ def chosen(name: str = "") -> Session:
 
 
 def idle() -> Session | None:
-    """Return the current session when its ranks are idle; None else. Tells nothing."""
+    """Return the current session if its ranks are idle, otherwise None. Does not report a session that has ended."""
     with _lock:
         session = next(reversed(_sessions.values()), None)
         return session if session is not None and session.is_idle else None
 
 
 def names() -> list[str]:
-    """Return the names of all sessions, the current one's last."""
+    """Return the names of all sessions, the current one last."""
     with _lock:
         return list(_sessions)
 
@@ -220,7 +226,7 @@ def all_sessions() -> list[Session]:
 
 
 def drop(session: Session) -> None:
-    """Forget a session, and tell who wants to know of it."""
+    """Remove a session from the registry and call `when_dropped`."""
     with _lock:
         if _sessions.get(session.name) is session:
             del _sessions[session.name]
@@ -229,7 +235,7 @@ def drop(session: Session) -> None:
 
 
 def close_all() -> None:
-    """End every session of this process."""
+    """Close all sessions of this process."""
     sessions = all_sessions()
     for session in sessions:
         session.end("its notebook has let go of it")
@@ -239,7 +245,7 @@ def close_all() -> None:
 
 
 def end_for_restart() -> None:
-    """The kernel is restarted: what stands below the cells that connected says so, for nobody else will."""
+    """End all sessions before the kernel restarts, so that their views below the cells show the reason."""
     for session in all_sessions():
         session.end("the kernel was restarted, and a session ends with its kernel")
     for session in all_sessions():

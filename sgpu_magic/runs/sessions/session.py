@@ -1,4 +1,4 @@
-"""The handle of a session: cells, calls and names, for its ranks."""
+"""`Session`: runs cells and calls on a session's ranks, and sets and reads names there."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _MOST_NAMES = 12
 
 
 class Session(Lifetime):
-    """Ranks that stay alive between cells. Methods may be called by any thread.
+    """Ranks that stay alive between cells. All methods are thread-safe.
 
-    A context manager and, in async code, an asynchronous one; awaiting it waits until it is connected.
+    Use it in `with` or `async with`; `await` it to wait until it is connected.
 
     Args:
-        place: This process's runs.
+        place: This process's workplace.
         followed: The session's own run.
-        variables: Set on its ranks beside this process's environment.
-        wishes: What was asked for about its packages and its tracking.
-        packages: What was installed here when it was connected.
+        variables: Environment variables to set on the ranks, in addition to this process's environment.
+        wishes: The requested packages and tracking.
+        packages: The packages that were installed in this process when the session was connected.
 
     Attributes:
-        shipping: What its ranks have of the notebook.
-        interrupts: Its cells that were interrupted and have not stopped.
-        ending_told: The user knows that it has ended: it was closed, or a cell was refused because of that.
-        lock: Held while something is prepared and handed over: what goes along depends on what went before.
+        shipping: Which names of the notebook the ranks have.
+        interrupts: Cells that were interrupted and have not stopped.
+        ending_told: The user knows that the session has ended: it was closed, or a cell was refused because of that.
+        lock: Held while something is prepared and submitted, because what is sent depends on what was sent before.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class Session(Lifetime):
         timeout: Duration | None = None,
         ui: str = "auto",
     ) -> RunResult:
-        """Run code on its ranks as a cell, and return the result.
+        """Run code on the session's ranks as a cell and return the result.
 
         Args:
-            code: Python, with IPython's magics if need be.
-            ranks: Those that take part: `0`, `[0, 2]`, `"0,2-3"`; all when left out.
+            code: Python code, optionally with IPython magics.
+            ranks: The ranks that run it: `0`, `[0, 2]`, `"0,2-3"`. Default: all.
             out: Names to bring back into the notebook or program: `"history"`, `["history", "loss:all"]`.
-            name: What to call it.
-            reload: Load edited local modules anew on the ranks first.
-            timeout: Longest running time: seconds, a text such as `"5m"` or a `timedelta`.
-            ui: `"auto"`, `"widget"`, `"text"` or `"none"`.
+            name: The run's name.
+            reload: Reload edited local modules on the ranks first.
+            timeout: Maximum running time: seconds, a text such as `"5m"` or a `timedelta`.
+            ui: How the run is shown: `"auto"`, `"widget"`, `"text"` or `"none"`.
 
         Raises:
-            RunCancelled: It was cancelled.
-            SessionError: The session can't take it.
-            Exception: What the culprit rank raised.
+            RunCancelled: The run was cancelled.
+            SessionError: The session has ended or can't run the code.
+            Exception: The exception of the rank that failed first.
         """
         options = RunOptions(
             name=name,
@@ -103,7 +103,7 @@ class Session(Lifetime):
         return self.run_cell("", code, options)
 
     def run_cell(self, magic_line: str, body: str, options: RunOptions) -> RunResult:
-        """Run a cell on its ranks; as `run`."""
+        """Run a cell on the session's ranks, as `run` does."""
         self.checked()
         return run_in.run_in(self, lambda: run_in.prepare_cell(self, magic_line, body, options), options.ui)
 
@@ -115,34 +115,35 @@ class Session(Lifetime):
         ranks: Iterable[int] | int | str | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call a function on its ranks and return what it returned, by rank.
+        """Call a function on the session's ranks and return the list of results, by rank.
 
-        Parameters named `rank`, `local_rank`, `world_size` and `device` that are left out are filled in by each rank.
+        Each rank fills in the parameters `rank`, `local_rank`, `world_size` and `device` if you omit them and they
+        have no default.
 
         Args:
-            function: The function.
+            function: The function to call.
             args: Its positional arguments.
-            ranks: Those that call it, as for `run`.
+            ranks: The ranks that call it, as for `run`.
             kwargs: Its keyword arguments.
 
         Raises:
-            Exception: As `run`; TypeError when the arguments do not fit.
+            Exception: As for `run`, and TypeError if the arguments do not match the function's signature.
         """
         self.checked()
         options = RunOptions(only=self.only(ranks))
         return run_in.run_in(self, lambda: run_in.prepare_call(self, function, args, kwargs, options)).values
 
     def push(self, *names: str, ranks: Iterable[int] | int | str | None = None, **values: Any) -> None:
-        """Set names on its ranks, whatever they have under them.
+        """Set names on the session's ranks, overwriting existing values.
 
         Args:
-            names: Names of the notebook or program.
-            ranks: The ranks, as for `run`.
+            names: Names of the notebook or program to send with their values.
+            ranks: The ranks to set them on, as for `run`.
             values: Further names with their values.
 
         Raises:
-            UsageError: There is no such name.
-            SerializationError: A value can't travel.
+            UsageError: The notebook or program has no such name.
+            SerializationError: A value can't be pickled.
         """
         if not names and not values:
             raise UsageError('push() takes names or values to set: push("cfg"), push(lr=0.1).')
@@ -152,15 +153,15 @@ class Session(Lifetime):
         self.shipping.set_on_ranks(values, self.place.namespace, self.ranks_of(only), pushed=True)
 
     def pull(self, *names: str, ranks: Iterable[int] | int | str | None = None) -> Any:
-        """Return the value of a name on its lowest rank, or with `"x:all"` the list of all ranks' values.
+        """Return the value of a name on the lowest rank, or with `"x:all"` the list of all ranks' values.
 
         Args:
-            names: The names; the values of several come as a tuple.
-            ranks: The ranks, as for `run`.
+            names: The names. For several names, a tuple of their values is returned.
+            ranks: The ranks to read from, as for `run`.
 
         Raises:
             UsageError: A rank has no such name.
-            SerializationError: A value can't travel.
+            SerializationError: A value can't be pickled.
         """
         outputs = outputs_from(names)
         if not outputs:
@@ -173,21 +174,21 @@ class Session(Lifetime):
     def pull_into(
         self, into: dict[str, Any] | None, outputs: tuple[OutputName, ...], only: tuple[int, ...], ui: str
     ) -> None:
-        """Bring names back into `into`, or into the notebook where that is None."""
+        """Bring names back into `into`, or into the notebook if it is None."""
         self.checked()
         run_in.run_in(self, lambda: run_in.prepare_pull(self, outputs, only), ui, into)
 
     def restart(self, *ranks: int) -> str:
-        """Replace ranks by new processes; what the notebook had shipped to them is pushed again.
+        """Replace ranks with new processes and send the notebook's values to them again.
 
         Args:
-            ranks: Which; all when left out.
+            ranks: The ranks to restart. Default: all.
 
         Returns:
-            What was lost, a sentence.
+            A sentence that says what was lost.
 
         Raises:
-            SessionError: A cell runs in them, or they could not be started.
+            SessionError: A cell is running on the ranks, or they could not be started.
         """
         self.checked()
         return _restarted(self, self.only(ranks or None))
@@ -195,35 +196,36 @@ class Session(Lifetime):
     # ------------------------------------------------------------ for those who prepare cells
 
     def only(self, ranks: Iterable[int] | int | str | None) -> tuple[int, ...]:
-        """Return the ranks that take part, ascending; empty for all.
+        """Return the selected ranks in ascending order; empty for all.
 
         Raises:
-            UsageError: It has no such rank.
+            UsageError: The session has no such rank.
         """
         return ranks_from(ranks, self.ranks, f"session {self.name}")
 
     def ranks_of(self, only: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the ranks that take part, all of them by number."""
+        """Return the numbers of the selected ranks; an empty `only` selects all."""
         return only or tuple(range(self.ranks))
 
     def wishes_with(self, wishes: Wishes) -> Wishes:
-        """Return what holds for a cell on its devices: its own packages, tracked as it is if the cell does not say.
+        """Return the wishes for a cell on the session's devices.
 
-        What goes along is the cell's own: the ranks have what was uploaded for the session.
+        The packages are the session's, and so is the tracking if the cell does not set it. The uploads are the cell's
+        own: the ranks already have those of the session.
         """
         track = self.wishes.track if wishes.track is None else wishes.track
         return replace(self.wishes, track=track, uploads=wishes.uploads)
 
 
 def _restarted(session: Session, only: tuple[int, ...]) -> str:
-    """Replace ranks, push what the notebook had shipped to them, and return what became of their names.
+    """Replace ranks, send the notebook's values to them again, and return a sentence about their names.
 
     Args:
         session: The session.
         only: The ranks; empty means all.
 
     Raises:
-        SessionError: A cell runs in them, or they could not be started.
+        SessionError: A cell is running on the ranks, or they could not be started.
     """
     place, ranks = session.place, session.ranks_of(only)
     lost = _names_lost(session, ranks)
@@ -251,7 +253,7 @@ def _restarted(session: Session, only: tuple[int, ...]) -> str:
 
 
 def _pushed_values(session: Session, ranks: tuple[int, ...]) -> dict[str, Any]:
-    """Return what was pushed to these ranks, as a rank has it that stays. What can't be had from there is lost."""
+    """Return the values pushed to these ranks, read from a rank that stays. Values that can't be read are lost."""
     found: dict[str, Any] = {}
     for rank, names in session.shipping.pushed_names({*ranks, *session.dead}).items():
         for name in names:
@@ -261,7 +263,7 @@ def _pushed_values(session: Session, ranks: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _names_lost(session: Session, ranks: tuple[int, ...]) -> frozenset[str]:
-    """Return what cells have set on these ranks, as a rank says that still lives; else as far as it is known here."""
+    """Return the names that cells set on these ranks, as reported by a live rank, otherwise as known here."""
     own = session.shipping.own_names(ranks)
     living = [rank for rank in range(session.ranks) if rank not in session.dead]
     for rank in sorted(living, key=lambda rank: rank in ranks):
