@@ -10,6 +10,7 @@
 # make bench  measure this package and its peers
 # make lint   format and lint checks, who imports whom, types
 # make docs   build the site in build/docs; warnings are errors
+# make dist   build sdist and wheel in dist/, check them, try the wheel in an empty environment
 # make house  measure the source: rooms, floors, circles, modules, statements;  make map  draws it
 # make front-end  build and test labextension/; needs Node 20.19 or newer
 #
@@ -42,7 +43,7 @@ NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
 CODE := sgpu_magic tests scripts docs/*.py
 
-.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak bench lint docs house map format front-end clean help
+.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak bench lint docs dist house map format front-end clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
@@ -88,6 +89,9 @@ lint: $(VENV)/.ready-test
 
 docs: $(VENV)/.ready-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --jobs 2 -b html docs build/docs
+
+dist: $(VENV)/.ready-dist
+	@$(BIN)/python scripts/dist.py dist
 
 house:
 	@$(PYTHON) scripts/house.py
