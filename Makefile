@@ -89,6 +89,7 @@ lint: $(VENV)/.ready-test
 
 docs: $(VENV)/.ready-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --jobs 2 -b html docs build/docs
+	$(BIN)/proselint check --config docs/proselint.json README.md CONTRIBUTING.md SECURITY.md docs/*.md docs/*/*.md
 
 dist: $(VENV)/.ready-dist
 	@$(BIN)/python scripts/dist.py dist
