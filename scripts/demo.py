@@ -1,9 +1,9 @@
 # ruff: noqa: T201
-"""Run the quickstart notebook without a front end and say what came out.
+"""Run the quickstart notebook without a front end and print its accuracy.
 
     python scripts/demo.py NOTEBOOK FOLDER
 
-FOLDER gets the executed notebook and a page of it. The run has a pool of its own, which ends with it.
+Writes the executed notebook and an HTML page of it to FOLDER. Uses a separate pool, which is stopped at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GOOD = 0.95
 
 
 def main(source: Path, folder: Path) -> int:
-    """Execute `source`; return 0 when it prints a good accuracy."""
+    """Execute the notebook `source`; return 0 if it prints a good accuracy, else 1."""
     folder.mkdir(parents=True, exist_ok=True)
     notebook = nbformat.read(source, as_version=4)
     begin = time.monotonic()
@@ -65,16 +65,16 @@ def main(source: Path, folder: Path) -> int:
 
 @contextlib.contextmanager
 def own_pool() -> Iterator[Path]:
-    """Give notebooks a pool that nobody else uses and that is stopped whatever happens.
+    """Use a separate pool in the block, and stop it at the end in every case.
 
     Yields:
-        The folder with its directories.
+        The folder with the pool's directories.
     """
-    # short: a socket's path ends at 108 bytes
+    # short: a socket's path has at most 108 bytes
     places = Path(tempfile.mkdtemp(prefix="sgpu-demo-"))
     os.environ["SGPU_STATE_DIR"], os.environ["SGPU_RUNTIME_DIR"] = str(places / "state"), str(places / "run")
     os.environ["SGPU_CACHE_DIR"] = str(places / "cache")
-    # this Python's kernel, whatever other kernels of that name the user has
+    # this Python's kernel takes precedence over the user's kernels of that name
     kernelspec.install(prefix=str(places))
     os.environ["JUPYTER_PATH"] = str(places / "share" / "jupyter")
     try:

@@ -3,8 +3,8 @@
 
     python scripts/dist.py FOLDER
 
-FOLDER gets both files. The wheel is built from the source distribution, as an index's users may build it. The trial
-installs it with pip into a new virtual environment, then runs a cell on two ranks in a terminal IPython.
+Writes both files to FOLDER. The wheel is built from the source distribution, as users of an index may build it. The
+trial installs the wheel with pip into a new virtual environment, and runs a cell on two ranks in a terminal IPython.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ assert shell.user_ns["total"].item() == 21.0
 
 
 def main(folder: Path) -> int:
-    """Build, check and try; return the exit status of what failed first, 0 for none."""
+    """Build, check and try; return the exit status of the first command that failed, else 0."""
     shutil.rmtree(folder, ignore_errors=True)
     build = [sys.executable, "-m", "uv", "build", "--quiet", "--out-dir", str(folder), str(ROOT)]
     if status := run(build):
@@ -45,7 +45,7 @@ def main(folder: Path) -> int:
 
 
 def run_trial(wheel: str, folder: Path) -> int:
-    """Install the wheel into an empty environment and use it there."""
+    """Install the wheel into an empty environment and use it there; return the exit status."""
     python = folder / "venv" / "bin" / "python"
     if status := run([sys.executable, str(ROOT / "scripts" / "make_venv.py"), str(folder / "venv")]):
         return status

@@ -1,10 +1,10 @@
 # ruff: noqa: T201
-"""Write the front end's half of the records that Python and the browser exchange.
+"""Generate the TypeScript declarations of the records that Python and the browser exchange.
 
     python scripts/front_end_records.py [--check]
 
-Each `msgspec` record becomes a declaration of `labextension/src/shared/checks.ts`, which is a TypeScript type and reads
-such a record at run time. Literals, rows (tuples of fixed length), unions of records and constants come along.
+Each `msgspec` record becomes a declaration with the functions of `labextension/src/shared/checks.ts`, which is a
+TypeScript type and a check at run time. Literals, tuples of three, unions of records and constants are generated too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def text_of(modules: Sequence[types.ModuleType]) -> str:
-    """Return the file of these modules' records, in the order in which Python defines them."""
+    """Return the TypeScript file of these modules' records, in the order of their definitions in Python."""
     body = "\n".join(Declarations(modules).lines()).strip()
     used = [name for name in _CHECKS if re.search(rf"\b{name}\b(?!:)", body)]
     names = "\n".join(f" * - `{module.__name__}`" for module in modules)
@@ -75,10 +75,10 @@ import type {{ Of }} from "../shared/checks";
 
 
 class Declarations:
-    """What TypeScript has of some modules' public names.
+    """The TypeScript declarations of modules' public names.
 
     Args:
-        modules: Each after those that it uses records of.
+        modules: The modules, each after those whose records it uses.
     """
 
     def __init__(self, modules: Sequence[types.ModuleType]) -> None:
@@ -164,7 +164,7 @@ def _is_alias(value: Any) -> bool:
 
 
 def _assigned(module: types.ModuleType) -> set[str]:
-    """The constants that the module itself has, and does not import."""
+    """Return the constants that the module itself defines, without imported ones."""
     body = ast.parse(inspect.getsource(module)).body
     targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
     return {target.id for target in targets if isinstance(target, ast.Name) and _is_constant(target.id)}

@@ -3,9 +3,9 @@
 
     python scripts/gpu_wheels.py 3.12 FOLDER
 
-They are for Linux on x86-64 with glibc 2.34 or newer and for that version of CPython, whatever Python runs this. torch,
-and what only torch needs, is not among them: the machine with the GPUs has it. uv resolves, as pip would take the
-environment's own version and system for the other one's; pip downloads, from wherever it is set up to look.
+The wheels are for Linux on x86-64 with glibc 2.34 or newer and for the given version of CPython, whatever Python runs
+this script. They don't include torch and what only torch requires: the machine with the GPUs has these. uv resolves the
+versions, since pip would evaluate markers for its own Python and system; pip downloads them from its configured index.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from setup import pips_index
 
 MOST_BYTES = 60_000_000
 _GLIBC_MINOR = 34
-# pip takes exactly those that are named
+# pip accepts exactly the platforms that are named
 _PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(_GLIBC_MINOR, 4, -1)), "manylinux2014_x86_64")
 _PLATFORMS = (*_PLATFORMS, "manylinux2010_x86_64", "manylinux1_x86_64")
 _HAS_TORCH = re.compile(r"(torch|triton|cuda|nvidia_(?!ml_py))", re.IGNORECASE)
@@ -32,7 +32,7 @@ _LISTED = 5
 
 
 def main() -> int:
-    """Resolve, download, look at the size; return the exit status."""
+    """Resolve, download, check the size; return the exit status."""
     parser = argparse.ArgumentParser(description="Collect the wheels that `make test-gpu` needs.")
     parser.add_argument("python", help="version of the Python that is to run the tests, such as 3.12")
     parser.add_argument("folder", type=Path, help="where the wheels are put")
@@ -57,17 +57,17 @@ def main() -> int:
 
 
 def resolve(python: str, pins: Path) -> int:
-    """Write one version of each package to `pins`; return uv's exit status."""
+    """Write a version of each package to `pins`; return uv's exit status."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--python-version", python]
     command += ["--python-platform", f"x86_64-manylinux_2_{_GLIBC_MINOR}", "--only-binary", ":all:"]
-    # to pip, which is to find the same versions, all of its indexes are alike
+    # as in pip, which must find the same versions: it treats all of its indexes alike
     command += [*pips_index(), "--index-strategy", "unsafe-best-match"]
     command += ["--no-header", "--no-annotate", "--output-file", str(pins), "-"]
     return subprocess.run(command, input="\n".join(requirements()), text=True, stdout=subprocess.DEVNULL).returncode
 
 
 def download(python: str, pins: Path, folder: Path) -> int:
-    """Download exactly these; return pip's exit status."""
+    """Download the packages in `pins`; return pip's exit status."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     for platform in _PLATFORMS:
@@ -77,10 +77,10 @@ def download(python: str, pins: Path, folder: Path) -> int:
 
 
 def why_not(wheels: list[Path]) -> str:
-    """Why these wheels are not what was wanted, "" when they are.
+    """Return why these wheels are not acceptable, "" if they are.
 
     Args:
-        wheels: The largest first.
+        wheels: The wheels, largest first.
     """
     torchs = [wheel.name for wheel in wheels if _HAS_TORCH.match(wheel.name)]
     if torchs:

@@ -1,9 +1,9 @@
 # ruff: noqa: T201
-"""The house from the code: `python scripts/house.py` measures it, `--map` draws it.
+"""Measure the package's structure from its imports: `python scripts/house.py` prints figures, `--map` a map.
 
-A room is a folder or a module at the top of `sgpu_magic`; it stands one floor above the highest room that it imports
-from. Imports count wherever they stand, but for those that only a type checker sees. Rooms that import each other share
-a floor, and are named.
+A room is a folder or module at the top level of `sgpu_magic`. Its floor is one above the highest room that it imports
+from. Imports count anywhere in a file, except under `TYPE_CHECKING`. Rooms that import each other share a floor and are
+listed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "sgpu_magic"
-# what everybody may use is in no picture
+# modules that all others may import are left out
 _GROUND = frozenset(("__init__", "config", "errors"))
 _SHORT, _LONG = 60, 350
 _WIDTH = 118
@@ -66,7 +66,7 @@ def _imported(source: str, known: set[str]) -> Iterator[str]:
             continue
         for name in names:
             top, _, inner = name.partition(".")
-            # the longest module of that name; the rest is a name in it
+            # the longest prefix that is a module; the rest is a name in it
             while top == "sgpu_magic" and inner and inner not in known:
                 inner = inner.rpartition(".")[0]
             if top == "sgpu_magic" and inner:
@@ -93,7 +93,7 @@ def _rooms(files: Graph) -> dict[str, set[str]]:
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """Return what imports each other, each circle's names in order (Tarjan's strongly connected components)."""
+    """Return the import cycles, each with its names sorted (Tarjan's strongly connected components)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -165,7 +165,7 @@ def _figures(rooms: Graph, files: Graph, sources: Mapping[Path, str]) -> list[st
 
 
 def statements(source: str) -> int:
-    """Return how many lines are neither blank nor a comment, documentation or an import."""
+    """Return the number of lines that are not blank, a comment, a docstring or an import."""
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         is_text = (

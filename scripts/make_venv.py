@@ -1,10 +1,11 @@
 # ruff: noqa: T201
-"""Make a virtual environment, or keep the one that is there.
+"""Make a virtual environment, or keep an existing one that works.
 
     python scripts/make_venv.py FOLDER
 
-Run by the Python that the environment shall be of. Where that Python has a torch, the environment sees it, and what
-it requires, through links behind its own packages: nothing is downloaded a second time or installed over there.
+The environment gets the Python that runs this script. If that Python has torch, the environment sees torch and its
+requirements through links, which come after its own packages on the path: nothing is downloaded again, and nothing is
+installed into that Python.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ def main(folder: Path) -> int:
 
 
 def borrow(package: Distribution, folder: Path, site: Path) -> None:
-    """Link a package and what it requires into `folder`, and put that behind `site` on the path."""
-    # by this name it counts as a place of packages, and not as somebody's own code
+    """Link a package and its requirements into `folder`, and put that after `site` on the path."""
+    # the name `site-packages` marks its modules as installed packages, not as the user's code
     folder.mkdir(parents=True)
     for found in required(package):
         for file in found.files or ():
             top = Path(file.parts[0])
             link = folder / top
-            # scripts lie outside, above
+            # scripts are outside, under `..`
             if top.name not in ("..", "__pycache__") and not link.is_symlink():
                 link.symlink_to(Path(str(found.locate_file(top))).absolute())
     (site / "borrowed.pth").write_text(f"{folder}\n")
 
 
 def required(package: Distribution) -> list[Distribution]:
-    """The package and all that it requires, as far as it is installed."""
+    """Return the package and all of its installed requirements."""
     found = {package.name: package}
     waiting = [package]
     while waiting:
@@ -68,7 +69,7 @@ def required(package: Distribution) -> list[Distribution]:
             try:
                 found[name[0]] = distribution(name[0])
             except PackageNotFoundError:
-                # its marker is for another platform
+                # not installed, as for a marker of another platform
                 continue
             waiting.append(found[name[0]])
     return list(found.values())
@@ -80,7 +81,7 @@ def site_packages(python: Path) -> Path:
 
 
 def works(python: Path) -> bool:
-    """Whether there is a Python with pip."""
+    """Whether this is a Python with pip."""
     if not python.exists():
         return False
     return subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0

@@ -1,20 +1,20 @@
 # ruff: noqa: T201
-"""Run the tests and say which lines and branches of the package they reach, in whatever process.
+"""Run the tests and report which lines and branches of the package they cover, in all processes.
 
     python scripts/measure_coverage.py [--html] [ARGUMENT OF PYTEST]...
 
-The exit status is pytest's. `build/coverage` gets `coverage.json` and what `coverage report` reads, with `--html` also
-pages to read. Tests are slower under measurement; what one reaches before a deadline ends it counts all the same.
+The exit status is pytest's. Writes `coverage.json` and the data file for `coverage report` to `build/coverage`, with
+`--html` also HTML pages. Tests are slower under measurement; lines covered by a test that then times out still count.
 
-While the tests run, a .pth file lets every process of this environment that has `VARIABLE` in its own run this file and
-measure itself and all that it forks. coverage's ways to do so are not enough here: its variables do not get to zygotes,
-which start with few others than those that begin with `PYTHON`; of a pool that a test kills, and of all that it has
-done for other tests, nothing would be left. So each process writes down what it has found so far, four times a second
-and at its end: at exit, in `os._exit` and in `os.execv`. A zygote may have no thread for it, and its ranks have none
-either: those that a signal ends leave nothing. Nothing is known of the Pythons that tests build, and of `python -S`.
+While the tests run, a .pth file makes every process of this environment that has `VARIABLE` set run this file, which
+measures the process and all that it forks. coverage's own support for subprocesses is not enough: its variables do not
+reach zygotes, which start with few variables besides those that begin with `PYTHON`, and a pool that a test kills would
+lose all of its data. So each process writes its data four times a second and at its end: at exit, in `os._exit` and in
+`os.execv`. A zygote and its ranks have no thread for this: those that a signal ends leave no data. Python environments
+that tests build, and `python -S`, are not measured.
 """
 
-# every process that is measured reads this: above are only modules that coverage imports anyhow
+# every measured process runs this file: only modules that coverage imports anyway are imported at the top
 from __future__ import annotations
 
 import _thread
@@ -33,17 +33,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coverage import Coverage
 
-# the directory in which processes write down what they have found
+# the directory to which processes write their data
 VARIABLE = "PYTHON_COVERAGE_PARTS"
 PACKAGE = "sgpu_magic"
 MODULES_LISTED = 30
 _NAME = "measured"
 _ZYGOTE = f"{PACKAGE}.worker.process.zygote"
 _EVERY_S = 0.25
-# one that is writing is about to be done
+# a thread that holds the lock has nearly finished writing
 _LOCK_S = 2.0
 _PART = ".part"
-# a warning would be an error where warnings are
+# tests that treat warnings as errors would fail on these
 _WARNINGS = (
     "already-imported", "couldnt-parse", "module-not-imported", "module-not-measured", "no-ctracer",
     "no-data-collected", "no-sysmon", "trace-changed",
@@ -54,29 +54,29 @@ _WARNINGS = (
 
 
 def measure(root: Path, parts: str) -> None:
-    """Measure this process from now on, and all that it forks."""
+    """Measure this process, and all that it forks, from now on."""
     from coverage import Coverage
 
-    # a directory that is on the path twice has its .pth files read twice
+    # the .pth files of a directory that is on the path twice are read twice
     if Coverage.current() is None:
         _Measured(root, parts)
 
 
 class _Measured:
-    """This process.
+    """The measurement of this process.
 
     Args:
         root: The project's directory.
-        parts: Where to write.
+        parts: The directory to write to.
     """
 
     def __init__(self, root: Path, parts: str) -> None:
         self._parts = parts
         measured: Any = new_coverage(root)
         measured.start()
-        # it would end in a rank that runs what was registered for its exit, and still has to leave
+        # it would stop in a rank's exit functions, before the rank's last lines
         atexit.unregister(measured._atexit)
-        # by file, what tracers add to; `Coverage.save` forgets what other threads find while it saves
+        # the tracers' data by file; `Coverage.save` loses what other threads add while it saves
         self._found: dict[str, set[Any]] = measured._collector.data
         self._has_thread = _ZYGOTE not in sys.orig_argv
         self._begin()
@@ -90,7 +90,7 @@ class _Measured:
         self._written = 0
         self._lock = threading.RLock()
         if self._has_thread:
-            # the interpreter knows nothing of it, so nobody waits for it, traces it or lists it
+            # unknown to `threading`, so it is not waited for, traced or listed
             _thread.start_new_thread(self._write_often, ())
 
     def _write_often(self) -> None:
@@ -99,7 +99,7 @@ class _Measured:
             self._write()
 
     def _write(self) -> None:
-        # its directory is gone when the tests are over, or the process can open no file
+        # the directory is removed after the tests, or the process can open no file
         with contextlib.suppress(OSError):
             if not self._lock.acquire(timeout=_LOCK_S):
                 return
@@ -113,7 +113,7 @@ class _Measured:
                 self._lock.release()
 
     def _replace(self, content: bytes) -> None:
-        # its own even where a signal's handler leaves while the main thread writes
+        # a unique name, also if a signal handler exits while the main thread writes
         part = f"{self._file}-{os.urandom(4).hex()}{_PART}"
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         with open(descriptor, "wb") as file:
@@ -129,7 +129,7 @@ class _Measured:
 
 
 def new_coverage(root: Path, data_file: str | None = None) -> Coverage:
-    """What measures and what reports have the same settings."""
+    """Return a `Coverage` with the settings that measuring and reporting share."""
     from coverage import Coverage
 
     made = Coverage(data_file=data_file, branch=True, source=[str(root / PACKAGE)], config_file=False)
@@ -141,7 +141,7 @@ def new_coverage(root: Path, data_file: str | None = None) -> Coverage:
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with `arguments`, say what was reached, and return pytest's exit status."""
+    """Run pytest with `arguments`, print the coverage, and return pytest's exit status."""
     import importlib.util
     import shutil
 
@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> int:
     parts = out / "parts"
     shutil.rmtree(out, ignore_errors=True)
     parts.mkdir(parents=True)
-    # tests run processes as other users
+    # tests also run processes as other users
     parts.chmod(0o1777)
     with _in_every_process(root):
         status = _run_tests([argument for argument in arguments if argument != "--html"], parts)
@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _in_every_process(root: Path) -> Iterator[None]:
-    """Let every process of this environment that has `VARIABLE` measure itself."""
+    """Make every process of this environment that has `VARIABLE` set measure itself."""
     names = {"__name__": _NAME, "root": str(root)}
     code = f"exec(compile(open({__file__!r}).read(), {__file__!r}, 'exec'), {names!r})"
     pth = Path(sysconfig.get_path("purelib"), "sgpu_measure_coverage.pth")
@@ -188,7 +188,7 @@ def _run_tests(arguments: list[str], parts: Path) -> int:
     import signal
     import subprocess
 
-    # Ctrl-C ends pytest; what it has reached so far is reported
+    # Ctrl-C ends pytest only: the coverage so far is still reported
     signal.signal(signal.SIGINT, lambda number, frame: None)
     command = [sys.executable, "-m", "pytest", "-m", "not slow", *arguments]
     status = subprocess.run(command, env={**os.environ, VARIABLE: str(parts)}).returncode
@@ -196,7 +196,7 @@ def _run_tests(arguments: list[str], parts: Path) -> int:
 
 
 def _put_together(files: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
-    """From line to line, by module."""
+    """Merge the files' data into arcs, pairs of line numbers, by module."""
     together: dict[str, set[Any]] = {}
     for path in files:
         for name, arcs in marshal.loads(Path(path).read_bytes()).items():
@@ -205,7 +205,7 @@ def _put_together(files: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
 
 
 def _arc(packed: int | tuple[int, int]) -> tuple[int, int]:
-    """The tracer in C packs the two into one number (`Collector.flush_data`); others do not."""
+    """Return an arc as a pair. The C tracer packs it into one number (`Collector.flush_data`); others do not."""
     if not isinstance(packed, int):
         return packed
     begin, end = packed & 0xFFFFFFF, (packed >> 28) & 0xFFFFFFF

@@ -1,9 +1,9 @@
 # ruff: noqa: T201
-"""Execute a notebook without a front end and save its outputs in it, as text that fits any machine.
+"""Execute a notebook without a front end and save its outputs in it, as text without this machine's paths and names.
 
     python scripts/save_outputs.py notebooks/troubleshooting.ipynb
 
-For a notebook that is read as often as it is run. Cells with the tag `raises-exception` may fail.
+For notebooks that people read without running them. Cells with the tag `raises-exception` may fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CELL_TIMEOUT_S = 120
 
 
 def main(source: Path) -> None:
-    """Execute `source` and write it back."""
+    """Execute the notebook `source` and save it in place."""
     notebook = nbformat.read(source, as_version=4)
     with own_pool() as places:
         client = NotebookClient(notebook, timeout=_CELL_TIMEOUT_S, kernel_name="python3", record_timing=False)
@@ -43,7 +43,7 @@ def main(source: Path) -> None:
 
 
 def _simplify(output: nbformat.NotebookNode, changes: list[tuple[str, str]]) -> None:
-    """Leave the text of an output, without what only this machine has."""
+    """Reduce an output to its text, and replace what is specific to this machine."""
     if "data" in output:
         output.data = nbformat.from_dict({"text/plain": output.data.get("text/plain", "")})
     for place, name in ((output, "text"), (output, "evalue"), (output.get("data", {}), "text/plain")):

@@ -3,9 +3,9 @@
 
     python scripts/setup.py EXTRA...
 
-A torch that the environment already has is kept, whatever its build, from 2.6 on. Else the version of
-`constraints.txt` is installed, and what pip is about to download is said first. pip installs torch, from wherever it
-is set up to look; uv installs the rest, in a tenth of pip's time and from pip's index.
+Keeps any build of torch 2.6 or newer that the environment already has. Otherwise installs the version in
+`constraints.txt`, after printing the size of the download. pip installs torch from its configured index; uv installs
+the rest from the same index in a tenth of pip's time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ASK_TIMEOUT_S = 15
 
 def main(extras: list[str]) -> int:
     """Install the project with `extras`; return the installer's exit status."""
-    # what lies there is not the environment's own
+    # packages there are not the environment's own
     os.environ.pop("PYTHONPATH", None)
     constraints = CONSTRAINTS.read_text()
     kept = torch_to_keep()
@@ -48,7 +48,7 @@ def main(extras: list[str]) -> int:
         target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
         arguments = ("--editable", target, "--constraint", str(file))
         if torch_is_borrowed():
-            # uv does not see what lies behind a .pth file
+            # uv does not see packages on a path from a .pth file
             command = [*PIP, "install", *quietly("-qq"), "--no-input", *arguments]
         else:
             subprocess.run([*PIP, "install", "-qq", "--no-input", "uv"], stdin=subprocess.DEVNULL, check=True)
@@ -58,12 +58,12 @@ def main(extras: list[str]) -> int:
 
 
 def quietly(option: str) -> tuple[str, ...]:
-    """`option` where nobody looks: a person sees the progress, a log gets only what goes wrong."""
+    """Return `option` unless stdout is a terminal: a terminal shows the progress, a log gets errors only."""
     return () if sys.stdout.isatty() else (option,)
 
 
 def torch_is_borrowed() -> bool:
-    """Whether torch is the one of the Python that made this environment."""
+    """Whether torch belongs to the Python that made this environment."""
     try:
         found = distribution("torch").locate_file("")
     except PackageNotFoundError:
@@ -72,7 +72,7 @@ def torch_is_borrowed() -> bool:
 
 
 def pips_index() -> tuple[str, ...]:
-    """uv's options for the index that pip is set up with; none when it is PyPI itself."""
+    """Return uv's options for pip's configured indexes, none if pip uses PyPI."""
     options: list[str] = []
     for setting, option in (("index-url", "--default-index"), ("extra-index-url", "--index")):
         for section in ("global", "install", ":env:"):
@@ -84,7 +84,7 @@ def pips_index() -> tuple[str, ...]:
 
 
 def torch_to_keep() -> str:
-    """The installed torch's version, "" when there is none or it is too old."""
+    """Return the version of the installed torch, "" if there is none or it is too old."""
     try:
         found = version("torch")
     except PackageNotFoundError:
@@ -97,7 +97,7 @@ def torch_to_keep() -> str:
 
 
 def announcement(torch: list[str]) -> str:
-    """Say what installing torch will download, by asking pip what it would take and the index for the sizes."""
+    """Return a sentence about the download of torch: the files come from a dry run of pip, the sizes from the index."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [*PIP, "install", "--quiet", "--no-input", "--dry-run", "--report", str(report), *torch]
@@ -117,7 +117,7 @@ def announcement(torch: list[str]) -> str:
 
 
 def size_bytes(url: str) -> int | None:
-    """The size of a file that pip would take, None when nobody tells."""
+    """Return the size of a file that pip would download, None if it is unknown."""
     parts = urlsplit(url)
     try:
         if parts.scheme == "file":

@@ -1,11 +1,11 @@
 # ruff: noqa: T201
-"""Run the tests in `tests/gpu` with a Python that already has a torch for this machine's GPUs, without any network.
+"""Run the tests in `tests/gpu` with a Python that already has a torch for this machine's GPUs, without a network.
 
     python scripts/test_gpu.py [--wheels FOLDER] [ARGUMENT...]
 
-That Python stays as it is. The tests run in an environment of their own in `build/test_gpu`: it sees torch and whatever
-else of what is needed that Python has, through links, and gets the rest from the wheels in FOLDER (see
-`gpu_wheels.py`). ARGUMENTs go to pytest.
+That Python is not changed. The tests run in a separate environment in `build/test_gpu`, which sees torch and other
+requirements that this Python has through links, and installs the rest from the wheels in FOLDER (see `gpu_wheels.py`).
+ARGUMENTs go to pytest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
-# run with -I, which leaves the script's own folder out
+# `-I` leaves the script's own folder off the path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_needs import ROOT, name_of, requirements
@@ -29,9 +29,9 @@ from make_venv import OLDEST_PYTHON, fail, required, site_packages, works
 from setup import OLDEST_TORCH
 
 FOLDER = ROOT / "build" / "test_gpu"
-# measured beside ours where it is there
+# measured for comparison if installed
 PEERS = ("accelerate",)
-# the tests share the GPUs, so nothing runs beside them; the figures' rows come in the order of their file
+# the tests share the GPUs, so they run one at a time; the rows of figures keep the order of their file
 _PYTEST = ("-o", "addopts=-q --strict-markers", "-p", "no:randomly", "-p", "no:xdist", "-p", "no:anyio", "-rs")
 _INSIDE = "--inside"
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def why_not(wheels: str) -> str:
-    """Why this Python can't run the tests, "" when it can."""
+    """Return why this Python can't run the tests, "" if it can."""
     who, another = sys.executable, "Name another one: make test-gpu PYTHON=/path/to/python"
     if sys.version_info < OLDEST_PYTHON:
         return f"{who} is Python {sys.version.split()[0]}; {_dotted(OLDEST_PYTHON)} or newer is needed. {another}"
@@ -75,7 +75,7 @@ def why_not(wheels: str) -> str:
 
 
 def fingerprint() -> str:
-    """What the environment depends on: this Python, what it has, and what is needed."""
+    """Return a hash of what the environment depends on: this Python, its packages and the requirements."""
     has = sorted(f"{found.name}=={found.version}" for found in distributions())
     text = "\n".join([sys.executable, sys.version, *has, *requirements()])
     return hashlib.sha256(text.encode()).hexdigest()
@@ -96,15 +96,15 @@ def _how_to_collect(wheels: str) -> str:
 
 
 def make(python: Path) -> int:
-    """Make the environment, with links to what this Python has of what is needed; return the exit status."""
+    """Make the environment, with links to requirements that this Python has; return the exit status."""
     print(f"making {FOLDER / 'venv'} with Python {sys.version.split()[0]}", flush=True)
     made = subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER / "venv"], stdin=subprocess.DEVNULL)
     if made.returncode != 0 or not works(python):
         return fail(
             "the virtual environment could not be made. On Debian and Ubuntu the package python3-venv is needed."
         )
-    # not in the environment: pip would take the links for its own, and remove what they lead to. By its name it
-    # counts as a place of packages, and not as somebody's own code
+    # outside the environment: pip would take the links for its own, and remove their targets. The name `site-packages`
+    # marks the modules as installed packages, not as the user's code
     borrowed = FOLDER / "borrowed" / "site-packages"
     link(what_is_there(["torch", *map(name_of, requirements()), *PEERS]), borrowed)
     site = site_packages(python)
@@ -114,7 +114,7 @@ def make(python: Path) -> int:
 
 
 def what_is_there(names: Iterable[str]) -> list[Distribution]:
-    """Those of the packages that this Python has, and all that they require, as far as it has that."""
+    """Return those of the packages, and of their requirements, that this Python has."""
     found: dict[str, Distribution] = {}
     for name in names:
         try:
@@ -126,16 +126,16 @@ def what_is_there(names: Iterable[str]) -> list[Distribution]:
 
 
 def link(packages: Iterable[Distribution], folder: Path) -> None:
-    """Make `folder` anew, with links to everything that the packages have installed beside each other."""
+    """Make `folder` anew, with links to the packages' files and folders in `site-packages`."""
     if folder.is_dir():
-        # the links, and never what they lead to
+        # removes the links, never their targets
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for package in packages:
         for file in package.files or ():
             top = Path(file.parts[0])
             place = folder / top
-            # scripts lie outside, above
+            # scripts are outside, under `..`
             if top.name not in ("..", "__pycache__") and not place.is_symlink():
                 place.symlink_to(Path(str(package.locate_file(top))).absolute())
 
@@ -144,7 +144,7 @@ def link(packages: Iterable[Distribution], folder: Path) -> None:
 
 
 def inside(python: str, wheels: str, for_pytest: Sequence[str]) -> int:
-    """Install what is missing and run the tests, in the environment's own Python; return the exit status.
+    """In the environment's own Python, install missing packages and run the tests; return the exit status.
 
     Args:
         python: The Python that has torch.
@@ -169,8 +169,8 @@ def inside(python: str, wheels: str, for_pytest: Sequence[str]) -> int:
 
 
 def missing() -> list[str]:
-    """The requirements that this environment does not meet, with those of what it has."""
-    # pip's own copy: the package itself may be one of those that are missing
+    """Return the requirements that this environment does not meet, including those of its installed packages."""
+    # pip's copy: the package itself may be missing
     from pip._vendor.packaging.requirements import Requirement
 
     lacking: dict[str, None] = {}
@@ -196,9 +196,9 @@ def missing() -> list[str]:
 
 
 def install(wheels: str) -> int:
-    """Install what is missing from a folder of wheels; return pip's exit status."""
+    """Install missing packages from a folder of wheels; return pip's exit status."""
     print(f"installing what is missing from {wheels}", flush=True)
-    # whatever pip is set up with, nothing is looked for anywhere else
+    # without pip's configuration, so that it looks nowhere else
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-index", "--find-links", wheels, *requirements()]

@@ -3,36 +3,36 @@
 The same from Python:
 
 - `@distributed(gpus=4)` on a function: `train.distributed()` runs it on every rank
-- `@ray_launch(gpus=4)`: the function is the driver of a Ray cluster on the ranks' nodes
+- `@ray_launch(gpus=4)`: the function drives a Ray cluster on the run's nodes
 - `map`: one run per item, for sweeps
-- `connect`: a session: ranks that stay
+- `connect`: a session, whose ranks stay alive between cells
 - `tracking_uri`: the store where runs are tracked, for `mlflow.set_tracking_uri`
-- `Run`: a run that goes on while the program does something else
+- `Run`: a handle to a run in the background
 
-What is in here, each built on what stands below it (pyproject.toml has who may import whom):
+The modules and folders, each built on those below it (the contracts in pyproject.toml hold the allowed imports):
 
 magics/     the magics: parse, submit, show
 cli/        the `sgpu` command
-server/     the Jupyter server's half
+server/     the Jupyter server extension
 panel/      the environment panel
-functions/  the Python names above, and those of serverless_gpu
-options/    every option once, and what each form of it says
-runs/       a run as the process that has submitted it sees it: submitted, followed, delivered
-views/      what a person sees of a run
-client/     the links to pools, and files to and from them
+functions/  the Python API above, and the names of serverless_gpu
+options/    every option, declared once, and its form in magics, commands, Python and job files
+runs/       a run in the process that submits it: submit, follow, deliver the results
+views/      how a run is displayed
+client/     connections to pools, and file transfer to and from them
 pool/       the pool service: devices, queue, leases, ledger
-nodes/      where agents run: this machine, or a Ray cluster
-agent/      one for each node: starts ranks, takes their output, finds what failed, ends them
+nodes/      the engines, which start agents on this machine or on a Ray cluster
+agent/      one per node: starts and stops ranks, reads their output, finds the root cause of failures
 worker/     the zygote and the ranks
-runtime     what code on a rank asks about itself
+runtime     rank, world size, device and checkpoint directory for code on a rank
 tracking/   runs in MLflow
-payload/    objects to bytes and back
-packages/   Python packages that travel
-files/      bytes on disk, and how they cross a link
+payload/    serialization of Python objects
+packages/   the notebook's Python packages on the ranks
+files/      files on disk, and their transfer over a connection
 config      the settings
-system/     what is needed of the operating system
-errors      everything that users of this package may catch
-wire/       every message between its processes
+system/     the operating system: processes, streams, sockets, keys
+errors      the exceptions that users can catch
+wire/       the messages between the processes
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
     "unload_ipython_extension",
 ]
 
-# imported when they are first used: a rank, a command or the pool service needs none of them
+# imported on first use: ranks, commands and the pool service need none of them
 _OWNERS = {
     "Run": "sgpu_magic.functions.handle",
     "connect": "sgpu_magic.runs.sessions",
@@ -91,7 +91,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics and warm the local pool in the background (`%load_ext sgpu_magic`)."""
     import gc
 
-    # what modules make stays: to look through it several times took a sixth of the time of loading
+    # objects made by imports stay alive: scanning them repeatedly took a sixth of the loading time
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -106,7 +106,7 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Take the magics away again and close the links to pools (`%unload_ext sgpu_magic`)."""
+    """Remove the magics and close the connections to pools (`%unload_ext sgpu_magic`)."""
     from sgpu_magic import magics
 
     magics.unload(ipython)

@@ -1,17 +1,19 @@
-"""One agent per node: starts ranks, takes their output, finds the root cause, ends them. Lives across runs.
+"""The agent, one process per node: starts ranks, captures their output, finds root causes, stops ranks.
 
-__main__      the process: a socket to its pool, then `service`
-service       what the pool says, and to whom it goes
-survive       how the agent outlives pool services: introduced to each, waiting for the next, let in by it
-reports       what the agent says, numbered by run and kept until it is written down
-run_registry  the runs that it holds
-launch        from a launch to its ranks; what it needs comes first; the kernel's place, in terms of what is here
-environments  the packages that runs want, and the processes that build them
-failures      what ranks reported or died of, secrets blanked, and which failure is to blame
-faults        what a callback raises costs the run that it works for, no other; work in the background
+An agent lives across runs.
 
-inputs/          what the notebook sent along, brought to this node
-runs/            one run, and what belongs to it besides its ranks
-ranks/           processes: forked, ordered about, listened to, stopped
-watch/           stacks, stalls, use of CPU and GPU, devices
+__main__      the process's entry point: connects to its pool, then runs `service`
+service       dispatches the pool's messages
+survive       survives restarts of the pool service: announces itself, waits for the next service, accepts it
+reports       events for the pool, numbered per run and kept until the pool confirms that they are on disk
+run_registry  the runs that the agent holds
+launch        turns a launch into ranks: fetches inputs first, then maps the kernel's context to this node
+environments  the environments that runs need, and the processes that build them
+failures      failures and exits of ranks, redaction of secrets, and the root cause
+faults        limits an exception in a callback to the run it serves; background work
+
+inputs/          files and data that the notebook sent along, fetched to this node
+runs/            a run and its state besides its ranks
+ranks/           rank processes: forking, orders, messages, stopping
+watch/           stacks, stalls, CPU and GPU usage, devices
 """

@@ -1,4 +1,4 @@
-"""`python -m sgpu_magic.agent <fd> [<lifeline>]`, settings as JSON on its standard input: started by the engines."""
+"""`python -m sgpu_magic.agent <fd> [<lifeline>]`: started by the engines, reads its settings as JSON from stdin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 def main() -> None:
     from sgpu_magic.system.processes import become_subreaper, kill_descendants
 
-    # the pool's terminal is not ours: Ctrl-C in it must not reach the ranks past the stop path
+    # Ctrl-C in the pool's terminal must not bypass the stop path
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     become_subreaper()
     import msgspec
@@ -30,7 +30,7 @@ def main() -> None:
     asyncio.run(service.run(socket.socket(fileno=int(sys.argv[1])), settings, lifeline))
     kill_descendants()
     if lifeline >= 0:
-        # whoever held the pipe may be dead: nobody else removes what was made for this agent alone
+        # the pipe's other end may be dead, so the agent removes its own directories
         for path in (settings.state_path, settings.runtime_path, Path(settings.lock_dir)):
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):

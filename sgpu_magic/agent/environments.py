@@ -1,4 +1,4 @@
-"""The environments that this node has built or builds, which runs want them, and the processes that build."""
+"""Environments that this node has built or is building, the runs that need them, and the processes that build them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from sgpu_magic.agent.runs.preparing import PreparingRun
 
 _TELL_S = 0.5
-# between the builder's last word and its lock, another pool may have removed what it built
+# a builder may be killed, or another pool may remove the environment before this agent locks it
 _ATTEMPTS = 3
-# what was begun is removed within this
+# a builder that is told to end gets this long to remove its partial build
 _END_S = 5.0
 _MOST_BYTES = 1 << 20
 _NOT_BEGUN = BuildMoved(step="")
@@ -54,7 +54,7 @@ class _Builder:
 
     Args:
         order: What to build.
-        log: Where a fault of the process can be read.
+        log: The file for the process's standard error.
 
     Raises:
         OSError: The process can't be started.
@@ -80,50 +80,50 @@ class _Builder:
             raise
 
     async def talk(self, heard: Callable[[BuildNews], None]) -> None:
-        """Give the order, and hear what it says until the end of its output."""
+        """Send the build order and pass each reply to `heard` until the process ends."""
         reader, writer = await asyncio.open_connection(sock=self._socket, limit=_MOST_BYTES)
         try:
-            # one that has died says so by the end of its output
+            # a dead builder shows as end of file below
             with contextlib.suppress(ConnectionError):
                 writer.write(encode(self._order))
                 writer.write_eof()
                 async for line in reader:
-                    # a killed process may leave half a line, and nothing else
+                    # a killed process may leave half a line
                     with contextlib.suppress(msgspec.DecodeError):
                         heard(decode_news(line))
         finally:
             writer.close()
             self._alive = False
-            # reaped with all other children
+            # the agent reaps it with all other children
             if self._process.poll() is None:
                 self._process.returncode = 0
 
     def end(self) -> None:
-        """Nobody wants it any more: it removes what it has begun."""
+        """End the build; the process removes what it has begun, and is killed after a few seconds."""
         self.signal(signal.SIGTERM)
         asyncio.get_running_loop().call_later(_END_S, self.signal, signal.SIGKILL)
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the process, with uv and all else that it has started."""
+        """Signal the process and everything it has started, such as uv."""
         if self._alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
 
 class _Wanted(msgspec.Struct, eq=False):
-    """One environment.
+    """An environment that runs need.
 
     Args:
-        environment: What.
+        environment: The environment's specification.
         since: When its build was ordered.
         builder: The process that builds it.
-        held: It, and the lock that keeps it.
-        users: By run: who waits for it, or has it and no ranks yet; None for a run that is still in the pool's queue.
-        moved: How far its build has got.
-        was_built: By our own process.
-        refused: Why it can't be had.
-        told_at: When the waiters last heard of it.
-        telling: They hear of it soon.
+        held: The built environment and the lock that protects it from removal.
+        users: By run: the run that waits for it, or has it but no ranks yet; None for a run in the pool's queue.
+        moved: The build's progress.
+        was_built: Whether this agent built it.
+        refused: Why it can't be built.
+        told_at: When the waiters last got a progress report.
+        telling: The timer for their next report.
     """
 
     environment: Environment
@@ -139,16 +139,16 @@ class _Wanted(msgspec.Struct, eq=False):
 
     @property
     def waiters(self) -> list[PreparingRun]:
-        """Who hears of its build."""
+        """The runs to which progress is reported."""
         return [run for run in self.users.values() if run is not None]
 
 
 class Environments:
-    """Builds what runs want, once, and holds what zygotes use.
+    """Builds each environment that runs need once, and keeps a lock on those that zygotes use.
 
     Args:
         settings: The pool's settings.
-        used_keys: Keys of the interpreters that have zygotes.
+        used_keys: Returns the keys of the interpreters that have zygotes.
     """
 
     def __init__(self, settings: Settings, used_keys: Callable[[], Iterable[str]]) -> None:
@@ -157,23 +157,23 @@ class Environments:
         self._store = Store(settings.environments_path)
         self._host = host_name()
         self._wanted: dict[str, _Wanted] = {}
-        # also those that nobody waits for: they compile, or clean up
+        # includes builders that no run waits for: they compile or clean up
         self._builders: set[_Builder] = set()
 
     def needed(self, launch: Launch) -> bool:
-        """Whether the run's ranks get a built environment."""
+        """Whether the run's ranks need a built environment."""
         return launch.environment is not None and needs_build(self._settings, launch.environment)
 
     def prepare(self, run_id: str, environment: Environment) -> None:
-        """A run in the queue will want this."""
+        """Start to build the environment of a run in the queue."""
         if needs_build(self._settings, environment) and self.at_hand(environment) is None:
             self._want(run_id, environment, None)
 
     def at_hand(self, environment: Environment) -> Built | None:
-        """What is there already, held from now on; the caller starts a zygote of it, or waits for it."""
+        """Return the environment if it is built, and hold its lock; the caller starts a zygote or calls `wait`."""
         name = self.name(environment)
         wanted = self._wanted.get(name)
-        # what can't be read is told by the build
+        # the build reports an unreadable environment
         with contextlib.suppress(OSError, ValueError):
             if wanted is None and (found := self._store.open(name)) is not None:
                 wanted = self._wanted[name] = _Wanted(environment, time.monotonic(), held=found)
@@ -182,7 +182,7 @@ class Environments:
         return None if wanted is None or wanted.held is None else wanted.held[0]
 
     def wait(self, run_id: str, environment: Environment, waiter: PreparingRun) -> None:
-        """Have it built if it is not there, and tell the waiter. It stays until `leave`."""
+        """Build the environment if necessary and notify the waiter. It stays until `leave`."""
         there = self.at_hand(environment)
         if there is None:
             self._want(run_id, environment, waiter)
@@ -191,11 +191,11 @@ class Environments:
             waiter.environment_ready(there, self.found(there))
 
     def found(self, built: Built) -> EnvironmentMoved:
-        """What to say of an environment that was there."""
+        """Return the event for an environment that was already built."""
         return EnvironmentMoved(host=self._host, done=built.packages, packages=built.packages, ready=True)
 
     def leave(self, run_id: str) -> None:
-        """The run does not want it any more, or has it. What nobody waits for is not built on."""
+        """Remove the run from the users of all environments; a build without users is stopped."""
         for name, wanted in list(self._wanted.items()):
             if run_id in wanted.users:
                 del wanted.users[run_id]
@@ -205,13 +205,13 @@ class Environments:
                         wanted.builder.end()
 
     def leave_queue(self) -> None:
-        """The pool service is gone, and with it its queue."""
+        """Drop the runs in the pool's queue: the pool service is gone, and its queue with it."""
         for wanted in list(self._wanted.values()):
             for run_id in [run_id for run_id, waiter in wanted.users.items() if waiter is None]:
                 self.leave(run_id)
 
     def tend(self) -> None:
-        """Let go of what no zygote uses and nobody waits for."""
+        """Release environments that no zygote uses and no run waits for."""
         keys = tuple(self._used_keys())
         for name, wanted in list(self._wanted.items()):
             is_used = wanted.users or any(key.startswith(f"{name}-") for key in keys)
@@ -220,7 +220,7 @@ class Environments:
                 del self._wanted[name]
 
     def close(self) -> None:
-        """The agent ends."""
+        """Kill all builders and release all environments."""
         for builder in self._builders:
             builder.signal(signal.SIGKILL)
         for wanted in self._wanted.values():
@@ -229,7 +229,7 @@ class Environments:
         self._wanted.clear()
 
     def name(self, environment: Environment) -> str:
-        """What it is called on this node."""
+        """Return the environment's name on this node."""
         return f"{environment.digest}-{layer_tag()}"
 
     # ------------------------------------------------------------ within
@@ -239,7 +239,7 @@ class Environments:
         wanted = self._wanted.get(name)
         if wanted is None:
             wanted = self._wanted[name] = _Wanted(environment, time.monotonic())
-            # others than who asked first may wait for it by then
+            # a fault concerns all waiters, not only the run that asked first
             with faults.charging(lambda error: self._fail(name, wanted, f"the agent met a fault: {error!r}.")):
                 faults.in_background(self._build(name, wanted))
         wanted.users[run_id] = waiter
@@ -247,7 +247,7 @@ class Environments:
             waiter.environment_moved(self._news(wanted))
 
     async def _build(self, name: str, wanted: _Wanted) -> None:
-        """Have it built by a process, or by the next one when that is killed."""
+        """Build the environment in a process, and start another one when that is killed."""
         log = Path(self._settings.state_path, "logs", "environment-builds.log")
         order = BuildOrder(
             environment=wanted.environment,
@@ -283,7 +283,7 @@ class Environments:
         self._fail(name, wanted, wanted.refused or text)
 
     def _is_done(self, name: str, wanted: _Wanted) -> bool:
-        """It is there, or nobody wants it any more."""
+        """Whether the environment is ready or no longer needed."""
         return wanted.held is not None or self._wanted.get(name) is not wanted
 
     def _heard(self, name: str, wanted: _Wanted, news: BuildNews) -> None:
@@ -300,13 +300,13 @@ class Environments:
                 self._take(name, wanted)
 
     def _take(self, name: str, wanted: _Wanted) -> None:
-        """It is there; the builder goes on to compile it."""
+        """Hold the built environment and notify the waiters; the builder goes on to compile it."""
         try:
             wanted.held = self._store.open(name)
         except OSError as error:
             wanted.refused = f"the node {self._host} can't read what it has built: {error}."
         if wanted.held is None:
-            # removed at once by another pool, or unreadable: its end says
+            # removed by another pool, or unreadable; handled when the builder ends
             return
         built, ready = wanted.held[0], self._news(wanted, ready=True)
         for waiter in wanted.waiters:
@@ -321,7 +321,7 @@ class Environments:
             waiter.environment_failed(message)
 
     def _tell_soon(self, name: str, wanted: _Wanted) -> None:
-        """Tell the waiters, at most twice a second."""
+        """Report progress to the waiters, at most twice a second."""
         if wanted.telling is None:
             delay = max(0.0, wanted.told_at + _TELL_S - time.monotonic())
             wanted.telling = asyncio.get_running_loop().call_later(delay, self._tell, name, wanted)

@@ -1,10 +1,10 @@
-"""What went wrong with ranks: what each reported or died of, and which of several failures is to blame.
+"""Failures of ranks: what each rank reported, how it exited, and which failure is the root cause.
 
 When one rank fails, the others fail in their collectives within milliseconds, and a victim's report may arrive first.
-The rule: the earliest failure that does not look like the loss of a peer; if there is none, the earliest.
+The root cause is the earliest failure that does not look like the loss of a peer; if there is none, the earliest.
 
-Whether the out-of-memory killer ended a rank is told by the system's own counters, and by how much the run held. That
-is so on Linux; elsewhere it is unknown.
+On Linux the kernel's counters, and the memory that the run used, show whether the out-of-memory killer ended a rank.
+Elsewhere that is unknown.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.run import RankResult
 from sgpu_magic.wire.states import FailureKind, RunState
 
-# the key of a failure that no rank is to blame for
+# the key of a failure that no rank caused
 _WHOLE_RUN = -1
 
 
 def find_root_cause(failures: Iterable[Failure]) -> tuple[Failure, tuple[Failure, ...]] | None:
-    """Return the culprit and the others in order of time, None when nothing failed. Pure."""
+    """Return the root cause and the other failures in order of time, or None when nothing failed. Pure."""
     by_time = sorted(failures, key=lambda failure: (failure.is_consequence, failure.at))
     if not by_time:
         return None
@@ -43,15 +43,15 @@ def find_root_cause(failures: Iterable[Failure]) -> tuple[Failure, tuple[Failure
 def without_secrets(
     failure: Failure, frames: Sequence[bytes], environ: Mapping[str, str]
 ) -> tuple[Failure, Sequence[bytes]]:
-    """Return a rank's failure and its raw frames as they may be kept and shown: without secrets of its environment.
+    """Redact secrets of the ranks' environment from a failure and its raw frames, before they are stored or shown.
 
-    A pickled exception that holds a secret is left out: the notebook then raises one that tells its type, its message
-    and its traceback.
+    A pickled exception that contains a secret is dropped; the notebook then raises one with its type name, message and
+    traceback.
 
     Args:
-        failure: As the rank told it.
+        failure: The failure as the rank reported it.
         frames: The pickled exception, if any.
-        environ: The ranks' variables.
+        environ: The ranks' environment variables.
     """
     blanker = Blanker(environ[name] for name in find_secrets(environ))
     exception = failure.exception
@@ -59,7 +59,7 @@ def without_secrets(
         exception, frames = None, ()
     type_name = blanker.clear(failure.type_name)
     if type_name != failure.type_name:
-        # the class goes along with its name
+        # the pickled exception contains the class name too
         exception, frames = None, ()
     cleared = msgspec.structs.replace(
         failure,
@@ -73,12 +73,12 @@ def without_secrets(
 
 
 class ReportsOfRanks:
-    """Results and failures by rank, and the run's last word made of them; of each rank the first failure counts.
+    """Collects results and failures by rank and builds the run's `RunEnded`. Each rank's first failure counts.
 
     No I/O.
 
     Args:
-        ranks: The numbers of the ranks that take part, ascending.
+        ranks: The participating ranks' numbers, ascending.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -92,7 +92,7 @@ class ReportsOfRanks:
         return rank in self._results or rank in self._failures
 
     def has_finished(self, rank: int) -> bool:
-        """The rank's cell ran through, and nothing happened to the rank since."""
+        """Whether the rank's cell completed and the rank has not failed since."""
         return rank in self._results and rank not in self._failures
 
     def has_failed(self, rank: int | None) -> bool:
@@ -113,18 +113,18 @@ class ReportsOfRanks:
 
     @property
     def failed_alike(self) -> bool:
-        """Every rank raised the same at the same line: as far as can be seen, each has called what the others have."""
+        """Whether every rank raised the same type at the same line, so presumably all called the same collectives."""
         kinds = {(failure.type_name, failure.line, failure.where) for failure in self._failures.values()}
         return len(self._failures) == len(self._ranks) and len(kinds) == 1 and not self._results
 
     def add_result(self, result: RankResult, frames: Sequence[bytes]) -> None:
-        """Args: frames: The packed result when it came inline."""
+        """Add a rank's result; `frames` holds the packed result when it came inline."""
         self._results[result.rank] = result
         if frames:
             self._result_frames[result.rank] = frames[0]
 
     def add_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
-        """Args: frames: The packed exception when there is one."""
+        """Add a failure unless its rank has failed before; `frames` holds the packed exception, if any."""
         rank = _WHOLE_RUN if failure.rank is None else failure.rank
         self._failures.setdefault(rank, failure)
         if frames:
@@ -146,10 +146,12 @@ class ReportsOfRanks:
 
         Args:
             state: The final state.
-            reason: Why it was stopped, when it was.
-            host: This node.
+            reason: Why the run was stopped, if it was.
+            host: This node's host name.
             now: Wall-clock time, seconds since the epoch.
-            stacks: Where the ranks were when its time was over.
+            starting_s: Seconds from the launch until all ranks had started.
+            running_s: Seconds from then until now.
+            stacks: The ranks' stacks when the run timed out.
             unstopped: Ranks that still run the cell.
         """
         failure: Failure | None = None
@@ -161,7 +163,7 @@ class ReportsOfRanks:
             failure, others = blamed
             if failure.exception is not None and failure.rank is not None:
                 frames.append(self._exception_frames[failure.rank])
-            # only the culprit's exception travels
+            # only the root cause's exception is sent
             others = tuple(msgspec.structs.replace(other, exception=None) for other in others)
         elif state is RunState.SUCCEEDED:
             results = tuple(self._results[rank] for rank in self._ranks)
@@ -182,10 +184,10 @@ class ReportsOfRanks:
         return ended, frames
 
 
-# ---------------------------------------------------------------- ranks that ended without a word
+# ---------------------------------------------------------------- ranks that exited without a report
 
 
-# of the limit: above it a SIGKILL that nobody has explained is most likely the out-of-memory killer's
+# share of the memory limit above which an unexplained SIGKILL most likely came from the out-of-memory killer
 _HIGH = 0.8
 _SIGNAL_MEANINGS: dict[int, str] = {
     signal.SIGKILL: "out of memory, or somebody killed it",
@@ -200,12 +202,12 @@ _SIGNAL_MEANINGS: dict[int, str] = {
 
 
 class ExitDiagnosis:
-    """Tells how the ranks of one run died.
+    """Diagnoses how the ranks of one run exited.
 
     Args:
         run_ranks: The ranks.
-        notebook: Tells the cell's frames.
-        host: This node.
+        notebook: Recognizes the cell's frames.
+        host: This node's host name.
     """
 
     def __init__(self, run_ranks: RunRanks, notebook: NotebookFrames, host: str) -> None:
@@ -215,13 +217,14 @@ class ExitDiagnosis:
         self._memory = MemoryWatch()
 
     def begin(self) -> None:
-        """The run has begun: what the system kills from now on may be of it."""
+        """Start counting out-of-memory kills: the run begins."""
         self._memory.begin()
 
     def death(self, rank: int, status: int) -> Failure:
-        """Describe a rank that is dead and reaped.
+        """Describe the exit of a rank that is dead and reaped.
 
         Args:
+            rank: The rank's number.
             status: Its exit code, negative for a signal.
         """
         process = self._run_ranks.rank(rank)
@@ -259,14 +262,18 @@ def death(
     last_line: str = "",
     last_output: str = "",
 ) -> Failure:
-    """Describe a rank whose process ended without a word.
+    """Describe a rank whose process exited without a report.
 
     Args:
+        rank: The rank's number.
+        ranks: The number of ranks in the run.
+        host: The node's host name.
         status: Exit code, negative for a signal.
-        pid: Its process.
-        meaning: What its signal was, where more is known than the signal usually means.
-        last_line: Where in Python it was last, "" when unknown.
-        last_output: Its last lines.
+        at: Wall-clock time, seconds since the epoch.
+        pid: The rank's process id.
+        meaning: A diagnosis of the signal; "" for its usual meaning.
+        last_line: The last Python line that it executed, "" when unknown.
+        last_output: Its last lines of output.
     """
     who = f"rank {rank} of {ranks}" + (f" (process {pid})" if pid is not None else "")
     if status < 0:
@@ -288,10 +295,10 @@ def death(
 
 
 class MemoryWatch:
-    """The machine's and this process's memory groups' counters of kills, as they were when a run began.
+    """Counts out-of-memory kills of the machine and of this process's memory cgroups since a run began.
 
     Args:
-        limit_bytes: Memory that there is; None asks the system.
+        limit_bytes: The memory limit; None asks the system.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -299,20 +306,20 @@ class MemoryWatch:
         self._before: dict[str, int] = {}
 
     def begin(self) -> None:
-        """Take the counters as they are now. Costs 0.3 ms."""
+        """Record the counters' current values. Costs 0.3 ms."""
         self._before = _kill_counts()
 
     def killed_since(self) -> bool:
-        """Whether the out-of-memory killer has struck here since the run began."""
+        """Whether the out-of-memory killer has killed a process here since the run began."""
         now = _kill_counts()
         return any(count > self._before.get(name, count) for name, count in now.items())
 
     def verdict(self, peak_bytes: int, other_pids: Iterable[int]) -> str:
-        """Say what a SIGKILL that nobody here has sent was.
+        """Return the likely cause of a SIGKILL that the agent did not send.
 
         Args:
-            peak_bytes: The most that the dead rank ever held; 0 when unknown.
-            other_pids: The run's other ranks, whose memory counts too.
+            peak_bytes: The dead rank's peak memory; 0 when unknown.
+            other_pids: Process ids of the run's other ranks, whose memory counts too.
         """
         limit = memory_limit() if self._limit_bytes is None else self._limit_bytes
         held = _held(peak_bytes, limit)
@@ -333,7 +340,7 @@ def _held(peak_bytes: int, limit_bytes: int) -> str:
 
 
 def peak_memory(pid: int) -> int:
-    """The most memory in bytes that a living process ever held, 0 when unknown."""
+    """Return a live process's peak memory in bytes, 0 when unknown."""
     return (number_in(Path(f"/proc/{pid}/status"), "VmHWM:") or 0) * 1024
 
 

@@ -1,8 +1,8 @@
-"""A fault of this program costs at most the run that the callback works for.
+"""Limits an exception in a callback of the agent (a fault) to the run that the callback serves.
 
 Callbacks, timers and tasks inherit the context in which they were scheduled (`contextvars`), and that context holds
-who takes a fault: a run, a group of ranks, one of a run's watches. A fault that belongs to none of them is logged.
-Work in the background is a task of the loop, or a call in a thread that nobody waits for when the program ends.
+the fault's handler: that of a run, a group of ranks, or one of a run's watches. A fault without a handler is logged.
+Background work is a task of the loop, or a call in a daemon thread, for which the program does not wait when it ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _charged: ContextVar[OnFault | None] = ContextVar("charged", default=None)
-# the loop holds its tasks weakly
+# the loop holds only weak references to its tasks
 _tasks: set[asyncio.Task[Any]] = set()
 
 
 @contextlib.contextmanager
 def charging(who: OnFault | None) -> Generator[None]:
-    """Charge what is scheduled within to `who`; None only logs. Exceptions pass."""
+    """Charge faults of everything scheduled within to `who`; None only logs. Exceptions propagate."""
     token = _charged.set(who)
     try:
         yield
@@ -36,7 +36,7 @@ def charging(who: OnFault | None) -> Generator[None]:
 
 @contextlib.contextmanager
 def guarded(who: OnFault | None) -> Generator[None]:
-    """As `charging`; an exception ends the block and goes to `who`."""
+    """Like `charging`, but an exception ends the block and is reported to `who`."""
     with charging(who):
         try:
             yield
@@ -45,7 +45,7 @@ def guarded(who: OnFault | None) -> Generator[None]:
 
 
 def bound(call: Callable[P, None]) -> Callable[P, None]:
-    """Return `call`, to be made by somebody else: its faults are charged as those of the present code."""
+    """Return `call` bound to the current handler, for use as a callback in another context."""
     who = _charged.get()
 
     def guarded_call(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -56,7 +56,7 @@ def bound(call: Callable[P, None]) -> Callable[P, None]:
 
 
 def charged() -> OnFault | None:
-    """Who takes a fault of the present code."""
+    """Return the handler for faults of the current context."""
     return _charged.get()
 
 
@@ -67,7 +67,7 @@ def report(error: BaseException) -> None:
 
 
 def in_background(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Start a task whose fault is reported when it happens."""
+    """Start a task; an exception in it is reported at once."""
     task = asyncio.get_running_loop().create_task(work)
     _tasks.add(task)
     task.add_done_callback(_done)
@@ -81,16 +81,16 @@ def _done(task: asyncio.Task[Any]) -> None:
 
 
 def call_in_background(call: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Make a call that may block for good, in a thread of its own.
+    """Make a call that may block forever, in its own daemon thread.
 
-    asyncio's executor waits for its threads when the loop ends: a driver that does not answer would keep the agent.
+    asyncio's executor waits for its threads when the loop ends, so a driver that hangs would keep the agent alive.
 
     Args:
-        call: What to do there.
-        name: The thread's.
+        call: The call to make.
+        name: The thread's name.
 
     Returns:
-        A future of the running loop with what it returns or raises.
+        A future of the running loop with the call's result or exception.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -98,7 +98,7 @@ def call_in_background(call: Callable[[], T], name: str) -> asyncio.Future[T]:
     def work() -> None:
         try:
             settle = functools.partial(future.set_result, call())
-        except BaseException as error:  # noqa: BLE001  a thread's top: it goes to who waits
+        except BaseException as error:  # noqa: BLE001  the thread's top level: the future gets the exception
             settle = functools.partial(future.set_exception, error)
         # the loop is closed when the program ends
         with contextlib.suppress(RuntimeError):
@@ -109,13 +109,13 @@ def call_in_background(call: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 def take(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """The loop's exception handler."""
+    """Handle an exception of the loop: log it and pass it to the context's handler."""
     loop.default_exception_handler(context)
     error, handle = context.get("exception"), context.get("handle")
     if not isinstance(error, Exception) or "future" in context or "task" in context:
-        # found by the garbage collector, in anybody's context
+        # reported by the garbage collector in an arbitrary context
         return
-    # Python 3.12 calls this in the context of the callback, 3.11 does not
+    # Python 3.12 calls this in the callback's context, 3.11 does not
     of_callback = getattr(handle, "_context", None)
     who = _charged.get() if of_callback is None else of_callback.get(_charged)
     if who is None:

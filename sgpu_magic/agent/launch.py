@@ -1,8 +1,8 @@
-"""From a launch to its ranks: where packages and code have to be made ready first, that comes before the start.
+"""Turns a launch into ranks. Packages and code that need preparation are prepared first.
 
-`place_here` says where the ranks stand: the kernel's place, in terms of what is here. Nothing changes where the node
-sees the kernel's files and runs its Python. Else the kernel's own packages give way to those of the Python that was
-built, its code to the bundles that travelled along, its directory to one of the run's own.
+`place_here` maps the kernel's context (working directory, `sys.path`, variables) to this node. The context stays as it
+is where the node sees the kernel's files and runs its Python. Otherwise the built Python's packages replace the
+kernel's, code bundles replace its local code, and a directory of the run replaces its working directory.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from sgpu_magic.wire.states import FailureKind, RunKind
 
 
 class Launches(msgspec.Struct, frozen=True):
-    """Starts what the pool orders.
+    """Starts the runs, sessions and cells that the pool orders.
 
     Args:
-        groups: Has the ranks.
-        runs: Holds what was started.
-        reports: Tells the pool service what could not be.
-        here: What all runs share.
+        groups: Provides the ranks.
+        runs: Registers what was started.
+        reports: Reports events to the pool service.
+        here: What all runs of the agent share.
         environments: Builds packages.
-        inputs: Brings what the notebook sent along.
+        inputs: Fetches the notebook's code and files.
     """
 
     groups: StandbyGroups
@@ -51,7 +51,7 @@ class Launches(msgspec.Struct, frozen=True):
     inputs: LaunchInputs
 
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        """Start a run, a session or a cell in one."""
+        """Start a run, a session, or a cell in a session."""
         spec = launch.spec
         if spec.in_session:
             attempt = Attempt(launch, frames)
@@ -61,7 +61,7 @@ class Launches(msgspec.Struct, frozen=True):
                 self._launch_in_session(attempt)
             return
         if spec.session and (session := self.runs.session(spec.session)) is not None:
-            # new ranks beside the session's have what those have
+            # a fresh run on a session's lease uses the session's environment
             launch = replace(launch, environment=session.launch.environment)
         attempt = Attempt(launch, frames, self.runs.get(spec.run_id))
         environment = launch.environment if self.environments.needed(launch) else None
@@ -73,7 +73,7 @@ class Launches(msgspec.Struct, frozen=True):
             self.reports.happened(spec.run_id, self.environments.found(built), ())
         self._start(attempt, built, {})
         if built is not None:
-            # its zygote holds it from now on
+            # the zygote holds the environment from now on
             self.environments.leave(spec.run_id)
 
     # ------------------------------------------------------------ within
@@ -88,7 +88,7 @@ class Launches(msgspec.Struct, frozen=True):
         )
 
     def _prepare(self, attempt: Attempt) -> None:
-        """Make ready what it needs, then go on."""
+        """Prepare packages and inputs, then start."""
         try:
             run = PreparingRun(attempt, self.here, self.environments, self.inputs, self._prepared)
         except (OSError, ValueError) as error:
@@ -98,7 +98,7 @@ class Launches(msgspec.Struct, frozen=True):
         run.start()
 
     def _prepared(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
-        """Everything is there."""
+        """Start a run whose packages and inputs are ready."""
         attempt = Attempt(run.launch, run.frames, run)
         if run.launch.spec.in_session:
             self._launch_in_session(attempt)
@@ -154,42 +154,42 @@ class Launches(msgspec.Struct, frozen=True):
         return replace(placed, interpreter=_interpreter(name, built, placed))
 
     def _placed_in(self, session: Session, launch: Launch) -> Launch:
-        """A cell's launch stands where its session does."""
+        """Give a cell the context of its session."""
         built = None
         environment = session.launch.environment
         if environment is not None and self.environments.needed(session.launch):
-            # the zygote of its ranks holds it
+            # the zygote of the session's ranks holds the environment
             built = self.environments.at_hand(environment)
-        # the same bundles as before are a look-up
+        # known bundles cost only a look-up
         code: Mapping[str, str] = self.inputs.code.unpack(launch.spec.session, launch.code) if launch.code else {}
         return self.inputs.uploaded.placed(place_here(launch, built, code))
 
 
-# ---------------------------------------------------------------- the kernel's place on this node
+# ---------------------------------------------------------------- the kernel's context on this node
 
 
-# of the kernel's Python: the ranks have another one
+# variables of the kernel's Python, which do not apply to a built one
 _KERNELS_PYTHON = ("PYTHON", "CONDA_", "_CE_", "MAMBA_", "PYENV_", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "UV_PROJECT")
-# harmless there, and a user's own choice
+# harmless exceptions that users set on purpose
 _CHOICES = frozenset({
     "PYTHONUNBUFFERED", "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE",
     "PYTHONIOENCODING", "PYTHONUTF8", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONBREAKPOINT",
 })  # fmt: skip
-# a zygote needs them to start; the others are those that the kernel's zygote would have
+# a zygote needs these to start, besides the variables that the kernel's zygote would have
 _ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV")
 # `site-packages`, and Debian's `dist-packages`
 _PACKAGES = "-packages"
-# of this agent: no affair of the ranks
+# the agent's own variables, which ranks do not inherit
 _AGENTS_OWN = ("SGPU_", "JPY_", "PYTHONSAFEPATH", "KERNEL_")
 
 
 def place_here(launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
-    """Return the launch with its ranks' place as it is on this node. Placing it again changes nothing.
+    """Return the launch with its context mapped to this node. Idempotent.
 
     Args:
-        launch: As the client sent it.
-        built: The Python that was built for it; None where the kernel's is used.
-        code: Folders of the local code that travelled along, by the kernel's path entry.
+        launch: The launch as the client sent it.
+        built: The Python built for the launch; None to use the kernel's.
+        code: Folders of local code on this node, by the kernel's `sys.path` entry.
 
     Raises:
         OSError: The run's directory can't be written.
@@ -209,7 +209,7 @@ def place_here(launch: Launch, built: Built | None, code: Mapping[str, str]) -> 
 
 
 def _home(launch: Launch) -> str:
-    """The directory of whom the ranks belong to: a session's cells find what its first cell found."""
+    """Return the directory of the ranks' owner; cells of a session share the session's."""
     if launch.spec.in_session:
         return os.path.join(os.path.dirname(launch.run_dir), launch.spec.session)
     return launch.run_dir
@@ -222,7 +222,7 @@ def _path(context: RankContext, built: Built | None, code: Mapping[str, str], ho
         if built is not None and entry in built.sys_path:
             path.append(entry)
         elif built is not None and entry in context.installed:
-            # the notebook's folder stands between the two, and hides packages but no module of the standard library's
+            # the notebook's folder comes between the two: it shadows packages, but not the standard library
             of_packages = _PACKAGES in entry
             path += (own for own in built.sys_path if _is_of_packages(own, built) == of_packages)
         elif entry in code:
@@ -230,7 +230,7 @@ def _path(context: RankContext, built: Built | None, code: Mapping[str, str], ho
         elif not context.elsewhere or entry in context.installed or entry.startswith(links + os.sep):
             path.append(entry)
         elif os.path.islink(link := _link(links, entry)):
-            # a session's, from an earlier cell
+            # made by an earlier cell of the session
             path.append(link)
     if built is not None:
         path += built.sys_path
@@ -246,7 +246,7 @@ def _link(links: str, entry: str) -> str:
 
 
 def _linked(links: str, entry: str, folder: str) -> str:
-    """A link under one name for good: an edited module is then a changed file, which a session's ranks see."""
+    """Point a link with a stable name to the folder: a session's ranks then see an edited module as a changed file."""
     link = _link(links, entry)
     try:
         if os.readlink(link) == folder:
@@ -277,12 +277,12 @@ def _environ(launch: Launch, built: Built | None) -> dict[str, str]:
 
 
 def _interpreter(name: str, built: Built, placed: Launch) -> Interpreter:
-    """The built Python, for a zygote of its own.
+    """Return the built Python as an interpreter with its own zygote.
 
     Args:
-        name: What its environment is called here.
-        built: It.
-        placed: The launch, whose ranks have their variables of this node already.
+        name: The environment's name on this node.
+        built: The built Python.
+        placed: The launch with its context mapped to this node.
     """
     environ = placed.context.environ
     names = [*placed.interpreter.variables, *_ALWAYS]
@@ -298,7 +298,7 @@ def _is_kernels(name: str) -> bool:
 
 
 def _without_kernels(path: str, context: RankContext, programs: str) -> Iterable[str]:
-    """The built environment's programs first, those of the kernel's own environment not at all."""
+    """Put the built environment's programs first in `PATH` and drop those of the kernel's environment."""
     own = context.environ.get("VIRTUAL_ENV") or context.environ.get("CONDA_PREFIX")
     left_out = {programs, os.path.join(own, "bin")} if own and own != os.path.dirname(programs) else {programs}
     yield programs

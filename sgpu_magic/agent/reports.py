@@ -1,7 +1,7 @@
-"""What the agent tells the pool service of its runs: numbered by run, and kept until the service has written it down.
+"""Events of runs for the pool service: numbered per run, and kept until the service has written them to disk.
 
-A pool service can be killed between the moment it reads an event and the moment it has it on disk. So events are
-kept here until it says that it has them, and those that it lacks are sent again to the service that comes next.
+A pool service can be killed after it has read an event and before the event is on disk. Events are therefore kept here
+until the service confirms them; those that it lacks are sent again to the next service.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sgpu_magic.wire.node import DevicesFree, MasterBound, PartEnded, RanksGone,
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.record import Record
 
-# output beyond this, of all runs together, is not kept for the next service: it lies in the ranks' logs
+# output beyond this, of all runs together, is not kept for the next service; the ranks' logs have it
 _KEPT_BYTES = 64 << 20
 
 
@@ -29,15 +29,16 @@ class Send(Protocol):
 
 
 class _Told(msgspec.Struct):
-    """One run.
+    """What was reported of one run.
 
     Args:
-        number: Of its newest event.
+        number: The number of its newest event.
         unkept: Events that no service has confirmed, oldest first.
-        adopted: The service of now knows the run, so events go on at once.
-        ended: Its last word was said.
-        part: Its last word waits for its results.
-        ranks: Its processes are gone, and all that is to come has come; or files of it are not at the pool yet.
+        adopted: Whether the current service knows the run, so that events are sent at once.
+        ended: Whether its `RunEnded` was reported.
+        part: Reported when its part of a run on several nodes has ended.
+        ranks: Reported when its processes are gone: `DevicesFree` while files are still being sent to the pool, then
+            `RanksGone`.
     """
 
     number: int = 0
@@ -51,10 +52,10 @@ class _Told(msgspec.Struct):
 
 
 class Reports:
-    """Events on their way to the pool service.
+    """Reports events to the pool service.
 
     Args:
-        send: Sends to the service of now.
+        send: Sends to the current service.
     """
 
     def __init__(self, send: Send) -> None:
@@ -63,7 +64,7 @@ class Reports:
         self._bytes = 0
 
     def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
-        """Number an event, keep it, send it."""
+        """Number, keep and send an event."""
         told = self._runs.setdefault(run_id, _Told())
         told.number += 1
         told.ended = told.ended or isinstance(body, RunEnded)
@@ -76,41 +77,42 @@ class Reports:
             self._send(event, frames)
 
     def begin(self, run_id: str, number: int) -> None:
-        """The service has ordered the run, or ordered it again.
+        """Prepare for a run that the service has launched, or launched again.
 
         Args:
-            number: Of its newest event, which may have been another agent's.
+            run_id: The run.
+            number: The number of its newest event, which may have come from another agent.
         """
         told = self._runs.setdefault(run_id, _Told())
         told.ended, told.part, told.ranks = False, None, None
         told.number = max(told.number, number)
 
     def part_ended(self, run_id: str) -> None:
-        """The part of a run of several nodes has ended here; its last word is said when its results are at the pool."""
+        """Report that this node's part of a multi-node run has ended; `RunEnded` follows its results to the pool."""
         told = self._runs.setdefault(run_id, _Told())
         told.part = PartEnded(run_id=run_id)
         if told.adopted:
             self._send(told.part)
 
     def devices_free(self, run_id: str) -> None:
-        """Every process of the run is dead and reaped; `gone` is said when its files are at the pool."""
+        """Report that every process of the run is dead and reaped; call `gone` when its files are at the pool."""
         self._ranks_are(DevicesFree(run_id=run_id))
 
     def gone(self, run_id: str) -> None:
-        """Every process of the run is dead and reaped, and nothing of it is on its way any more."""
+        """Report that every process of the run is dead and reaped, and that its files are at the pool."""
         self._ranks_are(RanksGone(run_id=run_id))
 
     def ask(self, message: TrackingAsked | MasterBound) -> None:
-        """Ask for a run's place in MLflow, or say where its ranks meet.
+        """Ask for a run's MLflow target, or report its rendezvous address.
 
-        A service that comes later is asked when it has adopted the run.
+        Dropped while no service has adopted the run; ask again after adoption.
         """
         told = self._runs.get(message.run_id)
         if told is not None and told.adopted:
             self._send(message)
 
     def kept(self, run_id: str, number: int) -> None:
-        """The service has the run's events up to `number` on disk."""
+        """Drop the run's events up to `number`: the service has them on disk."""
         told = self._runs.get(run_id)
         if told is None:
             return
@@ -118,15 +120,15 @@ class Reports:
             self._bytes -= _size(told.unkept.popleft()[0])
 
     def service_lost(self) -> None:
-        """Nobody listens: hold everything back until the next service has adopted the runs."""
+        """Hold all events back until the next service has adopted the runs."""
         for told in self._runs.values():
             told.adopted = False
 
     def adopt(self, run_id: str, number: int) -> None:
-        """The service of now takes the run over and has its events up to `number`."""
+        """Send the events after `number`: the current service has taken the run over."""
         told = self._runs.get(run_id)
         if told is None:
-            # forgotten since the service was told of it: its ranks have long been gone
+            # forgotten since the introduction: its ranks have been gone for a while
             self._send(RanksGone(run_id=run_id))
             return
         self.kept(run_id, number)
@@ -139,9 +141,9 @@ class Reports:
             self._send(told.ranks)
 
     def has_unkept(self, run_id: str) -> bool:
-        """Whether a service has yet to hear something of the run, other than what became of its payload.
+        """Whether a service still needs events of the run, other than `PayloadReleased`.
 
-        Until its files are at the pool there is at least that they are.
+        True at least until `gone`, that is until the run's files are at the pool.
         """
         told = self._runs.get(run_id)
         if told is None:
@@ -150,17 +152,17 @@ class Reports:
         return not is_gone or any(not isinstance(event.body, PayloadReleased) for event, _ in told.unkept)
 
     def has_ended(self, run_id: str) -> bool:
-        """Whether the run's last word was said, or nothing is known of the run."""
+        """Whether the run's `RunEnded` was reported, or the run is unknown."""
         told = self._runs.get(run_id)
         return told is None or told.ended
 
     def is_gone(self, run_id: str) -> bool:
-        """Whether its ranks are gone, or nothing is known of the run."""
+        """Whether the run's ranks are gone, or the run is unknown."""
         told = self._runs.get(run_id)
         return told is None or isinstance(told.ranks, RanksGone)
 
     def forget(self, run_id: str) -> None:
-        """Nothing more will happen to the run."""
+        """Forget the run: nothing more will happen to it."""
         told = self._runs.pop(run_id, None)
         if told is not None:
             self._bytes -= sum(_size(event) for event, _ in told.unkept)

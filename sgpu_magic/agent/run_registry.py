@@ -1,4 +1,4 @@
-"""The runs that an agent holds: from their launch until nobody can want anything of them any more."""
+"""The runs that an agent holds, from their launch until nothing can request their data any more."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from sgpu_magic.wire.states import FailureKind, RunState
 T = TypeVar("T")
 _REPLENISH_DELAY_S = 0.15
 _KEEP_DELAY_S = 2.0
-# results that nobody fetched are given up with their run after this
+# unfetched results are dropped with their run after this
 _RESULTS_KEPT_S = 600.0
-# a run that was struck by a fault has this long to end as others do
+# a run that was hit by a fault has this long, besides its grace, to end normally
 _FAULT_S, _FAULT_LOOK_S = 3.0, 0.2
 _FAULT_CHARS = 2_000
 
 
 @dataclass(eq=False, repr=False)
 class RunRegistry:
-    """Fresh runs, sessions and the cells in them, by id; what happens to them comes here.
+    """Fresh runs, sessions and the cells in them, by id. Receives the runs' events.
 
     Args:
-        groups: Ranks are kept at hand there when runs are over.
-        reports: Tells the pool service what happened.
-        has_service: There is a pool service; without one nothing is forgotten.
-        drop: Lets go of what a run has of the notebook's code and files.
-        far: Brings what belongs to the pool's machine there, where that is another one.
-        log: Where faults of this program are written; None where nobody can say.
+        groups: Keeps ranks on standby when runs are over.
+        reports: Reports events to the pool service.
+        has_service: Returns whether a pool service is connected; without one nothing is forgotten.
+        drop: Releases a run's code and uploads.
+        far: Sends run files to a pool on another machine.
+        log: The file to which faults of the agent are logged; None when unknown.
     """
 
     groups: StandbyGroups
@@ -59,30 +59,30 @@ class RunRegistry:
     log: Path | None
 
     def __post_init__(self) -> None:
-        # those that a fault of this program has struck
+        # runs that were hit by a fault of the agent
         self._struck: set[str] = set()
         self._loop = asyncio.get_running_loop()
         self._runs: dict[str, NodeRun] = {}
-        # descriptors of device locks by run: a device is locked for as long as a rank may use it
+        # descriptors of device locks by run: a device stays locked while a rank may use it
         self._locks: dict[str, Sequence[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._runs)
 
     def all(self) -> list[NodeRun]:
-        """In order of launch."""
+        """Return all runs in order of launch."""
         return list(self._runs.values())
 
     def get(self, run_id: str) -> NodeRun | None:
         return self._runs.get(run_id)
 
     def session(self, run_id: str) -> Session | None:
-        """The session of that id, None when there is none."""
+        """Return the session with that id, or None."""
         run = self._runs.get(run_id)
         return run if isinstance(run, Session) else None
 
     def add(self, run: NodeRun) -> None:
-        """Hold a run; a further attempt takes the place of the one before."""
+        """Register a run; a new attempt replaces the previous one."""
         self._runs[run.run_id] = run
 
     def hold_locks(self, run_id: str, locks: Sequence[int]) -> None:
@@ -93,23 +93,23 @@ class RunRegistry:
         return self._locks.get(run_id, ())
 
     def end(self, run: NodeRun, state: RunState, reason: str) -> None:
-        """Take the stop path with a run. Fresh runs on a session's lease the pool service ends by itself."""
+        """Stop a run by the stop path. The pool service itself ends fresh runs on a session's lease."""
         run.end_as(state, reason)
         if isinstance(run, Session):
             self.groups.session_over(run.run_id)
 
     def ranks_gone(self, run_id: str) -> None:
-        """Every process of the run is dead and reaped, or it never had one."""
+        """Release the run's locks and inputs: its processes are dead and reaped, or it never had any."""
         for descriptor in self._locks.pop(run_id, ()):
             os.close(descriptor)
         with faults.guarded(None):
             self.drop(run_id)
         self.far.gone(run_id)
 
-    # ------------------------------------------------------------ faults of this program
+    # ------------------------------------------------------------ faults of the agent
 
     def words_of(self, error: Exception) -> str:
-        """What a user reads of a fault."""
+        """Return the message that users read about a fault."""
         where = f"{self.log} on {socket.gethostname()}" if self.log is not None else "the node's log"
         text = str(error)[:_FAULT_CHARS]
         return (
@@ -118,7 +118,7 @@ class RunRegistry:
         )
 
     def refuse(self, launch: UnreadableLaunch) -> None:
-        """The order to start a run can't be read: the run ends before it has begun."""
+        """Fail a run whose launch can't be decoded."""
         self.say_over(
             launch.run_id,
             f"the agent on {socket.gethostname()} can't read the pool's order to start this run, so it started no rank "
@@ -128,7 +128,7 @@ class RunRegistry:
         )
 
     def faulted(self, run_id: str, error: Exception) -> None:
-        """A callback that worked for the run raised an exception: the run ends, and no other."""
+        """End the run, and no other, after an exception in a callback that served it."""
         run, words = self._runs.get(run_id), self.words_of(error)
         if run is None or run.gone:
             self.say_over(run_id, words)
@@ -140,7 +140,7 @@ class RunRegistry:
             self._loop.call_later(_FAULT_LOOK_S, self._see_it_end, run, words, self._loop.time() + grace_s + _FAULT_S)
             try:
                 run.fail_whole(FailureKind.INTERNAL, words)
-            except Exception as second:  # noqa: BLE001  a guard: its way to the end is broken too
+            except Exception as second:  # noqa: BLE001  a guard: its stop path is broken too
                 with faults.charging(None):
                     faults.report(second)
                 self._abandon(run, words)
@@ -155,7 +155,7 @@ class RunRegistry:
                 self._loop.call_later(_FAULT_LOOK_S, self._see_it_end, run, words, until)
 
     def _abandon(self, run: NodeRun, words: str) -> None:
-        """The fault keeps the run from ending as others do."""
+        """End a run by force when a fault prevents it from ending normally."""
         with faults.charging(None):
             session = self.session(run.launch.spec.session) if run.launch.spec.in_session else None
             if session is not None and not session.gone:
@@ -172,7 +172,7 @@ class RunRegistry:
             self.say_over(run.run_id, words)
 
     def say_over(self, run_id: str, words: str, kind: FailureKind = FailureKind.INTERNAL) -> None:
-        """The run can't be started, or go on: tell what the pool waits for and was not told."""
+        """Report that the run failed and is gone, as far as the pool does not know it: it can't start or continue."""
         self._struck.discard(run_id)
         if not self.reports.has_ended(run_id):
             failure = Failure(kind=kind, message=words, host=socket.gethostname(), at=time.time())
@@ -206,17 +206,17 @@ class RunRegistry:
     # ------------------------------------------------------------ within
 
     def _later(self, delay_s: float, call: Callable[[T], None], of: T) -> None:
-        """What is kept at hand is no matter of the run after which it is."""
+        """Schedule work on standby groups; its faults are not charged to the run that preceded it."""
         with faults.charging(None):
             self._loop.call_later(delay_s, call, of)
 
     @property
     def busy(self) -> bool:
-        """Ranks compute: nothing may compete with them."""
+        """Whether ranks compute, so nothing may compete with them."""
         return any(_computes(run) for run in self._runs.values())
 
     def _end_fresh_runs(self, session: Session) -> None:
-        """Runs beside the session's ranks use its lease."""
+        """End the fresh runs that use the session's lease."""
         self.groups.session_over(session.run_id)
         for run in list(self._runs.values()):
             if run.launch.spec.session == session.run_id and run.launch.spec.fresh:
@@ -237,7 +237,7 @@ class RunRegistry:
 
     def _keep(self, run: NodeRun) -> None:
         if self._runs.get(run.run_id) is not run:
-            # its group was started again, and the next attempt has the payload
+            # the run was started again, and the next attempt owns the payload
             return
         with faults.guarded(None):
             run.files.memory.keep()

@@ -1,4 +1,4 @@
-"""The agent: obeys the pool service, keeps zygotes and a standby group warm, outlives a killed service for a while."""
+"""The agent: executes the pool service's orders, keeps zygotes and a standby group warm, survives a killed service."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.record import Record
 
 _HOUSEKEEPING_S = 5.0
-# pauses after introductions that failed
+# pauses after failed introductions
 _INTRODUCED_AGAIN_S = (0.1, 2.0, 0.0)
 _OfOthers = MasterKnown | PeerFailed | PartsOver
 _OfOneRun = (
@@ -89,11 +89,11 @@ class Agent:
     """One node's agent.
 
     Args:
-        sock: The connection to the pool service that started it. At its end of file the ranks go on and wait for
-            the next service, which comes through the agent's own socket.
+        sock: The connection to the pool service that started the agent. At end of file the ranks keep running and the
+            agent waits for the next service, which connects to the agent's own socket.
         settings: The pool's settings.
-        lifeline: A pipe's descriptor at whose end everything ends, on a node that is not the pool's machine; -1 for
-            none.
+        lifeline: On a node other than the pool's machine, the descriptor of a pipe; the agent ends at its end of file.
+            -1 for none.
     """
 
     def __init__(self, sock: socket.socket, settings: Settings, lifeline: int = -1) -> None:
@@ -120,13 +120,13 @@ class Agent:
         self._orphaned = Orphaned(
             self._runs.all,
             self._reports.has_unkept,
-            # one that is started on another machine than the pool's would be another pool; a served pool is its
-            # operator's to start
+            # a service started on a machine other than the pool's would be a different pool; a served pool is started
+            # by its operator
             self._successor if lifeline < 0 and not settings.listen else None,
             settings.adopt_timeout_s,
             self._finish,
         )
-        # a far agent is visited by its uplink, of a pool whose lock is on another machine
+        # on another machine the uplink connects, and the pool's lock is not on this machine
         lock = lock_file(settings.runtime_path) if lifeline < 0 else None
         self._socket = ServiceSocket(agent_socket_file(settings.runtime_path), self._pool_came, lock)
         self._pool: MessageStream[Order] | None = None
@@ -137,27 +137,27 @@ class Agent:
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
 
     async def _introduce(self) -> None:
-        """Tell the pool what this node has, as soon as the driver has told."""
+        """Report this node's devices to the pool as soon as the driver has listed them."""
         for pause_s in _INTRODUCED_AGAIN_S:
             try:
                 await self._introduction.ready()
-                # whoever listens there knows from now on who we are
+                # the service now knows this agent
                 self._inputs.blobs.service_came()
                 self._far.service_came()
                 return
-            except Exception as error:  # noqa: BLE001  the pool waits for it
+            except Exception as error:  # noqa: BLE001  the pool waits for the introduction
                 faults.report(error)
             await asyncio.sleep(pause_s)
         self._finish()
 
-    # ------------------------------------------------------------ the pool comes and goes
+    # ------------------------------------------------------------ connecting to and losing the pool
 
     def _connect(self, sock: socket.socket) -> None:
         self._pool = MessageStream[Order](sock, codec.to_agent, self._heard, self._pool_lost, gathers=True)
         faults.in_background(self._introduce())
 
     def _pool_came(self, sock: socket.socket) -> None:
-        """A service was started again. Only one has the pool's lock, so the old one is dead."""
+        """Switch to a restarted service. Only one service holds the pool's lock, so the old one is dead."""
         if self._pool is not None:
             self._pool.close()
             self._leave_pool()
@@ -192,7 +192,7 @@ class Agent:
             self._obey(message, frames)
 
     def _charged(self, message: Order) -> faults.OnFault | None:
-        """Who takes a fault: the run that the message is about, or who asks."""
+        """Return the handler for a fault: it charges the message's run, or answers the request."""
         words = self._runs.words_of
         match message:
             case Launch(spec=spec):
@@ -217,7 +217,7 @@ class Agent:
                 self._hold_locks(message.run_id, message.locks)
                 self._runs.refuse(message)
             case WarmZygote():
-                # else the notebook's Python is none of this node's
+                # with other settings, the notebook's Python does not exist on this node
                 if self._settings.environments == "auto":
                     self._groups.warm(message.interpreter, 0 if self._runs.busy else message.ranks)
             case BuildEnvironment():
@@ -257,7 +257,7 @@ class Agent:
                 if run is not None:
                     self._obey_for(run, message, frames)
                 elif isinstance(message, EndRun):
-                    # it ended in the queue
+                    # the run ended in the queue
                     self._environments.leave(message.run_id)
 
     def _obey_for(self, run: NodeRun, message: _OfOneRun | DetachRun | TakeStacks, frames: Sequence[bytes]) -> None:
@@ -302,7 +302,7 @@ class Agent:
                 tend()
 
     def _reap(self) -> None:
-        """Zygotes are our children; as a subreaper we also get what a dead zygote leaves."""
+        """Reap zygotes and, as a subreaper, the orphans of dead zygotes."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -315,9 +315,9 @@ class Agent:
             self._successor.reaped(pid)
 
     def close(self) -> None:
-        """End every rank and zygote of this node. Nothing outlives the agent."""
+        """End every rank and zygote on this node. Nothing outlives the agent."""
         self._housekeeping.cancel()
-        # the loop closes what it is told of signals by before it lets go of them, and many children end now
+        # the loop closes its wake-up socket before it removes signal handlers, and many children end now
         self._loop.remove_signal_handler(signal.SIGCHLD)
         with faults.guarded(None):
             self._orphaned.over()
@@ -336,7 +336,7 @@ class Agent:
 
 
 async def run(sock: socket.socket, settings: Settings, lifeline: int = -1) -> None:
-    """Be the agent until the pool service is gone."""
+    """Run the agent until it is told to end, or no pool service and no run needs it any more."""
     raise_open_files_limit()
     (settings.state_path / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
     asyncio.get_running_loop().set_exception_handler(faults.take)

@@ -1,8 +1,8 @@
-"""How the agent outlives pool services: it introduces itself to each, waits without one, starts and lets in the next.
+"""How the agent survives a pool service: it introduces itself to each, and waits for, starts and accepts the next one.
 
-The ranks go on when a service ends unexpectedly. A run whose notebook is dead too is cancelled, as the service would
-have done. The notebooks that follow a run start the next service; for runs that go on without one, the agent does it
-itself. When nobody is left who could want anything, or no service comes in time, everything is ended.
+Ranks keep running when a service ends unexpectedly. A run whose notebook is dead too is cancelled, as the service would
+have done. Notebooks that follow a run start the next service; for detached runs the agent starts it. When no run is
+wanted any more, or no service connects in time, the agent ends everything.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.states import OWNER_GONE, RunState
 
 _LOOK_S = 0.25
-# a notebook that follows a run starts the next service within a second or two; what nobody follows nobody fetches
+# finished runs wait this long: a notebook that follows one starts the next service within a second or two
 _OVER_S = 5.0
-# notebooks are given this long to do it first
+# the agent starts the next service itself only after this, so that a notebook can do it first
 _SUCCESSOR_S = 1.0
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What the agent tells a pool service that it comes to: what this node has, and which runs it holds.
+    """Introduces the agent to a pool service: reports the node's devices and the runs that the agent holds.
 
     Args:
         settings: The pool's settings.
-        runs: What it holds.
-        far: Knows how the runs were ordered.
-        groups: Has further processes that are the agent's own.
-        send: Sends to the service of now.
+        runs: The runs that the agent holds.
+        far: Provides launches as the pool sent them.
+        groups: Provides the agent's zygotes, whose processes count as its own.
+        send: Sends to the current service.
     """
 
     settings: Settings
@@ -62,7 +62,7 @@ class Introduction(msgspec.Struct, frozen=True):
     send: Send
 
     async def ready(self) -> None:
-        """Say the agent's first word to a service, as soon as the driver has told."""
+        """Send the agent's first message to a service, as soon as the driver has listed the devices."""
         ray_place.sweep(self.settings, [run.run_id for run in self.runs.all()])
         inventory = await self._take()
         held: list[HeldRun] = []
@@ -83,11 +83,11 @@ class Introduction(msgspec.Struct, frozen=True):
         self.send(ready, (), locks)
 
     async def inventory_again(self) -> None:
-        """Say what the node has now."""
+        """Report the node's current devices."""
         self.send(InventoryTaken(inventory=await self._take()))
 
     async def _take(self) -> Inventory:
-        """In a thread of its own: a real driver may take seconds to answer."""
+        """Take the inventory in a thread, since a driver may take seconds to answer."""
         own = [pid for run in self.runs.all() for pid in run.pids]
         take = functools.partial(
             take_inventory,
@@ -99,14 +99,14 @@ class Introduction(msgspec.Struct, frozen=True):
 
 
 class ServiceSocket:
-    """The agent's own socket, through which a pool service that was started again comes back to it.
+    """The agent's own socket, to which a restarted pool service connects.
 
-    Listens on a Unix socket in the private runtime directory and lets processes of the same user in.
+    Listens on a Unix socket in the private runtime directory and accepts processes of the same user.
 
     Args:
-        path: The socket's path; what a killed agent left there is removed.
+        path: The socket's path; the socket of a killed agent is removed.
         came: Called with each connection.
-        lock: Who comes holds this file's lock; None asks for no more than the user.
+        lock: A file whose lock the peer must hold; None checks only the user.
     """
 
     def __init__(self, path: Path, came: Callable[[socket.socket], None], lock: Path | None = None) -> None:
@@ -139,27 +139,27 @@ class ServiceSocket:
             connection.close()
 
     def _is_welcome(self, connection: socket.socket) -> bool:
-        """Whether it is a pool's. Where the system does not tell it is: the directory is private."""
+        """Whether the peer may be a pool service. True where the system can't tell: the directory is private."""
         peer = processes.peer_of(connection)
         if peer is None:
             return True
         if peer.uid != os.getuid():
             return False
-        # anybody else would take the place of the pool that is there
+        # any other process would displace the pool that holds the lock
         holder = processes.flock_holder(self._lock) if self._lock is not None else 0
         return holder in (0, peer.pid)
 
 
 @dataclass(eq=False, repr=False)
 class Orphaned:
-    """Watches over the runs between a pool service's unexpected end and the next one's coming.
+    """Manages the runs between a pool service's unexpected end and the next service's connection.
 
     Args:
-        executions: The runs that the agent holds.
-        has_news: Whether something of a run was not told to any service yet.
-        successor: Starts the next service; None where only others can.
-        timeout_s: Seconds for which they wait.
-        end: Ends the agent with all that it has.
+        executions: Returns the runs that the agent holds.
+        has_news: Returns whether a run has events that no service has confirmed.
+        successor: Starts the next service; None where the agent can't.
+        timeout_s: Seconds to wait for the next service.
+        end: Ends the agent and everything it runs.
     """
 
     executions: Callable[[], Collection[NodeRun]]
@@ -175,19 +175,19 @@ class Orphaned:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """The service is gone."""
+        """Start waiting: the service is gone."""
         self._since = self._loop.time()
         self._until = self._since + self.timeout_s
         self._look()
 
     def over(self) -> None:
-        """Another one is here, or the agent ends."""
+        """Stop waiting: another service has connected, or the agent ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _look(self) -> None:
-        # whatever happens now, the agent does not stay for ever
+        # scheduled first: the agent ends in time even if the code below raises
         self._timer = self._loop.call_later(_LOOK_S, self._look)
         wanted = False
         for execution in self.executions():
@@ -207,7 +207,7 @@ class Orphaned:
             successor = self.successor
             if successor is not None and self._loop.time() > self._since + _SUCCESSOR_S and self._is_needed():
                 self._since = self._loop.time()
-                # a system without room for a process: the timeout ends what nobody can fetch
+                # if the system can't start a process, the timeout ends the runs
                 with contextlib.suppress(OSError):
                     successor.start()
 
@@ -216,10 +216,10 @@ class Orphaned:
 
 
 class Successor:
-    """Starts the next service of this user, as a client does. Harmless when another one is first.
+    """Starts this user's next pool service, as a client does. Harmless when another process is first.
 
     Args:
-        log: Where the service's own words go.
+        log: The file for the service's standard error.
     """
 
     def __init__(self, log: Path) -> None:
@@ -227,14 +227,14 @@ class Successor:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it unless it is on its way. It leaves this process's family, so that it does not end with it.
+        """Start the service unless it is being started. It detaches from this process, so it outlives the agent.
 
         Raises:
-            OSError: No process can be started.
+            OSError: The process can't be started.
         """
         if self._process is not None:
             return
-        # the service leaves by a second fork, and must not come back here as an orphan
+        # the service detaches by a second fork and must not be reparented to this process
         processes.become_subreaper(False)
         with open(self._log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             self._process = subprocess.Popen(
@@ -247,7 +247,7 @@ class Successor:
             )
 
     def reaped(self, pid: int) -> None:
-        """A child of this process has ended: the starter does so as soon as the service is on its own."""
+        """Handle the end of a child: the starter exits as soon as the service has detached."""
         if self._process is not None and self._process.pid == pid:
             self._process.returncode = 0
             self._process = None

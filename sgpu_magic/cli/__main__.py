@@ -1,4 +1,4 @@
-"""`python -m sgpu_magic.cli`: what `sgpu` does, where no script is on the path."""
+"""`python -m sgpu_magic.cli`: the `sgpu` command where its script is not on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`sgpu cp`: files that a run has made, brought to this machine."""
+"""`sgpu cp`: copies a run's files to this machine."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _ADDRESS = re.compile(r"(?P<run>[0-9A-Fa-f]{1,40})(?:/(?P<rank>\d{1,6}))?:(?P<pa
 
 
 class Address(msgspec.Struct, frozen=True):
-    """What `RUN[/RANK]:PATH` names.
+    """A parsed `RUN[/RANK]:PATH`.
 
     Args:
-        run: The first digits of the run's id.
-        path: Below the ranks' working directory, or else the run's directory; "" is all.
-        rank: On whose node; None is the first.
+        run: Prefix of the run's id.
+        path: Path relative to the ranks' working directory, or else to the run's directory; "" is everything.
+        rank: The rank whose node to copy from; None is the first.
     """
 
     run: str
@@ -46,18 +46,18 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class _Wanted(msgspec.Struct, frozen=True):
-    """A file, and what it is called below the target."""
+    """A file to copy, and its path relative to the target."""
 
     file: RunFile
     name: str
 
 
 def copy(options: argparse.Namespace) -> int:
-    """Copy what an address names, or list it: to a folder, under a file's name, or to standard output.
+    """Copy the files at an address to a folder, a file or standard output. Without a target, list them.
 
     Raises:
-        UsageError: There is no such run or file, or it can't be written here.
-        PoolError: The pool can't be asked.
+        UsageError: There is no such run or file, or the target can't be written.
+        PoolError: The pool can't be reached.
     """
     source, target = options.source, options.target
     address = read_address(source)
@@ -83,10 +83,10 @@ def copy(options: argparse.Namespace) -> int:
 
 
 def read_address(text: str) -> Address:
-    """Read `RUN[/RANK]:PATH`.
+    """Parse `RUN[/RANK]:PATH`.
 
     Raises:
-        UsageError: It is none, or its path leads elsewhere.
+        UsageError: The text is not an address, or its path leads out of the run's directories.
     """
     found = _ADDRESS.fullmatch(text)
     if found is None:
@@ -107,7 +107,7 @@ def read_address(text: str) -> Address:
     return Address(found["run"], path, int(found["rank"]) if found["rank"] else None)
 
 
-# ---------------------------------------------------------------- what is wanted
+# ---------------------------------------------------------------- finding the files
 
 
 def _find(files: FilesOfRun, address: Address) -> Sequence[_Wanted]:
@@ -127,7 +127,7 @@ def _find(files: FilesOfRun, address: Address) -> Sequence[_Wanted]:
 
 
 def _where(files: FilesOfRun, unknown: bool) -> str:
-    """Say where the ranks' own files are, for one who looks for them."""
+    """Return a hint about where the ranks' files are."""
     record = _record(files)
     if record is not None and isinstance(files, FilesHere) and Path(record.cwd).parent != files.directory:
         return f" Its ranks stood in {record.cwd} on this machine: what they wrote there is there."
@@ -137,7 +137,7 @@ def _where(files: FilesOfRun, unknown: bool) -> str:
 
 
 def _node_of(files: FilesOfRun, rank: int) -> int:
-    """The number of the node that has a rank, from 0."""
+    """Return the index of a rank's node, from 0."""
     record = _record(files) if rank else None
     first = 0
     for number, share in enumerate(record.lease.shares if record is not None else ()):
@@ -151,7 +151,7 @@ def _record(files: FilesOfRun) -> RunRecord | None:
     try:
         return msgspec.json.decode(files.bring(RUN_RECORD).read_bytes(), type=RunRecord)
     except (OSError, RunFileUnknown, msgspec.DecodeError):
-        # it has not begun, or comes with the rest of its files
+        # the run has not started, or the record arrives with the rest of its files
         return None
 
 
@@ -185,10 +185,10 @@ def _to_stream(files: FilesOfRun, wanted: Sequence[_Wanted], source: str, data: 
 def _to_disk(files: FilesOfRun, wanted: Sequence[_Wanted], target: Path, out: TextIO) -> None:
     folder = target
     if len(wanted) == 1 and "/" not in wanted[0].name and not target.is_dir() and not str(target).endswith("/"):
-        # one file, under a name of its own
+        # a single file, copied under another name
         folder, wanted = target.parent, [_Wanted(wanted[0].file, target.name)]
     elif not target.is_dir():
-        # as `cp -r` has it: what is not there yet is the folder itself
+        # like `cp -r`: a target that does not exist becomes the copied folder itself
         first = {each.name.split("/", 1)[0] for each in wanted}
         if len(first) == 1 and all("/" in each.name for each in wanted):
             wanted = [_Wanted(each.file, each.name.split("/", 1)[1]) for each in wanted]
@@ -202,12 +202,12 @@ def _to_disk(files: FilesOfRun, wanted: Sequence[_Wanted], target: Path, out: Te
 
 
 def _one(files: FilesOfRun, wanted: _Wanted, folder: Path) -> int:
-    """Copy a file, and return how many bytes came: of one that was begun before the rest, of the same one none."""
+    """Copy a file and return the bytes transferred: only the rest of a partial copy, 0 if it is unchanged."""
     file = wanted.file
     if _is_same(folder, wanted):
         return 0
     *folders, last = parts_of(wanted.name)
-    # another content has another name, so nothing is ever joined that does not belong together
+    # the name depends on size and time, so a partial copy of another version is never continued
     about = f"{files.run_id}/{file.name}/{file.size}/{file.changed_at}"
     temporary = f".{last[:100]}.{hashlib.sha256(about.encode()).hexdigest()[:12]}.part"
     part = "/".join([*folders, temporary])

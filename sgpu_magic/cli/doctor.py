@@ -1,6 +1,6 @@
-"""`sgpu doctor`: looks at all that a run needs on this machine, and names the remedy for what is wrong.
+"""`sgpu doctor`: checks everything that a run needs on this machine, and gives the remedy for each problem.
 
-It starts no pool and changes nothing. Each check says what it found in one line, as soon as it knows.
+Starts no pool and changes nothing. Each check prints one line as soon as it is done.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _LEVEL_WIDTH = 7
 
 
 def run(environ: Mapping[str, str], out: TextIO) -> bool:
-    """Write all findings to `out`.
+    """Run all checks and write their findings.
 
     Args:
-        environ: The variables that settings and checks read.
-        out: Where to; flushed after each line.
+        environ: Environment variables for the settings and checks.
+        out: Stream for the findings, flushed after each line.
 
     Returns:
-        False when there is a problem.
+        False if there is a problem.
     """
     counts = dict.fromkeys(Level, 0)
     for finding in findings(environ):
@@ -65,7 +65,7 @@ def run(environ: Mapping[str, str], out: TextIO) -> bool:
 
 
 def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what each check finds, in the order in which a person reads it."""
+    """Yield the findings of all checks, in the order of the output."""
     yield from _guarded("python", python_checks.python_version)
     facts = python_checks.probe(environ)
     yield from python_checks.packages(facts)
@@ -89,14 +89,14 @@ def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def line(finding: Finding) -> str:
-    """Return a finding as text, its remedy in a line below."""
+    """Return a finding as text, with its remedy on the next line."""
     head = f"{finding.level.value:<{_LEVEL_WIDTH}}  {finding.name:<{_NAME_WIDTH}}  "
     text = f"{head}{ansi.plain(finding.text)}"
     return f"{text}\n{'':<{len(head)}}{ansi.plain(finding.remedy)}" if finding.remedy else text
 
 
 def _guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """One check that the system lets down does not take the others with it."""
+    """Run one check. An `OSError` becomes a warning, so that the other checks still run."""
     try:
         yield from check()
     except OSError as error:
@@ -105,7 +105,7 @@ def _guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Find
 
 # ---------------------------------------------------------------- settings, directories, pools
 
-# SGPU_RUN_ID marks a run's processes, SGPU_JOB the notebook of `sgpu run`
+# SGPU_RUN_ID is set in a run's processes, SGPU_JOB in the notebook of `sgpu run`
 _OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_JOB", "SGPU_RUN_ID")
 _NETWORK_TYPES = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p")
@@ -115,9 +115,9 @@ _HARDLY_ANY_BYTES = 50_000_000
 
 
 def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
-    """Return the settings, and what is wrong with `config.toml` or a variable's value.
+    """Return the settings, and findings about `config.toml` and the variables.
 
-    Settings that can't be read stand at their defaults, except for the directories.
+    Settings that can't be read have their defaults, except for the directories.
     """
     try:
         settings = load_settings(environ)
@@ -135,13 +135,13 @@ def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
 
 
 def _refused(name: str, error: UsageError, otherwise: str) -> Finding:
-    """A message ends with its remedy; `otherwise` is that of one without."""
+    """Return an error as a problem. The last sentence of its message is the remedy, or `otherwise` if it has one."""
     what, _, remedy = error.message.rpartition(". ")
     return problem(name, what or error.message, remedy if what else otherwise)
 
 
 def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """`SGPU_*` variables that nothing reads."""
+    """Check for unknown `SGPU_*` variables."""
     known = [*(f"SGPU_{name.upper()}" for name in Settings.__struct_fields__), *_OTHER_VARIABLES]
     for name in sorted(environ):
         if name.startswith("SGPU_") and name not in known:
@@ -151,7 +151,7 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def state_directory(settings: Settings) -> Iterator[Finding]:
-    """Whose it is, whether it can be written, where it lies, how much room it has."""
+    """Check the state directory: owner, write access, file system type, free space."""
     path = settings.state_path
     base = _nearest(path)
     remedy = "Make it yours and writable, or set SGPU_STATE_DIR to a directory on a local disk that is."
@@ -185,7 +185,7 @@ def state_directory(settings: Settings) -> Iterator[Finding]:
 
 
 def runtime_directory(settings: Settings) -> Iterator[Finding]:
-    """The length of the socket's path, whose the directory is, who may enter it."""
+    """Check the runtime directory: length of the socket's path, owner, mode."""
     name, path = "runtime directory", settings.runtime_path
     size = len(os.fsencode(socket_file(path)))
     if size > MAX_SOCKET_PATH_BYTES:
@@ -207,7 +207,7 @@ def runtime_directory(settings: Settings) -> Iterator[Finding]:
 
 
 def pool(settings: Settings) -> Iterator[Finding]:
-    """Whether a pool lives, answers and is of this version; what a dead one left."""
+    """Check the local pool: is it running, does it answer, is it of this version, has a dead one left files."""
     address = find_pool(settings)
     if address is None:
         runtime = settings.runtime_path
@@ -233,12 +233,12 @@ def pool(settings: Settings) -> Iterator[Finding]:
         remedy = "`sgpu pool stop` when it is idle; the next run starts one of this version."
         yield warning("pool", f"{text}, but here is sgpu-magic {__version__}", remedy)
     else:
-        # this command is one of them
+        # this command is one of the clients
         yield ok("pool", f"{text}, {count_of(max(0, status.clients - 1), 'client')}")
 
 
 def _nearest(path: Path) -> Path:
-    """The path itself, or the first directory above it that exists."""
+    """Return the path itself, or its nearest existing parent."""
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
@@ -263,12 +263,12 @@ def _not_writable(directory: Path) -> str:
         return f"can't be written: {error.strerror}"
 
 
-# label selectors of placement groups
+# has label selectors for placement groups
 _OLDEST_RAY = Version("2.50")
 
 
 def listed_pools(settings: Settings) -> Iterator[Finding]:
-    """The list and the key where there is a list, and what each pool of it says; takes 2 s at most."""
+    """Check the list of pools, the user's key, and each listed pool. Takes 2 s at most. Nothing without a list."""
     try:
         entries = read_pools()
     except UsageError as error:
@@ -282,7 +282,7 @@ def listed_pools(settings: Settings) -> Iterator[Finding]:
 
 
 def ray_version() -> Iterator[Finding]:
-    """Whether the Ray that is installed is one that pools can be on; nothing where there is none."""
+    """Check that the installed Ray is new enough for pools. Nothing if Ray is not installed."""
     try:
         found = Version(importlib.metadata.version("ray"))
     except (importlib.metadata.PackageNotFoundError, InvalidVersion):

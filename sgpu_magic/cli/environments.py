@@ -1,4 +1,4 @@
-"""`sgpu env`: base environments, saved ones, and those that this node has built."""
+"""`sgpu env`: base environments, saved environments, and those built on this node."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _SHORTEST_PREFIX = 4
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """An environment that this node has built.
+    """An environment built on this node.
 
     Args:
-        name: Its folder's name, which begins with the environment's digest.
-        built: What it is; None when it can't be read.
-        size_bytes: Of its files; None when nobody has counted them.
-        last_used: Wall-clock time.
+        name: Name of its folder, which begins with the environment's digest.
+        built: Its description; None if it can't be read.
+        size_bytes: Size of its files; None if not measured yet.
+        last_used: Wall-clock time of its last use.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 def listing(settings: Settings, now: float | None = None) -> str:
-    """Return bases, saved and built environments as text."""
+    """Return the base, saved and built environments as text."""
     now = time.time() if now is None else now
     bases = [
         (
@@ -74,14 +74,14 @@ def listing(settings: Settings, now: float | None = None) -> str:
 
 
 def export(name: str, directory: str) -> str:
-    """Write a base environment's requirements file and return a sentence.
+    """Write a base environment's requirements file and return a message.
 
     Args:
-        name: Of the base.
-        directory: Where to; made if it is not there.
+        name: Name of the base environment.
+        directory: Target directory, created if necessary.
 
     Raises:
-        UsageError: There is no such base, or it can't be written.
+        UsageError: There is no such base environment, or the file can't be written.
     """
     if name not in BASE_NAMES:
         raise UsageError(f"there is no base environment {name!r}. There are: {', '.join(BASE_NAMES)}.")
@@ -96,7 +96,7 @@ def export(name: str, directory: str) -> str:
 
 
 def requirements_file(base: BaseList) -> str:
-    """A base environment as a requirements file: what an index has, in the page's own versions."""
+    """Return a base environment as a requirements file: its public libraries in the page's exact versions."""
     without_wheel = sorted(base.wheels, key=str.lower)
     return "\n".join(
         [
@@ -112,14 +112,14 @@ def requirements_file(base: BaseList) -> str:
 
 
 def remove(settings: Settings, name: str) -> str:
-    """Remove a saved or built environment and return a sentence.
+    """Remove a saved or built environment and return a message.
 
     Args:
-        settings: Where they lie.
-        name: A saved one's name, or the first digits of a built one's.
+        settings: Gives the directories.
+        name: Name of a saved environment, or a prefix of a built one's.
 
     Raises:
-        UsageError: There is none of that name, or it is in use.
+        UsageError: No environment or several match, or it is in use.
     """
     if named_environments.remove(settings, name):
         return f"the saved environment {name} is gone."
@@ -139,12 +139,12 @@ def remove(settings: Settings, name: str) -> str:
 
 
 def prune(settings: Settings, days: float, now: float | None = None) -> str:
-    """Remove built environments that nobody uses and return a sentence.
+    """Remove built environments that are not in use and return a message.
 
     Args:
-        settings: Where they lie.
-        days: Only those that were not used for so long.
-        now: Wall-clock time.
+        settings: Gives the directories.
+        days: Only remove environments unused for this many days.
+        now: Wall-clock time. Default: the current time.
     """
     now = time.time() if now is None else now
     store = Store(settings.environments_path)
@@ -158,7 +158,7 @@ def prune(settings: Settings, days: float, now: float | None = None) -> str:
 
 
 def built_here(settings: Settings) -> Iterator[Kept]:
-    """Yield the environments that this node has built."""
+    """Yield the environments built on this node."""
     root = settings.environments_path
     for name in Store(root).names():
         folder = root / name
@@ -169,7 +169,7 @@ def built_here(settings: Settings) -> Iterator[Kept]:
         try:
             size: int | None = int((folder / "size").read_text())
         except (OSError, ValueError):
-            # it is counted some time after it was built
+            # measured some time after the build
             size = None
         yield Kept(name, read_built(folder), size, last_used)
 
@@ -178,7 +178,7 @@ def _saved_row(settings: Settings, name: str) -> tuple[str, ...]:
     try:
         kept = named_environments.load(settings, name)
     except UsageError:
-        # of another version, or damaged: it can still be removed
+        # from another version, or damaged: it can still be removed
         kept = None
     if kept is None:
         return (name, "unreadable", "")

@@ -1,4 +1,4 @@
-"""`sgpu port-forward`: a port of this machine's loopback whose connections lead to a port on a rank's node."""
+"""`sgpu port-forward`: forwards a local loopback port to a port on a rank's node."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _WATCH = 1
 
 
 class Forwarder:
-    """Takes connections and forwards each, until the run ends. Used from one loop's thread.
+    """Accepts connections and forwards each, until the run ends. Use it from the thread of one event loop.
 
     Args:
-        link: To the run's pool.
+        link: Link to the run's pool.
         run: A unique prefix of the run's id.
-        rank: On whose node.
-        port: The port there.
-        say: Called with a sentence about a connection that could not be made.
+        rank: The rank whose node to connect to.
+        port: Port on that node.
+        say: Called with a message about a failed connection.
     """
 
     def __init__(self, link: PoolLink, run: str, rank: int, port: int, say: Callable[[str], None]) -> None:
@@ -53,17 +53,17 @@ class Forwarder:
         link.on_gap = lambda: self._from_link(self._gap)
 
     async def begin(self, local: int | None) -> tuple[str, int, str]:
-        """Ask for the run and listen.
+        """Find the run and start listening.
 
         Args:
-            local: The port here; None for the same, 0 for any that is free.
+            local: Local port; None for the remote port's number, 0 for any free port.
 
         Returns:
-            The run's id, the port here, and why nobody can be connected yet ("" when one can).
+            The run's id, the local port, and why connections can't be made yet ("" if they can).
 
         Raises:
-            RunUnknown: No such run of this user goes on, or it has no such rank.
-            UsageError: The port here is taken.
+            RunUnknown: This user has no such active run, or it has no such rank.
+            UsageError: The local port is taken.
             PoolError: The pool does not answer.
         """
         answer = await self._opened(self._order)
@@ -80,12 +80,12 @@ class Forwarder:
         return answer.run_id, int(self._server.sockets[0].getsockname()[1]), answer.problem
 
     def stop(self) -> None:
-        """Forward no longer."""
+        """Stop forwarding."""
         if not self._over.done():
             self._over.set_result(None)
 
     async def serve(self) -> str | None:
-        """Forward until the run ends, and return a sentence about how it ended; None when it was to stop."""
+        """Forward until the run ends and return a message about its end; None after `stop`."""
         while not self._over.done():
             await asyncio.wait((self._over,), timeout=_LOOK_S)
             if self._link.lost.is_set():
@@ -93,14 +93,14 @@ class Forwarder:
         return self._over.result()
 
     async def close(self) -> None:
-        """End every connection and free the port."""
+        """Close all connections and the port."""
         self._link.on_stream = self._link.on_gap = None
         if self._server is not None:
             self._server.close()
         for stream in list(self._streams.values()):
             stream.close()
         self._send(StreamClosed(stream=_WATCH), ())
-        # what is still to be written to the sockets here
+        # let pending writes to local sockets finish
         await asyncio.sleep(0)
 
     # ------------------------------------------------------------ connections
@@ -154,7 +154,7 @@ class Forwarder:
             if not waiting.done():
                 waiting.set_result(message)
         elif isinstance(message, StreamOpened):
-            # nobody waits any more
+            # the request has timed out
             self._send(StreamClosed(stream=message.stream), ())
         elif message.stream == _WATCH:
             if isinstance(message, StreamClosed) and not self._over.done():
@@ -163,7 +163,7 @@ class Forwarder:
             stream.heard(message, frames)
 
     def _gap(self) -> None:
-        """The link broke and is there again: what was under way is lost, so no connection can go on."""
+        """Close all connections after a reconnect of the link: data in transit was lost."""
         for stream in list(self._streams.values()):
             stream.close("the link to the pool was broken")
         self._send(StreamClosed(stream=_WATCH), ())
@@ -174,7 +174,7 @@ class Forwarder:
 
 
 async def _forward(link: PoolLink, run: str, rank: int, local: int | None, remote: int) -> int:
-    """Forward a port until the run ends or the command is interrupted; 1 when the pool ended, else 0."""
+    """Forward a port until the run ends or the command is interrupted. Returns 1 if the pool ended, else 0."""
     forwarder = Forwarder(link, run, rank, remote, note)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, forwarder.stop)
@@ -193,10 +193,10 @@ async def _forward(link: PoolLink, run: str, rank: int, local: int | None, remot
 
 
 def _read_ports(text: str) -> tuple[int | None, int]:
-    """Read `[LOCAL:]PORT`; the port here is None when it is left out, 0 for any that is free.
+    """Parse `[LOCAL:]PORT`. The local port is None if omitted, 0 for any free port.
 
     Raises:
-        UsageError: These are no ports.
+        UsageError: The text has no valid ports.
     """
     local, colon, remote = text.rpartition(":")
     if not _is_port(remote, least=1) or (colon and not _is_port(local, least=0)):

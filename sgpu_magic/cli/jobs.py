@@ -1,4 +1,4 @@
-"""`sgpu jobs`: what `sgpu run` executes or has executed, a small file each in the state directory."""
+"""`sgpu jobs`: the jobs of `sgpu run`, each with a small record in the state directory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _row(record: JobRecord, now: float) -> tuple[str, ...]:
 
 
 def show_log(settings: Settings, job: str, out: TextIO) -> None:
-    """Write what a detached job has said.
+    """Write the log of a detached job.
 
     Raises:
         UsageError: There is no such job, or it has no log.
@@ -70,10 +70,10 @@ def show_log(settings: Settings, job: str, out: TextIO) -> None:
 
 
 def stop(settings: Settings, job: str) -> str:
-    """End a job and the runs of its notebook, and return a sentence.
+    """Stop a job and the runs of its notebook, and return a message.
 
     Raises:
-        UsageError: There is no such job, or it is over.
+        UsageError: There is no such job, or it has ended.
     """
     record = find(settings, job)
     if not record.goes_on:
@@ -88,20 +88,20 @@ _KEPT = 200
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A job.
+    """The record of a job.
 
     Args:
-        job_id: Its id, made as a run's.
-        source: The notebook or script.
-        copy: The executed copy, "" for none.
-        pid: The process that executes it, 0 before there is one.
-        process_start: Tells that process from another that got its pid.
-        started_at: Seconds since the epoch.
-        ended_at: The same; None while it goes on.
-        code: Exit code; None while it goes on.
-        done: Cells that have run.
-        cells: How many there are.
-        detached: It goes on without its terminal, and has a log.
+        job_id: Its id, in the form of a run id.
+        source: Path of the notebook or script.
+        copy: Path of the executed copy, "" for none.
+        pid: The process that executes it, 0 before it has started.
+        process_start: Start time of that process, which distinguishes it from a later one with the same pid.
+        started_at: Start, seconds since the epoch.
+        ended_at: End, seconds since the epoch; None while it runs.
+        code: Exit code; None while it runs.
+        done: Number of cells that have run.
+        cells: Total number of cells.
+        detached: Whether it runs without its terminal, with a log.
     """
 
     job_id: str
@@ -118,12 +118,12 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def goes_on(self) -> bool:
-        """Whether its process lives."""
+        """Whether the job is running: its process is alive."""
         return self.code is None and self.pid > 0 and process_start(self.pid) == self.process_start
 
     @property
     def state(self) -> str:
-        """A word for a person."""
+        """The state as shown to the user."""
         if self.code is None:
             return "running" if self.goes_on else "killed"
         return _STATES.get(self.code, "failed")
@@ -138,7 +138,7 @@ def folder_of(settings: Settings, job_id: str) -> Path:
 
 
 def write(settings: Settings, record: JobRecord) -> None:
-    """Write a job's record, whole or not at all. Nothing is done where it can't be: the job itself goes on."""
+    """Write a job's record atomically. Errors are ignored, so that the job itself continues."""
     folder = folder_of(settings, record.job_id)
     with contextlib.suppress(OSError):
         private_dir(folder.parent)
@@ -147,7 +147,7 @@ def write(settings: Settings, record: JobRecord) -> None:
 
 
 def begun(record: JobRecord) -> JobRecord:
-    """Return the record of a job that this process executes."""
+    """Return the record with this process as the one that executes the job."""
     return msgspec.structs.replace(record, pid=os.getpid(), process_start=process_start(os.getpid()))
 
 
@@ -156,7 +156,7 @@ def ended(record: JobRecord, code: int) -> JobRecord:
 
 
 def all_jobs(settings: Settings) -> list[JobRecord]:
-    """Return every job that is kept, newest first."""
+    """Return all recorded jobs, newest first."""
     found: list[JobRecord] = []
     folder = settings.state_path / "jobs"
     for entry in folder.iterdir() if folder.is_dir() else ():
@@ -168,17 +168,17 @@ def all_jobs(settings: Settings) -> list[JobRecord]:
 
 
 def prune(settings: Settings) -> None:
-    """Remove the oldest ones that are over."""
+    """Remove the oldest jobs that have ended; keeps the newest 200."""
     for record in all_jobs(settings)[_KEPT:]:
         if not record.goes_on:
             shutil.rmtree(folder_of(settings, record.job_id), ignore_errors=True)
 
 
 def find(settings: Settings, text: str) -> JobRecord:
-    """Return the one job whose id begins with `text`.
+    """Return the only job whose id begins with `text`.
 
     Raises:
-        UsageError: None does, or more than one.
+        UsageError: No job or several match.
     """
     prefix = text.strip().lower()
     found = [record for record in all_jobs(settings) if prefix and record.job_id.startswith(prefix)]
@@ -191,21 +191,21 @@ def find(settings: Settings, text: str) -> JobRecord:
 
 
 def start_detached(settings: Settings, record: JobRecord, arguments: Sequence[str]) -> JobRecord:
-    """Start the process that executes a job, and return the record with it.
+    """Start a detached process that executes a job, and return the updated record.
 
     Args:
-        settings: Where jobs lie.
+        settings: Gives the jobs' directory.
         record: The job.
-        arguments: What follows `sgpu`.
+        arguments: Arguments of the `sgpu` command.
 
     Raises:
-        OSError: It can't be started.
+        OSError: The process can't be started.
     """
     folder = folder_of(settings, record.job_id)
     private_dir(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
     with open(os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as log:
-        # as nohup has it: what is ignored here stays ignored there, from its first moment on
+        # like nohup: the child inherits the ignored SIGHUP from its start
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
             process = subprocess.Popen(
@@ -213,13 +213,13 @@ def start_detached(settings: Settings, record: JobRecord, arguments: Sequence[st
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # a terminal's Ctrl-C does not reach it
+                # so that a terminal's Ctrl-C does not reach it
                 start_new_session=True,
                 close_fds=True,
             )
         finally:
             signal.signal(signal.SIGHUP, before)
-    # nobody waits for it here: it is to outlive this process
+    # it outlives this process: prevents Popen's warning about a running child
     process.returncode = 0
     started = msgspec.structs.replace(record, pid=process.pid, process_start=process_start(process.pid), detached=True)
     write(settings, started)

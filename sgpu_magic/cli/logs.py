@@ -1,4 +1,4 @@
-"""`sgpu logs`: what the ranks of a run printed, streamed from the logs in its directory."""
+"""`sgpu logs`: prints the output of a run's ranks from the logs in its directory."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from sgpu_magic.wire.record import short
 
 _LOG_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,4})\.log")
 _READ_BYTES = 1 << 18
-# a line without an end is shown in pieces of this length, so that no log is ever held in memory
+# longer lines are written in pieces of this length, which bounds memory
 _LONGEST_LINE_CHARS = 1 << 20
 _POLL_S = 0.1
 
 
 def show(options: argparse.Namespace) -> int:
-    """Write the logs of a run, of one rank or of all, each line with its rank in front when there are several.
+    """Write the logs of one or all ranks of a run. With several ranks each line is prefixed with its rank.
 
     Raises:
-        UsageError: There is no such run, or no such rank in it.
+        UsageError: There is no such run, or it has no such rank.
     """
     with files_of(load_settings(), options.run) as files:
         _show(files, options.rank, options.follow, sys.stdout)
@@ -42,7 +42,7 @@ def show(options: argparse.Namespace) -> int:
 def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO) -> None:
     run_id, row = files.run_id, files.row()
     if isinstance(files, FilesElsewhere):
-        # of another user's run the pool says so; one without a directory has only not started
+        # raises for another user's run; a run without a directory has only not started
         with contextlib.suppress(RunFileUnknown):
             files.list()
     ranks = row.ranks if row is not None else _ranks_with_logs(files)
@@ -81,13 +81,13 @@ def _ranks_with_logs(files: FilesOfRun) -> int:
 
 
 class RankLog:
-    """One rank's log, read on from where the last read ended. It may not exist yet.
+    """One rank's log, read incrementally. The file may not exist yet.
 
     Args:
-        path: The file.
-        prefix: Stands before each line.
-        clean: Makes a line fit for where it goes.
-        bring: Brings what has come to a log of that name, where that is not written here.
+        path: Path of the log.
+        prefix: Prefix of each line.
+        clean: Removes escape sequences that the output can't show.
+        bring: Fetches new data of the log with this name if it is written on another machine.
     """
 
     def __init__(self, path: Path, prefix: str, clean: Callable[[str], str], bring: Callable[[str], None]) -> None:
@@ -104,7 +104,7 @@ class RankLog:
         return self._file is not None
 
     def copy_to(self, out: TextIO) -> bool:
-        """Write the lines that a piece of the log finishes; False at its present end."""
+        """Write the complete lines of the next piece of the log. Returns False at its current end."""
         data = self._read()
         if not data:
             self._bring(self._path.name)
@@ -122,7 +122,7 @@ class RankLog:
         return os.read(self._file, _READ_BYTES)
 
     def finish(self, out: TextIO) -> None:
-        """Write the line that has no end."""
+        """Write the last line if it has no newline."""
         rest = self._pending + self._decoder.decode(b"", final=True)
         self._pending = ""
         if rest:
@@ -137,7 +137,7 @@ class RankLog:
         self._pending = lines.pop()
         yield from lines
         if len(self._pending) > _READ_BYTES:
-            # of a progress bar only the last state is ever shown
+            # only the last state of a progress bar is shown
             self._pending = self._pending[self._pending.rstrip("\r").rfind("\r") + 1 :]
         while len(self._pending) > _LONGEST_LINE_CHARS:
             yield self._pending[:_LONGEST_LINE_CHARS]
@@ -149,13 +149,13 @@ class RankLog:
 
 
 def _last_state(line: str) -> str:
-    """What a terminal shows of a line that carriage returns begin again."""
+    """Return the part of a line after its last carriage return, which a terminal would show."""
     return line.rstrip("\r").rpartition("\r")[2] if "\r" in line else line
 
 
 def _follow(files: FilesOfRun, logs: Sequence[RankLog], out: TextIO) -> RunSummary | None:
     while True:
-        # looked at before the logs are: whatever was written until then is read
+        # check the state before reading the logs: nothing written before the end is missed
         row = files.row()
         over = files.is_over(row)
         more = [log.copy_to(out) for log in logs]

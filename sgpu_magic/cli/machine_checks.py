@@ -1,4 +1,4 @@
-"""What one check of `sgpu doctor` says; what the system offers: names, memory files, process control, limits."""
+"""The result of a check of `sgpu doctor`, and checks of the system: host name, memory files, processes, limits."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from sgpu_magic.views.units import format_seconds
 _SLOW_LOOKUP_S = 1.0
 _LOOKUP_DEADLINE_S = 10.0
 _SMALL_SHARED_MEMORY_BYTES = 256 * 10**6
-# 64 ranks and their standby group cost the agent eight descriptors each while it starts them
+# while the agent starts 64 ranks and their standby group, each rank takes eight descriptors
 _FILES_FOR_64 = 1024
 _FILES_LEAST = 256
-# a rank has some five threads, and each counts
+# a rank has about five threads, and each counts as a task
 _TASKS_FOR_64 = 512
 _TASKS_LEAST = 64
 _PR_GET_CHILD_SUBREAPER = 37
@@ -40,13 +40,13 @@ class Level(enum.StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the doctor.
+    """One finding of the doctor.
 
     Args:
-        level: A problem keeps runs from working, a warning may.
-        name: What was looked at.
-        text: What was found.
-        remedy: What to do about it; "" when nothing has to be done.
+        level: A problem prevents runs from working, a warning may.
+        name: What was checked.
+        text: The result.
+        remedy: What to do about it; "" for nothing.
     """
 
     level: Level
@@ -64,7 +64,7 @@ problem = functools.partial(Finding, Level.PROBLEM)
 
 
 def hostname() -> Iterator[Finding]:
-    """How long the look-up of this machine's own name takes; gloo and c10d look it up too."""
+    """Check that this machine's host name resolves quickly: gloo and c10d resolve it too."""
     name = socket.gethostname()
     problems: list[str] = []
     seconds: list[float] = []
@@ -103,7 +103,7 @@ def visible_devices(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def memory_files() -> Iterator[Finding]:
-    """memfd for payloads, and the size of /dev/shm for user code."""
+    """Check memfd, which payloads use, and the size of /dev/shm, which user code may need."""
     if not is_linux():
         yield ok("memory files", "this system has none: payloads go through files in the state directory")
         return
@@ -131,7 +131,7 @@ def memory_files() -> Iterator[Finding]:
 
 
 def process_control() -> Iterator[Finding]:
-    """What lets the pool see a death at once and keep descendants from escaping."""
+    """Check pidfd, which reports a process's death at once, and subreapers, which keep descendants from escaping."""
     if not is_linux():
         yield ok("process control", "no pidfd and no subreaper here: deaths are seen within a second")
         return
@@ -150,7 +150,7 @@ def process_control() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Open files and tasks, for 64 ranks."""
+    """Check that the limits on open files and tasks allow 64 ranks."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 4096 if most == resource.RLIM_INFINITY else min(4096, most)
     remedy = f"`ulimit -n {wanted}` before Jupyter is started."
@@ -169,16 +169,16 @@ def limits() -> Iterator[Finding]:
 
 
 def _task_room() -> tuple[int | None, str]:
-    """Processes and threads that may still be started; None when nothing limits them."""
+    """Return how many processes and threads can still be started, None without a limit, and a description."""
     room: list[tuple[int, str]] = []
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # root is not held by it
+    # root is exempt
     if most != resource.RLIM_INFINITY and os.getuid() != 0:
         used = _own_tasks()
         room.append((most - used, f"ulimit -u {most:,}, {used:,} in use"))
     for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/pids"):
         with contextlib.suppress(OSError, ValueError):
-            # "max" is no number
+            # "max" means no limit, and raises ValueError
             limit = int(Path(folder, "pids.max").read_text())
             used = int(Path(folder, "pids.current").read_text())
             room.append((limit - used, f"the container's limit {limit:,}, {used:,} in use"))
@@ -186,7 +186,7 @@ def _task_room() -> tuple[int | None, str]:
 
 
 def _own_tasks() -> int:
-    """Threads of this user's processes: each counts against the limit (setrlimit(2))."""
+    """Return the number of threads of this user's processes: each counts against the limit (setrlimit(2))."""
     count = 0
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

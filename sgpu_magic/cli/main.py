@@ -1,4 +1,4 @@
-"""The `sgpu` command: the pool, its runs and this machine's set-up from a shell; what its parsers share."""
+"""Entry point of the `sgpu` command: the top-level parser, exit codes, and option types that the commands share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sgpu_magic.errors import SgpuError, UsageError
 _PAIRED = {"-p": "--parameters", "--parameters": "--parameters", "-r": "--raw", "--raw": "--raw"}
 _OK, _FAILED, _USAGE = 0, 1, 2
 _INTERRUPTED = 128 + signal.SIGINT
-# what a shell reports of a program that SIGPIPE ended
+# a shell's exit code for a program killed by SIGPIPE
 _NOBODY_READS = 128 + 13
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports what it does not understand as any other usage error, and takes no option for its beginning."""
+    """An argument parser that raises `UsageError`, and accepts no abbreviated options."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -30,34 +30,34 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}. `{self.prog} --help` shows what there is.")
 
     def does(self, do: Callable[[argparse.Namespace], str | int]) -> None:
-        """Say what carries the command out: it returns an exit code, or what is printed."""
+        """Set the function that executes the command. It returns an exit code, or a text to print."""
         self.set_defaults(do=do)
 
 
 def note(text: str) -> None:
-    """Say something about a run that is no output of it."""
+    """Write a message to standard error, prefixed with `sgpu:`."""
     sys.stdout.flush()
     sys.stderr.write(f"sgpu: {text}\n")
 
 
 def positive(text: str) -> int:
-    """Read a number of things."""
+    """Parse a positive integer option."""
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1_000_000_000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def rank(text: str) -> int:
-    """Read a rank."""
+    """Parse a rank option."""
     if not text.isascii() or not text.isdigit() or len(text) > 6:
         raise argparse.ArgumentTypeError(f"{text!r} is not a rank: 0, 1, 2 ...")
     return int(text)
 
 
 def plain_words(words: Sequence[str]) -> list[str]:
-    """Return a command line as the parser reads it.
+    """Return the command line in the form that the parser reads.
 
-    Of `sgpu run`, papermill's `-p NAME VALUE` becomes `-p NAME=VALUE`, and a script's own arguments are left out.
+    For `sgpu run`, papermill's `-p NAME VALUE` becomes `-p NAME=VALUE`, and the script's arguments are removed.
     """
     if words[:1] != ["run"]:
         return list(words)
@@ -75,7 +75,7 @@ def plain_words(words: Sequence[str]) -> list[str]:
 
 
 def script_arguments(words: Sequence[str]) -> tuple[str, ...]:
-    """Return what stands behind `--`."""
+    """Return the words after `--`."""
     return tuple(words[list(words).index("--") + 1 :]) if "--" in words else ()
 
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            # a terminal that lacks a character gets another, never an error
+            # characters that the terminal lacks are replaced instead of raising an error
             reconfigure(errors="replace")
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _OK if isinstance(done, str) else done
         sys.stdout.flush()
     except BrokenPipeError:
-        # `sgpu logs 7f3a | head`; the interpreter's own last flush must find somebody too
+        # as in `sgpu logs 7f3a | head`; the interpreter's final flush must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NOBODY_READS
     except SgpuError as error:
@@ -112,10 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def command_parser(words: Sequence[str]) -> Parser:
-    """Return the parser of the whole command, with the options of the one that the words name.
+    """Return the top-level parser, with the options of the command that the words name.
 
-    Only that one's module is loaded. It has under `COMMANDS` by command what adds its options, and with them as `do`
-    what carries it out: it is given the options, and returns an exit code, or what is printed.
+    Only that command's module is imported. Its `COMMANDS` maps the command's name to a function that adds the options
+    and calls `Parser.does`.
     """
     parser = Parser(
         prog="sgpu",

@@ -1,4 +1,4 @@
-"""`sgpu pool` and `sgpu types`: the pools that a user may use, what they have, and this machine's own."""
+"""`sgpu pool` and `sgpu types`: the user's list of pools, their devices, and the local pool."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from sgpu_magic.wire.costs import format_money
 from sgpu_magic.wire.devices import CPU, interconnect_of, memory_of
 from sgpu_magic.wire.pool_status import PoolStatus
 
-# the first link takes a handshake and may take a look at why there is none
+# the first link needs a handshake, and perhaps a diagnosis of why it fails
 _CHECK_S = 10.0
 _NOT_RUNNING = "not running"
 
 
 def add(settings: Settings, entry: PoolEntry, *, check: bool, replace: bool = False) -> str:
-    """Write a pool down, once it has answered, and return a sentence.
+    """Add a pool to the list and return a message.
 
     Args:
-        settings: The user's.
+        settings: The user's settings.
         entry: The pool.
-        check: Ask it first.
-        replace: One of that name makes room for it.
+        check: Contact the pool first.
+        replace: Replace a pool of the same name.
 
     Raises:
-        PoolError: It can't be reached, its key is another, or it does not know this user's; nothing was written.
-        UsageError: There is one of that name, or the file can't be written.
+        PoolError: The pool can't be reached, has another key, or does not know the user's key. Nothing was written.
+        UsageError: There is a pool of that name, or the file can't be written.
     """
     said = "It was not asked."
     if check:
@@ -53,17 +53,17 @@ def add(settings: Settings, entry: PoolEntry, *, check: bool, replace: bool = Fa
 
 
 def remove(name: str) -> str:
-    """List a pool no more and return a sentence.
+    """Remove a pool from the list and return a message.
 
     Raises:
-        UsageError: There is none of that name, or the file can't be written.
+        UsageError: There is no pool of that name, or the file can't be written.
     """
     entry = remove_pool(name)
     return f"the pool {entry.name} ({entry.address}) is listed no more. What runs there goes on."
 
 
 def listing(settings: Settings) -> str:
-    """Return the pools as a table, each with how it is now; takes 2 s at most.
+    """Return the pools and their current state as a table. Takes 2 s at most.
 
     Raises:
         UsageError: The list can't be read.
@@ -80,14 +80,14 @@ def listing(settings: Settings) -> str:
 
 
 def types(settings: Settings, name: str = "") -> str:
-    """Return what the pools have, a row for each type; takes 2 s at most.
+    """Return the device types of the pools as a table. Takes 2 s at most.
 
     Args:
-        settings: The user's.
-        name: Of this pool only; "" is all of them.
+        settings: The user's settings.
+        name: Only this pool; "" for all.
 
     Raises:
-        SgpuError: The one pool can't be asked, or there is none of that name.
+        SgpuError: The named pool can't be reached, or there is none of that name.
     """
     answers = _all(settings, name)
     money = money_of(settings)
@@ -104,7 +104,7 @@ def types(settings: Settings, name: str = "") -> str:
 
 def _all(settings: Settings, name: str) -> list[Asked]:
     with closing(Pools(settings)) as pools:
-        # one row more or less of a run tells who holds devices
+        # with `recent` of 1 or more the status includes the active runs, which tell the free devices
         return pools_status.ask(pools, name, start=False, recent=1)
 
 
@@ -153,7 +153,7 @@ def _type_rows(answer: Asked, status: PoolStatus, money: Money) -> list[tuple[st
 
 
 def _spread(status: PoolStatus, kind: str) -> tuple[int, int]:
-    """Return on how many nodes a type is, and how many of it the largest has."""
+    """Return the number of nodes that have a type, and the most devices of it on one node."""
     inventory = status.inventory
     if kind == CPU:
         slots = [node.cpu_slots for node in inventory.nodes if node.cpu_slots] or [inventory.cpu_slots]
@@ -191,10 +191,10 @@ def _remark(answer: Asked, status: PoolStatus, kind: str) -> str:
 
 
 def status(settings: Settings, name: str = "") -> str:
-    """Return what `%sgpu_status` shows, of one pool or of all. Never starts a pool.
+    """Return the text of `%sgpu_status` for one pool or for all. Never starts a pool.
 
     Raises:
-        PoolError: It does not answer, or is of another version.
+        PoolError: The pool does not answer, or has an incompatible version.
     """
     if name != LOCAL and (name or read_pools()):
         with closing(Pools(settings)) as pools:
@@ -207,10 +207,10 @@ def status(settings: Settings, name: str = "") -> str:
 
 
 def stop(settings: Settings, *, force: bool) -> str:
-    """Stop the pool, wait for its end, and return a sentence.
+    """Stop the local pool, wait until it has ended, and return a message.
 
     Raises:
-        PoolError: Runs are going on and `force` is not set, or it does not end.
+        PoolError: Runs are active and `force` is not set, or the pool does not end.
     """
     address = find_pool(settings)
     if address is None:
@@ -288,7 +288,7 @@ def _serving_options(actions: Any) -> None:
 
 
 def _serving(options: argparse.Namespace) -> str:
-    # what a pool service is made of is only loaded where there is to be one
+    # imports the pool service, which the other commands do not need
     from sgpu_magic.cli import serving
 
     return serving.run(load_settings(), options)

@@ -1,6 +1,6 @@
-"""This Python and its packages, its GPUs, and a real group of two ranks that reduces a tensor over loopback.
+"""Checks of this Python, its packages and GPUs, with a real group of two ranks that reduces a tensor over loopback.
 
-Everything heavy happens in two processes of their own, as it does in ranks: this one imports no torch.
+torch is imported only in two child processes, as in ranks, not in this one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from sgpu_magic.views.units import count_of, format_seconds
 
 _OLDEST_TORCH = (2, 6)
 _PROBE_TIMEOUT_S = 90.0
-# joining takes some 10 ms; seconds mean name look-ups that time out
+# joining takes 10 to 20 ms; seconds mean name look-ups that time out
 _SLOW_GROUP_S = 1.0
-# set by launchers; the two ranks have their own
+# set by launchers; not passed on to the two ranks
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 
-# Arguments: rank, the store's file. One JSON object per step: a crash leaves what was found before it.
+# Arguments: rank, the store's file. Prints one JSON object per step, so that a crash loses no earlier result.
 _PROBE = r"""
 import json, os, sys, threading, time
 from datetime import timedelta
@@ -86,16 +86,16 @@ os._exit(0)
 
 
 class ProbeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 of the probe said; a field that it did not come to has its default.
+    """The results of rank 0 of the probe; fields that it did not reach have their defaults.
 
     Args:
-        gpu_build: CUDA's or ROCm's version that torch was built with, "" for none.
-        import_s: Seconds of `import torch`.
-        group_s: Seconds of `init_process_group`.
-        reduce_s: Seconds of the first `all_reduce`.
-        right: The reduced tensor has the right values.
-        gpus: GPUs that torch can use; None when it was not asked.
-        last_words: The last line on standard error, or how the process ended.
+        gpu_build: CUDA or ROCm version that torch was built with, "" for none.
+        import_s: Seconds for `import torch`.
+        group_s: Seconds for `init_process_group`; None if it failed.
+        reduce_s: Seconds for the first `all_reduce`.
+        right: Whether the reduced tensor has the right values.
+        gpus: Number of GPUs that torch can use; None if unknown.
+        last_words: Last line on standard error, or how the process ended.
     """
 
     numpy: str = ""
@@ -116,9 +116,9 @@ class ProbeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def probe(environ: Mapping[str, str]) -> ProbeFacts:
-    """Start two ranks of this Python, let them reduce a tensor, and return what rank 0 said."""
+    """Start two ranks of this Python that reduce a tensor, and return the results of rank 0."""
     variables = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
-    # as in a rank, where a variable of the user's stands too
+    # as in a rank, where this overrides the user's variable
     variables["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     variables["OMP_NUM_THREADS"] = "1"
     ranks: list[subprocess.Popen[bytes]] = []
@@ -136,7 +136,7 @@ def probe(environ: Mapping[str, str]) -> ProbeFacts:
                 )
                 ranks.append(process)
             try:
-                # standard input stays open: its end tells the ranks that the doctor is gone
+                # keep standard input open: end of file tells the ranks that the doctor is gone
                 said, errors = _read_both(ranks[0])
                 last_words = _last_words(ranks[0].returncode, errors)
             except subprocess.TimeoutExpired as error:
@@ -156,7 +156,7 @@ def probe(environ: Mapping[str, str]) -> ProbeFacts:
 
 
 def _read_both(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    # communicate() closes the standard input, which is the lifeline
+    # communicate() would close standard input, the ranks' lifeline
     stdin, process.stdin = process.stdin, None
     try:
         return process.communicate(timeout=_PROBE_TIMEOUT_S)
@@ -193,7 +193,7 @@ def ipykernel_version() -> Iterator[Finding]:
 
 
 def packages(facts: ProbeFacts) -> Iterator[Finding]:
-    """numpy, torch, and what torch was built with."""
+    """Check numpy, torch, and torch's build."""
     if facts.numpy:
         yield ok("numpy", facts.numpy)
     elif facts.numpy_error:
@@ -214,7 +214,7 @@ def packages(facts: ProbeFacts) -> Iterator[Finding]:
 
 
 def mismatches() -> Iterator[Finding]:
-    """Packages that are known to break together."""
+    """Check for packages that are known to break together."""
     snapshot = take_snapshot()
     found = find_mismatches(packages_of(snapshot), snapshot.shadowed, driver=driver_version())
     for mismatch in found:
@@ -224,7 +224,7 @@ def mismatches() -> Iterator[Finding]:
 
 
 def group(facts: ProbeFacts) -> Iterator[Finding]:
-    """The two ranks' all_reduce."""
+    """Check the all_reduce of the two ranks."""
     if not facts.gloo:
         return
     name = "all_reduce"
@@ -245,7 +245,7 @@ def group(facts: ProbeFacts) -> Iterator[Finding]:
 
 
 def gpus(facts: ProbeFacts, simulate: str) -> Iterator[Finding]:
-    """The driver's devices, and whether this torch can use them."""
+    """Check the driver's devices, and whether this torch can use them."""
     inventory = take_inventory(simulate="", cpu_slots=0)
     real = inventory.devices
     if inventory.problem:

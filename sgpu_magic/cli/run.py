@@ -1,4 +1,4 @@
-"""`sgpu run`: a notebook, script or job file, to its end. `sgpu replay`: a recorded run again."""
+"""`sgpu run` executes a notebook, script or job file. `sgpu replay` launches a recorded run again."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from sgpu_magic.wire.record import new_id, short
 from sgpu_magic.wire.states import RunState
 
 _NEEDS = ("nbclient", "nbformat")
-# what is full or broken now may need a while: 3 s, 6 s, 12 s ...
+# back-off between retries: 3 s, 6 s, 12 s ...
 _RETRY_AFTER_S = 3.0
 _RETRY_AFTER_MOST_S = 300.0
 
 
 def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO) -> int:
-    """Execute what the command names and return its exit code.
+    """Execute the target of the command and return its exit code.
 
     Args:
-        settings: Where jobs lie.
-        values: The command's options, from `parser`; `words` is the command line behind `sgpu`.
-        out: Takes what cells print, with `--verbose`, and the executed copy's path.
-        err: Takes a line per cell and what went wrong.
+        settings: Gives the jobs' directory.
+        values: The parsed options; `words` are the arguments of `sgpu`.
+        out: Stream for the path of the executed copy, a script's output, and with `--verbose` the cells' output.
+        err: Stream for a line per cell, and for errors.
 
     Raises:
-        UsageError: Something can't be meant, or an extra is missing.
+        UsageError: An option is not valid, or an extra is not installed.
     """
     job = job_from(values.target, options_from(values), script_arguments(values.words))
     _check_extra()
@@ -69,16 +69,16 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     finally:
         jobs.write(settings, jobs.ended(record, code))
     if record.copy:
-        # a script's standard output is its own
+        # standard output belongs to the script
         print(record.copy, file=err if job.is_script else out)
     return code
 
 
 def options_from(values: argparse.Namespace) -> dict[str, Any]:
-    """Return what the command's line says, by a job file's keys.
+    """Return the options on the command line, by the keys of a job file.
 
     Raises:
-        UsageError: A value means nothing.
+        UsageError: A value is not valid.
     """
     parameters: dict[str, object] = {}
     for path in values.parameters_file:
@@ -114,12 +114,12 @@ def _check_extra() -> None:
 
 
 def _check_kernel(job: Job) -> None:
-    """Raise UsageError when there is no such kernel, before anything is written."""
+    """Raise UsageError if there is no such kernel, before anything is written."""
     name = job.kernel
     if job.is_script and not name:
         return
     name = name or formats.kernel_name(job.source, job.form)
-    # it comes with nbclient
+    # installed with nbclient
     specs: Any = importlib.import_module("jupyter_client.kernelspec")
     manager = specs.KernelSpecManager()
     try:
@@ -138,8 +138,8 @@ def _check_kernel(job: Job) -> None:
 def _attempts(
     settings: Settings, job: Job, record: jobs.JobRecord, out: TextIO | None, err: TextIO
 ) -> tuple[ExitCode, jobs.JobRecord]:
-    """Execute the job, again after failures of the pool as often as it says."""
-    # nbclient takes half a second, and a mistake in the command is told before
+    """Execute the job, and retry it after failures of the pool."""
+    # nbclient takes half a second to import, so check the command first
     from sgpu_magic.cli.headless.execution import NotebookRun
 
     def told(done: int, cells: int) -> None:
@@ -241,28 +241,28 @@ def _options(parser: Parser) -> None:
     parser.does(lambda options: run(load_settings(), options, sys.stdout, sys.stderr))
 
 
-# ---------------------------------------------------------------- a recorded run again
+# ---------------------------------------------------------------- replay
 
 
 def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) -> bool:
-    """Launch a run again from its directory and show it until it ends, or until it is detached.
+    """Launch a run again from its directory, and show it until it ends unless it is detached.
 
-    What its ranks return stays in the new run's directory: nothing is unpickled here.
+    The ranks' results stay in the new run's directory: nothing is unpickled here.
 
     Args:
-        settings: Where runs lie.
-        run: The first digits of its id.
-        options: What may differ.
-        out: Takes what is said when nothing is shown.
+        settings: Gives the runs' directory.
+        run: Prefix of the run's id.
+        options: What to change.
+        out: Stream for messages of a detached run.
 
     Returns:
-        Whether it succeeded, or was detached.
+        Whether the run succeeded, or was detached.
 
     Raises:
         UsageError: There is no such run, or it can't be replayed.
-        SgpuError: The pool does not take it.
+        SgpuError: The pool refuses the run.
     """
-    # what submits runs takes long to load, and `sgpu run` has its kernel do that
+    # slow to import, and not needed by `sgpu run`, whose kernel submits the runs
     from sgpu_magic.runs.follow import outcome
     from sgpu_magic.runs.replay.recorded import prepare_replay, read_recorded
     from sgpu_magic.runs.submit.submit import let_go, submit

@@ -1,4 +1,4 @@
-"""`sgpu runs` and `sgpu usage`: the runs of pools, what they used; `cancel`, `detach` and `stacks` of one of them."""
+"""`sgpu runs` and `sgpu usage`: the pools' runs and their use; `cancel`, `detach` and `stacks` for one run."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _RECENT = 20
 
 
 def recent(settings: Settings, limit: int | None, name: str = "") -> tuple[str, str]:
-    """Return the table of the newest runs, and a sentence about where it is from ("" when there is none).
+    """Return the table of the newest runs, and a note about its sources ("" for none).
 
-    From the pool when one runs, else from the ledger's file.
+    The local pool's runs come from the pool if it is running, else from the ledger's file.
 
     Args:
-        settings: Where they lie.
-        limit: How many; None for all.
-        name: Of this pool only; "" is all of them.
+        settings: The settings.
+        limit: Maximum number of runs; None for all.
+        name: Only this pool; "" for all.
 
     Raises:
-        PoolError: The ledger can't be read, or the one pool can't be asked.
+        PoolError: The ledger can't be read, or the named pool can't be reached.
         UsageError: There is no pool of that name.
     """
     if name not in ("", LOCAL):
@@ -76,7 +76,7 @@ def _of_one_pool(settings: Settings, limit: int | None, name: str) -> str:
 
 
 def _of_all_pools(local: Sequence[RunSummary], elsewhere: Sequence[Asked], limit: int | None) -> str:
-    """Return one table of the newest runs of all pools, each with its pool."""
+    """Return one table of the newest runs of all pools, with a column for the pool."""
     told = [(LOCAL, run) for run in local]
     told += [(each.name, run) for each in elsewhere if each.status is not None for run in each.status.runs]
     told.sort(key=lambda found: -found[1].submitted_at)
@@ -86,16 +86,16 @@ def _of_all_pools(local: Sequence[RunSummary], elsewhere: Sequence[Asked], limit
 
 
 def of_one(settings: Settings, command: str, run: str) -> str:
-    """Return what a command says of a run that goes on. Never starts a pool.
+    """Execute a command on an active run and return its message. Never starts a pool.
 
     Args:
-        settings: Where pools are.
+        settings: The settings.
         command: `cancel`, `detach` or `stacks`.
-        run: The first digits of the run's id.
+        run: Prefix of the run's id.
 
     Raises:
-        PoolError: No pool runs, or it does not answer.
-        UsageError: No run that goes on, or more than one, has an id like that.
+        PoolError: No pool is running, or it does not answer.
+        UsageError: No active run or several match.
     """
     prefix = check_prefix(run)
     wish, do = _OF_ONE[command]
@@ -119,9 +119,9 @@ def runs_table(runs: Sequence[RunSummary], now: float, pools: Mapping[str, str] 
     """Return the runs as aligned text.
 
     Args:
-        runs: Newest first.
-        now: Seconds since the epoch.
-        pools: The pool of each by its id, where there are several.
+        runs: The runs, newest first.
+        now: The current time, seconds since the epoch.
+        pools: Pool of each run by its id; adds a column.
     """
     if not runs:
         return "no runs yet"
@@ -133,7 +133,7 @@ def runs_table(runs: Sequence[RunSummary], now: float, pools: Mapping[str, str] 
         since = _duration(run, now)
         rows.append((shown, _named(run), _ranks(run), run.state.value, submitted, since, _cost(run, now), _remark(run)))
     if not any(row[6] for row in rows[1:]):
-        # nothing has a price here
+        # no run has a price: omit the column
         rows = [(*row[:6], row[7]) for row in rows]
     right = (5, 6) if len(rows[0]) == 8 else (5,)
     if pools:
@@ -158,7 +158,7 @@ def _ranks(run: RunSummary) -> str:
 
 def _duration(run: RunSummary, now: float) -> str:
     if run.state.is_final and run.ended_at is None:
-        # its pool died with it, and nobody saw when
+        # its pool died too, so the end is unknown
         return "-"
     since = run.submitted_at if run.started_at is None else run.started_at
     return format_clock((now if run.ended_at is None else run.ended_at) - since)
@@ -196,11 +196,11 @@ def _one_options(parser: Parser) -> None:
     parser.does(lambda options: of_one(load_settings(), options.command, options.run))
 
 
-# ---------------------------------------------------------------- what they used
+# ---------------------------------------------------------------- usage
 
 
 def table(used: Usage) -> str:
-    """Return a row for each group, the total, and what the columns mean."""
+    """Return usage as text: a row per group, the total, and notes on the columns."""
     total = used.total
     if not total.runs:
         return f"no runs since {_date(used.since)}"
@@ -252,7 +252,7 @@ def _remarks(used: Usage) -> list[str]:
 
 
 def comma_separated(used: Usage) -> str:
-    """Return a row for each group, sums with six digits; columns for each currency that occurs."""
+    """Return usage as CSV: a row per group, six decimals, and cost columns for each currency that occurs."""
     currencies = sorted(used.total.cost)
     heads = [used.by, "runs", "gpu_hours", "slot_hours", "idle_gpu_hours", "simulated_gpu_hours"]
     for currency in currencies:
@@ -273,12 +273,12 @@ def comma_separated(used: Usage) -> str:
 
 
 def _cell(name: str) -> str:
-    """A name that a spreadsheet would take for a formula is none."""
+    """Quote a name that a spreadsheet would evaluate as a formula."""
     return f"'{name}" if name[:1] in ("=", "+", "-", "@") else name
 
 
 def as_json(used: Usage) -> str:
-    """Return the groups and the total; sums of money by currency."""
+    """Return usage as JSON: the groups and the total, with costs by currency."""
     record = {
         "since": round(used.since, 3),
         "until": round(used.until, 3),

@@ -1,6 +1,6 @@
-"""`sgpu pool serve`, `deploy`, `keygen`, `authorize` and `revoke`: a pool for other machines, and who may use it.
+"""`sgpu pool serve`, `deploy`, `undeploy`, `keygen`, `authorize`, `revoke`: serving a pool to other machines.
 
-`python -m sgpu_magic.cli.serving` is the Ray job of `sgpu pool deploy`: it becomes the pool service.
+`python -m sgpu_magic.cli.serving` is the entry point of the Ray job of `sgpu pool deploy`, which becomes the service.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sgpu_magic.pool.serving import CLIENTS, checked_listen, checked_name, serve
 from sgpu_magic.system.secure_sockets import new_key_pair, read_key_pair, write_key_pair
 from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, agent_socket_file
 
-# ranks of a served pool wait so long for the next service
+# how long ranks of a served pool wait for a restarted service
 _ADOPT_S = 600.0
 
 
 def run(settings: Settings, options: argparse.Namespace) -> str:
-    """Do what was asked, and return what to print; `serve` does not come back."""
+    """Execute a command and return its message; `serve` does not return."""
     match options.action:
         case "serve":
             serve(settings, options.engine, options.listen, options.name, same_files=options.same_files)
@@ -45,17 +45,18 @@ def run(settings: Settings, options: argparse.Namespace) -> str:
 
 
 def serve(settings: Settings, engine: str, listen: str, name: str, *, same_files: bool) -> NoReturn:
-    """Become the pool.
+    """Replace this process by the pool service.
 
     Args:
-        settings: This user's.
-        engine: Where its ranks run.
-        listen: `tcp://host:port`.
-        name: Its name, and that of its directories.
-        same_files: Its nodes see the clients' files and run the same Pythons: no environment is built.
+        settings: This user's settings.
+        engine: The engine, `local` or `ray`.
+        listen: Address to listen on, `tcp://host:port`.
+        name: Name of the pool and its directories.
+        same_files: The nodes share the clients' files and Pythons, so no environments are built.
 
     Raises:
-        UsageError: One of them means nothing.
+        UsageError: An argument is not valid.
+        PoolError: The runtime directory's path is too long for sockets.
     """
     listen = checked_listen(listen)
     served = served_settings(settings, checked_name(name))
@@ -79,13 +80,13 @@ def serve(settings: Settings, engine: str, listen: str, name: str, *, same_files
 
 
 def keygen(*, force: bool) -> str:
-    """Make this user's key.
+    """Create this user's key pair and return a message with the public key.
 
     Args:
-        force: In place of the one that there is.
+        force: Replace an existing key.
 
     Raises:
-        UsageError: There is one, or it can't be written.
+        UsageError: There is a key already, or it can't be written.
     """
     path = own_key_path()
     pair = new_key_pair()
@@ -101,10 +102,10 @@ def keygen(*, force: bool) -> str:
 
 
 def authorize(settings: Settings, name: str, who: str, key: str, *, admin: bool) -> str:
-    """Let a key into the served pool `name`, which need not run.
+    """Authorize a key to use the served pool `name`, which need not be running.
 
     Raises:
-        UsageError: One of them means nothing, or the key is listed already.
+        UsageError: An argument is not valid, or the key is authorized already.
     """
     path = served_settings(settings, checked_name(name)).state_path / CLIENTS
     clients.authorize(path, who, key, admin=admin)
@@ -112,7 +113,7 @@ def authorize(settings: Settings, name: str, who: str, key: str, *, admin: bool)
 
 
 def revoke(settings: Settings, name: str, who: str) -> str:
-    """Let a user into the served pool `name` no longer.
+    """Revoke a user's access to the served pool `name`.
 
     Raises:
         UsageError: There is no such user.
@@ -125,15 +126,15 @@ def revoke(settings: Settings, name: str, who: str) -> str:
     )
 
 
-# the pool's own settings, said where `sgpu pool deploy` is called; directories are the head's affair
+# the pool's settings, taken from the environment of `sgpu pool deploy`; directories are set on the head node
 _TRAVEL = ("SGPU_RAY_", "SGPU_USER_", "SGPU_FAIR_", "SGPU_LINK_", "SGPU_ADOPT_", "SGPU_PRICES", "SGPU_RESERVED_PRICES")
 
 
 def deploy_pool(settings: Settings, options: argparse.Namespace) -> str:
-    """Do what was asked and return what to print.
+    """Deploy a pool on a Ray cluster or end it, and return a message.
 
     Raises:
-        SgpuError: An option means nothing, the cluster refuses, or the pool does not start or end.
+        SgpuError: An option is not valid, the cluster refuses, or the pool does not start or end.
     """
     api = JobsApi(options.ray)
     name = checked_name(options.name)
@@ -145,7 +146,7 @@ def deploy_pool(settings: Settings, options: argparse.Namespace) -> str:
 
 
 def _clients(settings: Settings, name: str) -> tuple[tuple[str, str, bool], ...]:
-    """Who is let in: this user, and all that `sgpu pool authorize --name NAME` has listed here."""
+    """Return the authorized clients: this user, and those added here by `sgpu pool authorize --name NAME`."""
     listed = read_clients(served_settings(settings, name).state_path / CLIENTS)
     clients = [(client.user, key, client.admin) for key, client in listed.items()]
     try:
@@ -161,7 +162,7 @@ def main() -> None:
         settings = load_settings()
         folder = private_dir(served_settings(settings, what.name).state_path)
         for name, key, admin in what.clients:
-            # whoever is listed there already stays as they are
+            # clients that are listed there already are left unchanged
             with contextlib.suppress(UsageError):
                 clients.authorize(folder / CLIENTS, name, key, admin=admin)
         serve(settings, "ray", what.listen, what.name, same_files=settings.ray_same_files)

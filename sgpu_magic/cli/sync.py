@@ -1,7 +1,7 @@
-"""`sgpu sync`: send to MLflow what a dead or slow server left unsent, and say what that is.
+"""`sgpu sync`: sends to MLflow what a dead or slow server left unsent, or lists it.
 
-One process for each store sends, with the variables of this shell. User name, password and token go to the store that
-`MLFLOW_TRACKING_URI` names and to no other; where that is not set, to the one server there is.
+One process per store sends, with the variables of this shell. User name, password and token are only passed to the
+store that `MLFLOW_TRACKING_URI` or the setting `tracking_uri` names; if neither is set, to the only server there is.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Left = tuple[Path, Progress]
 
 
 def sync(settings: Settings, run: str = "", *, only_list: bool = False) -> tuple[str, bool]:
-    """Send what is unsent, of one run or of all that are over.
+    """Send what is unsent, of one run or of all runs that have ended.
 
     Args:
-        settings: Where the runs are.
-        run: The first digits of a run's id; "" is all.
-        only_list: Say what is unsent, and send nothing.
+        settings: Gives the runs' directory.
+        run: Prefix of a run's id; "" for all.
+        only_list: List what is unsent without sending it.
 
     Returns:
-        What to print, and whether all is sent.
+        The text to print, and whether nothing of an ended run is left unsent. Active runs are written by their pool.
 
     Raises:
-        UsageError: There is no such run, or it was never tracked.
+        UsageError: There is no such run, or it is not tracked.
     """
     left = _left(settings, run)
     going = _going(settings, left)
@@ -81,7 +81,7 @@ def _left(settings: Settings, run: str) -> list[Left]:
 
 
 def _going(settings: Settings, left: Sequence[Left]) -> Collection[str]:
-    """The runs among them that are not over: their pool writes them."""
+    """Return the ids of the active runs among them, which their pool writes."""
     if not left or find_pool(settings) is None:
         return ()
     rows = {row.run_id: row for row in ledger.recent_runs(settings, None)}
@@ -98,7 +98,7 @@ def _send_all(settings: Settings, left: Sequence[Left]) -> list[Sent]:
         named = os.environ.get("MLFLOW_TRACKING_URI", "") or settings.tracking_uri
         mine = without_user(named) == uri if named else servers == [uri]
         environ = _variables(os.environ, credentials=mine)
-        # a session before the cells in it
+        # a session before its cells
         items.sort(key=lambda item: bool(item[1].parent_run))
         found += _send(settings, named if named and mine else uri, items, environ)
     return found

@@ -1,21 +1,21 @@
-"""A library in the notebook's kernel and in the `sgpu` command: reaches a pool, submits, follows. Never schedules.
+"""The client library of the kernel and the `sgpu` command: connects to pools, submits runs, receives their events.
 
-pool            what one can ask of a pool
+pool            the API of one pool
 pools           all pools of one process
-pools_file      the list of pools, `pools.toml`: read, added to and removed from
+pools_file      the list of pools, `pools.toml`: reading, adding, removing
 pool_choosing   which pool a run goes to
-local_pool      the local pool: found, started, waited for until its end
-this_process    the kernel's process as a pool and its ranks see it; its settings as they are now
-connection      the one link of a kernel: made when needed, made again when the pool died
-link            the socket's one thread; replies and events to whoever waits
-wires           queues to and from that thread, and what carries a link's messages; to the local pool's socket
-remote_wire     the same to a pool of another machine
-submitter       hands runs over to a pool, and to its successor; where payloads lie meanwhile
-upload_files    what goes along to other machines; files of a folder, and their digests
-blob_sender     sends a pool what it lacks
+local_pool      finds and starts the local pool, and waits for its exit
+this_process    describes this process to the pool and the ranks; current settings
+connection      one connection per pool: made on first use, remade when the pool dies
+link            the thread that owns the socket; routes replies and events
+wires           queues to and from that thread; transport to the local pool's socket
+remote_wire     transport to a pool on another machine
+submitter       submits runs to a pool and resubmits them to its successor; payload memory
+upload_files    uploads to pools on other machines; files of a folder and their digests
+blob_sender     sends the blobs that a pool lacks
 run             the handle of a submitted run
 result          what a finished run returns
-find_run        which run is meant by the first digits of an id; its files, wherever its pool is
-mirror          files of a run that were brought from another machine, and which runs were sent there
-ledger          the local ledger, read only; runs, GPU-hours and cost from it
+find_run        finds a run by the first digits of its id, and its files, local or remote
+mirror          local copies of remote runs' files; which runs were submitted to remote pools
+ledger          the local ledger, read only: runs, GPU-hours and cost
 """

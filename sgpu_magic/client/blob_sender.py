@@ -1,6 +1,6 @@
-"""Sends a pool of another machine the blobs that it lacks; goes on where it stopped when the link was broken.
+"""Sends the blobs that a remote pool lacks; resumes where it stopped after a broken link.
 
-`Sending` tells how much is there when that takes long.
+`Sending` reports the progress of long uploads.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from sgpu_magic.wire.files import (
     PutBlob,
 )
 
-# hashing takes about a second for 1 GB and thread; more threads would only compete with the notebook's own
+# hashing takes about 1 s per GB and thread; more threads would compete with the notebook's own
 _HASH_THREADS = 2
-# after this the pool is asked how far it has got
+# without a reply for this long, the pool is asked how much it has
 _ANSWER_S = 15.0
-# an answer that takes longer makes the window smaller: other messages have to get through a slow line
+# a slower reply shrinks the window, so that other messages get through a slow line
 _SLOW_S = 0.5
 _FIRST_WINDOW = 4
-# many small files are asked for together
+# digests of many small files are asked for together
 _HASHED_AHEAD = 512
-# what is over within a second needs no word
+# uploads shorter than this are not reported
 _FIRST_S = 1.0
 _EVERY_S = 1.0
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What becomes one blob.
+    """The content of one blob.
 
     Args:
-        size: In bytes.
-        load: Returns its bytes, the same at each call.
-        digest: Theirs, where it is known already.
+        size: Size in bytes.
+        load: Returns the bytes, the same on each call.
+        digest: Their digest, if it is known already.
     """
 
     size: int
@@ -65,7 +65,7 @@ def pieces_of(path: Path | str, size: int) -> Iterator[Piece]:
     """Yield the pieces of a file.
 
     Args:
-        path: Where it is.
+        path: Path of the file.
         size: Its size in bytes.
     """
     for begin in range(0, size, PIECE_BYTES):
@@ -74,15 +74,15 @@ def pieces_of(path: Path | str, size: int) -> Iterator[Piece]:
 
 
 class BlobSender:
-    """One upload at a time.
+    """Sends pieces to a pool, one upload at a time.
 
     Args:
-        link: To the pool.
-        on_progress: Called with how many bytes are at the pool now, whether they were sent or were there; now and then
-            also while nothing is answered.
+        link: The link to the pool.
+        on_progress: Called with the number of bytes that the pool has, sent now or earlier; from time to time also
+            while the pool does not answer.
 
     Attributes:
-        sent_bytes: What went over the link, chunks only.
+        sent_bytes: Bytes of chunks sent over the link.
     """
 
     def __init__(self, link: PoolLink, on_progress: Callable[[int], None] | None = None) -> None:
@@ -93,9 +93,9 @@ class BlobSender:
         self.sent_bytes = 0
 
     def send(self, pieces: Iterable[Piece]) -> list[str]:
-        """Have all pieces at the pool, and return their digests in order.
+        """Send the pieces that the pool lacks and return the digests of all pieces in order.
 
-        Hashing goes on ahead in threads of its own while what is missing is sent.
+        Threads hash ahead while missing pieces are sent.
 
         Raises:
             UsageError: The pool has no room.
@@ -103,7 +103,7 @@ class BlobSender:
             SerializationError: A file can't be read.
         """
         digests: list[str] = []
-        # two files that are the same are asked for in one question, and both are lacking
+        # two equal files in one request are both reported as missing
         sent: set[str] = set()
         hashing: deque[tuple[Piece, Future[str]]] = deque()
         waiting = iter(pieces)
@@ -114,7 +114,7 @@ class BlobSender:
                         hashing.append((piece, threads.submit(_digest, piece)))
                     if not hashing:
                         return digests
-                    # all that are hashed by now are asked for together
+                    # ask for all that have been hashed so far together
                     ready = [hashing.popleft()]
                     while hashing and hashing[0][1].done():
                         ready.append(hashing.popleft())
@@ -127,14 +127,14 @@ class BlobSender:
             except OSError as error:
                 raise _unreadable(error) from error
             finally:
-                # also when interrupted: nothing is hashed for nobody
+                # also on an interrupt: cancel the remaining hashing
                 threads.shutdown(wait=False, cancel_futures=True)
 
     def send_file(self, path: Path | str) -> list[str]:
-        """Have a file's pieces at the pool, and return their digests in order.
+        """Send the pieces of a file that the pool lacks and return the digests of all in order.
 
         Raises:
-            SerializationError: It can't be read.
+            SerializationError: The file can't be read.
         """
         try:
             size = os.stat(path).st_size
@@ -150,13 +150,13 @@ class BlobSender:
             data = piece.load() if data is None else data
             held = self._send_rest(data, digest, held)
             if held < piece.size:
-                # an answer was lost with the link, or somebody else sends the same
+                # a reply was lost with the link, or another client is sending the same blob
                 (held,) = self._ask([(digest, piece.size)])
         self._there += piece.size
         self._tell(0)
 
     def _send_rest(self, data: memoryview, digest: str, begin: int) -> int:
-        """Send all from `begin` on, and return how far the pool has got; less than all when it stopped answering."""
+        """Send everything from `begin` on; return how many bytes the pool has, not all if it stopped answering."""
         under_way: deque[tuple[Answer, int, float]] = deque()
         taken = at = begin
         try:
@@ -195,7 +195,7 @@ class BlobSender:
 
 
 def _found(answer: Answer, kind: type[A]) -> A | None:
-    """Return the pool's answer, None when none comes: the link may be broken, and come back."""
+    """Return the pool's reply, None on timeout: the link may be broken and reconnect."""
     try:
         return answer.of(kind, _ANSWER_S)
     except TimeoutError:
@@ -222,12 +222,12 @@ def _read(path: Path | str, begin: int, size: int) -> memoryview:
 
 
 class Sending:
-    """One run's way to a pool of another machine; a context, at whose end nothing is told any more.
+    """Reports the progress of one run's uploads; a context manager that clears the report on exit.
 
     Args:
         pool: The pool's name.
-        link: To it.
-        tell: Called with a sentence about once a second, "" at the end when there was one; None tells nobody.
+        link: The link to it.
+        tell: Called with a sentence about once a second, and with "" at the end if there was one; None for no reports.
     """
 
     def __init__(self, pool: str, link: PoolLink, tell: Callable[[str], None] | None) -> None:
@@ -245,11 +245,11 @@ class Sending:
             self._tell("")
 
     def part(self, what: str, total: int) -> Callable[[int], None]:
-        """Return what is to be called with the bytes of one part that are at the pool.
+        """Return a callback that takes the number of bytes of one part that the pool has.
 
         Args:
             what: The part, such as `variables`.
-            total: All its bytes.
+            total: Size of the part in bytes.
         """
         return lambda there: self._progress(what, there, total)
 
@@ -265,7 +265,7 @@ class Sending:
 
 
 def send_packed(packed: Packed, link: PoolLink, sending: Sending) -> StoredPayload:
-    """Send a pool whose ranks are on other machines what it lacks of the packed bytes."""
+    """Send a remote pool the regions of a payload that it lacks."""
     regions = list(regions_of(packed))
     sender = BlobSender(link, sending.part("variables", packed.total_bytes))
     digests = sender.send(Piece(region.size, region.load) for region in regions)

@@ -1,4 +1,4 @@
-"""The one connection of a kernel or a command to a pool: made when first needed, made again when the pool died."""
+"""One connection per pool of a kernel or command: made on first use, and remade when the pool dies."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, PoolAddress
 from sgpu_magic.wire.record import Record, short
 
 REPLY_TIMEOUT_S = 15.0
-# ranks that were asked to end have the default grace of 5 s
+# longer than the default grace of 5 s for ranks that were asked to exit
 _RANKS_LEAVE_S = 6.0
 _RANKS_PAUSE_S = 0.02
 _MOST_NAMED = 3
-# a kernel that is restarted does not wait for a pool that does not answer
+# a kernel that restarts does not wait longer for a pool that does not answer
 _CLOSE_PATIENCE_S = 0.5
 _ONLY_ASKS = (Attach, AskStatus, AskStacks)
 
 
 class Connection(ABC):
-    """Reaches one pool. Methods may be called by any thread.
+    """The connection to one pool. Thread-safe.
 
     Args:
-        settings: Where the pool lives.
-        on_lost: Called before a link that died is replaced.
-        on_notice: Called in a link's thread with what the pool wants to be known.
+        settings: The process's settings.
+        on_lost: Called before a dead link is replaced.
+        on_notice: Called in a link's thread with each notice of the pool.
     """
 
     def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: Callable[[str], None]) -> None:
@@ -52,19 +52,19 @@ class Connection(ABC):
 
     @property
     def alive(self) -> PoolLink | None:
-        """The link, None when there is none or its pool has died."""
-        # without the lock: whoever connects holds that, and nobody who only tells the pool something waits for it
+        """The link; None if there is none or its pool has died."""
+        # without the lock, which a connecting thread may hold for long: messages without a reply must not wait for it
         link = self._link
         return link if link is not None and not link.lost.is_set() else None
 
     def made(self, *, start: bool) -> PoolLink:
-        """Return the link, made now if need be.
+        """Return the link; connect if needed.
 
         Args:
-            start: Start a pool when there is none, where that is ours to do.
+            start: Start a local pool if there is none. Remote pools are never started.
 
         Raises:
-            PoolError: It can't be reached or started.
+            PoolError: The pool can't be reached or started.
         """
         with self._lock:
             link = self.alive
@@ -79,28 +79,28 @@ class Connection(ABC):
 
     @property
     def exists(self) -> bool:
-        """Whether a pool is there, as far as can be known without asking it."""
+        """Whether the pool exists, as far as can be known without connecting to it."""
         return True
 
     def warmed(self) -> None:
-        """Have the pool, and this interpreter's zygote where it uses that, ready for a first run.
+        """Prepare the pool for a first run: connect, and with a local pool start this interpreter's zygote.
 
         Raises:
-            PoolError: It can't be reached or started.
+            PoolError: The pool can't be reached or started.
         """
         self.made(start=False)
 
     def stop(self, *, force: bool) -> bool:
-        """Have the pool stop; as `Pool.stop`."""
+        """Stop the pool; as `Pool.stop`."""
         ask(self.made(start=False), StopPool(request=0, force=force), Accepted)
         return True
 
     def settings_applied(self) -> str:
-        """Have a pool with the settings that this process states; as `Pool.apply_settings`."""
+        """As `Pool.apply_settings`. A no-op for a remote pool."""
         return ""
 
     def close(self) -> None:
-        """Say goodbye; where a thread is connecting at this moment there is nobody to say it to."""
+        """Say goodbye to the pool and close the link; a no-op while another thread is connecting."""
         if not self._lock.acquire(timeout=_CLOSE_PATIENCE_S):
             return
         try:
@@ -117,7 +117,7 @@ class Connection(ABC):
 
 
 class LocalConnection(Connection):
-    """Finds, starts and reaches the pool of this user and machine."""
+    """The connection to the local pool, which it starts if needed."""
 
     @property
     def exists(self) -> bool:
@@ -160,7 +160,7 @@ class LocalConnection(Connection):
         except PoolLost:
             pass
         except PoolError as error:
-            # of another version, or it does not answer
+            # the pool has another version, or does not answer
             if not force and (not isinstance(error, PoolVersionError) or error.is_used):
                 raise
             with contextlib.suppress(ProcessLookupError):
@@ -187,7 +187,7 @@ class LocalConnection(Connection):
         return PoolLink(LocalWire(socket_file(self._settings.runtime_path), address.pid), self._on_notice)
 
     def _with_version_checked(self, link: PoolLink) -> PoolLink:
-        """Use a pool that understands us; replace one of another version when it is idle."""
+        """Return a link to a pool of a compatible version; an idle pool of another version is replaced."""
         try:
             return with_known_version(link)
         except PoolVersionError:
@@ -199,13 +199,13 @@ class LocalConnection(Connection):
 
 
 class FarConnection(Connection):
-    """Reaches a pool of another machine, which is never started from here.
+    """The connection to a pool on another machine, which is never started from here.
 
     Args:
-        settings: This machine's.
-        on_lost: As `Connection` has it.
-        on_notice: As `Connection` has it.
-        entry: The pool.
+        settings: The process's settings.
+        on_lost: As in `Connection`.
+        on_notice: As in `Connection`.
+        entry: The pool's entry in `pools.toml`.
     """
 
     def __init__(
@@ -228,10 +228,10 @@ class FarConnection(Connection):
 
 
 def with_known_version(link: PoolLink) -> PoolLink:
-    """Return a link to a pool that understands us; one to another is closed.
+    """Return the link if its pool's protocol version is compatible, else close it.
 
     Raises:
-        PoolVersionError: It speaks another version.
+        PoolVersionError: The pool's protocol version is not compatible.
     """
     welcome = link.welcome
     if welcome.oldest_protocol_version <= PROTOCOL_VERSION <= welcome.protocol_version:
@@ -259,24 +259,24 @@ def ask(
     timeout_s: float = REPLY_TIMEOUT_S,
     frames: Sequence[bytes] = (),
 ) -> A:
-    """Ask the pool, and return its answer.
+    """Send a request to the pool and return its reply.
 
     Args:
-        link: To the pool.
-        question: What is asked.
-        kind: What is answered.
-        timeout_s: How long to wait for that in seconds.
-        frames: Raw frames of the question.
+        link: The link to the pool.
+        question: The request.
+        kind: Type of the reply.
+        timeout_s: Time to wait for the reply, in seconds.
+        frames: Raw frames of the request.
 
     Raises:
-        SgpuError: The pool refused it, died, or did not answer.
+        SgpuError: The pool refused the request, died, or did not answer.
     """
     answer = link.ask(question, frames)
     try:
         return answer.of(kind, timeout_s)
     except BaseException as error:
         if isinstance(question, _ONLY_ASKS):
-            # an order is carried out once a broken link is back
+            # only questions are abandoned: an order is still carried out once a broken link is restored
             answer.give_up()
         if isinstance(error, TimeoutError):
             raise _no_answer(link, timeout_s) from None
@@ -297,7 +297,7 @@ def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:
 
 
 def _stopped_unless_used(link: PoolLink) -> list[str]:
-    """Stop the pool; else return what goes on there. The ranks of a run that has just ended are waited for."""
+    """Stop the pool if it is idle, else return what is active. Waits for ranks of runs that have just ended."""
     deadline = time.monotonic() + _RANKS_LEAVE_S
     while True:
         try:

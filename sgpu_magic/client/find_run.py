@@ -1,4 +1,4 @@
-"""Which run is meant by the first digits of an id: its pool of several; its files, here or with that pool."""
+"""Finds a run by the first digits of its id: its pool among several, and its files, local or remote."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.record import check_id, is_valid_id, short
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord
 
-# so many of each pool's newest runs are looked through; an older one is asked for by name
+# how many of each pool's newest runs are searched; the pools are asked for older ones by id
 _NEWEST = 300
 _MOST_LISTED = 8
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 
 
 def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = False, start: bool = True) -> Pool:
-    """Return the pool that has a run; the local one where no other is listed. Takes 2 s at most.
+    """Return the pool that has a run; the local pool if no other is listed. Waits at most 2 s for remote pools.
 
     Args:
-        pools: This process's.
-        settings: Where the local one lives.
-        run: The first digits of its id; "" is the newest run that goes on, else the newest.
-        going_on: Only runs that have not ended.
-        start: A local pool is started when there is none and no other is listed.
+        pools: The process's pools.
+        settings: Settings, with the local pool's directories.
+        run: The first digits of its id; "" means the newest active run, else the newest run.
+        going_on: Consider only active runs.
+        start: Search the local pool even if it is not running.
 
     Raises:
-        RunUnknown: No pool that answers has it, or more than one run's id begins like that.
+        RunUnknown: No pool that answers has the run, or several runs match.
         UsageError: The list of pools can't be read.
     """
     entries = pools.entries()
@@ -69,18 +69,18 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = Fa
 
 @contextlib.contextmanager
 def pool_of(settings: Settings, run: str, wish: str, *, going_on: bool = False) -> Generator[Pool]:
-    """Return the pool that has a run, closed at the end. Never starts a pool.
+    """Yield the pool that has a run, and close it afterwards. Never starts a pool.
 
     Args:
-        settings: Where pools are.
-        run: The first digits of its id.
-        wish: What the run is wanted for, the end of a sentence.
-        going_on: It must not have ended.
+        settings: The process's settings.
+        run: The first digits of the run's id.
+        wish: What the run is wanted for, as the end of a sentence in the error message.
+        going_on: Consider only active runs.
 
     Raises:
-        PoolError: No pool runs.
+        PoolError: No pool is running.
         RunUnknown: No pool that answers has such a run.
-        UsageError: That is no beginning of an id.
+        UsageError: `run` can't be the beginning of an id.
     """
     prefix = check_prefix(run)
     with contextlib.closing(Pools(settings)) as pools:
@@ -90,10 +90,10 @@ def pool_of(settings: Settings, run: str, wish: str, *, going_on: bool = False) 
 
 
 def check_prefix(text: str) -> str:
-    """Return `text` as the beginning of a run id.
+    """Return `text` normalized as the beginning of a run id.
 
     Raises:
-        UsageError: It can't be one.
+        UsageError: It can't be the beginning of an id.
     """
     prefix = text.strip().lower()
     if _PREFIX.fullmatch(prefix) is None:
@@ -104,10 +104,10 @@ def check_prefix(text: str) -> str:
 
 
 def find_directory(settings: Settings, text: str) -> str:
-    """Return the id of the one run with a directory whose id begins with `text`.
+    """Return the id of the local run directory whose id begins with `text`.
 
     Raises:
-        UsageError: No run, or more than one, has an id like that.
+        UsageError: No directory, or more than one, matches.
     """
     prefix = check_prefix(text)
     try:
@@ -128,7 +128,7 @@ def find_directory(settings: Settings, text: str) -> str:
 
 
 def _check_not_removed(settings: Settings, prefix: str) -> None:
-    """Raise UsageError if the ledger has a run of that prefix: its directory was there once."""
+    """Raise UsageError if the ledger has a run of that prefix, whose directory has thus been removed."""
     for run in ledger.recent_runs(settings, None):
         if run.run_id.startswith(prefix):
             raise UsageError(
@@ -139,7 +139,7 @@ def _check_not_removed(settings: Settings, prefix: str) -> None:
 
 
 def _pool_of_an_older(pools: Pools, answers: Sequence[Asked], run: str) -> Pool | None:
-    """Ask the pools that had too many newer runs to tell, one after the other."""
+    """Ask the pools whose list of runs was cut off, one after the other."""
     for answer in answers:
         if answer.status is None or len(answer.status.runs) < _NEWEST:
             continue
@@ -170,22 +170,22 @@ def _nowhere(run: str, answers: Sequence[Asked], *, going_on: bool) -> str:
 
 # ---------------------------------------------------------------- its files
 
-# the directory of a run is there a moment before its row in the ledger
+# a run's directory is created shortly before its row in the ledger
 _NEW_S = 5.0
-# what the pool has of a run is asked for so often at most
+# shortest interval between requests for a run's row
 _ROW_EVERY_S = 1.0
-# the pool puts a payload together when the run is over
+# the pool writes a payload when the run has ended
 _PAYLOAD_PATIENCE_S = 10.0
 _PAUSE_S = 0.1
 _COPY_BYTES = 1 << 20
 
 
 class FilesHere:
-    """The files of a run of this machine; methods as those of `FilesElsewhere`.
+    """The files of a local run; same methods as `FilesElsewhere`.
 
     Args:
-        settings: Where runs lie.
-        run_id: The run.
+        settings: Settings, with the directory of runs.
+        run_id: The run's id.
     """
 
     def __init__(self, settings: Settings, run_id: str) -> None:
@@ -213,7 +213,7 @@ class FilesHere:
         return self.directory / name
 
     def follow(self, name: str) -> None:
-        """It is here."""
+        """Do nothing: the file is local."""
 
     def copy_into(self, name: str, target: int, begin: int) -> None:
         source = open_below(self.directory, name)
@@ -226,10 +226,10 @@ class FilesHere:
 
 
 class FilesElsewhere(Mirror):
-    """The files of a run of another machine's pool.
+    """The files of a run in a remote pool.
 
     Args:
-        settings: Where mirrors lie.
+        settings: Settings, with the directory of mirrors.
         pool: The pool.
         prefix: The first digits of the run's id.
     """
@@ -248,7 +248,7 @@ class FilesElsewhere(Mirror):
         super().__init__(mirror_path(settings, pool.name, run_id), run_id, pool.link)
 
     def row(self) -> RunSummary | None:
-        """What the pool says of the run, a second old at most; older while it can't be asked, None for nothing."""
+        """Return the run's row, at most 1 s old, or older while the pool can't be reached; None if it is not listed."""
         now = time.monotonic()
         if now - self._asked_at < _ROW_EVERY_S and (self._row is None or not self._row.state.is_final):
             return self._row
@@ -264,7 +264,7 @@ class FilesElsewhere(Mirror):
         return self._row
 
     def is_over(self, row: RunSummary | None) -> bool:
-        """Whether nothing comes to them any more: of a run that is too old to be listed nothing does."""
+        """Whether the files are complete. A run that is too old to be listed counts as ended."""
         return row is None or row.state.is_final
 
 
@@ -273,14 +273,14 @@ FilesOfRun = FilesHere | FilesElsewhere
 
 @contextlib.contextmanager
 def files_of(settings: Settings, text: str) -> Generator[FilesOfRun]:
-    """Find a run's files: on this machine, else in the pools of others.
+    """Yield a run's files: on this machine, else in a remote pool.
 
     Args:
-        settings: Where runs of this machine lie.
-        text: The first digits of its id.
+        settings: Settings, with the directory of runs.
+        text: The first digits of the run's id.
 
     Raises:
-        UsageError: No run, or more than one, has an id like that.
+        UsageError: No run, or more than one, matches.
         PoolError: Its pool can't be asked.
     """
     prefix = check_prefix(text)
@@ -294,7 +294,7 @@ def files_of(settings: Settings, text: str) -> Generator[FilesOfRun]:
         return
     with pool_of(settings, prefix, "whose files could be read") as pool:
         if pool.entry is None:
-            # it was here, and says what became of it
+            # raises the error that explains why the local run has no directory
             find_directory(settings, prefix)
             raise RunUnknown(f"no run has an id that begins with {prefix!r}.")
         yield FilesElsewhere(settings, pool, prefix)
@@ -302,12 +302,12 @@ def files_of(settings: Settings, text: str) -> Generator[FilesOfRun]:
 
 @contextlib.contextmanager
 def recorded_directory(settings: Settings, text: str) -> Generator[Path]:
-    """Yield a directory with what a replay of a run needs; from another machine it is brought first.
+    """Yield a directory with the files that a replay of a run needs; those of a remote run are fetched first.
 
     Raises:
-        UsageError: No run, or more than one, has an id like that.
+        UsageError: No run, or more than one, matches.
         PoolError: Its pool can't be asked.
-        OSError: It can't be written here.
+        OSError: The files can't be written.
     """
     with files_of(settings, text) as files:
         if isinstance(files, FilesElsewhere):
@@ -316,14 +316,14 @@ def recorded_directory(settings: Settings, text: str) -> Generator[Path]:
 
 
 def _bring_record(mirror: Mirror) -> None:
-    """Bring what a replay reads; the variables of a run that has just ended are still being put together there."""
+    """Fetch what a replay reads; wait for the payload of a run that has just ended, which is still being written."""
     until = time.monotonic() + _PAYLOAD_PATIENCE_S
     while True:
         listed = {file.name for file in mirror.list().files}
         if RUN_RECORD not in listed:
             break
         record = msgspec.json.decode(mirror.bring(RUN_RECORD).read_bytes(), type=RunRecord)
-        # the record follows the payload it tells of, and an older one was perhaps brought beside that
+        # the record is written after its payload; an older record may have been fetched just before
         is_whole = PAYLOAD in listed if record.payload_kept else record.payload_note != UNDER_WAY
         if is_whole or time.monotonic() > until:
             break

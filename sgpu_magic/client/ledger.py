@@ -1,4 +1,4 @@
-"""The local ledger's file, read only: beside a living pool, and when there is none; what its runs used."""
+"""Reads the local ledger, with or without a running pool, and computes usage from it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunKind, RunState
 
 _BUSY_TIMEOUT_S = 2.0
-# what two clocks differ by that were not set
+# two clocks may differ by this much without having been set
 _STEP_S = 1.0
 _FIELDS = frozenset(field.name for field in msgspec.structs.fields(RunSummary))
 LOST = "the pool service ended while the run was going on"
 
 
 def recent_runs(settings: Settings, limit: int | None) -> list[RunSummary]:
-    """Return the runs submitted last, newest first; all of them when `limit` is None.
+    """Return the runs submitted last, newest first; all if `limit` is None.
 
     Raises:
         PoolError: There is a ledger but it can't be read.
@@ -40,7 +40,7 @@ def recent_runs(settings: Settings, limit: int | None) -> list[RunSummary]:
 
 
 def runs_since(settings: Settings, since: float) -> list[RunSummary]:
-    """Return the runs that have ended since a time, in seconds since the epoch, or not yet, newest first.
+    """Return the runs that are active or ended since a time, in seconds since the epoch; newest first.
 
     Raises:
         PoolError: There is a ledger but it can't be read.
@@ -49,7 +49,7 @@ def runs_since(settings: Settings, since: float) -> list[RunSummary]:
 
 
 def find_run(settings: Settings, run_id: str) -> RunSummary | None:
-    """Return a run's row, None when the ledger does not have it.
+    """Return a run's row, None if the ledger does not have it.
 
     Raises:
         PoolError: There is a ledger but it can't be read.
@@ -63,12 +63,12 @@ def _read(settings: Settings, rest: str, values: Sequence[str | int | float]) ->
     if not path.exists():
         return []
     try:
-        # a ledger that was closed well is all in one file, and reading it must not leave others beside it
+        # a cleanly closed ledger is one file, and reading it must not create others beside it
         closed = not path.with_name(f"{path.name}-wal").exists()
         uri = f"file:{quote(str(path))}?mode=ro" + ("&immutable=1" if closed else "")
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S)) as database:
             database.row_factory = sqlite3.Row
-            # every column that it has: an older or newer schema is read as far as it goes
+            # all columns, so that older and newer schemas can be read
             rows = [dict(row) for row in database.execute(f"SELECT * FROM runs {rest}", values)]
         held = find_pool(settings) is not None or _agent_waits(settings)
         _bring_up_to_now(rows)
@@ -80,26 +80,26 @@ def _read(settings: Settings, rest: str, values: Sequence[str | int | float]) ->
 
 
 def _agent_waits(settings: Settings) -> bool:
-    """Whether the agent of a pool that was killed still has its runs, for the next pool to take over.
+    """Whether the agent of a killed pool still holds its runs, for the next pool to take over.
 
-    Asked of the system and not of the agent, which would take this for that pool.
+    The check does not connect to the agent, which would take this process for that pool.
     """
     path = agent_socket_file(settings.runtime_path)
     try:
         return any(line.split()[-1] == str(path) for line in Path("/proc/net/unix").read_text().splitlines())
     except OSError:
-        # no Linux: it takes its socket away when it ends, unless it is killed too
+        # not on Linux: an agent removes its socket when it exits, unless it is killed too
         return path.exists()
 
 
 def _bring_up_to_now(rows: Sequence[dict[str, Any]]) -> None:
-    """Let what is counted from the rows of runs that go on be what their pool counts, whatever the clock was set to."""
+    """Correct the times of active runs by the monotonic clock, as their pool does, in case the wall clock was set."""
     wall, clock = time.time(), time.monotonic()
     going = [row for row in rows if row.get("ended_at") is None]
     in_cells = {row.get("session") for row in going if row["started_at"] is not None}
     for row in going:
         began, idle_at = row.get("metered_clock"), row.get("idle_clock")
-        # else the machine was started anew
+        # otherwise the machine was rebooted
         if began is not None and began <= clock and abs(wall - clock + began - row["metered_at"]) > _STEP_S:
             row["metered_at"] = wall - clock + began
         if idle_at is not None and idle_at <= clock and row["run_id"] not in in_cells:
@@ -113,7 +113,7 @@ def _summary(row: dict[str, Any], *, held: bool) -> RunSummary:
     run = msgspec.convert(known, RunSummary)
     if held or run.state.is_final:
         return run
-    # what the next pool will write down: nobody can still be at it
+    # the run can't be active any more; the next pool will record this
     return msgspec.structs.replace(run, state=RunState.FAILED, failure=run.failure or LOST)
 
 
@@ -125,20 +125,20 @@ _POOL = "local"
 
 
 class Use(msgspec.Struct):
-    """What a group of runs used.
+    """The usage of a group of runs.
 
     Args:
-        name: The group's.
-        runs: Runs, those in sessions among them.
-        gpu_s: Seconds of GPUs, of all together.
+        name: Name of the group.
+        runs: Number of runs, including those in sessions.
+        gpu_s: GPU-seconds.
         slot_s: Seconds of CPU slots that have a price.
-        idle_s: Seconds of sessions' GPUs in which no cell ran; `gpu_s` has them too.
-        simulated_s: Seconds of GPUs that are simulated; `gpu_s` has them too.
-        cost: By currency.
-        idle_cost: What the idle time is of it.
-        simulated_cost: What simulated devices are of it: nobody is paid that.
-        reserved: What the devices' time costs at the reserved prices, of types that have one; None where none has.
-        unmetered: Runs that ended before there was a meter.
+        idle_s: GPU-seconds of sessions in which no cell ran; included in `gpu_s`.
+        simulated_s: GPU-seconds of simulated GPUs; included in `gpu_s`.
+        cost: Cost by currency.
+        idle_cost: The part of `cost` for idle time.
+        simulated_cost: The part of `cost` for simulated devices, which no one pays.
+        reserved: Cost of the same device time at the reserved prices, for types that have one; None if none has.
+        unmetered: Number of runs that ended before usage was metered.
     """
 
     name: str
@@ -155,15 +155,15 @@ class Use(msgspec.Struct):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The answer.
+    """The usage of runs in a period.
 
     Args:
-        since: Wall-clock time; runs that ended later, or go on, count whole.
-        until: Now.
-        by: What the groups are.
-        currency: Of the reserved prices.
-        groups: Of runs, by name.
-        total: Of all.
+        since: Start, in seconds since the epoch; runs that ended later or are active count in full.
+        until: End, in seconds since the epoch.
+        by: What runs are grouped by.
+        currency: Currency of the reserved prices.
+        groups: Usage by group.
+        total: Usage of all runs.
     """
 
     since: float
@@ -175,15 +175,15 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 def read_usage(settings: Settings, since: str, by: str) -> Usage:
-    """Return what the ledger says.
+    """Compute the usage from the local ledger.
 
     Args:
-        settings: Where the ledger lies, and the reserved prices.
-        since: A length of time: `7d`, `12h`.
+        settings: Settings, with the ledger's directory and the reserved prices.
+        since: Length of the period: `7d`, `12h`.
         by: `day`, `user`, `session`, `notebook` or `type`.
 
     Raises:
-        UsageError: `since` means nothing.
+        UsageError: `since` is not a length of time.
         PoolError: The ledger can't be read.
     """
     now = time.time()
@@ -193,15 +193,15 @@ def read_usage(settings: Settings, since: str, by: str) -> Usage:
 
 
 def usage(rows: Sequence[RunSummary], since: float, now: float, by: str, reserved: Prices, currency: str) -> Usage:
-    """Add up what runs used.
+    """Add up the usage of runs.
 
     Args:
-        rows: The ledger's.
-        since: Runs that ended before it do not count.
-        now: Wall-clock time.
+        rows: Rows of the ledger.
+        since: Start, in seconds since the epoch; runs that ended before do not count.
+        now: The current time, in seconds since the epoch.
         by: `day`, `user`, `session`, `notebook` or `type`.
-        reserved: Prices to compare with.
-        currency: Of those.
+        reserved: Reserved prices to compare with.
+        currency: Currency of the reserved prices.
     """
     name_of, idle_s = _naming(by, rows, now), _idle_times(rows, now)
     groups: dict[str, Use] = {}
@@ -223,7 +223,7 @@ def _add(use: Use, row: RunSummary, now: float, idle_s: Callable[[RunSummary], f
     device_s, cost = gpu_s_so_far(row, now), cost_so_far(row, now)
     is_gpu = row.device_type != CPU
     if device_s is None:
-        # what waited only, and what a session pays for, has none either
+        # runs that never started and runs paid for by a session have no meter either
         use.unmetered += is_gpu and row.metered_at is None and row.started_at is not None and not row.session
         return
     idle_part = 0.0
@@ -251,7 +251,7 @@ def _put(sums: dict[str, float], currency: str, amount: float) -> None:
 
 
 def _naming(by: str, rows: Sequence[RunSummary], now: float) -> Callable[[RunSummary], str]:
-    """Return what names the group of a run."""
+    """Return a function that names a run's group."""
     if by == "session":
         names = {row.run_id: f"{row.name} ({short(row.run_id)})".strip() for row in rows if row.kind is RunKind.SESSION}
 
@@ -270,7 +270,7 @@ def _naming(by: str, rows: Sequence[RunSummary], now: float) -> Callable[[RunSum
 
 
 def _idle_times(rows: Iterable[RunSummary], now: float) -> Callable[[RunSummary], float]:
-    """Return for how long a session was idle: as the pool has written it down, of one that goes on until now."""
+    """Return a function for a session's idle time: as recorded by the pool, or until now for an active session."""
     cells: dict[str, list[tuple[float, float | None]]] = {}
     for row in rows:
         if row.session and row.started_at is not None:

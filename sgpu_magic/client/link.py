@@ -1,7 +1,7 @@
-"""The link to one pool: a thread owns the socket; everybody else hands messages over and waits for answers.
+"""The link to one pool: one thread owns the socket; other threads queue messages and wait for replies.
 
-How messages get to the pool is the wire's affair. A wire over a network may lose some with a connection that breaks:
-what is missing of a run's events shows in their numbers, and is asked for again.
+The wire transports the messages. A network wire may lose some when its connection breaks: gaps in the sequence numbers
+of a run's events show which are missing, and the link requests them again.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _HELLO_TIMEOUT_S = 10.0
 
 
 class PoolLost(PoolError):
-    """The pool's process ended, or the link to it, while something was asked of it."""
+    """The pool's process or the link to it ended while a request was pending."""
 
 
 class PoolLink:
-    """One connection to a pool service; over a broken line it is made again.
+    """A link to one pool service; a remote wire reconnects after a broken connection.
 
     Args:
-        wire: The way to the pool.
-        on_notice: Called in the link's thread with each sentence that the pool wants to be known, "" when none is.
+        wire: The transport to the pool.
+        on_notice: Called in the link's thread with each notice of the pool, "" when a notice is withdrawn.
 
     Attributes:
         lost: Set when this pool service is gone for good.
-        title: The pool as sentences name it.
+        title: The pool's name for use in messages.
 
     Raises:
-        PoolError: The pool does not answer, or does not admit us.
+        PoolError: The pool does not answer, or does not admit this user.
     """
 
     def __init__(self, wire: LocalWire | RemoteWire, on_notice: Callable[[str], None] | None = None) -> None:
@@ -65,7 +65,7 @@ class PoolLink:
         self.title = wire.title
         self._on_notice = on_notice
         self.lost = threading.Event()
-        # of who forwards ports: both are called in the link's thread
+        # set by port forwarding; both are called in the link's thread
         self.on_stream: Callable[[StreamOpened | StreamMessage, Sequence[bytes]], None] | None = None
         self.on_gap: Callable[[], None] | None = None
         self._requests = itertools.count(1)
@@ -73,9 +73,9 @@ class PoolLink:
         # one run may be shown in several places at once
         self._followers: dict[str, list[EventQueue]] = {}
         self._attached: dict[int, tuple[str, EventQueue | None]] = {}
-        # numbers of the events that are there already, by the request that asks for more
+        # the last event that the caller already has, by the request for later ones
         self._after: dict[int, int] = {}
-        # runs of which events are asked for again, by the request
+        # runs whose missing events were requested again, by request
         self._catching_up: dict[int, str] = {}
         self._released: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class PoolLink:
             self.close()
             raise wire.mute() from None
         except BaseException:
-            # interrupted, or refused: nobody else knows of the thread
+            # interrupted or refused: no one else can stop the thread
             self.close()
             raise
         self.pid = self.welcome.pid
@@ -100,12 +100,12 @@ class PoolLink:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since a pool of another machine was heard; 0 as long as that is no cause for a word."""
+        """Seconds since a remote pool last sent anything; 0 until the silence is long enough to report."""
         return self._wire.silent_s
 
     @property
     def is_used(self) -> bool:
-        """Whether an answer is awaited, a run followed or a port forwarded."""
+        """Whether a reply is pending, a run is followed or a port is forwarded."""
         with self._lock:
             return bool(self._replies or self._followers) or self.on_stream is not None
 
@@ -113,7 +113,7 @@ class PoolLink:
         """Send a message.
 
         Raises:
-            UsageError: It is larger than what goes over a link between machines.
+            UsageError: It exceeds the size limit of a network link.
         """
         parts = [codec.encode(message), *frames]
         if self._wire.says_hello and max(map(len, parts)) > MAX_FRAME_BYTES:
@@ -128,7 +128,7 @@ class PoolLink:
         self._outgoing.put(Parcel(request, parts))
 
     def ask(self, question: Record, frames: Sequence[bytes] = ()) -> Answer:
-        """Send a question, or an order that is answered; its `request` becomes a number of its own."""
+        """Send a request under a new request number and return its pending answer."""
         request, reply = self.new_request()
         try:
             self.send(msgspec.structs.replace(question, request=request), frames)
@@ -150,7 +150,7 @@ class PoolLink:
         return number, future
 
     def give_up(self, request: int) -> None:
-        """Nobody waits for the answer any more, nor for the events of a run that it tells of."""
+        """Abandon a request: drop its reply, and stop following a run that the reply attached to."""
         with self._lock:
             self._replies.pop(request, None)
             run_id, events = self._attached.pop(request, ("", None))
@@ -158,11 +158,11 @@ class PoolLink:
             self.send(Unfollow(run_id=run_id))
 
     def follow(self, run_id: str, after: int = 0) -> EventQueue:
-        """Return the queue that the run's events come into; None in it means that the pool is lost.
+        """Return a new queue of the run's events; None in it means that the pool is lost.
 
         Args:
-            run_id: The run.
-            after: Number of the last event that is there already.
+            run_id: The run's id.
+            after: Sequence number of the last event that the caller already has.
         """
         events = EventQueue()
         events.last_seq = after
@@ -174,20 +174,20 @@ class PoolLink:
         return events
 
     def attached(self, request: int, run_id: str) -> EventQueue:
-        """Return the queue of a run that the answer to `request` has told of: events may have come into it already."""
+        """Return the event queue of the run that the reply to `request` attached to; it may contain events already."""
         with self._lock:
             _, events = self._attached.pop(request, ("", None))
         return events if events is not None else self.follow(run_id)
 
     def unfollow(self, run_id: str, events: EventQueue) -> bool:
-        """Let the run's further events fall; that its memory is released is still noticed.
+        """Stop putting the run's events into a queue; the release of its payload memory is still tracked.
 
         Args:
-            run_id: The run.
-            events: The queue that they came into.
+            run_id: The run's id.
+            events: The queue.
 
         Returns:
-            Whether nobody else here follows the run.
+            Whether that was the run's last queue.
         """
         with self._lock:
             followers = self._followers.get(run_id, [])
@@ -198,12 +198,12 @@ class PoolLink:
             return not followers
 
     def payload_released(self, run_id: str) -> threading.Event:
-        """Set once the pool no longer reads the run's memory file."""
+        """Return an event that is set once the pool no longer reads the run's memory file."""
         with self._lock:
             return self._released.get(run_id) or _SET
 
     def close(self) -> None:
-        """Stop the thread and free the socket. A pool of this machine sees the process's death, not this."""
+        """Stop the thread and free the socket. A local pool notices the process's exit, not the closed link."""
         self._outgoing.end()
         self._thread.join(5.0)
 
@@ -217,27 +217,27 @@ class PoolLink:
             self._outgoing.close()
 
     def received(self, parts: Sequence[bytes]) -> PoolMessage | None:
-        """Take a message and its raw frames from the wire; return it, None when it could not be read."""
+        """Dispatch a message and its raw frames from the wire; return it, or None if it can't be decoded."""
         try:
             message = codec.pool_messages.decode(parts[0])
         except msgspec.DecodeError:
-            # a pool of another version: its welcome is stable and has told so
+            # from a pool of another version; its welcome, whose format is stable, has reported that
             return None
         self._dispatch(message, parts[1:])
         return message
 
     def failed(self, error: PoolError) -> None:
-        """Say why the pool can't be reached, to whoever waits for its welcome."""
+        """Fail the pending welcome with the reason why the pool can't be reached."""
         if not self._welcome.done():
             self._welcome.set_exception(error)
 
     def awaited(self) -> Collection[int]:
-        """Return the requests that somebody waits for."""
+        """Return the numbers of the pending requests."""
         with self._lock:
             return set(self._replies)
 
     def questions_after_gap(self) -> Sequence[Record]:
-        """Return what makes the pool send again what may have been lost."""
+        """Return the requests that make the pool resend events that may have been lost."""
         if self.on_gap is not None:
             self.on_gap()
         with self._lock:
@@ -245,7 +245,7 @@ class PoolLink:
             return [self._question_about(run_id) for run_id in self._followers]
 
     def _question_about(self, run_id: str) -> Attach:
-        """Ask for all events after those that every follower has."""
+        """Return a request for all events that at least one follower lacks."""
         number = next(self._requests)
         self._catching_up[number] = run_id
         return Attach(request=number, run=run_id, after=min(events.last_seq for events in self._followers[run_id]))
@@ -271,11 +271,11 @@ class PoolLink:
                     awaited = request in self._replies
                     followed = spec.run_id in self._followers
                 if not asked_again and not awaited:
-                    # who asked was interrupted
+                    # the caller was interrupted
                     if not followed:
                         self._outgoing.put(Parcel(0, [codec.encode(Unfollow(run_id=spec.run_id))]))
                 elif not asked_again:
-                    # its events follow at once: they must not find nobody
+                    # its events arrive right after this reply, so the queue must exist now
                     events = self.follow(spec.run_id, after)
                     with self._lock:
                         self._attached[request] = (spec.run_id, events)
@@ -305,7 +305,7 @@ class PoolLink:
             elif event.seq > events.last_seq:
                 missing = True
         if missing:
-            # lost on the way: they come again with this one, in their order
+            # some were lost: request them again together with this one, in order
             with self._lock:
                 asks = run_id not in self._catching_up.values() and run_id in self._followers
                 question = self._question_about(run_id) if asks else None
@@ -335,7 +335,7 @@ class PoolLink:
             if not future.done():
                 future.set_exception(PoolLost(self._wire.lost()))
         for events in followers:
-            # what reads a payload's memory may outlive the pool, so nothing is released here
+            # ranks that read a payload's memory may outlive the pool, so nothing is released here
             events.put(None)
 
 

@@ -1,4 +1,4 @@
-"""This user's local pool: found, started, waited for until its end."""
+"""Finds and starts the user's local pool, and waits for its exit."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PoolAddress, address_file, process_start, socket_file
 
 _START_TIMEOUT_S = 30.0
-# for the end of one, or the address of another
+# for a pool to exit, or for the address of one that another client starts
 _EXIT_S = 10.0
 
 
 def find_pool(settings: Settings) -> PoolAddress | None:
-    """Return the address of the pool that lives, None when there is none. What a killed pool left counts as none."""
+    """Return the address of the running pool, or None. The files of a killed pool are ignored."""
     try:
         address = msgspec.json.decode(address_file(settings.runtime_path).read_bytes(), type=PoolAddress)
     except (OSError, msgspec.DecodeError):
@@ -47,14 +47,14 @@ def find_pool(settings: Settings) -> PoolAddress | None:
 
 
 def start_pool(settings: Settings, warm: Warm | None = None) -> PoolAddress:
-    """Start the local pool and return its address when it listens. Harmless when another client is first.
+    """Start the local pool and return its address once it listens. Another client may start it at the same time.
 
     Args:
-        settings: Where it lives.
-        warm: The interpreter whose zygote starts along with it.
+        settings: Settings, with the pool's directories.
+        warm: The interpreter whose zygote is started with the pool.
 
     Raises:
-        PoolError: It did not start; the message has its last words.
+        PoolError: The pool did not start; the message contains its last output.
     """
     try:
         _start(settings, warm)
@@ -65,7 +65,7 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> PoolAddress:
         address = find_pool(settings)
         if address is not None:
             return address
-        # another client's pool is about to announce itself
+        # another client's pool is about to write its address
         time.sleep(0.01)
     raise PoolError("the local pool ended as soon as it was started; `sgpu doctor` looks for the reason.")
 
@@ -79,7 +79,7 @@ def _start(settings: Settings, warm: Warm | None) -> None:
             f"{MAX_SOCKET_PATH_BYTES} bytes. Set SGPU_RUNTIME_DIR to a shorter directory {SET_IN_NOTEBOOK}."
         )
     log_path = private_dir(settings.state_path) / "pool.log"
-    # a rank that starts a pool must not mark it as its own run's process
+    # a pool started by a rank must not be taken for a process of the rank's run
     environ = {name: value for name, value in os.environ.items() if name != "SGPU_RUN_ID"} | {"PYTHONSAFEPATH": "1"}
     with open(log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
         process = subprocess.Popen(
@@ -103,10 +103,10 @@ def _start(settings: Settings, warm: Warm | None) -> None:
 
 
 def wait_for_exit(pid: int) -> None:
-    """Wait until the process has ended.
+    """Wait until the process has exited.
 
     Raises:
-        PoolError: It has not within 10 s.
+        PoolError: It did not exit within 10 s.
     """
     deadline = time.monotonic() + _EXIT_S
     started = process_start(pid)
@@ -116,14 +116,14 @@ def wait_for_exit(pid: int) -> None:
         except OSError:
             return
         if process_start(pid) != started or (is_linux() and not started):
-            # a zombie, or another process that got its number
+            # a zombie, or another process with the same pid
             return
         time.sleep(0.01)
     raise PoolError(f"the local pool (process {pid}) did not end within {_EXIT_S:.0f} s; end it with `kill -9 {pid}`.")
 
 
 def stated_settings() -> dict[str, str]:
-    """Return those of a pool's settings that a variable of this process or the settings' file names.
+    """Return the pool settings that are set explicitly, in an environment variable or in the settings file.
 
     Raises:
         UsageError: As `load_settings`.
@@ -139,9 +139,9 @@ def stated_settings() -> dict[str, str]:
 
 
 def _first_line(process: subprocess.Popen[bytes], order: bytes) -> bytes | None:
-    """Hand the order over and return the first line of the answer, None when none came in time.
+    """Write the order to the process and return the first line of its output, None on timeout.
 
-    Not the whole output: a descendant that inherits the pipe would hold it open for as long as it lives.
+    It does not read to the end: a descendant that inherits the pipe would keep it open.
     """
     stdin, stdout = process.stdin, process.stdout
     if stdin is None or stdout is None:
@@ -162,7 +162,7 @@ def _first_line(process: subprocess.Popen[bytes], order: bytes) -> bytes | None:
             if not chunk:
                 break
             answer += chunk
-    # it has forked the pool off and exits at once
+    # this process has forked the pool and exits at once
     process.wait()
     return answer
 

@@ -1,6 +1,6 @@
-"""What of runs of other machines' pools lies here: files that were asked for, logs as far as they were read.
+"""Local copies of remote runs' files, fetched on request; logs are copied as far as they were read.
 
-Also which runs were given to them: who has lost sight of one finds its pool by that.
+It also records which runs were submitted to remote pools, so that a run's pool can be found later.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
 
 MIRRORS = "remote"
-"""The folder of all mirrors in the state directory: `remote/<pool>/<run>`."""
+"""Folder of all mirrors in the state directory: `remote/<pool>/<run>`."""
 
 _MOST_RUNS = 200
 _WINDOW = 16
 _ANSWER_S = 60.0
-# who reads a log shows what is there when the pool can't be asked
+# a reader of a log shows the local part when the pool does not answer
 _LOG_PATIENCE_S = 5.0
 
 
 def mirror_path(settings: Settings, pool: str, run_id: str) -> Path:
-    """Where the files of a run of that pool lie here once they were asked for."""
+    """Return the local directory for the files of a run of that pool."""
     return settings.state_path / MIRRORS / pool / run_id
 
 
 class Mirror:
-    """The files of one run. Methods may be called by any thread.
+    """The local copies of one run's files. Thread-safe.
 
     Args:
-        directory: Where they lie here.
-        run_id: The run.
+        directory: The local directory.
+        run_id: The run's id.
         link: Returns the link to its pool.
     """
 
@@ -58,7 +58,7 @@ class Mirror:
         self._lock = threading.Lock()
 
     def list(self, under: str = "") -> RunFiles:
-        """The files that the run has at its pool; `under` as in `ListRunFiles`.
+        """Return the files that the run has at its pool; `under` as in `ListRunFiles`.
 
         Raises:
             RunFileUnknown: There is no such folder or file.
@@ -68,12 +68,12 @@ class Mirror:
         return _found(link, link.ask(ListRunFiles(request=0, run=self.run_id, under=under)), RunFiles)
 
     def bring(self, name: str) -> Path:
-        """Bring a file as it is now, and return where it lies here.
+        """Fetch a file's current content and return its local path.
 
         Raises:
             RunFileUnknown: The run has no such file.
             PoolError: The pool does not answer.
-            OSError: It can't be written here.
+            OSError: The file can't be written.
         """
         self._make_folder(name)
         target = self.directory.joinpath(*parts_of(name))
@@ -82,24 +82,24 @@ class Mirror:
         return target
 
     def follow(self, name: str) -> None:
-        """Bring what has come to a file that grows, such as a log. What can't be had now stays for the next time."""
+        """Fetch what was appended to a growing file, such as a log. Errors are ignored; the next call retries."""
         with contextlib.suppress(UsageError, PoolError, OSError):
             self.bring_more(name)
 
     def bring_more(self, name: str, sure_bytes: int | None = None) -> None:
-        """As `follow`, and says why nothing can be had.
+        """As `follow`, but raises errors.
 
         Args:
-            name: The file.
-            sure_bytes: Only so much of what is here is the same at the pool for sure; None is all.
+            name: The file's name.
+            sure_bytes: Bytes of the local copy that are known to equal the pool's; None means all.
 
         Raises:
-            UsageError: The pool has no such run or file, or it can't be asked with this key or under this name.
+            UsageError: The pool has no such run or file, or it refuses this key or name.
             PoolError: The pool does not answer.
-            OSError: It can't be written here.
+            OSError: The file can't be written.
         """
         with self._lock:
-            # whether there is more, before a file is made for it
+            # check for new content before creating the file
             here = self.directory.joinpath(*parts_of(name))
             begin = here.stat().st_size if here.is_file() else 0
             if sure_bytes is not None:
@@ -116,7 +116,7 @@ class Mirror:
                 os.close(descriptor)
 
     def in_memory(self, name: str) -> int:
-        """Bring a file into memory, or into the mirror where that is short, and return its descriptor.
+        """Fetch a file into memory, or into the mirror if memory is short, and return its descriptor.
 
         Raises:
             RunFileUnknown: The run has no such file.
@@ -134,18 +134,18 @@ class Mirror:
         return descriptor
 
     def copy_into(self, name: str, target: int, begin: int, patience_s: float | None = None) -> None:
-        """Write a file's bytes from `begin` on into a descriptor, at the same place, as many as it has now.
+        """Write a file's bytes from `begin` to its current end into a descriptor, at the same offsets.
 
         Args:
-            name: The file.
+            name: The file's name.
             target: The descriptor.
-            begin: Where in the file.
-            patience_s: Seconds without an answer; None also waits until a broken link has come back.
+            begin: Offset in the file, in bytes.
+            patience_s: Time to wait for each reply, in seconds; None waits 60 s, and longer while the link is broken.
 
         Raises:
-            RunFileUnknown: The run has no such file.
+            RunFileUnknown: The run has no such file, or it became shorter while it was read.
             PoolError: The pool does not answer.
-            OSError: They can't be written.
+            OSError: The bytes can't be written.
         """
         link = self._link()
         under_way: deque[tuple[int, Answer]] = deque()
@@ -170,7 +170,7 @@ class Mirror:
     def _make_folder(self, name: str) -> None:
         if not self.directory.exists():
             private_dir(self.directory.parent.parent)
-            # the pool has what is in those that nothing was brought to for longest
+            # the least recently used mirrors are removed; the pool still has their files
             keep_newest(private_dir(self.directory.parent), _MOST_RUNS - 1)
         folder = private_dir(self.directory)
         for part in parts_of(name)[:-1]:
@@ -185,14 +185,14 @@ class Mirror:
 
 
 def _found(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | None = None) -> A:
-    """Wait for an answer; without `patience_s` also until a broken link has come back."""
+    """Wait for an answer; without `patience_s`, also wait for a broken link to be restored."""
     wait_s = _ANSWER_S if patience_s is None else patience_s
     with answer:
         while True:
             try:
                 return answer.of(kind, wait_s)
             except TimeoutError:
-                # a broken link comes back, and asks again; one that stands and is silent does not
+                # a broken link reconnects and repeats the request; a working but silent one does not
                 if patience_s is not None or not link.silent_s:
                     raise PoolError(
                         f"{link.title} did not send a run's file within {wait_s:.0f} s. Look at your network; what is "
@@ -200,23 +200,23 @@ def _found(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | No
                     ) from None
 
 
-# ---------------------------------------------------------------- which runs were sent there
+# ---------------------------------------------------------------- which runs were submitted to remote pools
 
 SENT = "sent"
-"""The folder in the state directory: a file for each run, `sent/<run>.msgpack`."""
+"""Folder in the state directory with one file per run: `sent/<run>.msgpack`."""
 
 _SENT_END = ".msgpack"
 _MOST_SENT = 500
 
 
 class SentRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of this machine in the pool of another.
+    """A run that this machine submitted to a remote pool.
 
     Args:
-        pool: The pool's name here.
+        pool: The pool's name in `pools.toml`.
         spec: What was submitted.
-        state: As far as it was heard of, None when it was not.
-        ended_at: Seconds since the epoch, None as long as its end was not heard of.
+        state: Its final state; None while its end is not known.
+        ended_at: When it ended, in seconds since the epoch; None while its end is not known.
     """
 
     pool: str
@@ -229,7 +229,7 @@ _decoder = msgspec.msgpack.Decoder(SentRun)
 
 
 def note_sent(settings: Settings, pool: str, spec: RunSpec) -> None:
-    """Note that a pool has taken a run; the newest 500 are kept. Without room for the note the run goes on as well."""
+    """Record that a pool accepted a run; the newest 500 records are kept. Write errors are ignored."""
     with contextlib.suppress(OSError, UsageError):
         private_dir(settings.state_path)
         private_dir(_sent_folder(settings))
@@ -238,7 +238,7 @@ def note_sent(settings: Settings, pool: str, spec: RunSpec) -> None:
 
 
 def note_end(settings: Settings, run_id: str, state: RunState, ended_at: float) -> None:
-    """Note how a run has ended, if anything is noted of it."""
+    """Record how a run ended, if it has a record without an end."""
     sent = sent_run(settings, run_id)
     if sent is not None and sent.ended_at is None:
         with contextlib.suppress(OSError):
@@ -246,18 +246,18 @@ def note_end(settings: Settings, run_id: str, state: RunState, ended_at: float) 
 
 
 def sent_run(settings: Settings, run_id: str) -> SentRun | None:
-    """What was noted of a run, None where nothing was."""
+    """Return a run's record, None if there is none."""
     if not is_valid_id(run_id):
         return None
     try:
         return _decoder.decode(_sent_folder(settings).joinpath(f"{run_id}{_SENT_END}").read_bytes())
     except (OSError, msgspec.DecodeError):
-        # of another version
+        # missing, or written by another version
         return None
 
 
 def sent_run_ids(settings: Settings) -> list[str]:
-    """The runs that something is noted of, in no order."""
+    """Return the ids of all recorded runs, in no particular order."""
     try:
         names = os.listdir(_sent_folder(settings))
     except OSError:
@@ -270,5 +270,5 @@ def _sent_folder(settings: Settings) -> Path:
 
 
 def _write_sent(settings: Settings, sent: SentRun) -> None:
-    # a kernel and a Jupyter server may hear of an end at the same time
+    # written atomically: a kernel and a Jupyter server may record an end at the same time
     write_whole(_sent_folder(settings) / f"{sent.spec.run_id}{_SENT_END}", msgspec.msgpack.encode(sent))

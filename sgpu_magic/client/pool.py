@@ -1,4 +1,4 @@
-"""What one can ask of a pool. One `Pool` per kernel; it connects when first needed."""
+"""`Pool`: the API of one pool. It connects on first use."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.run import Interpreter, RunSpec
 from sgpu_magic.wire.states import RunState
 
-# new processes that join a group: as long as a session's start may take where a rank does not come
+# the replacement processes join a process group: the same limit as for a session's start when a rank is missing
 RESTART_TIMEOUT_S = 120.0
 _NOTHING = Attachments()
 
 
 class Pool:
-    """A pool as a kernel or a command sees it. Methods may be called by any thread.
+    """A pool as seen by a kernel or a command. Thread-safe.
 
     Args:
-        settings: Where the local pool lives.
-        on_notice: Called in a thread of the link with what the pool wants to be known, "" when it takes that back.
-        entry: A pool of another machine; None is the local one.
-        on_sending: Called about once a second with how much of a run's luggage is at the pool, "" when all is.
+        settings: Settings, with the directories of the local pool.
+        on_notice: Called in the link's thread with each notice of the pool, "" when a notice is withdrawn.
+        entry: Entry of a pool on another machine; None for the local pool.
+        on_sending: Called about once a second with the progress of a run's uploads, "" when they are complete.
 
     Attributes:
-        notice: The pool's last notice.
+        notice: The pool's current notice, "" for none.
     """
 
     def __init__(
@@ -76,32 +76,32 @@ class Pool:
 
     @property
     def settings(self) -> Settings:
-        """Where the pool lives, as it was given; what is read for each run, as the environment says now.
+        """The settings: directories as they were given, per-run settings from the current environment.
 
         Raises:
-            UsageError: A variable has a value that means nothing.
+            UsageError: A variable has an invalid value.
         """
         return self._settings.now()
 
     def warm_in_background(self) -> threading.Thread:
-        """Start the pool and this interpreter's zygote, unless they are there, without anybody waiting."""
+        """Start the pool and this interpreter's zygote in a background thread, if they are not running."""
         thread = threading.Thread(target=self._warm, name="sgpu-warm", daemon=True)
         thread.start()
         return thread
 
     def warm(self, interpreter: Interpreter, ranks: int) -> None:
-        """Ask for this interpreter's zygote and a standby group of `ranks`, if the pool is there; nobody waits."""
+        """Request the interpreter's zygote and a standby group of `ranks`, without waiting; a no-op without a link."""
         self.tell(Warm(interpreter=interpreter, ranks=ranks))
 
     def submit(
         self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments = _NOTHING
     ) -> Run:
-        """Ship the payload and queue the run; returns when the pool has taken it.
+        """Send the payload and queue the run; returns when the pool has accepted it.
 
         Raises:
             PoolError: The pool can't be reached or started.
             UsageError: The pool refuses the run, or there is no room for its payload.
-            CapacityError: There is no room now and the run was not to wait.
+            CapacityError: No devices are free and the run does not wait.
         """
         try:
             run = self._submitter.submit(spec, packed, key, environ, along)
@@ -113,58 +113,58 @@ class Pool:
         return run
 
     def apply_settings(self) -> str:
-        """Have a local pool with the settings that this process states; one that nobody uses is restarted for them.
+        """Apply this process's pool settings to the local pool, by restarting it if it is idle.
 
         Returns:
-            Why the pool keeps others, and what to do; "" when it has them.
+            Why a pool in use keeps other settings, and the remedy; "" if the settings are in effect.
 
         Raises:
-            PoolError: It can't be reached or started.
-            UsageError: A variable has a value that means nothing.
+            PoolError: The pool can't be reached or started.
+            UsageError: A variable has an invalid value.
         """
         self._kept_settings = self._connection.settings_applied()
         return self._kept_settings
 
     @property
     def sees_client(self) -> bool:
-        """Whether its nodes see this machine's files and run its Python; starts the pool when there is none.
+        """Whether the pool's nodes see this machine's files and run its Python; starts the local pool if needed.
 
         Raises:
-            PoolError: It can't be started or reached.
+            PoolError: The pool can't be started or reached.
         """
         return self._connection.made(start=True).welcome.sees_client
 
     @property
     def connected(self) -> object | None:
-        """What stands for the link to the pool: another one when its service is. None while there is no link."""
+        """An object that identifies the link: a different one after a reconnection to another service, None without."""
         return self._connection.alive
 
     def tell(self, message: KeepEnvironment | Describe | TrackRun | Warm) -> None:
-        """Tell the pool something that nobody waits for; lost when there is no pool."""
+        """Send a message without waiting for a reply; dropped if there is no link."""
         if (link := self._connection.alive) is not None:
             link.send(message)
 
     def heard_end(self, run_id: str, state: RunState, ended_at: float) -> None:
-        """A run's last event has come: who looks for it later need not ask another machine's pool."""
+        """Record a run's end, so that later look-ups need not ask a remote pool."""
         if self.entry is not None:
             note_end(self._home, run_id, state, ended_at)
 
     def run_over(self, run_id: str) -> None:
-        """The run ended: its memory may be used for the next one."""
+        """Mark a run as ended: its payload memory may be reused."""
         self._memory.run_over(run_id, accepted=True)
 
     def run_left(self, run_id: str) -> None:
-        """The run goes on without this process, or is lost: its memory is never written again."""
+        """Give up a run that continues without this process, or is lost: its payload memory is never written again."""
         self._memory.forget(run_id)
 
     def attach(self, run: str) -> tuple[Run, RunState]:
-        """Follow a run from its first event on.
+        """Attach to a run and receive its events from the first one.
 
         Args:
-            run: A unique prefix of its id; "" is the newest run that goes on without a notebook, else the newest.
+            run: A unique prefix of its id; "" means the newest active detached run, else the newest run.
 
         Returns:
-            Its handle, and its state now.
+            Its handle and its current state.
 
         Raises:
             RunUnknown: There is no such run.
@@ -178,52 +178,52 @@ class Pool:
         return found, answer.state
 
     def find_again(self, run: Run) -> None:
-        """Follow a run on after the pool service has died: with the next one, which may have to be started.
+        """Attach to a run again after its pool service died, through the next service, which is started if needed.
 
-        A run that was still queued is submitted again: nobody else has it.
+        A run that was still queued is submitted again.
 
         Raises:
-            RunUnknown: It had started, and the new service does not have it.
+            RunUnknown: The run had started, and the new service does not have it.
             PoolLost: The new service died too.
-            PoolError: It can't be started or reached.
+            PoolError: The new service can't be started or reached.
         """
         self._submitter.find_again(run)
 
     def cancel_in_background(self, run: Run, reason: str) -> None:
-        """Cancel a run whose pool service has died, when the next one is there; nobody waits."""
+        """Cancel a run whose pool service died, through the next service, in a background thread."""
         self._submitter.cancel_in_background(run, reason)
 
     def detach(self, run: str, timeout_s: float = REPLY_TIMEOUT_S, *, start: bool = False) -> str:
-        """Let a run go on without its notebook and return a sentence.
+        """Detach a run, so that it continues without its notebook, and return a sentence for the user.
 
         Args:
-            run: A unique prefix of its id; "" is every run of this process.
-            timeout_s: How long to wait for the answer in seconds.
-            start: Start a pool when there is none: it may have runs to take over.
+            run: A unique prefix of its id; "" means every run of this process.
+            timeout_s: Time to wait for the reply, in seconds.
+            start: Start a pool if there is none: it may have runs to take over.
 
         Raises:
-            UsageError: No run, or more than one, has an id like that.
+            UsageError: No run, or more than one, matches.
         """
         return ask(self._connection.made(start=start), Detach(request=0, run=run), Accepted, timeout_s).text
 
     def stacks(self, run: str, *, start: bool = False) -> Stacks:
-        """Ask where every rank of a run is now; `run` as in `attach`, of runs that go on; `start` as in `detach`.
+        """Return the current stack of every rank of an active run; `run` as in `attach`, `start` as in `detach`.
 
         Raises:
-            RunUnknown: No such run goes on.
+            RunUnknown: There is no such active run.
         """
         return ask(self._connection.made(start=start), AskStacks(request=0, run=run), Stacks)
 
     def status(self, recent: int = 20, *, start: bool = True, timeout_s: float = REPLY_TIMEOUT_S) -> PoolStatus | None:
-        """Ask for devices, queue and runs; None when no pool runs and none shall be started.
+        """Return the pool's devices, queue and runs; None if no pool is running and `start` is False.
 
         Args:
-            recent: So many of the newest runs, and all that go on.
-            start: Start a pool when there is none.
-            timeout_s: How long to wait for the answer in seconds.
+            recent: Number of newest runs to include, besides all active ones.
+            start: Start a pool if there is none.
+            timeout_s: Time to wait for the reply, in seconds.
 
         Raises:
-            PoolError: It can't be started or reached, or does not answer.
+            PoolError: The pool can't be started or reached, or does not answer.
         """
         if not start and self._connection.alive is None and not self._connection.exists:
             return None
@@ -231,32 +231,32 @@ class Pool:
         try:
             return ask(self._connection.made(start=start), question, PoolStatus, timeout_s)
         except PoolLost:
-            # it had ended, and the link had not noticed yet; the next pool answers
+            # the pool had ended before the link noticed; ask the next one
             if not start:
                 raise
             return ask(self._connection.made(start=start), question, PoolStatus, timeout_s)
 
     def cancel(self, run: str, reason: str, *, kill: bool = False) -> str:
-        """Cancel a run by a unique prefix of its id and return a sentence.
+        """Cancel a run and return a sentence for the user.
 
         Args:
-            run: The prefix.
-            reason: Who or what wants that.
+            run: A unique prefix of its id.
+            reason: Who or what cancels it.
             kill: As in `Run.cancel`.
 
         Raises:
-            UsageError: No run, or more than one, has an id like that.
+            UsageError: No run, or more than one, matches.
         """
         order = Cancel(request=0, run=run, reason=reason, kill=kill)
         return ask(self._connection.made(start=False), order, Accepted).text
 
     def restart_ranks(self, session: str, ranks: tuple[int, ...] = (), timeout_s: float = RESTART_TIMEOUT_S) -> str:
-        """Replace ranks of a session by new processes and return a sentence when they are in it.
+        """Replace ranks of a session by new processes; return a sentence for the user when they have joined.
 
         Args:
             session: The session's run id.
-            ranks: Which; empty means all.
-            timeout_s: How long to wait for them in seconds.
+            ranks: The ranks to replace; empty means all.
+            timeout_s: Time to wait for the new ranks, in seconds.
 
         Raises:
             SessionError: There is no such session, a cell runs in it, or the new ranks did not join.
@@ -272,12 +272,12 @@ class Pool:
                 ) from None
 
     def ask_rank(self, session: str, question: RankQuestion, timeout_s: float = 1.0) -> RankAnswer:
-        """Ask an idle rank of a session about its namespace. Whatever is in the way is told in the answer.
+        """Ask an idle rank of a session about its namespace. Errors are returned in the answer's `problem`.
 
         Args:
             session: The session's run id.
             question: What to ask.
-            timeout_s: How long to wait for the answer in seconds; a user who types waits meanwhile.
+            timeout_s: Time to wait for the answer, in seconds; the user is typing meanwhile.
         """
         link = self._connection.alive
         if link is None:
@@ -291,18 +291,18 @@ class Pool:
                 return RankAnswer(problem=error.message)
 
     def link(self) -> PoolLink:
-        """Return the link, for messages that are no questions. Starts no pool.
+        """Return the link, for messages without a reply. Does not start a pool.
 
         Raises:
-            PoolError: No pool runs, or it can't be reached.
+            PoolError: No pool is running, or it can't be reached.
         """
         return self._connection.made(start=False)
 
     def stop(self, *, force: bool) -> bool:
-        """Stop the local pool and wait until it is gone. False when there was none. Another is asked to stop.
+        """Stop the pool. For the local pool, wait until its process has exited, and return False if there was none.
 
         Raises:
-            PoolError: Runs are going on and `force` is not set, or it does not end.
+            PoolError: Runs are active and `force` is not set, or the pool does not exit.
         """
         if not self._connection.stop(force=force):
             return False
@@ -310,12 +310,12 @@ class Pool:
         return True
 
     def close(self) -> None:
-        """Say goodbye; runs that this kernel follows are cancelled."""
+        """Close the link; the pool cancels the runs that this kernel follows."""
         self._connection.close()
         self._memory.close()
 
     def close_if_unused(self) -> None:
-        """End the link if nothing goes on over it; it is made again when it is needed."""
+        """Close the link if it is idle; it is made again on next use."""
         link = self._connection.alive
         if link is not None and not link.is_used:
             self._submitter.unless_submitting(self._connection.close)
@@ -333,6 +333,6 @@ class Pool:
                 self._on_notice(text)
 
     def _warm(self) -> None:
-        # the first run meets the same problem and tells it where it can be seen
+        # the first run fails with the same error and shows it to the user
         with contextlib.suppress(PoolError):
             self._connection.warmed()

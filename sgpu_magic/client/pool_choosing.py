@@ -1,7 +1,7 @@
-"""Which of several pools a run goes to that names none, and which type of device where only memory was asked for. Pure.
+"""Chooses the pool for a run that names none, and the device type where only memory was requested. Pure.
 
-Reserved pools come first, for they are paid for in any case: a busy one before an on-demand one that is free. Of
-on-demand pools those with free devices come first, then the cheapest. This machine's own is for what none of them has.
+Reserved pools come first, because they are paid for in any case: even a busy one before a free on-demand pool. Among
+on-demand pools, those with free devices come first, then the cheapest. The local pool is the last resort.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from sgpu_magic.client.pools import Asked
 
 RESERVED, ON_DEMAND = "reserved", "on-demand"
-"""What `--pool` takes in place of a name: any pool of that kind."""
+"""Values of `--pool` that mean any pool of that kind."""
 
 KINDS = (RESERVED, ON_DEMAND)
 
 
 class Money(msgspec.Struct, frozen=True):
-    """What devices cost by the settings: by the hour, and reserved ones.
+    """Prices of devices according to the settings.
 
     Args:
-        prices: Of devices that are paid by the hour.
-        reserved: Of reserved ones.
-        currency: Of both.
+        prices: Prices of on-demand devices.
+        reserved: Prices of reserved devices.
+        currency: Currency of both.
     """
 
     prices: Prices
@@ -42,7 +42,7 @@ class Money(msgspec.Struct, frozen=True):
     currency: str
 
     def of(self, entry: PoolEntry | None, device_type: str) -> float | None:
-        """Return the price of one device for an hour in a pool, its own entry's first; None without one."""
+        """Return the price of one device per hour in a pool, None if unknown; prices of the pool's entry come first."""
         name = LOCAL if entry is None else entry.name
         if entry is not None and device_type in entry.prices:
             return entry.prices[device_type]
@@ -54,18 +54,18 @@ class Money(msgspec.Struct, frozen=True):
 
 
 def money_of(settings: Settings) -> Money:
-    """Return what devices cost by the settings."""
+    """Return the prices of the settings."""
     return Money(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What a run asks for of devices.
+    """The devices that a run requests.
 
     Args:
-        ranks: None when left out.
-        device_type: Canonical; None when left out.
-        min_memory_bytes: Of each device; 0 when it does not matter.
-        kind: `reserved` or `on-demand` pools only; "" for any.
+        ranks: Number of ranks; None if not given.
+        device_type: Canonical device type; None if not given.
+        min_memory_bytes: Least memory of each device in bytes; 0 for any.
+        kind: `reserved` or `on-demand`, for pools of that kind only; "" for any.
     """
 
     ranks: int | None = None
@@ -78,9 +78,9 @@ class TypeCount(msgspec.Struct, frozen=True):
     """The devices of one type in a pool.
 
     Args:
-        total: How many there are, and an autoscaler may bring.
-        free: How many nobody uses now.
-        memory_bytes: The least that one of those counted has; 0 when unknown.
+        total: Number of devices, including those that an autoscaler may add.
+        free: Number of devices that are free now.
+        memory_bytes: Memory of the smallest of these devices in bytes; 0 if unknown.
     """
 
     total: int
@@ -89,13 +89,13 @@ class TypeCount(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Where a run goes.
+    """The pool chosen for a run.
 
     Args:
-        name: The pool's.
-        device_type: What it asks for there; None when it asks for none.
-        why: A sentence without its full stop, for the run's view.
-        told: Which of several types it gets that names none, likewise; "" otherwise.
+        name: The pool's name.
+        device_type: The device type to request there; None to request none.
+        why: The reason, a sentence without a full stop for the run's view.
+        told: Which of several types was chosen for a run that names none, likewise; "" otherwise.
     """
 
     name: str
@@ -105,11 +105,11 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount]:
-    """Return what a pool has by type, `cpu` too, of devices with that memory at least.
+    """Count a pool's devices by type, including `cpu`.
 
     Args:
-        status: Asked with `recent` of 1 or more, else all devices count as free.
-        min_memory_bytes: CPU slots have none.
+        status: The pool's status, requested with `recent` of 1 or more; otherwise all devices count as free.
+        min_memory_bytes: Count only devices with at least this memory; CPU slots have none.
     """
     held = {uuid for run in status.runs if not run.state.is_final for uuid in run.uuids}
     found: dict[str, TypeCount] = {}
@@ -132,10 +132,10 @@ def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount
 
 
 def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
-    """Return the type that a run gets which names none, or only says how much memory: the cheapest that is free.
+    """Return the device type for a run that names none, or only a least memory: the cheapest, free ones first.
 
     Raises:
-        CapacityError: The pool has none, or not so many.
+        CapacityError: The pool does not have enough devices of any such type.
     """
     if asked.status is None:
         raise CapacityError(f"the pool {asked.name} does not say which devices it has. Name one with --type.")
@@ -157,9 +157,9 @@ def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
 
 
 def one_of_several(asked: Asked, wanted: Wanted, money: Money) -> tuple[str | None, str]:
-    """Return the type that a run gets which names none, and what it is told of that: of several the cheapest free one.
+    """Return the device type for a run that names none, as `cheapest_type`, and the sentence that reports it.
 
-    None leaves it to the pool, which has one type, or too few devices of each.
+    Returns None and "" if the pool has only one type, or too few devices of each type: the pool then decides.
     """
     there = {} if asked.status is None else counts(asked.status)
     kinds = [kind for kind in there if kind != CPU]
@@ -173,10 +173,10 @@ def one_of_several(asked: Asked, wanted: Wanted, money: Money) -> tuple[str | No
 
 
 def check_memory(asked: Asked, wanted: Wanted) -> None:
-    """Check that the type that was asked for has the memory that was.
+    """Check that enough devices of the requested type have the requested memory.
 
     Raises:
-        CapacityError: It has less, or not so many have it.
+        CapacityError: They do not.
     """
     kind = wanted.device_type
     if asked.status is None or kind is None or not wanted.min_memory_bytes:
@@ -199,15 +199,15 @@ def check_memory(asked: Asked, wanted: Wanted) -> None:
 
 
 def choose(answers: Sequence[Asked], wanted: Wanted, money: Money) -> Choice:
-    """Return where a run goes that names no pool.
+    """Choose the pool for a run that names none.
 
     Args:
-        answers: What the pools of the file have said, in its order; the local one is not among them.
-        wanted: What it asks for.
-        money: What devices cost.
+        answers: Answers of the pools in `pools.toml`, in order, without the local pool.
+        wanted: The devices that the run requests.
+        money: Prices of devices.
 
     Raises:
-        CapacityError: Only pools of a kind will do, and none of them can be used.
+        CapacityError: A kind of pool was requested, and no pool of that kind can be used.
     """
     ways: list[tuple[tuple[bool, bool, bool, float], Asked, str | None]] = []
     without: list[str] = []
@@ -223,7 +223,7 @@ def choose(answers: Sequence[Asked], wanted: Wanted, money: Money) -> Choice:
         count = counts(each.status, wanted.min_memory_bytes).get(kind, TypeCount(0, 0, 0))
         busy = count.free < (wanted.ranks or 1)
         price = money.of(entry, kind)
-        # a reserved one is paid for, whether its devices are free now or not
+        # a reserved pool is paid for, whether its devices are free or not
         order = (not entry.reserved, busy, price is None, price or 0.0)
         ways.append((order, each, kind))
     asks = f"{_what(wanted)}"
@@ -253,7 +253,7 @@ def has_words(status: PoolStatus) -> str:
 
 
 def _fitting(asked: Asked, entry: PoolEntry, wanted: Wanted, money: Money) -> str | None:
-    """Return the type that the run would get there, None when it can't be run there."""
+    """Return the device type that the run would get in the pool, None if it can't run there."""
     if asked.status is None:
         return None
     kind = wanted.device_type
@@ -268,7 +268,7 @@ def _fitting(asked: Asked, entry: PoolEntry, wanted: Wanted, money: Money) -> st
         return cheapest_type(asked, wanted, money) if enough else None
     if any(name != CPU for name in enough):
         return cheapest_type(asked, Wanted(ranks), money)
-    # a pool of no GPUs at all is asked for ranks on CPU
+    # ranks run on CPU only in a pool without any GPUs
     return CPU if CPU in enough and not any(name != CPU for name in there) else None
 
 

@@ -1,4 +1,4 @@
-"""All pools of one process: this machine's own and those of `pools.toml`, each connected to when first needed."""
+"""All pools of one process: the local pool and those of `pools.toml`, each connected on first use."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sgpu_magic.errors import SgpuError
 from sgpu_magic.wire.pool_status import PoolStatus
 
 PATIENCE_S = 2.0
-"""Seconds in which a pool answers, or counts as one that can't be reached."""
-# one that could not be reached is not waited for again so soon
+"""Seconds to wait for a pool's status before it counts as unreachable."""
+# an unreachable pool is not asked again for this long
 _AVOIDED_S = 20.0
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What one of several pools has answered.
+    """The answer of one pool to a status request.
 
     Args:
-        name: The pool's.
-        entry: As `pools.toml` has it; None for this machine's own.
-        status: None when it does not run (the local one), or could not be asked.
-        problem: Why it could not be asked, a paragraph; "" when it could.
+        name: The pool's name.
+        entry: Its entry in `pools.toml`; None for the local pool.
+        status: Its status; None if the local pool is not running, or the pool could not be asked.
+        problem: Why it could not be asked, a paragraph; "" otherwise.
     """
 
     name: str
@@ -39,15 +39,15 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Pools:
-    """Makes and keeps a `Pool` for each name. Methods may be called by any thread.
+    """Creates and keeps one `Pool` per name. Thread-safe.
 
     Args:
-        settings: The process's.
-        on_notice: Called in a link's thread with what a pool wants to be known, "" when it takes that back.
-        on_sending: As `Pool`'s.
+        settings: The process's settings.
+        on_notice: As in `Pool`.
+        on_sending: As in `Pool`.
 
     Attributes:
-        local: This machine's own.
+        local: The local pool.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class Pools:
         self._on_sending = on_sending
         self.local = Pool(settings, on_notice)
         self._lock = threading.Lock()
-        # by all that they were made of: one whose address was changed is another
+        # with the whole entry: a pool whose address was changed is a different pool
         self._made: dict[str, tuple[PoolEntry, Pool]] = {}
         self._replaced: list[Pool] = []
         self._avoided: dict[str, tuple[float, str]] = {}
 
     def entries(self) -> tuple[PoolEntry, ...]:
-        """Return the pools of the file as it is now, in its order.
+        """Read `pools.toml` and return its entries in order; close idle links to pools that are no longer in it.
 
         Raises:
-            UsageError: It can't be read.
+            UsageError: The file can't be read.
         """
         entries = read_pools()
         self._let_go_of_others(entries)
@@ -85,10 +85,10 @@ class Pools:
         return [LOCAL, *(entry.name for entry in self.entries())]
 
     def named(self, name: str) -> Pool:
-        """Return the pool of that name, which may never have been connected to.
+        """Return the pool of that name, without connecting to it.
 
         Raises:
-            UsageError: There is none, or the file can't be read.
+            UsageError: There is no such pool, or the file can't be read.
         """
         if name == LOCAL:
             return self.local
@@ -99,10 +99,10 @@ class Pools:
         raise unknown_pool(name, [entry.name for entry in entries])
 
     def of(self, name: str) -> Pool:
-        """Return the pool that a run of this process is in; also one that is in the file no more.
+        """Return the pool of that name that this process has used, even if it has been removed from the file.
 
         Raises:
-            UsageError: There never was one.
+            UsageError: There is no such pool.
         """
         with self._lock:
             made = self._made.get(name)
@@ -114,26 +114,26 @@ class Pools:
             return [self.local, *(pool for _, pool in self._made.values())]
 
     def connected(self) -> list[Pool]:
-        """Return the pools that this process has a link to now, the local one first."""
+        """Return the pools that this process is connected to, the local one first."""
         return [pool for pool in self.made() if pool.connected is not None]
 
     def notice(self) -> str:
-        """Return what the pools want to be known now, "" for nothing."""
+        """Return the current notices of all pools, "" for none."""
         return " ".join(pool.notice for pool in self.made() if pool.notice)
 
     def asked(
         self, entries: Iterable[PoolEntry], *, local: bool, recent: int = 0, start: bool = False, again: bool = False
     ) -> list[Asked]:
-        """Ask several pools at the same time, and return what they said in that order, the local one first.
+        """Ask several pools for their status in parallel and return the answers in order, the local pool first.
 
-        Takes 2 s at most however many are silent, but for a local pool that is being started.
+        Takes at most 2 s, plus the time to start a local pool.
 
         Args:
-            entries: Which.
-            local: Also the local one.
-            recent: So many of the newest runs, and all that go on; 0 for no runs.
-            start: Start the local one when there is none.
-            again: Also those that could not be reached a moment ago.
+            entries: The pools to ask.
+            local: Also ask the local pool.
+            recent: Number of newest runs to include, besides all active ones; 0 for no runs.
+            start: Start the local pool if there is none.
+            again: Also ask pools that could not be reached in the last 20 s.
         """
         entries = list(entries)
         waits = [(entry, self._ask_in_background(entry, recent, again)) for entry in entries]
@@ -151,10 +151,10 @@ class Pools:
         return answers
 
     def detach_all(self, timeout_s: float) -> None:
-        """Let all runs of this process go on without it, in every pool that it has a link to.
+        """Detach all runs of this process, in every pool that it is connected to.
 
         Args:
-            timeout_s: For how long all of them together are waited for, in seconds.
+            timeout_s: Time to wait for all pools together, in seconds.
         """
         asking = [pool for pool in self.made() if pool is self.local or pool.connected is not None]
         threads = [threading.Thread(target=_detach, args=(pool, timeout_s), daemon=True) for pool in asking]
@@ -165,7 +165,7 @@ class Pools:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Say goodbye to all; each cancels the runs that this process follows."""
+        """Close all links; each pool cancels the runs that this process follows."""
         with self._lock:
             made = [*(pool for _, pool in self._made.values()), *self._replaced]
             self._made.clear()
@@ -181,14 +181,14 @@ class Pools:
             if known is not None and known[0] == entry:
                 return known[1]
             if known is not None:
-                # runs that it was given are followed to their end
+                # kept until its runs have ended
                 self._replaced.append(known[1])
             pool = Pool(self._settings, self._on_notice, entry, self._on_sending)
             self._made[entry.name] = (entry, pool)
             return pool
 
     def _let_go_of_others(self, entries: Collection[PoolEntry]) -> None:
-        """End the links to pools that are not listed any more, or not so, where nothing goes on over them."""
+        """Close idle links to pools whose entries were removed or changed."""
         with self._lock:
             others = [*(pool for entry, pool in self._made.values() if entry not in entries), *self._replaced]
         for pool in others:
@@ -217,7 +217,7 @@ class Pools:
 
 
 def _detach(pool: Pool, timeout_s: float) -> None:
-    # no pool, so no runs; or one that does not answer, and nobody is to wait for it
+    # no pool means no runs; a pool that does not answer is not waited for
     with contextlib.suppress(SgpuError):
         pool.detach("", timeout_s)
 
@@ -229,5 +229,5 @@ def _answer(name: str, entry: PoolEntry | None, ask: Callable[[], PoolStatus | N
         return Asked(name, entry, problem=error.message)
     if status is None and entry is not None:
         return Asked(name, entry, problem=f"the pool {name} gave no answer.")
-    # it may call itself otherwise
+    # the pool may be configured with another name
     return Asked(name, entry, status if status is None else msgspec.structs.replace(status, pool=name))

@@ -1,4 +1,4 @@
-"""The pools that a user may use beside this machine's own: `pools.toml`, beside the settings' file.
+"""The list of remote pools that a user may use: `pools.toml`, beside the settings file.
 
     [team]
     address = "tcp://gpu1.example.org:8700"
@@ -7,7 +7,7 @@
     types = ["a10", "h100"]
     prices = {a10 = 1.2, h100 = 3.9}
 
-`sgpu pool add` and `remove` write it, and leave what a person has written into it where it is.
+`sgpu pool add` and `remove` edit the file and keep comments and formatting.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from sgpu_magic.wire.costs import Prices, prices_text, read_prices
 from sgpu_magic.wire.devices import ANY, canonical_type
 
 LOCAL = "local"
-"""This machine's own pool, which is in no file."""
+"""Name of the local pool, which is not in the file."""
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
-# of Z85, in which ZeroMQ writes keys
+# Z85, ZeroMQ's encoding of keys
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _KNOWN = ("address", "key", "reserved", "types", "prices")
 
 
 class PoolEntry(msgspec.Struct, frozen=True):
-    """A pool that a user may use.
+    """A remote pool that a user may use.
 
     Args:
-        name: As `--pool` takes it.
+        name: The name that `--pool` takes.
         address: `tcp://host:port`.
         key: The pool's public CURVE key in Z85, 40 characters.
-        reserved: Its devices are paid for whether they are used or not; else it is on demand.
-        types: The canonical types that it has, `cpu` too where it takes such runs; empty when that is not written down.
-        prices: Price of one device for an hour by canonical type, in the settings' currency.
+        reserved: Whether its devices are paid for in any case; otherwise they are on demand.
+        types: Canonical device types of the pool, including `cpu` if it accepts such runs; empty if not stated.
+        prices: Price of one device per hour by canonical type, in the currency of the settings.
     """
 
     name: str
@@ -66,27 +66,27 @@ class PoolEntry(msgspec.Struct, frozen=True):
 
 
 def pools_path(environ: Mapping[str, str] | None = None) -> Path:
-    """Return where the file is: `SGPU_POOLS_FILE`, else beside `config.toml`."""
+    """Return the path of the file: `SGPU_POOLS_FILE`, else beside `config.toml`."""
     environ = os.environ if environ is None else environ
     own = environ.get("SGPU_POOLS_FILE", "")
     return Path(own) if own else config_path(environ).parent / "pools.toml"
 
 
 def read_pools(path: Path | None = None) -> tuple[PoolEntry, ...]:
-    """Return the pools of the file in its order; none without a file.
+    """Return the pools of the file in order; none if there is no file.
 
     Args:
-        path: The file; None is `pools_path()`.
+        path: The file; None means `pools_path()`.
 
     Raises:
-        UsageError: It can't be read, others may write it, or something in it means nothing; says which line or pool.
+        UsageError: The file can't be read, other users may write it, or an entry is invalid; names the line or pool.
     """
     path = pools_path() if path is None else path
     return parse(read_text(path), path)
 
 
 def unknown_pool(name: str, known: Iterable[str]) -> UsageError:
-    """Return the error that there is no pool of this name."""
+    """Return the error for a name that no pool has."""
     names = [LOCAL, *(each for each in known if each != LOCAL)]
     near = difflib.get_close_matches(name.lower(), names, n=2)
     mean = f" Did you mean {' or '.join(near)}?" if near else ""
@@ -96,7 +96,7 @@ def unknown_pool(name: str, known: Iterable[str]) -> UsageError:
 
 
 def default_pool(setting: str, entries: Sequence[PoolEntry]) -> str:
-    """Return the pool that is meant where none is named and nothing else is known: no type, no free devices.
+    """Return the default pool's name, without knowledge of requested types or free devices.
 
     Args:
         setting: The setting `pool`.
@@ -112,18 +112,18 @@ def default_pool(setting: str, entries: Sequence[PoolEntry]) -> str:
 def new_entry(
     name: str, address: str, key: str, *, reserved: bool = False, types: str = "", prices: str = ""
 ) -> PoolEntry:
-    """Return a pool as people describe it on a command's line.
+    """Return a pool entry from the options of a command line.
 
     Args:
-        name: As `--pool` is to take it.
+        name: The name for `--pool`.
         address: `tcp://host:port`.
-        key: Its public key.
-        reserved: It is a reserved one.
-        types: `a10,h100`.
-        prices: `a10=1.20,h100=4.50`.
+        key: The pool's public key.
+        reserved: Whether it is a reserved pool.
+        types: Device types, such as `a10,h100`.
+        prices: Prices per hour, such as `a10=1.20,h100=4.50`.
 
     Raises:
-        UsageError: One of them means nothing.
+        UsageError: One of them is invalid.
     """
     table: dict[str, object] = {"address": address, "key": key, "reserved": reserved}
     table["types"] = [kind.strip() for kind in types.split(",") if kind.strip()]
@@ -138,10 +138,10 @@ def new_entry(
 
 
 def read_text(path: Path) -> str:
-    """Return the file's text, "" without one.
+    """Return the file's text, "" if there is no file.
 
     Raises:
-        UsageError: It can't be read, or others may write it.
+        UsageError: The file can't be read, or other users may write it.
     """
     try:
         status = path.stat()
@@ -158,15 +158,15 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, path: Path) -> tuple[PoolEntry, ...]:
-    """Return the pools that a text describes; `path` is named in what is wrong with it.
+    """Parse the text of a pools file; `path` is used in error messages.
 
     Raises:
-        UsageError: It means nothing; says which line or pool.
+        UsageError: The text is not valid; names the line or pool.
     """
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # it tells the line itself
+        # the error names the line
         raise UsageError(f"the list of pools {path} can't be read: {error}. Mend it or move it away.") from None
     found: list[PoolEntry] = []
     for name, table in tables.items():
@@ -185,7 +185,7 @@ def parse(text: str, path: Path) -> tuple[PoolEntry, ...]:
 
 
 def _entry(name: str, table: Mapping[str, object]) -> PoolEntry:
-    """Return a pool; ValueError when something means nothing."""
+    """Return a checked pool entry; raises ValueError if a value is invalid."""
     if _NAME.fullmatch(name) is None:
         raise ValueError("a pool's name begins with a letter, has letters, digits, - and _, and 40 of them at most")
     if name.lower() in ("reserved", "on-demand"):
@@ -238,23 +238,23 @@ def _line_of(text: str, name: str) -> int:
     return 0
 
 
-# ---------------------------------------------------------------- adding pools to it and removing them
+# ---------------------------------------------------------------- adding and removing pools
 
-# of a pool, or of a table in it
+# header of a pool's table, or of a table within it
 _HEADER = re.compile(r"\s*\[\[?\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*[.\]]")
 _BEGINS = "# The pools of `--pool`; `sgpu pool add` and `sgpu pool remove` write this file, and so may you.\n"
 
 
 def add_pool(entry: PoolEntry, path: Path | None = None, *, replace: bool = False) -> None:
-    """Write a pool into the file.
+    """Add a pool to the file.
 
     Args:
         entry: The pool.
-        path: The file; None is `pools_path()`.
-        replace: One of that name makes room for it.
+        path: The file; None means `pools_path()`.
+        replace: Replace a pool of the same name.
 
     Raises:
-        UsageError: There is one of that name, or the file can't be read or written.
+        UsageError: There is a pool of that name, or the file can't be read or written.
     """
     path = pools_path() if path is None else path
 
@@ -274,10 +274,10 @@ def add_pool(entry: PoolEntry, path: Path | None = None, *, replace: bool = Fals
 
 
 def remove_pool(name: str, path: Path | None = None) -> PoolEntry:
-    """Take a pool out of the file, and return what it was.
+    """Remove a pool from the file and return its entry.
 
     Raises:
-        UsageError: There is none of that name, or the file can't be read or written.
+        UsageError: There is no pool of that name, or the file can't be read or written.
     """
     path = pools_path() if path is None else path
     removed: list[PoolEntry] = []
@@ -311,14 +311,14 @@ def _table(entry: PoolEntry) -> str:
 
 
 def _without(text: str, name: str) -> str:
-    """Return the text without a pool's tables; what a person wrote above the next one stays with that."""
+    """Return the text without a pool's tables; comments above the next table are kept."""
     kept: list[str] = []
     dropping = False
     for line in text.splitlines(keepends=True):
         if (header := _HEADER.match(line)) is not None:
             dropping = header["name"].strip("\"'") == name
         elif dropping and line.lstrip().startswith("#"):
-            # a comment below the values: of what comes next
+            # a comment below the values belongs to the next table
             dropping = False
             kept.append("\n")
         if not dropping:
@@ -329,7 +329,7 @@ def _without(text: str, name: str) -> str:
 def _changed(path: Path, change: Callable[[str], str]) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # two that write at once do not lose each other's pools
+        # the lock keeps concurrent writers from losing each other's pools
         with locked(path.parent):
             old = read_text(path)
             new = change(old)
@@ -337,7 +337,7 @@ def _changed(path: Path, change: Callable[[str], str]) -> None:
             after = {entry.name for entry in parse(new, path)}
             if len(before ^ after) > 1:
                 raise UsageError(f"{path} is written in a way that can't be changed from here. Edit it by hand.")
-            # a link stays one: what it leads to is replaced
+            # a symbolic link is kept and its target replaced
             write_whole(path.resolve(), new.encode())
     except OSError as error:
         raise UsageError(f"the list of pools {path} can't be written: {error}.") from error

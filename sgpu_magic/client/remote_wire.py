@@ -1,7 +1,7 @@
-"""The way to a pool of another machine, over connections that break.
+"""Transport to a pool on another machine, over connections that may break.
 
-Each TCP connection is made, greeted and known by itself: the pool learns in its first message which client comes back,
-and is then asked for what may have been lost. A request is sent again until it is answered; the pool does it once.
+The first message on each TCP connection identifies the client to the pool; the client then requests what may have been
+lost. Requests are resent until they are answered; the pool carries each out once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _TICK_MS = 1000
 _PING_S = 3.0
-# some pings, and the time that a large frame takes on a slow line
+# several pings, plus the time that a large frame takes on a slow line
 _SILENT_S = 10.0
 _WELCOME_S = 10.0
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 3.0
 _LINGER_MS = 1000
-# what nobody waits for, kept while there is no connection
+# messages without a reply that are kept while there is no connection
 _MOST_KEPT = 1000
 _MADE_S = 6.0
 _LOOK_MS = 100
@@ -44,14 +44,14 @@ _NOT_OURS = (zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, zmq.Event.HANDSHAKE_FAILED_PR
 
 
 class RemoteWire:
-    """Carries messages to a pool of another machine; methods as those of `LocalWire`.
+    """Transport to a pool on another machine; same methods as `LocalWire`.
 
     Args:
         name: The pool's name in `pools.toml`.
-        endpoint: Where it listens, and its key.
-        own: This user's keys.
-        hello: What each connection begins with.
-        timeout_s: Seconds of silence after which the pool is given up.
+        endpoint: The pool's address and public key.
+        own: The user's key pair.
+        hello: The greeting, sent first on each connection.
+        timeout_s: Silence after which the pool counts as lost, in seconds.
     """
 
     says_hello = True
@@ -66,7 +66,7 @@ class RemoteWire:
         self._service = ""
         self._heard_at = self._pinged_at = time.monotonic()
         self._silent_s = 0.0
-        # not answered yet, by their numbers
+        # unanswered requests by number
         self._requests: dict[int, Sequence[bytes]] = {}
         self._others: list[Sequence[bytes]] = []
 
@@ -123,7 +123,10 @@ class RemoteWire:
             context.term()
 
     def _talk(self, connection: RemoteConnection, outgoing: Outgoing, link: PoolLink) -> bool:
-        """Live through one connection. False when it was the last: another service answers, or it is time to end."""
+        """Exchange messages over one connection. Returns False if no further connection is to be made.
+
+        That is when another pool service answers, the pool has been silent for too long, or `outgoing` has ended.
+        """
         connection.send(self._hello)
         began_at = time.monotonic()
         welcomed = False
@@ -163,7 +166,7 @@ class RemoteWire:
         return known in ("", welcome.service)
 
     def _send_again(self, connection: RemoteConnection, link: PoolLink) -> None:
-        """What may have been lost in the last connection: events, requests and their answers."""
+        """Resend pending requests and request events again, as both may have been lost with the last connection."""
         for question in link.questions_after_gap():
             connection.send([codec.encode(question)])
         wanted = link.awaited()
@@ -195,11 +198,11 @@ class RemoteWire:
     # ------------------------------------------------------------ a connection
 
     def _connected(self, context: zmq.Context[zmq.Socket[bytes]], outgoing: Outgoing) -> RemoteConnection:
-        """Connect, and prove to each other who we are.
+        """Connect, and complete the mutual authentication.
 
         Raises:
-            KeyRefused: The pool does not admit us, or is not the one whose key we have.
-            PoolError: Nothing answers there.
+            KeyRefused: The pool does not admit this user's key, or can't prove that it has its own.
+            PoolError: No pool answers at the address.
         """
         problem = PoolError(f"{self.title} has no address.")
         for address in self._addresses():
@@ -218,7 +221,7 @@ class RemoteWire:
         raise problem
 
     def _addresses(self) -> list[str]:
-        """Look the name up here, where a failure can be told: ZeroMQ would be silent."""
+        """Resolve the host name here, because ZeroMQ would not report a failure."""
         place = urlsplit(self._endpoint.address)
         host, port = place.hostname or "", place.port or 0
         try:
@@ -232,7 +235,7 @@ class RemoteWire:
         return [f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in dict.fromkeys(numeric)]
 
     def _problem(self, connection: RemoteConnection, address: str, outgoing: Outgoing) -> PoolError | None:
-        """Wait for the handshake. None when it is done."""
+        """Wait for the handshake. Returns None on success, else the error."""
         until = time.monotonic() + _MADE_S
         connected = False
         while time.monotonic() < until and not self._has_ended(outgoing):
@@ -270,29 +273,29 @@ class RemoteWire:
 
 
 class RemoteConnection:
-    """One connection that is being made. Used by the link's thread.
+    """One connection to a pool. Used by the link's thread only.
 
     Args:
-        context: ZeroMQ's.
-        endpoint: The pool's key.
-        own: This user's keys.
-        address: Where it listens, in numbers.
+        context: The ZeroMQ context.
+        endpoint: The pool's address and public key.
+        own: The user's key pair.
+        address: Numeric address to connect to.
 
     Attributes:
-        monitor: Tells what becomes of it.
+        monitor: Socket with ZeroMQ's events of the connection.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, own: KeyPair, address: str) -> None:
         self._dealer = dealer = context.socket(zmq.DEALER)
         dealer.linger = 0
-        # what is under way is bounded by who sends
+        # no limit here: senders bound what is in flight
         dealer.sndhwm = dealer.rcvhwm = 0
         secure_client(dealer, endpoint, own)
         self.monitor = dealer.get_monitor_socket()
         dealer.connect(address)
 
     def send(self, parts: Sequence[bytes]) -> None:
-        """Send, unless the connection is gone: what is not answered is sent again on the next one."""
+        """Send, or drop the message if the connection is gone: unanswered requests are resent on the next one."""
         with contextlib.suppress(zmq.Again):
             self._dealer.send_multipart(parts, zmq.NOBLOCK, copy=True)
 
@@ -302,7 +305,7 @@ class RemoteConnection:
                 yield self._dealer.recv_multipart(zmq.NOBLOCK, copy=True)
 
     def wait(self, outgoing: Outgoing, timeout_ms: int) -> tuple[bool, bool]:
-        """Wait until there is something to do. Returns whether the connection lives, and has something to read."""
+        """Wait for an event. Returns whether the connection is alive, and whether it has something to read."""
         poller = zmq.Poller()
         for each in (self._dealer, self.monitor, outgoing.fileno()):
             poller.register(each, zmq.POLLIN)
@@ -313,7 +316,7 @@ class RemoteConnection:
         return alive, self._dealer in ready
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close; `linger_ms` is how long what was sent may still take."""
+        """Close the connection; unsent messages are given `linger_ms` to leave."""
         self._dealer.disable_monitor()
         self._dealer.close(linger_ms)
         self.monitor.close(0)

@@ -50,7 +50,7 @@ class RunResult:
         mirror: Mirror | None = None,
         ask_tracked: Callable[[], None] | None = None,
     ) -> None:
-        # of a Ray cluster's ranks one drives, and the others only hold their devices
+        # only the driver of a Ray cluster runs the cell; the other ranks hold their devices
         results = ended.results[:1] if spec.ray else ended.results
         self.run_id = spec.run_id
         self.name = spec.name
@@ -92,7 +92,7 @@ class RunResult:
         return self._mlflow_run_id
 
     def __getstate__(self) -> dict[str, object]:
-        # on a rank, or in another kernel, there is no link to the pool
+        # a copy on a rank or in another kernel has no link to the pool
         return {**self.__dict__, "_mirror": None, "_ask_tracked": None}
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class RunResult:
         if self._mirror is not None:
             self._mirror.follow(f"rank-{rank}.log")
         path = self.directory / f"rank-{rank}.log"
-        # that of a rank which printed nothing is made for who asks
+        # a rank that printed nothing has no file yet
         with contextlib.suppress(OSError):
             path.touch(mode=0o600)
         return path

@@ -1,4 +1,4 @@
-"""The handle of a run: its events, its cancelling, and what it returns."""
+"""The handle of a submitted run: its events, cancellation and results."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from sgpu_magic.wire.run import RunSpec
 
 
 class Run:
-    """A run that a pool has taken.
+    """A run that a pool has accepted.
 
     Args:
         spec: What was submitted.
-        key: The run's HMAC key; empty when it is not known any more.
-        link: The connection to its pool.
-        events: Where its events come in.
+        key: The run's HMAC key; empty if it is no longer known.
+        link: The link to its pool.
+        events: The queue of its events.
         directory: The run's directory.
-        submission: What submits it again when its pool dies before it was placed; None for a run that was only
-            attached to.
+        submission: The message and frames that resubmit the run if its pool dies before placing it; None for a run
+            that this process attached to.
 
     Attributes:
-        last_seq: Number of the last event that was taken.
-        owned: This process has submitted it.
-        pool: The name of the pool that has it.
-        ask_tracked: Asks the pool to make it an MLflow run; None where it is not to be one.
-        mirror: Brings files of its directory from a pool of another machine; None where that is this machine's.
+        last_seq: Sequence number of the last event returned.
+        owned: Whether this process submitted the run.
+        pool: Name of its pool.
+        ask_tracked: Asks the pool to create the MLflow run; None if the run is not to be tracked.
+        mirror: Copies files of the run's directory from a pool on another machine; None for a pool on this machine.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class Run:
 
     @property
     def pool_title(self) -> str:
-        """Its pool as sentences name it."""
+        """The pool's name for use in messages."""
         return self._link.title
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its pool, of another machine, was heard; 0 as long as that is no cause for a word."""
+        """Seconds since a remote pool last sent anything; 0 until the silence is long enough to report."""
         return self._link.silent_s
 
     def wake(self, woken: Callable[[], None]) -> None:
-        """Have `woken` called after every event that comes, in the link's thread: it must only wake somebody."""
+        """Call `woken` after every event, in the link's thread; it must only wake another thread."""
         self._woken = woken
         self._events.woken = woken
         woken()
 
     def next_event(self, timeout_s: float) -> tuple[Event, Sequence[bytes]] | None:
-        """Return the next event and its raw frames, None when none came in time or the pool is lost."""
+        """Return the next event and its raw frames, or None on timeout or when the pool is lost."""
         while True:
             try:
                 item = self._events.get(timeout=timeout_s)
@@ -97,21 +97,21 @@ class Run:
                 return None
             event = item[0]
             if event.seq <= self.last_seq:
-                # a pool that was told to send them again may have sent some already
+                # after a request to resend, some events arrive twice
                 continue
             self.last_seq = event.seq
             if isinstance(event.body, Placed):
-                # from now on a pool that does not know it can't be given it again
+                # a placed run must not be submitted a second time
                 self.submission = None
             return item
 
     def moved(self, link: PoolLink, events: EventQueue, *, from_start: bool = False) -> None:
-        """Another pool service has the run now.
+        """Switch to another pool service that now has the run.
 
         Args:
-            link: The connection to it.
-            events: Where its events come in.
-            from_start: It was submitted again, so that its events begin anew.
+            link: The link to it.
+            events: The queue of the run's events.
+            from_start: Whether the run was submitted again, so its events are numbered from the start.
         """
         self._link, self._events = link, events
         if from_start:
@@ -120,23 +120,23 @@ class Run:
             self.wake(self._woken)
 
     def cancel(self, reason: str, kill: bool = False) -> None:
-        """Ask the pool to stop the run; its events tell when it has.
+        """Ask the pool to stop the run; its events report when it has stopped.
 
         Args:
-            reason: Who or what wants that.
-            kill: KILL the ranks that were asked before and have not stopped, also after the run's end.
+            reason: Who or what cancels it.
+            kill: Send SIGKILL to ranks that were asked before and have not stopped, even after the run's end.
         """
         self._link.ask(Cancel(request=0, run=self.run_id, reason=reason, kill=kill))
 
     def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        """Pass on what the front end says to widgets of a rank. Nobody waits for it."""
+        """Forward a front-end message to a rank's widgets, without waiting for a reply."""
         self._link.send(message, frames)
 
     def load_results(self, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, object]) -> list[RankValues]:
-        """Unpack what the ranks returned, by rank, then let the pool free its side.
+        """Unpack the ranks' results, in order of rank, then let the pool free its copies.
 
         Raises:
-            SerializationError: Something can't be rebuilt in the notebook, or lies nowhere any more.
+            SerializationError: A value can't be rebuilt in the notebook, or no copy of it is left.
         """
         inline = iter(frames)
         loaded: list[RankValues] = []
@@ -176,8 +176,8 @@ class Run:
         kept = str(self.directory / f"result-{rank}.bin")
         in_memory = _path_of(source)
         inode = source.inode if isinstance(source, SharedPayload) else 0
-        # of a run that ended long ago the memory's number may be another file's: its copy comes first then
-        # (and is looked for again: memory goes as soon as its copy is there)
+        # the descriptor of a run that ended long ago may belong to another file by now, so the copy on disk is tried
+        # first (and once more at the end: the memory is freed as soon as the copy is written)
         for path in (in_memory, kept) if self.owned else (kept, in_memory, kept):
             try:
                 data = map_file(path, inode if path == in_memory else 0)
@@ -188,7 +188,7 @@ class Run:
         raise self._results_gone(rank)
 
     def _brought(self, rank: int, mirror: Mirror) -> memoryview:
-        """Bring a rank's result from a pool of another machine."""
+        """Fetch a rank's result from a pool on another machine."""
         try:
             descriptor = mirror.in_memory(f"result-{rank}.bin")
         except RunFileUnknown:
@@ -213,32 +213,32 @@ class Run:
     def load_exception(
         self, layout: PackedLayout | None, frames: Sequence[bytes], namespace: dict[str, object]
     ) -> BaseException | None:
-        """Unpack the culprit's exception, None when it did not travel or its type does not exist here."""
+        """Unpack the exception of the rank that failed first; None if it was not sent or can't be rebuilt here."""
         if layout is None or not frames or not self._key:
             return None
         try:
             error = unpack.unpack(memoryview(bytearray(frames[0])), layout, self._key, namespace)
         except (SerializationError, SystemExit):
-            # rebuilding it runs its class's code
+            # rebuilding an exception runs code of its class
             return None
         return error if isinstance(error, BaseException) else None
 
     def close(self) -> None:
-        """Stop following it. The pool goes on telling its owner what it needs to know."""
+        """Stop receiving events. The pool keeps sending the run's owner the events that it needs."""
         last = self._link.unfollow(self.run_id, self._events)
         if last and not self.owned and not self.link_lost:
             self._link.send(Unfollow(run_id=self.run_id))
 
 
 class RankValues(msgspec.Struct):
-    """What one rank returned: names of `--out`, and the last expression's value."""
+    """What one rank returned: the names of `--out` and the last expression's value."""
 
     names: dict[str, object]
     value: object
 
     @classmethod
     def of(cls, content: object, rank: int) -> RankValues:
-        """Check what a rank sent: `{"names": {...}, "value": ...}`."""
+        """Build it from the dict that a rank sends: `{"names": {...}, "value": ...}`."""
         if not isinstance(content, dict):
             raise SerializationError(f"rank {rank}'s result is not what a rank sends.")
         parts = cast("dict[str, Any]", content)
@@ -246,14 +246,14 @@ class RankValues(msgspec.Struct):
 
 
 def _is_signed(data: memoryview, layout: PackedLayout, key: bytes) -> bool:
-    """Whether these are the run's bytes at all: a descriptor's number may long be another file's."""
+    """Whether these bytes are signed by the run: its descriptor's number may have been reused for another file."""
     if layout.pickle_size > data.nbytes:
         return False
     return hmac.compare_digest(unpack.compute_mac(key, data[: layout.pickle_size], layout.buffers), layout.mac)
 
 
 def _path_of(source: PayloadSource) -> str:
-    """Where bytes lie on this machine, "" where they don't."""
+    """Return the path of the bytes on this machine, "" if there is none."""
     match source:
         case FilePayload(path=path):
             return path
@@ -264,14 +264,14 @@ def _path_of(source: PayloadSource) -> str:
 
 
 def map_file(path: str, inode: int = 0) -> memoryview:
-    """Map a file that holds packed bytes; changes to the memory are the caller's own.
+    """Map a file of packed bytes privately: the caller's changes do not reach the file.
 
     Args:
-        path: The file, or a descriptor of another process.
-        inode: Which memory file that has to be; 0 for any file.
+        path: The file, or `/proc/PID/fd/N` of another process.
+        inode: Inode that an unlinked memory file must have; 0 accepts any file.
 
     Raises:
-        OSError: It is gone, or its number is another file's.
+        OSError: The file is gone, or the descriptor belongs to another file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

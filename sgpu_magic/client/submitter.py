@@ -1,6 +1,6 @@
-"""Handing a run over to the pool with what goes along, and to the next one when that dies while the run goes on.
+"""Submits runs with their attachments to a pool, and resubmits or reattaches them when the pool service dies.
 
-A payload's bytes lie inline, in a memory file that is used again, or in a file, while ranks read them.
+A payload is sent inline, in a reused memory file, or in a file.
 """
 
 from __future__ import annotations
@@ -38,24 +38,27 @@ from sgpu_magic.wire.client import Accepted, Attach, Attached, Cancel, ReclaimPa
 from sgpu_magic.wire.run import CellSource, Interpreter, RankContext, RunSpec
 from sgpu_magic.wire.tracking import Tracking
 
-# a run's next pool service is looked for, or started, for so long when the run is to be cancelled
+# how long to look for, or start, the next pool service in order to cancel a run
 _CANCEL_PATIENCE_S = 60.0
 _CANCEL_PAUSE_S = 0.2
 
 
 class Stand(msgspec.Struct, frozen=True):
-    """Where ranks stand that are not to stand where this process does: working directory and `sys.path`."""
+    """Working directory and `sys.path` of ranks, where they differ from this process's."""
 
     cwd: str
     sys_path: tuple[str, ...]
 
 
 class Attachments(msgspec.Struct, frozen=True):
-    """Packages, code, uploads and the place in MLflow, as `wire.client.Submit` has them.
+    """What is submitted with a run: packages, code, uploads and the MLflow target, as in `wire.client.Submit`.
 
     Args:
-        interpreter: The ranks' Python; None is this process's.
-        stand: Where they stand; None is where this process does.
+        environment: The packages.
+        code: Bundles of local code.
+        tracking: Where the run is tracked.
+        interpreter: The ranks' Python; None means this process's.
+        stand: The ranks' working directory and `sys.path`; None means this process's.
         elsewhere: The pool's nodes do not see this machine's files.
         cell: As `RankContext.cell`.
         uploads: Folders and files of this machine.
@@ -72,14 +75,14 @@ class Attachments(msgspec.Struct, frozen=True):
 
 
 class Submitter:
-    """Submits runs over the one connection. Methods may be called by any thread.
+    """Submits runs over one connection. Thread-safe.
 
     Args:
-        connection: To the pool.
-        memory: Where payloads lie.
-        settings: Where runs have their directories.
+        connection: The connection to the pool.
+        memory: Memory files for payloads.
+        settings: Settings, with the directory of runs.
         pool: The pool's name.
-        on_sending: As `Pool`'s.
+        on_sending: As in `Pool`.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Submitter:
         self._lock = threading.Lock()
 
     def submit(self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments) -> Run:
-        """Ship the payload and queue the run; as `Pool.submit`."""
+        """As `Pool.submit`."""
         with self._lock:
             self._submitting += 1
         try:
@@ -107,7 +110,7 @@ class Submitter:
             try:
                 run = self._submit_once(link, spec, packed, key, environ, along)
             except PoolLost:
-                # it was about to end when it was asked, and had not taken the run; or it was killed when it had
+                # the pool ended either before it accepted the run or after
                 link = self._connection.made(start=True)
                 try:
                     run = self._taken_before(link, spec, key)
@@ -121,7 +124,7 @@ class Submitter:
         return run
 
     def unless_submitting(self, act: Callable[[], None]) -> None:
-        """Do something between submissions, or nothing while one is under way."""
+        """Call `act` unless a submission is in progress."""
         with self._lock:
             if not self._submitting:
                 act()
@@ -145,7 +148,7 @@ class Submitter:
         run.moved(link, link.attached(answer.request, run.run_id))
 
     def directory(self, link: PoolLink, run_id: str) -> Path:
-        """Where a run's files are found here: its directory, or for those of another machine the mirror of it."""
+        """Return the local directory of a run's files: the run's own, or the mirror of a run on another machine."""
         if link.welcome.same_host:
             return self._settings.runs_path / run_id
         return mirror_path(self._settings, self._pool, run_id)
@@ -153,7 +156,7 @@ class Submitter:
     def cancel_in_background(self, run: Run, reason: str) -> None:
         """As `Pool.cancel_in_background`."""
 
-        # a run that was still queued has ended with its pool
+        # a run that was still queued ended with its pool
         run.submission = None
 
         def work() -> None:
@@ -162,10 +165,10 @@ class Submitter:
                 try:
                     self.find_again(run)
                 except PoolError:
-                    # one that is about to start, or has died as well
+                    # the next service is starting, or has died too
                     time.sleep(_CANCEL_PAUSE_S)
                 except SgpuError:
-                    # no pool has it any more
+                    # no pool has the run any more
                     return
                 else:
                     run.cancel(reason)
@@ -205,7 +208,7 @@ class Submitter:
             )
             ask(link, message, Accepted, frames=frames)
         except BaseException:
-            # also an interrupt while waiting: a run that was taken after all must not go on unseen
+            # also on an interrupt while waiting: a run that was accepted after all must not continue unnoticed
             link.send(Cancel(request=0, run=spec.run_id, reason="it was interrupted while it was submitted"))
             link.unfollow(spec.run_id, events)
             if isinstance(payload.source, FilePayload):
@@ -222,11 +225,11 @@ def _context(environ: dict[str, str], key: bytes, along: Attachments) -> RankCon
     return here
 
 
-# ---------------------------------------------------------------- where payloads lie
+# ---------------------------------------------------------------- payload memory
 
-# a reclaim is answered in a millisecond or two; a run that still needs the memory does not answer
+# a reclaim is answered in 1 to 2 ms; a run that still needs the memory does not answer
 _RECLAIM_TIMEOUT_S = 0.05
-# the memory of a large payload goes back to the machine after this
+# unused payload memory is freed after this
 _IDLE_S = 60.0
 
 
@@ -238,7 +241,7 @@ class _Slot(msgspec.Struct):
 
 
 class PayloadMemory:
-    """The kernel's memory files. Touched pages are five times faster to write than fresh ones."""
+    """The kernel's memory files, reused because touched pages are five times faster to write than fresh ones."""
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
@@ -248,14 +251,14 @@ class PayloadMemory:
     def place(
         self, packed: Packed, run_id: str, link: PoolLink, settings: Settings, sending: Sending
     ) -> tuple[Payload, list[bytes]]:
-        """Put the packed bytes where ranks can read them.
+        """Write the packed bytes where ranks can read them.
 
         Returns:
-            The payload and the raw frames to send along.
+            The payload and the raw frames to send with it.
 
         Raises:
-            UsageError: Neither memory nor disk has room for it, here or at a pool of another machine.
-            PoolLost: That pool is gone.
+            UsageError: Neither memory nor disk has room for it, here or at a remote pool.
+            PoolLost: The remote pool is gone.
         """
         if packed.total_bytes <= INLINE_LIMIT:
             return Payload(source=InlinePayload(), layout=packed.layout), [packed.to_bytes()]
@@ -267,7 +270,7 @@ class PayloadMemory:
                 path = private_dir(settings.state_path / "uploads") / f"{run_id}.bin"
                 write_file(packed, path)
                 return Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout), []
-            # until it is written, the memory may be used again: an interrupt can come in the middle
+            # the slot stays reusable until the payload is written: an interrupt may stop the writing
             slot.run_id, slot.run_over = "", True
             slot.released.set()
             slot.buffer.write(packed)
@@ -276,24 +279,24 @@ class PayloadMemory:
         return Payload(source=source, layout=packed.layout), []
 
     def submitted(self, run_id: str, link: PoolLink) -> None:
-        """This pool service has the run, perhaps as another's successor: it says when it no longer reads the memory."""
+        """Wait for this pool service, perhaps a successor, to report that it no longer reads the run's memory."""
         with self._lock:
             for slot in self._slots:
                 if slot.run_id == run_id:
                     slot.released = link.payload_released(run_id)
 
     def forget(self, run_id: str) -> None:
-        """Never write the run's memory again: whoever reads it holds it, and nobody tells when that ends."""
+        """Never write the run's memory again: nothing reports when its readers are done."""
         with self._lock:
             self._drop(lambda slot: slot.run_id == run_id)
 
     def pool_lost(self) -> None:
-        """The pool is gone: what it was still copying is not waited for."""
+        """Drop the memory of ended runs that the lost pool was still copying."""
         with self._lock:
             self._drop(lambda slot: slot.run_over and not slot.released.is_set())
 
     def run_over(self, run_id: str, accepted: bool) -> None:
-        """No rank reads the run's memory any more (it may still be copied to disk)."""
+        """Mark the run's memory as no longer read by ranks; it may still be being copied to disk."""
         with self._lock:
             for slot in self._slots:
                 if slot.run_id == run_id:
@@ -310,7 +313,7 @@ class PayloadMemory:
             self._drop(lambda slot: True)
 
     def _drop(self, which: Callable[[_Slot], bool]) -> None:
-        # closing this descriptor harms nobody who reads the memory; only writing it again would
+        # closing this descriptor does not affect readers of the memory
         for slot in [slot for slot in self._slots if which(slot)]:
             slot.buffer.close()
             self._slots.remove(slot)

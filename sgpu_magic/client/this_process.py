@@ -1,4 +1,4 @@
-"""The kernel's process as a pool and its ranks see it: its Python, where it stands, whose it is, its settings now."""
+"""Describes this process to the pool and the ranks: interpreter, context, owner; keys and current settings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from sgpu_magic.system.secure_sockets import KeyPair, read_key_pair
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, Hello
 from sgpu_magic.wire.run import Interpreter, Owner, RankContext
 
-# read at import by Python, torch, numpy or the loader: a zygote that had others would be another environment
+# read at startup or import by Python, torch, numpy or the loader: other values need another zygote
 _READ_AT_IMPORT = (
     "PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "CUDA_HOME", "CUBLAS_",
     "NVIDIA_", "GLIBC_", "MALLOC_", "NUMEXPR_", "GLOO_", "NCCL_", "TRITON_", "DYLD_",
 )  # fmt: skip
-# what any program may need to start; not part of the key
+# needed by most programs; not part of the key
 _ALWAYS = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_", "TMPDIR", "TZ", "VIRTUAL_ENV", "CONDA_", "XDG_",
 )  # fmt: skip
@@ -36,10 +36,10 @@ _NOT_OURS = ("PYTHONSAFEPATH", "PYTHON_PS1")
 
 
 def this_interpreter(environ: Mapping[str, str] | None = None) -> Interpreter:
-    """Describe this process's interpreter. Costs a few `stat` calls.
+    """Describe this process's interpreter. Takes a few `stat` calls.
 
-    The key changes with the executable, with each site directory's time of change (so with every `%pip install`)
-    and with the variables that are read at import.
+    The key depends on the executable, the modification time of each site directory (which every `%pip install`
+    changes) and the variables that are read at import.
     """
     environ = os.environ if environ is None else environ
     at_import = {name: value for name, value in environ.items() if _begins(name, _READ_AT_IMPORT)}
@@ -51,12 +51,12 @@ def this_interpreter(environ: Mapping[str, str] | None = None) -> Interpreter:
 
 
 def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
-    """Describe where this process stands: directory, path, umask, and `environ` for the ranks."""
+    """Describe this process's context for the ranks: working directory, `sys.path`, umask, and `environ`."""
     try:
         cwd = os.getcwd()
     except FileNotFoundError:
         cwd = ""
-    # "" is the directory of the moment
+    # "" in sys.path means the current directory
     path = tuple(entry or cwd for entry in sys.path)
     return RankContext(
         widgets=True,
@@ -70,10 +70,10 @@ def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
 
 
 def this_owner(notebook: str = "", kernel: str = "", cell: str = "") -> Owner:
-    """Describe who submits a run from this process.
+    """Describe the owner of runs that this process submits.
 
     Args:
-        notebook: The notebook's file.
+        notebook: Path of the notebook.
         kernel: The kernel's id.
         cell: The cell's id.
     """
@@ -81,7 +81,7 @@ def this_owner(notebook: str = "", kernel: str = "", cell: str = "") -> Owner:
 
 
 def this_hello(instance: str = "") -> Hello:
-    """Say who this process is; `instance` is the same in each connection that one link makes."""
+    """Return the greeting of this process; `instance` is the same for every connection of one link."""
     owner = this_owner()
     return Hello(
         protocol_version=PROTOCOL_VERSION,
@@ -102,7 +102,7 @@ def _user_name() -> str:
 
 
 def this_umask() -> int:
-    """Return the process's umask. Reading it changes nothing for other threads where the system tells it."""
+    """Return the process's umask. Where `/proc` has it, reading it does not disturb other threads."""
     try:
         with open("/proc/self/status", "rb") as status:
             for line in status:
@@ -128,24 +128,24 @@ def _begins(name: str, prefixes: Iterable[str]) -> bool:
     return name not in _NOT_OURS and name.startswith(tuple(prefixes))
 
 
-# ---------------------------------------------------------------- this user's own key
+# ---------------------------------------------------------------- the user's key
 
 
 def own_key_path() -> Path:
-    """Return where the key lies: beside the settings' file."""
+    """Return the path of the user's key, beside the settings file."""
     return config_path().parent / "client.key"
 
 
 def own_keys(path: Path, pool: str) -> KeyPair:
-    """Return this user's keys.
+    """Read the user's key pair.
 
     Args:
-        path: Where they lie.
-        pool: The pool that they are for, for the error.
+        path: The key file.
+        pool: Name of the pool that the key is for, used in the error message.
 
     Raises:
-        PoolError: There are none.
-        UsageError: Their file can't be trusted.
+        PoolError: There is no key.
+        UsageError: The file can't be trusted.
     """
     try:
         return read_key_pair(path)
@@ -160,12 +160,12 @@ def own_keys(path: Path, pool: str) -> KeyPair:
 
 
 class CurrentSettings:
-    """Settings of which those that are read for each run follow the environment; where the pool lives stays.
+    """Settings whose per-run values follow the environment; the pool's directories do not change.
 
-    `%env SGPU_TRACK=off` in a running kernel counts from the next run on. May be asked by any thread.
+    `%env SGPU_TRACK=off` in a running kernel applies from the next run on. Thread-safe.
 
     Args:
-        settings: As they were read from the environment a moment ago.
+        settings: The settings just read from the environment.
     """
 
     _OF_RUNS = ("env_version", "variables", "track", "tracking_uri", "code_warn_bytes", "code_limit_bytes")
@@ -175,7 +175,7 @@ class CurrentSettings:
         self._read = (self._variables(), settings)
 
     def now(self) -> Settings:
-        """Return them; some microseconds as long as those variables are as they were.
+        """Return the current settings. Takes microseconds while the variables are unchanged.
 
         Raises:
             UsageError: As `load_settings`.

@@ -1,6 +1,6 @@
-"""What goes along with a run to a pool on other machines; what a folder consists of: its files, nothing from elsewhere.
+"""Uploads code, wheels, folders and files to remote pools. An upload contains only files within its folder.
 
-`.sgpuignore` in it says which files stay here. Digests of files are kept, so that a large folder is not read again.
+`.sgpuignore` in the folder excludes files. Digests of files are cached, so that a large folder is not read again.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
 
 FILE = ".sgpuignore"
 
-# a pattern with `!` in the file brings them back
+# excluded unless a pattern with `!` in the file includes them
 _ALWAYS = (".git/", "__pycache__/", ".ipynb_checkpoints/", "/.sgpuignore")
 _FOLDER = "upload-digests"
 _MOST_KEPT = 100
-# who writes once more within the clock's resolution leaves the same times (as git's index has it: "racy")
+# a second write within the clock's resolution leaves the times unchanged (git's index calls such entries "racy")
 _SETTLED_NS = 2_000_000_000
 
 
 class FoundFile(msgspec.Struct, frozen=True):
-    """One file.
+    """One file of an upload.
 
     Args:
-        name: Below the folder, with `/` between.
-        path: Where it is.
-        status: Of the file itself, never of a link to it.
+        name: Path relative to the folder, with `/` as the separator.
+        path: Absolute path.
+        status: Status of the file itself, not of a link to it.
     """
 
     name: str
@@ -63,12 +63,12 @@ class FoundFile(msgspec.Struct, frozen=True):
 
 
 class FoundFiles(msgspec.Struct, frozen=True):
-    """What goes along.
+    """The content of an upload.
 
     Args:
-        files: In order of their names.
-        folders: Those without a file.
-        single: It is the one file.
+        files: Its files, sorted by name.
+        folders: Folders without any file.
+        single: Whether the upload is a single file instead of a folder.
     """
 
     files: tuple[FoundFile, ...]
@@ -77,12 +77,12 @@ class FoundFiles(msgspec.Struct, frozen=True):
 
 
 def find_files(root: Path) -> FoundFiles:
-    """Look through a folder, or at one file.
+    """Find the files of an upload: of a folder, or a single file.
 
-    A link to something within is that, once more. What `.sgpuignore` in the folder excludes is left out.
+    A link to a file or folder within becomes a copy of it. What `.sgpuignore` in the folder excludes is left out.
 
     Raises:
-        UsageError: A link leads out of the folder, something is no file, or there are too many.
+        UsageError: A link leads out of the folder, an entry is neither file nor folder, or there are too many files.
         SerializationError: A folder can't be read.
     """
     real = Path(os.path.realpath(root))
@@ -104,11 +104,11 @@ def find_files(root: Path) -> FoundFiles:
 
 
 class _Walk:
-    """Collects what is below a folder.
+    """Collects the files below a folder.
 
     Args:
-        root: The folder, without links on the way to it.
-        rules: What stays here.
+        root: Real path of the folder.
+        rules: Rules for excluded files.
     """
 
     def __init__(self, root: Path, rules: IgnoreRules) -> None:
@@ -126,7 +126,7 @@ class _Walk:
                     waiting.extend(self._take(prefix, entry))
 
     def _take(self, prefix: str, entry: os.DirEntry[str]) -> Iterator[tuple[str, str]]:
-        """Note a file; yield a folder to be looked through."""
+        """Record a file; yield a folder to be searched."""
         name = f"{prefix}{entry.name}"
         is_link = entry.is_symlink()
         is_folder = entry.is_dir()
@@ -180,10 +180,10 @@ def _check_kind(path: Path, mode: int) -> None:
 
 
 class IgnoreRules:
-    """The lines of one file; the last that fits a name decides (https://git-scm.com/docs/gitignore).
+    """The patterns of `.sgpuignore`; the last match decides (https://git-scm.com/docs/gitignore).
 
     Args:
-        lines: Of the file; none where there is no file.
+        lines: Lines of the file; empty if there is none.
     """
 
     def __init__(self, lines: Iterable[str] = ()) -> None:
@@ -192,17 +192,17 @@ class IgnoreRules:
         self._spec = pathspec.GitIgnoreSpec.from_lines((*_ALWAYS, *lines))
 
     def excludes(self, name: str, *, folder: bool) -> bool:
-        """Whether a file or folder stays here. What lies in an excluded folder is not asked for.
+        """Whether a file or folder is excluded. Callers do not descend into excluded folders.
 
         Args:
-            name: Below the folder, with `/` between.
-            folder: It is one.
+            name: Path relative to the upload's folder, with `/` as the separator.
+            folder: Whether it is a folder.
         """
         return self._spec.match_file(f"{name}/" if folder else name)
 
 
 class _Known(msgspec.Struct, frozen=True, array_like=True):
-    """Of one file: what says that it is the same, and its pieces' digests."""
+    """What identifies an unchanged file, and the digests of its pieces."""
 
     size: int
     changed_ns: int
@@ -216,10 +216,10 @@ _decoder = msgspec.msgpack.Decoder(dict[str, _Known])
 
 
 class KnownDigests:
-    """Of the files of one folder.
+    """Cached digests of the files of one folder.
 
     Args:
-        state: The state directory, in which they are kept between programs.
+        state: The state directory, where the cache is stored.
         root: The folder.
     """
 
@@ -232,17 +232,17 @@ class KnownDigests:
             self._known = _decoder.decode(self._path.read_bytes())
 
     def of(self, path: str, status: os.stat_result) -> tuple[str, ...] | None:
-        """Return a file's digests, None when it may have changed."""
+        """Return a file's digests, None if it may have changed."""
         known = self._known.get(path)
         if known is None or known != _known(status, known.digests):
             return None
         return known.digests
 
     def keep(self, found: Mapping[str, tuple[os.stat_result, tuple[str, ...]]]) -> None:
-        """Keep digests by path, in place of those that were kept before. A disk that is full keeps none.
+        """Replace the cached digests. Write errors are ignored.
 
         Args:
-            found: What the file was when its digests were taken, and those.
+            found: By path, the file's status when its digests were computed, and the digests.
         """
         settled = time.time_ns() - _SETTLED_NS
         kept = {
@@ -263,25 +263,23 @@ def _known(status: os.stat_result, digests: tuple[str, ...]) -> _Known:
     return _Known(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev, digests)
 
 
-# ---------------------------------------------------------------- to a pool on other machines
+# ---------------------------------------------------------------- sending to a remote pool
 
 
 def sent(along: Attachments, link: PoolLink, state: Path, sending: Sending) -> tuple[Attachments, list[str]]:
-    """Send a pool whose ranks are on other machines what it lacks of code, wheels, folders and files.
-
-    What it has from an earlier run is not sent again.
+    """Send a remote pool the code, wheels, folders and files that it lacks; a no-op for a pool near this machine.
 
     Args:
-        along: With paths on this machine.
-        link: To the pool.
-        state: The state directory, where digests of files are kept.
-        sending: Tells how far it is.
+        along: Attachments with paths on this machine.
+        link: The link to the pool.
+        state: The state directory, with cached digests of files.
+        sending: Reports the progress.
 
     Returns:
-        What goes along as the nodes find it, and a sentence for each upload: its size, and how much of it was sent.
+        The attachments with blobs instead of paths, and a sentence per upload with its size and how much was sent.
 
     Raises:
-        UsageError: An upload can't go along, or the pool has no room.
+        UsageError: An upload is not possible, or the pool has no room.
         SerializationError: A file can't be read.
         PoolLost: The pool ended.
     """

@@ -1,6 +1,6 @@
-"""A link's messages on their way: the queues of its thread, what carries them, and the way to the local pool's socket.
+"""The queues of a link's thread, and the transport to the local pool's socket.
 
-ZeroMQ hides a peer's death, so a pidfd of the local pool is watched too.
+ZeroMQ does not report a peer's death, so the transport also watches a pidfd of the local pool.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 _LINGER_MS = 200
 _NO_PIDFD_POLL_MS = 1000
 
-# ---------------------------------------------------------------- on their way to the link's thread, and from it
+# ---------------------------------------------------------------- queues to and from the link's thread
 
 EventItem = tuple[Event, Sequence[bytes]]
 
 
 class Parcel(msgspec.Struct, frozen=True):
-    """One message as it goes on the wire.
+    """One encoded message.
 
     Args:
-        request: Its number when it is answered, else 0.
+        request: Its request number if a reply is expected, else 0.
         parts: The encoded message, then its raw frames.
     """
 
@@ -47,7 +47,7 @@ class Parcel(msgspec.Struct, frozen=True):
 
 
 class Outgoing:
-    """A queue that any thread puts into and one thread can poll."""
+    """A queue that any thread can put into and one thread can poll, through `fileno`."""
 
     def __init__(self) -> None:
         self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
@@ -62,7 +62,7 @@ class Outgoing:
         self._wake()
 
     def end(self) -> None:
-        """Nothing comes after what was put in before."""
+        """Mark the end of the queue."""
         self._parcels.put(None)
         self._wake()
 
@@ -72,7 +72,7 @@ class Outgoing:
         return self._reader.fileno()
 
     def take(self) -> Iterator[Parcel]:
-        """Yield what is there; `closed` is set when that was the end."""
+        """Yield the queued parcels; sets `closed` when the end is reached."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
         while not self.closed:
@@ -102,11 +102,11 @@ class FilePart(NamedTuple):
 
 
 class EventQueue(queue.SimpleQueue["EventItem | None"]):
-    """Events in their order; None means that the pool is lost.
+    """Events in order; None means that the pool is lost.
 
     Attributes:
-        last_seq: Number of the last event that was put in, or that was there before.
-        woken: Called in the link's thread after each of them; for who takes the events of several runs.
+        last_seq: Sequence number of the last event put in, or of the last one that the caller already had.
+        woken: Called in the link's thread after each item; for consumers of several queues.
     """
 
     woken: Callable[[], None] | None = None
@@ -126,12 +126,12 @@ A = TypeVar("A", bound=Reply)
 
 
 class Answer:
-    """What a question is answered with; a context, at whose end nobody waits for that any more.
+    """The pending reply to a request; a context manager that abandons the request on exit.
 
     Args:
-        reply: Comes from the link's thread.
-        give_up: Tells the link that nobody waits.
-        misfit: What is said of an answer that fits no question.
+        reply: The future that the link's thread resolves.
+        give_up: Tells the link that the request is abandoned.
+        misfit: Error message for a reply of the wrong type.
     """
 
     def __init__(self, reply: Future[Reply], give_up: Callable[[], None], misfit: str) -> None:
@@ -140,11 +140,15 @@ class Answer:
         self.give_up = give_up
 
     def of(self, kind: type[A], timeout_s: float) -> A:
-        """Wait for it.
+        """Wait for the reply and return it.
+
+        Args:
+            kind: Type that the reply must have.
+            timeout_s: Time to wait, in seconds.
 
         Raises:
-            TimeoutError: It has not come.
-            SgpuError: The pool refused what was asked, or died.
+            TimeoutError: No reply arrived in time.
+            SgpuError: The pool refused the request or died, or the reply has another type.
         """
         answer = self._reply.result(timeout_s)
         if not isinstance(answer, kind):
@@ -158,20 +162,20 @@ class Answer:
         self.give_up()
 
 
-# ---------------------------------------------------------------- what carries them
+# ---------------------------------------------------------------- transport to the local pool
 
 
 class LocalWire:
-    """Carries messages to a pool of this machine. `carry` runs in the link's thread; the rest may be asked by any.
+    """Transport to the local pool. `carry` runs in the link's thread; the rest is thread-safe.
 
     Args:
         path: The pool's socket.
-        pid: The pool's process.
+        pid: The pool's process id.
 
     Attributes:
-        title: The pool as sentences name it.
-        says_hello: It greets the pool itself, on each connection that it makes.
-        silent_s: Seconds since the pool was heard, 0 as long as that is no cause for a word.
+        title: The pool's name for use in messages.
+        says_hello: Whether the wire itself sends the greeting, on each connection that it makes.
+        silent_s: Seconds since the pool last sent anything; 0 until the silence is long enough to report.
     """
 
     says_hello = False
@@ -183,23 +187,23 @@ class LocalWire:
         self.title = f"the local pool (process {pid})"
 
     def lost(self) -> str:
-        """Say that the pool went away while something was asked of it."""
+        """Return the error message for a pool that ended while a request was pending."""
         return (
             f"{self.title} ended. Run the cell again: the next run starts a new pool; `sgpu doctor` "
             "looks for the reason."
         )
 
     def mute(self) -> PoolError:
-        """Return the error that the pool does not answer at all."""
+        """Return the error for a pool that does not answer at all."""
         return PoolError(
             f"{self.title} does not answer. End it with `sgpu pool stop --force`; the next run starts a new one."
         )
 
     def answered(self, request: int) -> None:
-        """A request was answered; called in the link's thread. Nothing is kept to be sent again."""
+        """Note that a request was answered; called in the link's thread. A no-op here: nothing is resent."""
 
     def carry(self, outgoing: Outgoing, link: PoolLink) -> None:
-        """Carry messages until `outgoing` ends or the pool's process is gone for good."""
+        """Transport messages until `outgoing` ends or the pool's process exits."""
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.linger = _LINGER_MS

@@ -1,11 +1,11 @@
-"""Bytes on a disk that others ask for over a link: blobs by their digests, files below a folder.
+"""Files on disk: content-addressed blobs, cached folders, run directories, paths from untrusted sources.
 
-content_store  blobs under their digests, a folder for each user; joined to what they were cut from
-kept_folders   folders that are made once and kept while somebody uses them; locks, and what goes when there is no room
-safe_paths     files below a folder, named by somebody else
+content_store  blobs by digest, one folder per user; reassembles objects from their blobs
+kept_folders   folders that are built once and kept while in use; locks and eviction
+safe_paths     opens files below a folder by names from untrusted sources
 run_directory  a run's events, and files that many runs share
-node_cache     a folder of a node for data on fast local disk
-disk_room      what a disk still takes, and the words for one that takes no run
-whole_file     a file that appears under its name when it is whole
-file_thread    one thread that reads and writes files while the loop goes on
+node_cache     a node's cache folder on fast local disk
+disk_room      free disk space, and the message for a disk too full for a run
+whole_file     atomic writes: a file appears under its name once it is complete
+file_thread    one thread for file I/O beside the event loop
 """

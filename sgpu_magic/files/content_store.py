@@ -1,7 +1,7 @@
-"""Blobs on disk, under their BLAKE2b-256: one folder for each user, whole blobs only, the longest unused go first.
+"""Content-addressed blobs on disk, by BLAKE2b-256: one folder per user, evicted in order of last use.
 
-blobs/<user>/ab/cdef...      a blob whose bytes have that digest
-blobs/<user>/parts/abcdef... one that is still coming; it goes on where it stopped, also in the next service
+blobs/<user>/ab/cdef...      a complete blob with that digest
+blobs/<user>/parts/abcdef... an upload in progress; it can be resumed, also by the next service
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from sgpu_magic.wire.files import DIGEST_BYTES, PIECE_BYTES, is_digest, is_store
 
 _PARTS = "parts"
 _READ_BYTES = 1 << 20
-# a blob that was asked for is about to be used
+# a blob is not evicted for this long after a client asked for it: it is about to be used
 _ASKED_S = 600.0
-# bytes that nobody has gone on with
+# incomplete uploads are removed after this time
 _PART_STALE_S = 24 * 3600.0
-# what an upload leaves free on the disk
+# disk space that uploads leave free
 _DISK_RESERVE_BYTES = 1_000_000_000
 _MOST_OPEN = 32
 
 
 class BlobRefused(OSError):
-    """A blob is not taken; the message is a sentence for the user."""
+    """A blob is refused; the message is a sentence for the user."""
 
 
 def store_name(user: str) -> str:
-    """The name of a user's store: the user's own where that can be a folder's."""
+    """The folder name of a user's store: the user name if it is valid as one, otherwise a digest of it."""
     if is_store_name(user) and not user.startswith("_"):
         return user
     return "_" + hashlib.blake2b(user.encode(), digest_size=16).hexdigest()
 
 
 def digest_of(file: int) -> tuple[hashlib.blake2b, int]:
-    """Digest the bytes of a descriptor as a blob, and count them."""
+    """Return the running digest and the number of a descriptor's bytes."""
     hashed, at = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
     while data := os.pread(file, _READ_BYTES, at):
         hashed.update(data)
@@ -54,10 +54,10 @@ def digest_of(file: int) -> tuple[hashlib.blake2b, int]:
 
 
 def blob_path(root: Path, store: str, digest: str) -> Path:
-    """Where a blob lies, whether it is there or not.
+    """The path of a blob, whether it exists or not.
 
     Raises:
-        BlobRefused: The names can't be a store's and a blob's.
+        BlobRefused: The store name or the digest is invalid.
     """
     if not is_store_name(store) or not is_digest(digest):
         raise BlobRefused(f"{store[:100]!r} has no blob {digest[:100]!r}")
@@ -65,12 +65,12 @@ def blob_path(root: Path, store: str, digest: str) -> Path:
 
 
 class _Coming(msgspec.Struct, eq=False):
-    """A blob of which not all bytes are there.
+    """An upload in progress.
 
     Args:
-        file: Its descriptor.
-        hashed: The digest of its bytes so far.
-        size: How many those are.
+        file: Its file descriptor.
+        hashed: The digest of the bytes so far.
+        size: The number of bytes so far.
     """
 
     file: int
@@ -79,40 +79,40 @@ class _Coming(msgspec.Struct, eq=False):
 
 
 class BlobStore:
-    """All users' stores. Used by one thread, but for `hold` and `let_go`.
+    """All users' stores. Use it from one thread; only `hold` and `let_go` may be called from others.
 
     Args:
-        root: Where they are.
-        most_bytes: What one user's blobs may have together.
+        root: The directory of the stores.
+        most_bytes: The quota of one user's blobs, in bytes.
     """
 
     def __init__(self, root: Path, most_bytes: int) -> None:
         self._root = root
         self._most_bytes = most_bytes
-        # the blobs (store, digest) that runs need which are not over
+        # by run, the blobs (store, digest) that unfinished runs need
         self._in_use: dict[str, frozenset[tuple[str, str]]] = {}
         self._coming: dict[tuple[str, str], _Coming] = {}
         self._asked: dict[tuple[str, str], float] = {}
         self._sizes: dict[str, int] = {}
 
     def hold(self, run_id: str, store: str, digests: Iterable[str]) -> None:
-        """A run needs these blobs until `let_go`."""
+        """Keep these blobs for a run until `let_go`."""
         self._in_use[run_id] = frozenset((store, digest) for digest in digests)
 
     def let_go(self, run_id: str) -> None:
-        """The run is over."""
+        """Release a run's blobs."""
         self._in_use.pop(run_id, None)
 
     def held(self, store: str, digest: str, size: int) -> int:
-        """How many bytes of a blob are there. It is not removed for some minutes.
+        """Return how many bytes of a blob are stored, and protect it from eviction for 10 minutes.
 
         Raises:
-            BlobRefused: It can't be a blob.
+            BlobRefused: The store name or the digest is invalid.
         """
         path = blob_path(self._root, store, digest)
         self._asked[store, digest] = time.monotonic()
         with contextlib.suppress(FileNotFoundError):
-            # after the machine's power failed a file may be there without its bytes
+            # after a power failure a file may exist without its bytes
             if path.stat().st_size == size:
                 os.utime(path)
                 return size
@@ -120,13 +120,18 @@ class BlobStore:
         return self._begun(store, digest, size)
 
     def put(self, store: str, digest: str, size: int, offset: int, data: bytes) -> int:
-        """Take the next bytes of a blob, and return how many are there then.
+        """Append bytes to a blob, and return how many are stored then. Bytes at another offset are ignored.
 
-        Bytes that begin elsewhere are not taken.
+        Args:
+            store: The store's name.
+            digest: The blob's digest.
+            size: The blob's size in bytes.
+            offset: The offset of `data` in the blob.
+            data: The bytes.
 
         Raises:
-            BlobRefused: They don't have the digest that was said, or there is no room.
-            OSError: They can't be written.
+            BlobRefused: The bytes do not match the size or digest, or there is no room.
+            OSError: The bytes can't be written.
         """
         path = blob_path(self._root, store, digest)
         if path.exists():
@@ -141,7 +146,7 @@ class BlobStore:
         try:
             write_at(coming.file, data, coming.size)
         except OSError:
-            # it goes on from here once there is room
+            # the upload can be resumed from here once there is room
             os.ftruncate(coming.file, coming.size)
             raise
         coming.hashed.update(data)
@@ -152,12 +157,12 @@ class BlobStore:
         return coming.size
 
     def close(self) -> None:
-        """Close what is open; what was still coming can go on later."""
+        """Close all open files; uploads in progress can be resumed later."""
         for coming in self._coming.values():
             os.close(coming.file)
         self._coming.clear()
 
-    # ------------------------------------------------------------ coming
+    # ------------------------------------------------------------ uploads in progress
 
     def _begun(self, store: str, digest: str, size: int) -> int:
         coming = self._coming.get((store, digest))
@@ -167,11 +172,11 @@ class BlobStore:
             begun = self._part(store, digest).stat().st_size
         except FileNotFoundError:
             return 0
-        # the last chunk is what completes it
+        # the last chunk completes a blob, so one with all its bytes starts again
         return begun if begun < size else 0
 
     def _open(self, store: str, digest: str, size: int) -> _Coming:
-        """Begin a blob, or go on with it: what is there of it is digested again."""
+        """Begin or resume an upload; the bytes of a resumed one are digested again."""
         self._make_room(store, size)
         while len(self._coming) >= _MOST_OPEN:
             os.close(self._coming.pop(next(iter(self._coming))).file)
@@ -228,7 +233,7 @@ class BlobStore:
             )
 
     def _evict(self, store: str, most_bytes: int) -> None:
-        """Remove the longest unused ones until no more is there than that, but none that is needed."""
+        """Remove the least recently used blobs that are not needed, until the store has at most that size."""
         now = time.monotonic()
         self._asked = {key: at for key, at in self._asked.items() if now - at < _ASKED_S}
         needed = {*self._asked, *self._coming}
@@ -249,7 +254,7 @@ class BlobStore:
             )
 
     def _all(self, store: str) -> Iterator[tuple[float, int, tuple[Path, str]]]:
-        """Yield all that is there as `evict` takes it; what has not come whole for long is removed."""
+        """Yield all blobs in the form that `evict` takes; remove uploads that have been incomplete for too long."""
         stale = time.time() - _PART_STALE_S
         for path in (self._root / store).glob("*/*"):
             with contextlib.suppress(FileNotFoundError):
@@ -262,21 +267,25 @@ class BlobStore:
                     path.unlink()
 
 
-# ---------------------------------------------------------------- cut into blobs, and joined again
+# ---------------------------------------------------------------- splitting into blobs, and joining
 
 _COPY_BYTES = 16 << 20
 
 
 def piece_sizes(size: int) -> list[int]:
-    """The sizes of the blobs that something of that size is cut into."""
+    """The sizes of the blobs into which an object of that size is split."""
     return [min(PIECE_BYTES, size - begin) for begin in range(0, size, PIECE_BYTES)]
 
 
 def join_blobs(target: int, blobs: Iterable[tuple[Path, int]]) -> None:
-    """Write blobs of these sizes one behind the other.
+    """Write blobs of these sizes one after the other.
+
+    Args:
+        target: The file descriptor to write to.
+        blobs: The path and size of each blob.
 
     Raises:
-        OSError: One is not there or shorter, or there is no room.
+        OSError: A blob is missing or too short, or there is no room.
     """
     at = 0
     for path, size in blobs:
@@ -285,15 +294,15 @@ def join_blobs(target: int, blobs: Iterable[tuple[Path, int]]) -> None:
 
 
 def join_parts(target: int, size: int, parts: Iterable[tuple[StoredPart, Path]]) -> None:
-    """Write the parts of a payload where they belong.
+    """Write the parts of a payload at their offsets.
 
     Args:
-        target: A descriptor of an empty file.
+        target: The descriptor of an empty file.
         size: The payload's size in bytes.
-        parts: Each with the blob that it is.
+        parts: Each part with the path of its blob.
 
     Raises:
-        OSError: A part is not there or does not lie in the payload, or there is no room.
+        OSError: A part is missing or outside the payload, or there is no room.
     """
     os.ftruncate(target, size)
     for part, path in parts:

@@ -1,4 +1,4 @@
-"""What a disk still takes: free bytes and inodes, and the words for one that takes no run."""
+"""Free disk space and inodes, and the message for a disk that is too full for a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 from sgpu_magic.config import SET_IN_NOTEBOOK
 from sgpu_magic.system.byte_sizes import format_bytes
 
-# a new pool and its first run leave 180 kB in 21 files and folders; any later run of two ranks that prints a little
-# leaves 32 kB in 8, a cell in a session without output 24 kB in 6
+# measured: a new pool and its first run write 180 kB in 21 files and folders; a later run of two ranks with a little
+# output 32 kB in 8, a cell in a session without output 24 kB in 6
 RUN_BYTES = 256_000
 RUN_INODES = 32
 
@@ -20,11 +20,11 @@ class DiskRoom(msgspec.Struct, frozen=True):
     """The file system under a directory.
 
     Args:
-        path: The directory, or its nearest parent that exists.
-        mount: Where the file system is mounted.
-        kind: Its type, such as `ext4`; "" when the system does not tell.
-        free_bytes: What this process may still write there.
-        free_inodes: How many files it may still make there; None without a limit.
+        path: The directory, or its nearest existing parent.
+        mount: The mount point of the file system.
+        kind: The file system's type, such as `ext4`; "" if unknown.
+        free_bytes: Bytes that this process may still write there.
+        free_inodes: Files that it may still create there; None without a limit.
         writable: Whether it may write there at all.
     """
 
@@ -49,10 +49,10 @@ class DiskRoom(msgspec.Struct, frozen=True):
 
 
 def disk_room(path: Path) -> DiskRoom:
-    """Look at the file system under `path`.
+    """Return the state of the file system under `path`.
 
     Raises:
-        OSError: It can't be looked at.
+        OSError: The file system can't be inspected.
     """
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -60,21 +60,21 @@ def disk_room(path: Path) -> DiskRoom:
     mount, kind = mount_of(path)
     blocks, inodes = status.f_bavail, status.f_favail
     if os.geteuid() == 0:
-        # root may have what is reserved for it, but not what ext4 keeps for itself (ext4_calculate_resv_clusters)
+        # root may use the blocks reserved for it, but not those of ext4 itself (ext4_calculate_resv_clusters)
         own = min(status.f_blocks // 50, 4096) if kind == "ext4" else 0
         blocks, inodes = max(blocks, status.f_bfree - own), status.f_ffree
-    # a file system that makes inodes as it needs them says that it has none
+    # file systems that allocate inodes dynamically report 0
     limited = status.f_files > 0
     writable = os.access(path, os.W_OK | os.X_OK)
     return DiskRoom(path, mount, kind, blocks * status.f_frsize, inodes if limited else None, writable)
 
 
 def why_no_run(runs_path: Path, problem: str = "") -> str:
-    """Say why a run can't be recorded and what helps; "" when it can.
+    """Return why a run can't be recorded, with the remedy; "" if it can.
 
     Args:
-        runs_path: Where runs have their directories.
-        problem: What the system said when it was tried; "" before.
+        runs_path: The directory of the runs' directories.
+        problem: The system's error message of a failed attempt; "" before an attempt.
     """
     try:
         room = disk_room(runs_path)
@@ -87,7 +87,7 @@ def why_no_run(runs_path: Path, problem: str = "") -> str:
 
 
 def remedy(runs_path: Path) -> str:
-    """What to do about a disk that takes no run."""
+    """The advice for a disk that is too full for a run."""
     return (
         f"Free room there (directories of old runs in {runs_path} can be removed) or make it writable, and run the "
         "cell again; or stop the pool (`sgpu pool stop`) and set SGPU_STATE_DIR to a directory on another disk "
@@ -96,7 +96,7 @@ def remedy(runs_path: Path) -> str:
 
 
 def mount_of(path: Path, mounts: Path = Path("/proc/mounts")) -> tuple[str, str]:
-    """Return where the file system that `path` lies on is mounted, and its type, "" when the system does not tell."""
+    """Return the mount point and type of the file system of `path`; the type is "" if unknown."""
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
@@ -107,9 +107,9 @@ def mount_of(path: Path, mounts: Path = Path("/proc/mounts")) -> tuple[str, str]
         parts = line.split(" ")
         if len(parts) < 3:
             continue
-        # blanks and the like are written as octal escapes, fstab(5)
+        # blanks and tabs are written as octal escapes, fstab(5)
         point = parts[1].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
-        # of two on one point the later one is seen
+        # of two mounts on one point the later one is visible
         if target.is_relative_to(point) and len(point) >= longest:
             mount, found, longest = point, parts[2], len(point)
     return mount, found

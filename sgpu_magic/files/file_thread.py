@@ -1,4 +1,4 @@
-"""One thread for reading and writing files, in the order in which it was asked: the loop goes on meanwhile."""
+"""One thread for file I/O beside the event loop, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ T = TypeVar("T")
 
 
 class FileThread:
-    """Used from the loop's thread only. It is there from the start: how many threads a service has stays the same.
+    """A thread for file I/O, started at once so that a service's number of threads is constant.
+
+    Use it from the loop's thread only.
 
     Args:
-        name: The thread's.
+        name: The thread's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,12 +28,12 @@ class FileThread:
         self._executor.submit(bool)
 
     def do(self, call: Callable[[], T], done: Callable[[T], None], failed: Callable[[OSError], None]) -> None:
-        """Make a call there, and one of the other two in the loop when it is over.
+        """Run `call` in the thread, then one of the callbacks in the loop.
 
         Args:
-            call: What to do.
-            done: Gets what it returned.
-            failed: Gets the OSError that it raised; a fault of ours is logged and comes as one.
+            call: The function to run.
+            done: Called with its result.
+            failed: Called with the OSError that it raised; any other exception is logged and converted to one.
         """
 
         def over(future: asyncio.Future[T]) -> None:
@@ -49,5 +51,5 @@ class FileThread:
         asyncio.get_running_loop().run_in_executor(self._executor, call).add_done_callback(over)
 
     def close(self) -> None:
-        """Finish what was asked for, and end."""
+        """Finish pending calls and end the thread."""
         self._executor.shutdown()

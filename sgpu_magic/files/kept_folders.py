@@ -1,7 +1,7 @@
-"""Folders that are made once under their names, and kept while somebody uses them; the longest unused go first.
+"""Folders that are built once under their names and kept while in use; eviction in order of last use.
 
-A lock (flock(2), which ends with its process) is held shared by whoever uses a folder, and exclusively by whoever makes
-or removes it.
+A process that uses a folder holds a shared lock on it (flock(2), released when the process exits); one that removes it,
+or builds it in place, holds an exclusive lock.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sgpu_magic.config import private_dir
 from sgpu_magic.system.byte_sizes import folder_bytes
 
 LOCK_FILE = os.O_RDWR | os.O_CREAT
-"""How a file is opened that is there to be locked."""
+"""The flags for opening a lock file."""
 
-# what an interrupted program has left is removed after this
+# leftovers of interrupted programs are removed after this time
 _LEFTOVER_S = 3600.0
 _MOST_COPIES = 8
 
@@ -34,38 +34,38 @@ T = TypeVar("T")
 
 
 class HeldLock:
-    """A lock on a file or folder; gone with the process, or by `close`.
+    """A lock on a file or folder, held until `close` or the end of the process.
 
     Args:
-        descriptor: Of the file.
+        descriptor: The file descriptor that holds the lock.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def share(self) -> None:
-        """Others may use it too from now on."""
+        """Turn the lock into a shared one."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            # said, not left to the descriptor's end: a child of this process may have inherited it
+            # explicitly, since closing is not enough: a child process may have inherited the descriptor
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def take_lock(path: Path, *, shared: bool = False, wait: bool = True, flags: int = os.O_RDONLY) -> HeldLock | None:
-    """Lock a file or folder; None when it is not there, or somebody else has it and `wait` is False.
+    """Lock a file or folder. Returns None if it does not exist, or if another process holds it and `wait` is False.
 
     Args:
         path: The file or folder.
-        shared: Others may hold it the same way; else nobody may.
-        wait: Until it can be had.
-        flags: How it is opened, as of `os.open`.
+        shared: Take a shared lock instead of an exclusive one.
+        wait: Wait until the lock is free.
+        flags: Flags for `os.open`.
 
     Raises:
-        OSError: It can't be opened.
+        OSError: The path can't be opened.
     """
     while True:
         try:
@@ -78,7 +78,7 @@ def take_lock(path: Path, *, shared: bool = False, wait: bool = True, flags: int
                 fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 return None
-            # whoever held it may have removed it meanwhile: that is nobody's lock any more
+            # the previous holder may have removed the file meanwhile: then try again with the new one
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                     not_held.pop_all()
@@ -87,7 +87,7 @@ def take_lock(path: Path, *, shared: bool = False, wait: bool = True, flags: int
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = True, flags: int = os.O_RDONLY) -> Generator[bool]:
-    """Lock a file or folder against all others for the block; yields whether it could be had. As `take_lock`."""
+    """Hold an exclusive lock for the block, as `take_lock`; yields whether it was acquired."""
     held = take_lock(path, wait=wait, flags=flags)
     try:
         yield held is not None
@@ -100,12 +100,12 @@ def locked(path: Path, *, wait: bool = True, flags: int = os.O_RDONLY) -> Genera
 
 
 def evict(entries: Iterable[tuple[float, int, T]], most_bytes: float, remove: Callable[[T], bool]) -> int:
-    """Remove the longest unused until the others have no more bytes than that together; return what is left.
+    """Remove the least recently used entries until the total size is at most `most_bytes`; return the total size left.
 
     Args:
-        entries: Of each when it was used last, its size in bytes, and itself.
-        most_bytes: What may stay.
-        remove: Removes one; returns False for one that has to stay.
+        entries: For each entry the time of its last use, its size in bytes, and the entry itself.
+        most_bytes: The size that may stay.
+        remove: Removes an entry; returns False if it has to stay.
     """
     kept = sorted(entries, key=lambda entry: entry[:2])
     total = sum(size for _, size, _ in kept)
@@ -126,10 +126,10 @@ def keep_newest(folder: Path, most: int) -> None:
 
 
 def remove_unused(folder: Path) -> bool:
-    """Remove a folder that nobody has locked. Whether it is gone."""
+    """Remove a folder unless it is locked. Returns whether it is gone."""
     with locked(folder, wait=False) as mine:
         if mine:
-            # out of sight first: a folder is there whole or not at all
+            # rename it first, so that a partly removed folder is never visible under its name
             doomed = folder.with_name(f".{folder.name[:16]}-{time.monotonic_ns()}.gone")
             os.rename(folder, doomed)
             remove_tree(doomed)
@@ -137,7 +137,7 @@ def remove_unused(folder: Path) -> bool:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file or a folder, also one in which nothing may be written; another process may be at it too."""
+    """Remove a file or a folder, even if it is read-only. Another process may be removing it at the same time."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -151,11 +151,11 @@ def remove_tree(path: Path) -> None:
 
 
 class KeptFolders:
-    """Folders of one kind, each locked while somebody here wants it. Methods may be called by any thread.
+    """Folders of one kind, each locked while this process has users of it. Thread-safe.
 
     Args:
-        root: Where they are, by name.
-        most_bytes: What all of them may have together. What is in use stays, whatever it has.
+        root: The directory of the folders.
+        most_bytes: The total size that they may have. Folders in use are never removed.
     """
 
     def __init__(self, root: Path, most_bytes: int) -> None:
@@ -167,7 +167,7 @@ class KeptFolders:
         self._users: dict[str, set[str]] = {}
 
     def want(self, name: str, user: str) -> Path | None:
-        """Keep a folder until `release`, also one that is not made yet. Returns where it is, if it is held already."""
+        """Keep a folder for a user until `release`, even before it is built. Returns its path if it is held already."""
         with self._changing:
             self._users.setdefault(name, set()).add(user)
             return self._held[name][1] if name in self._held else None
@@ -176,7 +176,7 @@ class KeptFolders:
         return user in self._users.get(name, ())
 
     def find(self, name: str, is_whole: Callable[[Path], bool] = Path.is_dir) -> Path | None:
-        """Hold the folder that is there; one that is not whole any more is removed, unless somebody uses it."""
+        """Lock the existing folder and return its path; None if there is none. Damaged copies are removed if unused."""
         for path in self._copies(name):
             held = take_lock(path, shared=True)
             if held is not None and is_whole(path):
@@ -188,15 +188,15 @@ class KeptFolders:
         return None
 
     def put(self, name: str, fill: Callable[[Path], None], is_whole: Callable[[Path], bool] = Path.is_dir) -> Path:
-        """Hold a folder, made now unless it is there.
+        """Lock a folder and return its path; build it first if it does not exist.
 
         Args:
-            name: Its name.
-            fill: Writes what is in it into an empty folder, which appears when it is whole.
-            is_whole: Whether one that is there may be taken.
+            name: The folder's name.
+            fill: Writes the contents into an empty folder, which appears under its name once it is complete.
+            is_whole: Whether an existing folder is intact.
 
         Raises:
-            OSError: It can't be written.
+            OSError: The folder can't be written.
         """
         with self._making:
             if (found := self.find(name, is_whole)) is not None:
@@ -213,7 +213,7 @@ class KeptFolders:
         return self._hold(name, held, path)
 
     def release(self, user: str) -> None:
-        """The user wants nothing any more."""
+        """Release all folders of a user."""
         with self._changing:
             for name, users in list(self._users.items()):
                 users.discard(user)
@@ -223,7 +223,7 @@ class KeptFolders:
                         self._held.pop(name)[0].close()
 
     def close(self) -> None:
-        """Nobody here wants anything any more."""
+        """Release all folders of all users."""
         with self._changing:
             for held, _ in self._held.values():
                 held.close()
@@ -233,7 +233,7 @@ class KeptFolders:
     # ------------------------------------------------------------ within
 
     def _copies(self, name: str) -> Sequence[Path]:
-        """Where it may be: one that somebody has written in stays at its place as long as it is used."""
+        """Candidate paths: a damaged copy stays at its path while it is used, so there can be several copies."""
         return [self._root / (f"{name}-{number}" if number else name) for number in range(_MOST_COPIES)]
 
     def _placed(self, name: str, temporary: Path, is_whole: Callable[[Path], bool]) -> tuple[HeldLock, Path]:
@@ -254,7 +254,7 @@ class KeptFolders:
     def _hold(self, name: str, held: HeldLock, path: Path) -> Path:
         with self._changing:
             if name in self._held or name not in self._users:
-                # somebody else was first, or nobody wants it any more
+                # another thread was first, or it has no users any more
                 held.close()
             else:
                 self._held[name] = held, path

@@ -1,15 +1,15 @@
-"""A folder of this node for data on fast local disk: it stays between runs, within a budget.
+"""A node's cache folder on fast local disk: its data stays between runs, within a budget.
 
-    <root>/NAME                an entry: a file or a folder. Its name is there only when it is whole
-    <root>/.sgpu/locks/NAME    who uses it (shared) or fills it (exclusive): `flock`, which ends with its process.
-                               Its time of change is the entry's last use; for a folder it also holds the size
-    <root>/.sgpu/filling/NAME  what its filler writes; the half that a killed one leaves is swept
-    <root>/.sgpu/trash/        taken out, being deleted
-    <root>/.sgpu/room          one process at a time makes room
-    <root>/.sgpu/askers        held by every process that was given the folder itself
+    <root>/NAME                an entry: a file or a folder; it appears under its name once it is complete
+    <root>/.sgpu/locks/NAME    the entry's `flock`: shared by its users, exclusive for the process that fills it.
+                               Its mtime is the entry's last use; its content is the entry's size
+    <root>/.sgpu/filling/NAME  an entry that is being filled; leftovers of killed processes are swept
+    <root>/.sgpu/trash/        evicted entries, being deleted
+    <root>/.sgpu/room          the lock for eviction: one process at a time
+    <root>/.sgpu/askers        the lock shared by all processes that were given the folder itself
 
-What lies there without a lock was put there by hand. Nobody can know who reads it, so it is taken out only when no
-living process has been given the folder.
+Entries without a lock file were put there by hand. Their readers are unknown, so they are evicted only while no living
+process has been given the folder.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LONGEST_NAME_BYTES = 200
 
 
 class NodeCache:
-    """One user's cache on this node; any number of processes may have one of the same folder.
+    """One user's cache on this node. Any number of processes may use the same folder.
 
     Args:
-        root: The folder; made with mode 0700.
-        budget_bytes: What its entries may have together. Entries in use stay, whatever they have.
+        root: The folder; created with mode 0700.
+        budget_bytes: The total size of the entries. Entries in use are never evicted, even if they exceed it.
 
     Raises:
-        UsageError: The folder can't be the user's own.
+        UsageError: The folder can't be created, or is not private to the user.
     """
 
     def __init__(self, root: Path, budget_bytes: int) -> None:
@@ -58,27 +58,27 @@ class NodeCache:
             ) from error
 
     def folder(self) -> Path:
-        """Return the folder itself. What is put there by hand stays at least until this process ends."""
+        """Return the folder itself. Files put there by hand are kept at least until this process ends."""
         if self._root in _held:
             self._make_room(0)
             return self._root
         askers = self._books / "askers"
         with locked(askers, wait=False, flags=LOCK_FILE) as alone:
-            # others may be reading anything in it
+            # if other processes were given the folder, they may be reading anything in it
             self._make_room(0, by_hand_too=alone)
         _held[self._root] = take_lock(askers, shared=True, flags=LOCK_FILE)
         return self._root
 
     @contextlib.contextmanager
     def entry(self, name: str, fill: Callable[[Path], object]) -> Generator[Path]:
-        """Yield the path of an entry, made with `fill` if it is not there; it stays while the block runs.
+        """Yield the path of an entry, created with `fill` if it does not exist; it is kept while the block runs.
 
         Args:
-            name: Its name, one component of a path.
-            fill: Writes a file or a folder at the path that it is given. Called by one process, others wait.
+            name: The entry's name, one path component.
+            fill: Writes a file or a folder at the path that it is given. One process calls it, others wait.
 
         Raises:
-            UsageError: The name can't be one, or `fill` wrote nothing.
+            UsageError: The name is invalid, or `fill` wrote nothing.
         """
         if not name or "/" in name or name.startswith(".") or len(os.fsencode(name)) > _LONGEST_NAME_BYTES:
             raise UsageError(
@@ -96,7 +96,7 @@ class NodeCache:
     # ------------------------------------------------------------ locks
 
     def _acquire(self, name: str, fill: Callable[[Path], object]) -> HeldLock:
-        """Return the entry's lock, held shared, with the entry there."""
+        """Return the entry's lock, held shared; the entry exists then."""
         lock, entry = self._lock_path(name), self._root / name
         while True:
             held = take_lock(lock, shared=True, flags=LOCK_FILE)
@@ -112,13 +112,13 @@ class NodeCache:
         return self._books / "locks" / name
 
     def _unused(self, name: str) -> AbstractContextManager[bool]:
-        """Hold the lock of `name` for the block if nobody else does; yields whether it is held."""
+        """Hold the lock of `name` for the block unless another process does; yields whether it is held."""
         return locked(self._lock_path(name), wait=False, flags=os.O_RDWR)
 
     # ------------------------------------------------------------ filling
 
     def _fill(self, name: str, fill: Callable[[Path], object]) -> None:
-        """Make the entry; its lock is held exclusively."""
+        """Create the entry; the caller holds its lock exclusively."""
         filling = self._books / "filling" / name
         remove_tree(filling)
         try:
@@ -139,7 +139,7 @@ class NodeCache:
     # ------------------------------------------------------------ room
 
     def _make_room(self, needed_bytes: int, *, by_hand_too: bool = False) -> None:
-        """Take out what was not used for longest until the rest and `needed_bytes` are within the budget."""
+        """Evict the least recently used entries until the rest and `needed_bytes` are within the budget."""
         trash = self._books / "trash"
         with locked(self._books / "room", flags=LOCK_FILE):
             self._sweep()
@@ -149,21 +149,21 @@ class NodeCache:
             remove_tree(leftover)
 
     def _entries(self) -> Iterator[tuple[float, int, str]]:
-        """Yield when each was used last, its size and its name, as `evict` takes them."""
+        """Yield the last use, size and name of each entry, as `evict` takes them."""
         for found in self._root.iterdir():
             if found.name == _BOOKS:
                 continue
             lock = self._lock_path(found.name)
-            # its owner may move it away meanwhile
+            # the user may move it away meanwhile
             with contextlib.suppress(FileNotFoundError):
                 own = found.lstat()
                 last_use_ns = lock.stat().st_mtime_ns if lock.exists() else max(own.st_mtime_ns, own.st_atime_ns)
-                # the lock of a folder that was put there by hand has no size
+                # the lock file of a folder that was put there by hand may be empty
                 known = lock.read_bytes() if stat.S_ISDIR(own.st_mode) and lock.exists() else b""
                 yield last_use_ns, int(known or _size_bytes(found)), found.name
 
     def _take_out(self, name: str, by_hand_too: bool) -> bool:
-        """Move an entry to the trash, at once and whole; returns whether that was possible."""
+        """Move an entry to the trash in one step; returns whether that was possible."""
         entry, lock = self._root / name, self._lock_path(name)
         trash = self._books / "trash" / secrets.token_hex(8)
         if not lock.exists():
@@ -177,7 +177,7 @@ class NodeCache:
         return unused
 
     def _sweep(self) -> None:
-        """Remove what killed processes have left: half-filled entries, and locks of entries that never came."""
+        """Remove leftovers of killed processes: partly filled entries, and locks without entries."""
         for found in (self._books / "filling").iterdir():
             with self._unused(found.name) as unused:
                 if unused:
@@ -190,25 +190,25 @@ class NodeCache:
 
 
 _held: dict[Path, HeldLock | None] = {}
-"""Folders that this process was given, and the lock that says so for as long as it lives."""
+"""Cache folders that this process was given, with the `askers` locks that it holds until it exits."""
 
 
 def node_cache(settings: Settings | None = None) -> NodeCache:
     """Return this user's cache on this node.
 
     Args:
-        settings: Where and how large; read anew when left out.
+        settings: The settings with the cache's folder and budget; loaded if omitted.
     """
     settings = settings or load_settings()
     if settings.cache_dir:
         root = Path(settings.cache_dir)
     else:
-        # a home may be shared by many machines
+        # a home directory may be shared by many machines
         root = user_cache_path("sgpu-magic", appauthor=False) / host_name()
     return NodeCache(root, settings.cache_bytes)
 
 
 def _size_bytes(path: Path) -> int:
-    """What a file has, or all files below a folder have together; links count as themselves."""
+    """The size of a file, or of all files below a folder; symlinks count as themselves."""
     own = os.lstat(path)
     return folder_bytes(path) if stat.S_ISDIR(own.st_mode) else own.st_size

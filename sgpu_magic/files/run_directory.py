@@ -1,4 +1,4 @@
-"""A run's directory: its events, read while more are written, and files that it shares with others."""
+"""A run's directory: its event log, readable while it grows, and files shared with other runs' directories."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _READ_BYTES = 1 << 20
 
 
 class EventFile:
-    """Reads `events.msgpack` of a run's directory from where it stopped the last time.
+    """Reads `events.msgpack` of a run's directory incrementally.
 
-    Each reading begins after the last whole event: what a killed service left half written is cut off by the next
-    one, and other bytes come in its place. Holds no file open between two readings.
+    Each read begins after the last complete event: a partial event that a killed service left behind is truncated by
+    the next service and overwritten. No file stays open between two reads.
 
     Args:
         directory: The run's directory.
-        taken_bytes: Where the first reading begins; an event begins there.
+        taken_bytes: The offset of the first read, at the beginning of an event.
     """
 
     def __init__(self, directory: Path, taken_bytes: int = 0) -> None:
@@ -36,15 +36,15 @@ class EventFile:
 
     @property
     def taken_bytes(self) -> int:
-        """How many bytes the events have that were yielded."""
+        """The offset in the file after the last event that was yielded."""
         return self._taken_bytes
 
     def new_events(self) -> Iterator[tuple[Event, Sequence[bytes]]]:
-        """Yield each event that is there and was not yielded before, with its raw frames.
+        """Yield each event that was not yielded before, with its raw frames.
 
         Raises:
             OSError: There is no event log.
-            ValueError: It is damaged.
+            ValueError: The log is damaged.
         """
         reader = FrameReader(_decoder)
         with open(self._path, "rb") as file:
@@ -58,7 +58,7 @@ class EventFile:
 
 
 def read_spec(directory: Path) -> RunSpec | None:
-    """What was submitted, None when the log does not tell."""
+    """The spec of the submitted run, None if the log does not contain it."""
     try:
         first = next(EventFile(directory).new_events(), None)
     except (OSError, ValueError, msgspec.DecodeError):
@@ -66,15 +66,15 @@ def read_spec(directory: Path) -> RunSpec | None:
     return first[0].body.spec if first is not None and isinstance(first[0].body, Submitted) else None
 
 
-# ---------------------------------------------------------------- files that many directories have alike take room once
+# ---------------------------------------------------------------- files shared by many directories
 
 
 def link_or_copy(kept: Path, wanted: Path) -> None:
-    """Give a file one more name, or a copy where the disk knows no links or no further one; an older `wanted` goes.
+    """Hard-link `kept` as `wanted`, or copy it if it can't be linked; replaces an older `wanted`.
 
     Raises:
-        FileNotFoundError: There is no `kept`, or no directory for `wanted`.
-        OSError: It can't be written.
+        FileNotFoundError: `kept`, or the directory of `wanted`, does not exist.
+        OSError: `wanted` can't be written.
     """
     if wanted.exists() and os.path.samefile(kept, wanted):
         return
@@ -89,7 +89,7 @@ def link_or_copy(kept: Path, wanted: Path) -> None:
 
 
 def has_content(path: Path, data: bytes) -> bool:
-    """Whether the file is there and has these bytes."""
+    """Whether the file exists and has exactly these bytes."""
     with contextlib.suppress(OSError):
         return path.read_bytes() == data
     return False

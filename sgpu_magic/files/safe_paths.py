@@ -1,4 +1,4 @@
-"""Files below a folder, named by somebody else: no name leads out of it, and no link is followed."""
+"""Files below a folder, by names from untrusted sources: no name leads out of it, and no symlink is followed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class BadName(OSError):
-    """It names nothing that may be read or written there; the message is the reason."""
+    """A name that may not be read or written; the message is the reason."""
 
 
 def parts_of(name: str) -> tuple[str, ...]:
     """Return the parts of a name such as `work/out/model.pt`.
 
     Raises:
-        BadName: It is empty, absolute, or leads out of its folder.
+        BadName: It is empty, absolute, too long, or leads out of its folder.
     """
     parts = tuple(name.split("/"))
     fits = len(os.fsencode(name)) <= _MOST_NAME_BYTES and "\0" not in name
@@ -36,13 +36,13 @@ def open_below(root: Path, name: str, flags: int = os.O_RDONLY, *, make: bool = 
 
     Args:
         root: The folder.
-        name: The file's, with `/` between.
-        flags: As of `os.open`. A file that is made has mode 0600.
-        make: Folders on the way are made, with mode 0700.
+        name: The file's name relative to it, with `/` as separator.
+        flags: Flags for `os.open`. A new file gets mode 0600.
+        make: Create missing folders, with mode 0700.
 
     Raises:
-        BadName: The name leads out, or it is no plain file.
-        OSError: It can't be opened.
+        BadName: The name leads out of the folder, or is not a plain file.
+        OSError: The file can't be opened.
     """
     with _folder_of(root, name, make=make) as (folder, last):
         try:
@@ -64,7 +64,7 @@ def replace_below(root: Path, temporary: str, name: str) -> None:
 
 
 def remove_below(root: Path, name: str) -> None:
-    """Remove a file below `root`, if it is there."""
+    """Remove a file below `root` if it exists."""
     with contextlib.suppress(FileNotFoundError), _folder_of(root, name) as (folder, last):
         os.unlink(last, dir_fd=folder)
 
@@ -74,12 +74,12 @@ def list_below(root: Path, under: str = "", most: int = 10_000) -> tuple[list[Ru
 
     Args:
         root: The folder.
-        under: Only those below this folder of it, or this one file; "" is all.
-        most: So many are listed.
+        under: List only files below this subfolder, or this one file; "" lists all.
+        most: The maximum number of files listed.
 
     Raises:
-        BadName: `under` leads out.
-        OSError: It is not there.
+        BadName: `under` leads out of the folder.
+        OSError: The folder can't be opened.
     """
     if under:
         parts_of(under)
@@ -102,7 +102,7 @@ def list_below(root: Path, under: str = "", most: int = 10_000) -> tuple[list[Ru
 
 @contextlib.contextmanager
 def _folder_of(root: Path, name: str, *, make: bool = False) -> Generator[tuple[int, str]]:
-    """Yield a descriptor of the folder that a name is in, and the name there."""
+    """Yield a descriptor of the folder that contains a file, and the file's name in it."""
     *folders, last = parts_of(name)
     descriptor = os.open(root, _FOLDER)
     try:
@@ -113,7 +113,7 @@ def _folder_of(root: Path, name: str, *, make: bool = False) -> Generator[tuple[
             try:
                 inner = os.open(folder, _FOLDER, dir_fd=descriptor)
             except NotADirectoryError:
-                # a file, or a link to wherever
+                # a file, or a symlink
                 raise BadName(f"{name[:200]!r} is not below a folder of a run's directory") from None
             os.close(descriptor)
             descriptor = inner
@@ -138,7 +138,7 @@ def _walk(root: Path, under: str) -> Iterator[RunFile]:
 
 @contextlib.contextmanager
 def _opened(root: Path, prefix: str) -> Generator[int]:
-    # the name below it only leads to the folder
+    # `x` is a placeholder: only the folder is opened
     with _folder_of(root, f"{prefix}/x" if prefix else "x") as (folder, _):
         yield folder
 

@@ -1,4 +1,4 @@
-"""Files that their readers see as they were or as they are now, and never in between."""
+"""Atomic file writes: readers see the old or the new content, never a partial one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import IO
 
 @contextlib.contextmanager
 def appearing(path: Path, mode: int = 0o600) -> Generator[IO[bytes]]:
-    """Yield a new file that appears under its name when the block ends well. Of several the last one's stays.
+    """Yield a new file that appears under its name when the block ends without an error. Concurrent writes: last wins.
 
     Args:
-        path: The file; its folder is there.
+        path: The file; its folder must exist.
         mode: Its permissions.
 
     Raises:
-        OSError: It can't be written. As after any other error, nothing of it is left then, and the old one stays.
+        OSError: The file can't be written. As after any other error, an existing file is unchanged.
     """
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", suffix=".part", dir=path.parent)
     try:
@@ -35,7 +35,7 @@ def appearing(path: Path, mode: int = 0o600) -> Generator[IO[bytes]]:
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a file under its name at once; as `appearing`."""
+    """Write a file atomically, as `appearing`."""
     with appearing(path, mode) as file:
         file.write(data)
 
@@ -44,7 +44,7 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all bytes of `data` at an offset.
 
     Raises:
-        OSError: There is no room; some of them may be there.
+        OSError: There is no room; some of the bytes may have been written.
     """
     view = memoryview(data)
     while view.nbytes:
@@ -56,7 +56,7 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
     """The SHA-256 of a file's bytes, hexadecimal.
 
     Raises:
-        OSError: It can't be read.
+        OSError: The file can't be read.
     """
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

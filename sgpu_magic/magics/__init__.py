@@ -1,11 +1,11 @@
-"""`%%distributed`, `%sgpu_connect` and their like: parse, submit, show; nothing else.
+"""The magics: `%%distributed`, `%sgpu_connect` and others. They parse, submit and show; the work is in `runs`.
 
-run_magics         the magics that run cells and look at runs
-status             `%sgpu_status`, kept up to date
-session_magics     those of sessions, with their options
+run_magics         magics that run cells and inspect runs
+status             the live output of `%sgpu_status`
+session_magics     magics of sessions
 environment_magic  `%sgpu_env`
-cell_hooks         around plain cells: `%sgpu_auto`, names bound anew, ranks kept warm
-completion         options, types and runs in the front end's completer; completion and `obj?` answered by a rank
+cell_hooks         hooks around plain cells: `%sgpu_auto`, rebound names, warm ranks
+completion         completion of options, types and runs; completion and `obj?` answered by a rank
 """
 
 # IPython's own attributes are only partly typed
@@ -32,12 +32,12 @@ from sgpu_magic.runs.choice import default_choice
 _OURS = ("%%distributed", "%%rank", "%%ray_launch")
 
 
-# by the shell's id: what undoes that it was loaded
+# by the shell's id: callbacks that undo the loading
 _loaded: dict[int, ExitStack] = {}
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and warm the pool in the background."""
+    """Register the magics and start the pool and a zygote in the background."""
     if id(shell) in _loaded:
         return
     undo = ExitStack()
@@ -57,7 +57,7 @@ def load(shell: InteractiveShell) -> None:
     undo.callback(Assignments(shell, auto).remove)
     shell.events.register("post_run_cell", magics.warmth.after_cell)
     undo.callback(shell.events.unregister, "post_run_cell", magics.warmth.after_cell)
-    # before the sessions end: nobody is to be told that it is off
+    # before the sessions end, so that no message says that %sgpu_auto is off
     undo.callback(auto.remove)
     kernel = getattr(shell, "kernel", None)
     if hasattr(kernel, "do_inspect"):
@@ -66,13 +66,13 @@ def load(shell: InteractiveShell) -> None:
     undo.callback(completion.remove, shell)
     _loaded[id(shell)] = undo
     if default_choice.pool_name(magics.place) == magics.pool.name:
-        # where all runs go elsewhere none of these processes is needed
+        # not needed if runs go to another pool by default
         magics.pool.warm_in_background()
     packages.of(magics.pool).begin()
 
 
 def unload(shell: InteractiveShell) -> None:
-    """Take the magics away, end the sessions and close the link to the pool; the pool goes on for others."""
+    """Unregister the magics, end the sessions and close the links; the local pool keeps running for other clients."""
     undo = _loaded.pop(id(shell), None)
     if undo is not None:
         undo.close()
@@ -85,7 +85,7 @@ def _unregister(shell: InteractiveShell, owner: Magics) -> None:
 
 
 def _help_without_body(lines: list[str]) -> list[str]:
-    """Give `%%distributed -h` a body: IPython refuses a cell magic without one before the magic is asked."""
+    """Add a body to `%%distributed -h`: IPython rejects a cell magic without one before calling it."""
     asks = lines and lines[0].startswith(_OURS) and {"-h", "--help"} & set(lines[0].split())
     if asks and not any(line.strip() for line in lines[1:]):
         return [lines[0].rstrip("\n") + "\n", "pass\n"]

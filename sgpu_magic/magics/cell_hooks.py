@@ -1,6 +1,6 @@
-"""Around cells: `%sgpu_auto` sends plain ones to the ranks, names that they bind are newer there, ranks stay warm.
+"""Hooks around cells: `%sgpu_auto`, tracking of names that plain cells rebind, and keeping ranks warm.
 
-Exception groups of ranks are drawn as all their errors are.
+Exception groups raised by ranks are displayed with the ranks' own tracebacks.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from sgpu_magic.runs.sessions.namespace_sync import Assigned
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.cell_source import transform_of
 
-# ---------------------------------------------------------------- cells that go to the ranks
+# ---------------------------------------------------------------- %sgpu_auto
 
 
 CELL_MAGIC = "sgpu_auto_cell"
-"""What a plain cell becomes; nobody writes it."""
+"""The internal magic that a plain cell is rewritten to."""
 
 _STAYS = re.compile(r"\s*(?:[\w,\s]+=\s*)?%(?:sgpu_\w+|pip|conda|mamba|uv|(?:un|re)?load_ext|env|set_env)\b")
 _IS_BLANK = re.compile(r"\s*(?:#.*)?$")
 
 
 class AutoMode:
-    """An input transformer of IPython's: the first one, for those after it drop leading blank lines.
+    """The input transformer of `%sgpu_auto`. It comes first, because later transformers drop leading blank lines.
 
     Args:
-        shell: The notebook's.
+        shell: The notebook's shell.
 
     Attributes:
-        is_on: Plain cells go to the ranks.
+        is_on: Whether plain cells go to the ranks.
     """
 
-    # IPython leaves it out when it looks whether a cell is complete
+    # IPython skips such transformers when it checks whether a cell is complete
     has_side_effects = True
-    # it is left out when a cell's body is read
+    # such transformers are skipped when a cell's body is read
     sends_cells = True
 
     def __init__(self, shell: Any) -> None:
@@ -53,7 +53,7 @@ class AutoMode:
         registry.when_dropped.append(self._session_gone)
 
     def remove(self) -> None:
-        """Take it out of the shell."""
+        """Remove the transformer from the shell."""
         registry.when_dropped.remove(self._session_gone)
         self.is_on = False
         if self in self._shell.input_transformers_cleanup:
@@ -69,9 +69,9 @@ class AutoMode:
         return self.is_on and not stays_here(source.splitlines())
 
     def _is_users(self, source: str) -> bool:
-        """Whether a person has sent the cell.
+        """Whether the source is a cell that the user executed.
 
-        Front ends run code of their own, silently or without a number; a magic such as `%%capture` runs its body.
+        Front ends execute their own code silently or without history, and magics such as `%%capture` run their body.
         """
         kernel = getattr(self._shell, "kernel", None)
         if kernel is None:
@@ -86,32 +86,32 @@ class AutoMode:
         if self.is_on and not registry.names():
             self.is_on = False
             if threading.current_thread() is not threading.main_thread():
-                # no cell has ended it, so none is the place to say so
+                # no cell ended the session, so there is no cell to print below
                 return
             print("%sgpu_auto is off again: no session is connected any more.")  # noqa: T201
 
 
 def _with_its_first_lines(lines: list[str]) -> list[str]:
-    """IPython on the rank drops leading blank lines, and line numbers are to be the editor's: comments stay."""
+    """Replace leading blank lines, which IPython on the rank drops, by comments: line numbers then match the editor."""
     blank = next((index for index, line in enumerate(lines) if line.strip()), len(lines))
     return ["#\n"] * blank + lines[blank:]
 
 
 def stays_here(lines: Sequence[str]) -> bool:
-    """Whether a cell runs in the notebook all the same: other cell magics, magics for the notebook, nothing at all."""
+    """Whether a cell always runs in the notebook: it has a cell magic, only notebook magics, or no code."""
     code = [line for line in lines if not _IS_BLANK.match(line)]
     return not code or code[0].lstrip().startswith("%%") or all(_STAYS.match(line) for line in code)
 
 
-# ---------------------------------------------------------------- names that a cell binds anew
+# ---------------------------------------------------------------- names that a cell rebinds
 
 
 class Assignments:
-    """Reads every plain cell while sessions are connected.
+    """Tracks which names plain cells rebind while sessions are connected.
 
     Args:
-        shell: The notebook's.
-        auto: Knows the cells that go to the ranks.
+        shell: The notebook's shell.
+        auto: Knows which cells go to the ranks.
     """
 
     def __init__(self, shell: Any, auto: AutoMode) -> None:
@@ -122,12 +122,12 @@ class Assignments:
         shell.events.register("post_run_cell", self._after_cell)
 
     def remove(self) -> None:
-        """Read no more cells."""
+        """Stop tracking cells."""
         self._shell.events.unregister("pre_run_cell", self._before_cell)
         self._shell.events.unregister("post_run_cell", self._after_cell)
 
     def _before_cell(self, info: Any) -> None:
-        """Before, for the cell itself may run something in a session once it has bound its names."""
+        """Record the names before the cell runs: once it has bound them, it may itself run something in a session."""
         self._undo = []
         sessions = registry.all_sessions()
         source = info.raw_cell
@@ -148,7 +148,7 @@ class Assignments:
                 session.shipping.not_assigned(before)
 
 
-# ---------------------------------------------------------------- ranks at hand
+# ---------------------------------------------------------------- warm ranks
 
 
 _RENEW_S = 20.0
@@ -156,10 +156,10 @@ _LOOK_S = 0.2
 
 
 class Warmth:
-    """What this kernel wants warm.
+    """Keeps this kernel's zygote and standby group warm.
 
     Args:
-        pool: Where.
+        pool: The pool that holds them.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -169,18 +169,18 @@ class Warmth:
         self._renewed_at = self._looked_at = time.monotonic()
 
     def ran(self, ranks: int) -> None:
-        """A run of that many ranks was the last one; the pool replenishes after it by itself."""
+        """Record the size of the last run, for which the pool replenishes its standby group by itself."""
         self._ranks = ranks
         self._renewed_at = time.monotonic()
 
     def after_cell(self, result: object = None) -> None:
-        """IPython's `post_run_cell`. Costs a few `stat` calls, and a message now and then."""
+        """Handle IPython's `post_run_cell`. Takes a few `stat` calls, and occasionally a message."""
         if registry.names():
-            # a connected session keeps a group at hand itself, on its own devices
+            # a connected session keeps its own standby group, on its own devices
             self._ranks = 0
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
-            # no installation is that quick
+            # no installation is that fast
             return
         interpreter, self._looked_at = this_interpreter(), now
         if interpreter.key != self._key or (self._ranks and now - self._renewed_at > _RENEW_S):
@@ -193,16 +193,16 @@ class Warmth:
 
 
 def draw_groups(shell: Any) -> None:
-    """Have exception groups that come from ranks shown as their ranks drew them, unless the user has a handler.
+    """Display exception groups raised by ranks with the ranks' tracebacks, unless the user has set a handler.
 
-    IPython writes a group with `traceback.print_exc`, and so with frames of the kernel's; any other error draws itself.
+    IPython prints groups with `traceback.print_exc`, including the kernel's frames; other errors render themselves.
     """
     if not shell.custom_exceptions:
         shell.set_custom_exc((BaseExceptionGroup,), _draw_group)
 
 
 def draw_no_groups(shell: Any) -> None:
-    """Take it back."""
+    """Undo `draw_groups`."""
     if shell.custom_exceptions == (BaseExceptionGroup,):
         shell.set_custom_exc((), None)
 

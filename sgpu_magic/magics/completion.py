@@ -1,7 +1,7 @@
-"""Completion in the front end: options, types, names and runs on a magic's line; in a session's cell a rank is asked.
+"""Completion of options, types, names and runs on a magic's line, and completion by a rank in a session's cells.
 
-`RankQuestions` replaces the two methods of the ipykernel that its shell channel calls, on the one kernel object, which
-is the same on every ipykernel from 6.31 to 7.4, and puts them back when the extension is unloaded.
+`RankQuestions` replaces `do_complete` and `do_inspect` on the kernel object, which the shell channel of ipykernel 6.31
+to 7.4 calls, and restores them when the extension is unloaded.
 """
 
 # IPython's own attributes are only partly typed
@@ -43,14 +43,14 @@ _MAX_RUNS = 50
 _VALUES = {f"--{name}": found for name, option in OPTIONS.items() if (found := option.choices or option.offered)}
 _NAMES = ("--in", "--out", "--exclude")
 _matchers: dict[int, object] = {}
-# a person who types waits for it
+# the user waits for it while typing
 TIMEOUT_S = 0.3
 _TYPES = "_jupyter_types_experimental"
 _MAGIC = re.compile(r"(%%(?:distributed|rank))(?:[ \t]+([^\n]*))?\n")
 
 
 def install(shell: InteractiveShell) -> None:
-    """Offer the options on the magic's line, and nothing else there: `--t` is no expression of Python."""
+    """Install the matcher for lines of magics; it suppresses others there, since `--t` is not a Python expression."""
 
     @context_matcher(identifier="sgpu_magic.options", priority=1000)  # pyright: ignore[reportUntypedFunctionDecorator]
     def match(context: CompletionContext) -> SimpleMatcherResult:
@@ -89,25 +89,25 @@ def install(shell: InteractiveShell) -> None:
 
 
 def remove(shell: InteractiveShell) -> None:
-    """Take the completion away again."""
+    """Remove the matcher."""
     match = _matchers.pop(id(shell), None)
     if match in shell.Completer.custom_matchers:
         shell.Completer.custom_matchers.remove(match)
 
 
 def _newest_runs() -> list[str]:
-    """Return the ids of the newest runs that are kept, as people write them; no pool is asked."""
+    """Return the short ids of the newest runs with a local directory."""
     try:
         with os.scandir(load_settings().runs_path) as entries:
             kept = [(entry.stat().st_mtime, entry.name) for entry in entries if is_valid_id(entry.name)]
     except (OSError, SgpuError):
-        # no run yet, or one that is being removed: there is only less to offer
+        # no run yet, or a directory is being removed
         return []
     return list(dict.fromkeys(short(name) for _, name in sorted(kept, reverse=True)[:_MAX_RUNS]))
 
 
 def _candidates(shell: InteractiveShell, magic: str, before: str, word: str) -> list[str]:
-    """Return what may stand after `before`, which ends where a word begins; of files those that begin with `word`."""
+    """Return the candidates after `before`, which ends where a word begins; for paths, only those that match `word`."""
     made = LINE_PARSERS[magic]() if magic in LINE_PARSERS else parser(f"%%{magic}")
     actions = made._actions  # pyright: ignore[reportPrivateUsage]
     options = [option for action in actions if action.help != SUPPRESS for option in action.option_strings]
@@ -145,7 +145,7 @@ def _users_names(shell: InteractiveShell) -> list[str]:
 
 
 def _paths(word: str) -> list[str]:
-    """Return the files and folders that a path may go on with, folders with `/` behind."""
+    """Return the completions of a path, folders with a trailing `/`."""
     folder = word[: word.rfind("/") + 1]
     try:
         with os.scandir(os.path.expanduser(folder) or os.curdir) as entries:
@@ -159,7 +159,7 @@ def _paths(word: str) -> list[str]:
 
 
 def _pools() -> list[str]:
-    """Return what `--pool` takes."""
+    """Return the values of `--pool`."""
     try:
         listed = read_pools()
     except SgpuError:
@@ -169,7 +169,7 @@ def _pools() -> list[str]:
 
 
 def _environments(*, with_none: bool) -> list[str]:
-    """Return what `--env-version` takes beside files."""
+    """Return the values of `--env-version`, without files."""
     try:
         kept = named_environments.saved_names(load_settings())
     except SgpuError:
@@ -178,19 +178,19 @@ def _environments(*, with_none: bool) -> list[str]:
 
 
 def _names_on_ranks() -> list[str]:
-    """Return what the current session's ranks have; none while they are busy."""
+    """Return the names on rank 0 of the current session; empty while it is busy."""
     session = registry.idle()
     there = run_in.names_on(session, 0) if session is not None else None
     return sorted(name for name in there or () if not name.startswith("_"))
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where in a cell something is asked for.
+    """The rank that answers for a position in a cell.
 
     Args:
-        session: Whose rank is asked.
-        rank: Which.
-        begin: Position in the cell at which the rank's code begins.
+        session: The session.
+        rank: The rank to ask.
+        begin: Offset in the cell at which the rank's code begins.
     """
 
     session: Session
@@ -199,11 +199,11 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 class RankQuestions:
-    """Stands before the kernel's own completion and inspection.
+    """Wraps the kernel's completion and inspection, and asks a rank first in a session's cells.
 
     Args:
         kernel: The ipykernel.
-        auto: Whether plain cells go to the ranks.
+        auto: Knows which plain cells go to the ranks.
     """
 
     def __init__(self, kernel: Any, auto: AutoMode) -> None:
@@ -212,16 +212,16 @@ class RankQuestions:
         self._complete: Callable[..., Any] = kernel.do_complete
         self._inspect: Callable[..., Any] = kernel.do_inspect
         self._own = {name: kernel.__dict__[name] for name in ("do_complete", "do_inspect") if name in kernel.__dict__}
-        # one object each, to be known again
+        # bound methods kept as objects, so that `remove` can compare them by identity
         self._ours = {"do_complete": self.complete, "do_inspect": self.inspect}
         for name, ours in self._ours.items():
             setattr(kernel, name, ours)
 
     def remove(self) -> None:
-        """Give the kernel its own methods back."""
+        """Restore the kernel's own methods."""
         for name, ours in self._ours.items():
             if self._kernel.__dict__.get(name) is not ours:
-                # somebody has replaced it after us, and calls ours: it does nothing more without a session
+                # wrapped by another extension, which still calls ours: without a session it only delegates
                 continue
             if name in self._own:
                 setattr(self._kernel, name, self._own[name])
@@ -229,14 +229,14 @@ class RankQuestions:
                 delattr(self._kernel, name)
 
     def complete(self, code: str, cursor_pos: int | None) -> Any:
-        """The kernel's `do_complete`: the rank's names first."""
+        """Replace the kernel's `do_complete`: matches of the rank come before the kernel's."""
         cursor = len(code) if cursor_pos is None else cursor_pos
         answer, begin = self._asked("complete", code, cursor)
         found = self._complete(code, cursor_pos)
         return _then(found, lambda reply: _merged(reply, answer, begin, code)) if answer is not None else found
 
     def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
-        """The kernel's `do_inspect`: what the rank has under that name, else the kernel's own."""
+        """Replace the kernel's `do_inspect`: the rank's object of that name, else the kernel's."""
         answer, _ = self._asked("inspect", code, cursor_pos, detail_level)
         if answer is None or not answer.bundle:
             return self._inspect(code, cursor_pos, detail_level, omit_sections)
@@ -247,7 +247,7 @@ class RankQuestions:
         return _later(reply) if inspect.iscoroutinefunction(self._inspect) else reply
 
     def _asked(self, what: str, code: str, cursor: int, detail: int = 0) -> tuple[RankAnswer | None, int]:
-        """Ask a rank; None when it is not its cell, or it does not answer in time."""
+        """Ask a rank; the answer is None if the cell does not run on ranks, or the rank does not answer in time."""
         place = self._place(code, cursor)
         if place is None:
             return None, 0
@@ -315,7 +315,7 @@ def _merged(reply: dict[str, Any], answer: RankAnswer, begin: int, code: str) ->
 
 
 def _then(found: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Change a reply that is there, or is awaited."""
+    """Apply `change` to a reply, or to the result of an awaitable reply."""
     return _awaited(found, change) if inspect.isawaitable(found) else change(found)
 
 

@@ -1,4 +1,4 @@
-"""`%sgpu_env`: the kernel's packages, the notebook's choice and its panel, and keeping packages under a name."""
+"""`%sgpu_env`: shows the kernel's packages, saves them under a name, accepts a choice, opens the panel."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -39,7 +39,7 @@ def _add_arguments(made: Parser) -> None:
 
 @magics_class
 class EnvironmentMagics(Magics):
-    """`%sgpu_env`."""
+    """The magic `%sgpu_env`."""
 
     def __init__(self, shell: InteractiveShell, door: KernelEndpoint) -> None:
         super().__init__(shell=shell)
@@ -54,7 +54,7 @@ class EnvironmentMagics(Magics):
         "%sgpu_env --panel shows the panel of JupyterLab's sidebar below the cell, for other front ends.",
     )
     def sgpu_env(self, values: Namespace) -> None:
-        """Show the notebook's packages: `%sgpu_env [--diff 4]`, or keep them: `%sgpu_env save NAME`."""
+        """Show the notebook's packages: `%sgpu_env [--diff 4]`, or save them: `%sgpu_env save NAME`."""
         if (values.accept or values.panel) and (values.action or values.diff or (values.accept and values.panel)):
             raise UsageError("%sgpu_env takes --accept or --panel alone.")
         match values.action:
@@ -74,7 +74,7 @@ class EnvironmentMagics(Magics):
     def _show(self, compared_to: str) -> None:
         from IPython.display import publish_display_data
 
-        # only who asks needs what reads metadata and files
+        # imported here: only the report reads metadata and files
         from sgpu_magic.runs.environment_report import report
         from sgpu_magic.views.pool_tables import environment_html, environment_text
 
@@ -89,7 +89,7 @@ class EnvironmentMagics(Magics):
             print(environment_text(found))  # noqa: T201
 
     def _accept(self) -> None:
-        # only who accepts something needs what installs it
+        # imported here: only accepting installs packages
         from sgpu_magic.panel.kernel_actions import accept_choice
 
         print(accept_choice(workplace()))  # noqa: T201

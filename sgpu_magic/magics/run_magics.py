@@ -1,4 +1,4 @@
-"""The magics that run cells, and those that look at runs or launch one again."""
+"""The magics that run cells, inspect runs and replay them."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -57,10 +57,10 @@ def _add_shown(made: Parser) -> None:
 
 
 def _id_of(magic: str, run: str) -> str:
-    """Return the digits by which a line names a run; "" where it names none.
+    """Return the normalized first digits of a run's id; "" if the line names no run.
 
     Raises:
-        UsageError: They are no digits of an id.
+        UsageError: They can't be the beginning of an id.
     """
     if run and _RUN.fullmatch(run.lower()) is None:
         raise UsageError(
@@ -71,7 +71,7 @@ def _id_of(magic: str, run: str) -> str:
 
 @magics_class
 class DistributedMagics(Magics):
-    """`%%distributed`, `%sgpu_status`, and what one does with a run that goes on."""
+    """`%%distributed`, `%%rank`, `%%ray_launch`, and the magics for existing runs."""
 
     def __init__(self, shell: InteractiveShell, auto: AutoMode) -> None:
         super().__init__(shell=shell)
@@ -83,7 +83,7 @@ class DistributedMagics(Magics):
         self._board = StatusBoard(self.place.pools, self.place.settings.status_idle_s)
 
     def close(self) -> None:
-        """End the sessions and close the link to the pool; the pool goes on for others."""
+        """End the sessions and close the links to pools; the local pool keeps running for other clients."""
         self._board.close()
         registry.close_all()
         close_workplace()
@@ -100,12 +100,12 @@ class DistributedMagics(Magics):
 
     @cell_magic
     def ray_launch(self, line: str, cell_body: str) -> RunResult | None:
-        """Run this cell as the driver of a Ray cluster of its own. `%%ray_launch -h` shows the options."""
+        """Run this cell as the driver of a new Ray cluster. `%%ray_launch -h` shows the options."""
         return self._run(RAY, line, cell_body)
 
     @cell_magic
     def sgpu_auto_cell(self, line: str, cell_body: str) -> RunResult:
-        """What `%sgpu_auto` makes of a plain cell."""
+        """Run a plain cell in the session; `%sgpu_auto` rewrites plain cells to this magic."""
         session = registry.chosen()
         self.place.notices.clear()
         return session.run_cell("", cell_body, RunOptions(auto=True))
@@ -130,7 +130,7 @@ class DistributedMagics(Magics):
     def _run_fresh(
         self, magic_line: str, cell_body: str, options: RunOptions, session: Session | None
     ) -> RunResult | None:
-        """Run a cell on new ranks, of a lease of its own or of a session's."""
+        """Run a cell on new ranks, on a new lease or on a session's."""
         if session is not None:
             found = session.checked().lends(options.ranks)
         else:
@@ -157,13 +157,13 @@ class DistributedMagics(Magics):
         "was, else they are installed from what was recorded. Values of --env are never recorded: set them here.",
     )
     def sgpu_replay(self, values: Namespace) -> RunResult | None:
-        """Launch a run again from its directory: `%sgpu_replay RUN`; -h shows the options."""
+        """Replay a run from its directory: `%sgpu_replay RUN`; `-h` shows the options."""
         if not values.run:
             raise UsageError(
                 "%sgpu_replay: which run? Give the first digits of its id, as %sgpu_status lists them. `%sgpu_replay "
                 "-h` shows the options."
             )
-        # only a replay needs them
+        # imported here: only a replay needs them
         from sgpu_magic.client.find_run import recorded_directory
         from sgpu_magic.runs.replay.recorded import prepare_replay, read_recorded
 
@@ -196,7 +196,7 @@ class DistributedMagics(Magics):
     @line_magic
     @takes("Let a run go on whatever becomes of its notebook; all runs of this notebook without RUN.", _add_run)
     def sgpu_detach(self, values: Namespace) -> None:
-        """Let a run go on without its notebook: `%sgpu_detach [RUN]`; all runs of this notebook without RUN."""
+        """Detach a run so that it continues without its notebook: `%sgpu_detach [RUN]`; without RUN, all its runs."""
         place, run = self.place, _id_of("%sgpu_detach", values.run)
         pools = [place.pool_with(run, going_on=True)] if run else place.pools.connected() or [place.pool]
         print(" ".join(pool.detach(run, start=True) for pool in pools))  # noqa: T201
@@ -204,7 +204,7 @@ class DistributedMagics(Magics):
     @line_magic
     @takes("Show where every rank of a run is.", _add_run)
     def sgpu_stacks(self, values: Namespace) -> None:
-        """Show where every rank of a run is: `%sgpu_stacks [RUN]`."""
+        """Show the current stack of every rank of a run: `%sgpu_stacks [RUN]`."""
         run = _id_of("%sgpu_stacks", values.run)
         answer = self.place.pool_with(run, going_on=True).stacks(run, start=True)
         told = (answer.run_id, answer.stacks, answer.cell)
@@ -226,7 +226,7 @@ class DistributedMagics(Magics):
 
     @line_magic
     def sgpu_help(self, line: str = "") -> None:
-        """Show the page about an error: `%sgpu_help [TOPIC]`; without TOPIC the list of all."""
+        """Show the help page of a topic, such as an error: `%sgpu_help [TOPIC]`; without TOPIC, list all topics."""
         markdown = help_pages.page(line.strip())
         self._publish(help_pages.plain(markdown), {"text/markdown": markdown})
 

@@ -1,4 +1,4 @@
-"""The magics of a session: connect, disconnect, push, pull, restart, auto."""
+"""The magics of sessions: connect, disconnect, push, pull, restart, auto."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -58,7 +58,7 @@ def _add_switch(made: Parser) -> None:
 
 @magics_class
 class SessionMagics(Magics):
-    """`%sgpu_connect` and what one does with a session."""
+    """`%sgpu_connect` and the magics for a connected session."""
 
     def __init__(self, shell: InteractiveShell, auto: AutoMode) -> None:
         super().__init__(shell=shell)
@@ -73,7 +73,7 @@ class SessionMagics(Magics):
         "The magic returns at once; its value is the session: s = %sgpu_connect --gpus 4.",
     )
     def sgpu_connect(self, values: Namespace) -> Session:
-        """Start ranks that stay between cells: `%sgpu_connect --gpus 4 --type a10 [--name S]`; -h shows the options."""
+        """Start ranks that stay alive: `%sgpu_connect --gpus 4 --type a10 [--name S]`; `-h` shows the options."""
         options = read_session(values)
         self.place.wanted_pool(options.pool)
         known = registry.find(options.name)
@@ -143,7 +143,7 @@ class SessionMagics(Magics):
         _add_restarted,
     )
     def sgpu_restart(self, values: Namespace) -> None:
-        """Replace ranks of the session by new processes: `%sgpu_restart [--rank 1,2]`."""
+        """Replace ranks of the session with new processes: `%sgpu_restart [--rank 1,2]`."""
         session = registry.chosen(values.session)
         ranks = () if values.ranks is None else parse_ranks("--rank", values.ranks)
         print(session.restart(*ranks))  # noqa: T201
@@ -175,7 +175,7 @@ def _some(magic: str, found: tuple[T, ...], example: str) -> tuple[T, ...]:
 
 
 def _chosen(values: Namespace) -> tuple[Session, tuple[int, ...]]:
-    """Return the session that a line names, and which of its ranks; none for all."""
+    """Return the session that a line names and the chosen ranks, empty for all."""
     only = None if values.ranks is None else parse_ranks("--ranks", values.ranks)
     session = registry.chosen(values.session)
     return session, session.only(only)

@@ -1,4 +1,4 @@
-"""`%sgpu_status`: the pools, kept up to date below its cell."""
+"""The output of `%sgpu_status`, updated below its cell."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -17,17 +17,17 @@ from sgpu_magic.runs import pools_status
 from sgpu_magic.runs.follow.background import Background
 
 INTERVAL_S = 1.0
-# a pool whose driver answers slowly is asked less often: it spends a quarter of its time on us at most
+# a pool with a slow driver is asked less often, so that it spends at most a quarter of its time on this
 _REST = 3.0
 _POOL_ENDED = "the pool has ended; the next run starts it again"
 
 
 class StatusBoard:
-    """What `%sgpu_status` has shown last, brought up to date while runs go on or wait, and for a while after.
+    """The last output of `%sgpu_status`, updated while runs are active or queued, and for `idle_s` after.
 
     Args:
-        pools: What it shows.
-        idle_s: Seconds for which it goes on to look when no run is there.
+        pools: The pools to show.
+        idle_s: Seconds after the last active run at which the updates end.
     """
 
     def __init__(self, pools: Pools, idle_s: float) -> None:
@@ -36,14 +36,14 @@ class StatusBoard:
         self._background: Background | None = None
 
     def show(self, live: bool, name: str = "") -> None:
-        """Show the pools as an output of the cell that runs, and nowhere else any more.
+        """Show the pools below the current cell and stop updating the previous output.
 
         Args:
-            live: Bring it up to date afterwards.
-            name: Of this pool only; "" is all that are listed.
+            live: Keep the output up to date.
+            name: Show only this pool; "" means all listed pools.
 
         Raises:
-            SgpuError: The only pool can't be reached, or there is none of that name.
+            SgpuError: The only pool can't be reached, or there is no pool of that name.
         """
         self.close()
         answers = self._asked(name)
@@ -57,25 +57,25 @@ class StatusBoard:
             self._background = Background("sgpu-status", watch)
 
     def text(self, name: str = "") -> str:
-        """Return the pools as text, "" when none says anything; arguments and errors as of `show`."""
+        """Return the pools as text, "" if none has anything to show; arguments and errors as in `show`."""
         answers = self._asked(name)
         return self._drawn(answers)["text/plain"] if answers else ""
 
     def close(self) -> None:
-        """What is shown stays as it is."""
+        """Stop the updates; the output stays as it is."""
         background, self._background = self._background, None
         if background is not None:
             background.stop()
 
     def _asked(self, name: str) -> list[Asked]:
-        """Ask the pools; nothing when none of them says anything."""
+        """Ask the pools; empty if none of them has anything to show."""
         answers = pools_status.ask(self._pools, name, start=True)
         return answers if any(answer.status is not None or answer.problem for answer in answers) else []
 
     def _watch(
         self, name: str, display_id: str, last: list[Asked], shown: dict[str, str], stopped: threading.Event
     ) -> None:
-        """Ask once a second and publish what differs."""
+        """Ask the pools once a second and publish changes."""
 
         def update(drawn: dict[str, str]) -> None:
             nonlocal shown
@@ -90,7 +90,7 @@ class StatusBoard:
             try:
                 answers = pools_status.ask(self._pools, name, start=False)
             except SgpuError:
-                # of another version by now, or it died while it was asked
+                # the pool was replaced by another version, or died
                 answers = [Asked(last[0].name, last[0].entry)]
             if stopped.is_set():
                 return

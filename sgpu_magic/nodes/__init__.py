@@ -1,13 +1,13 @@
-"""Where ranks run: an engine of nodes. `local` is the one with this machine as its only node.
+"""Engines: they provide the nodes on which ranks run. `local` has this machine as its only node.
 
-contract      what the pool service asks of an engine, and an engine of a node
-engine        nodes, which come, go and come back
-engine_runs   their runs, as one run each to the pool service
-local         this machine as the only node, with locks of its devices; its agent process: found, started, listened to
-device_locks  devices locked between pools of one machine, by files that are careful against hostile directories
-run_on_nodes  one attempt of a run: what each node is ordered, and has from an earlier pool service
-joint_run     the same attempt: what the nodes say of it, as one run
-merge_parts   ends, stacks and inventories of several nodes made one
-node_files    files of the pool for nodes that do not see them
+contract      the interfaces between pool service, engine and node
+engine        node lifecycle: connect, reconnect, loss
+engine_runs   runs on the nodes; each appears as a single run to the pool service
+local         this machine as the only node: its agent process and its device locks
+device_locks  machine-wide device locks, as lock files in a directory that may be hostile
+run_on_nodes  one attempt of a run: commands to its nodes, and adoption after a restart of the pool service
+joint_run     one attempt of a run: the events of its nodes, merged into one run
+merge_parts   merges ends, stacks and inventories of several nodes
+node_files    serves files of the pool to nodes without access to its disk
 ray/          an existing Ray cluster
 """

@@ -1,4 +1,4 @@
-"""What an engine tells the pool service, and what it asks of the way to a node."""
+"""The interfaces of an engine: what it reports to the pool service, and its channel to a node."""
 
 from __future__ import annotations
 
@@ -13,85 +13,86 @@ from sgpu_magic.wire.rank import RankAnswer
 
 
 class EngineListener(Protocol):
-    """The pool service."""
+    """The pool service, as an engine sees it."""
 
     def node_found(self, inventory: Inventory, held: Sequence[HeldRun]) -> None:
-        """A node is there; it holds these runs of an earlier service. Answer each with `adopt`."""
+        """The nodes are known. Answer each run that they hold from an earlier service with `adopt`."""
         ...
 
     def inventory_taken(self, inventory: Inventory) -> None: ...
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None: ...
 
     def devices_free(self, run_id: str) -> None:
-        """No process of the run is left, and files of it are still on their way: `ranks_gone` follows. May be repeated.
+        """All processes of the run have exited, but files are still being transferred: `ranks_gone` follows.
 
-        Answer with `Engine.give_back` where the run does not need the devices again.
+        May be called repeatedly. Answer with `Engine.give_back` if the run does not need the devices again.
         """
         ...
 
     def ranks_gone(self, run_id: str) -> None:
-        """Nothing of the run is left on any node."""
+        """All processes of the run have exited on every node, and its files have arrived."""
         ...
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None: ...
 
     def session_ranks_restarted(self, request: int, session: str, problem: str) -> None:
-        """The new ranks are in the session; `problem` says why not, "" when they are."""
+        """The new ranks have joined the session; otherwise `problem` says why not ("" on success)."""
         ...
 
     def answered(self, request: int, answer: RankAnswer) -> None: ...
 
     def forwarded(self, message: FromStream, frames: Sequence[bytes]) -> None:
-        """A node says something of a stream that `Engine.forward` has opened there."""
+        """A node sent a message of a stream that `Engine.forward` opened there."""
         ...
 
     def tracking_asked(self, run_id: str) -> None:
-        """A rank waits for the run's place in MLflow. Answer with `tracking_known`."""
+        """A rank waits for the run's MLflow target. Answer with `Engine.tracking_known`."""
         ...
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:
-        """The engine has the run's devices, which need not be those that the scheduler proposed; its ranks start."""
+        """The engine acquired devices for the run, maybe others than the scheduler proposed. Its ranks start."""
         ...
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
-        """The engine can't have the devices.
+        """The engine can't acquire the devices.
 
         Args:
-            uuids: The ones in the way.
-            why: A sentence.
+            uuids: The devices that are unavailable.
+            why: The reason, a sentence.
         """
         ...
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
-        """A node died, or is out of reach for good, and with it all or some ranks of these runs.
+        """A node died or is unreachable for good, so these runs lost all or some of their ranks.
 
-        What is left of them on other nodes is being ended: `ranks_gone` of each follows.
+        Their ranks on other nodes are being ended: `ranks_gone` of each run follows.
 
         Args:
+            run_ids: The runs.
             why: A sentence that names the node, without a full stop.
-            host: The node's name.
+            host: The node's host name.
         """
         ...
 
     def nodes_lost(self, why: str) -> None:
-        """All ranks died with their agent; another one takes launches from now on."""
+        """All ranks died with their agent. A new agent accepts launches from now on."""
         ...
 
     def broken(self, why: str) -> None:
-        """No agent can be kept alive."""
+        """The engine has failed: no agent stays alive, or the cluster can't be reached."""
         ...
 
 
 class NodeChannel(Protocol):
-    """A link to an agent. What is sent while it is interrupted is lost: who comes back is told again what matters."""
+    """A link to an agent. Messages sent while it is interrupted are lost; the engine resends what matters."""
 
     node: str
     """The node's id, as in `NodeShare.node`."""
 
     def send(self, message: ToAgent, frames: Sequence[bytes] = ()) -> None:
-        """Send, or do nothing when the link is over."""
+        """Send a message, or do nothing if the link is closed."""
         ...
 
     def close(self) -> None:
-        """End the link."""
+        """Close the link."""
         ...

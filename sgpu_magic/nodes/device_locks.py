@@ -1,9 +1,10 @@
 """Machine-wide device locks: two users' pools never share a GPU.
 
-A lock is flock(2) on `<uuid>.lock` in a directory that all users share. The kernel drops it with the process
-that holds it, so nothing has to be cleaned up after a kill; the files stay.
+A lock is flock(2) on `<uuid>.lock` in a directory that all users share. The kernel releases it when the process
+that holds it exits, so nothing has to be cleaned up after a kill; the files stay.
 
-Nobody can be trusted there: links, pipes and directories may be laid in the way, files be removed or written any time.
+The directory is not trusted: other users may place links, pipes and directories there, and remove or write files at
+any time.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ _HOLDER_BYTES = 200
 
 _DIRECTORY_MODE = 0o1777
 _FILE_MODE = 0o666
-# O_NONBLOCK: a FIFO laid in the way must not hold us up before fstat can tell that it is one
+# O_NONBLOCK: opening a FIFO that somebody placed there must not block before fstat detects it
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-# another process may be between making a file or directory and giving it its mode, or may be probing
+# another process may have created a file or directory and not set its mode yet, or may be probing a lock
 _SETTLE_S = 0.5
 _PROBE_S = 1.0
 _PAUSE_S = 0.002
 
 
 class DevicesLocked(CapacityError):
-    """Another pool on this machine holds devices that were asked for.
+    """Another pool on this machine holds requested devices.
 
     Attributes:
-        uuids: All of the asked devices that are held elsewhere.
-        holder: Who holds the first of them, `process 4242 of user alice on host node7`.
+        uuids: All requested devices that are held elsewhere.
+        holder: The holder of the first of them, for example `process 4242 of user alice on host node7`.
     """
 
     def __init__(self, uuids: Collection[str], holder: str) -> None:
@@ -59,23 +60,23 @@ class DevicesLocked(CapacityError):
 class DeviceLocks:
     """The locks that this process holds. Use it from one thread.
 
-    Simulated devices (`SIM-...`) are each pool's own: they are accepted everywhere and never locked.
+    Simulated devices (`SIM-...`) belong to one pool: they are accepted everywhere and never locked.
 
     The descriptors are closed on exec. A plain fork copies them, and the locks last until the last copy is
-    closed, so the process that holds them starts others by exec only.
+    closed, so the process that holds them must start others by exec only.
 
     Args:
-        directory: Shared by all users of the machine, on local disk; made with mode 1777 when missing.
+        directory: A directory on local disk that all users of the machine share; created with mode 1777 if missing.
 
     Raises:
-        PoolError: It can't be made or is not a directory in which all users may make files.
+        PoolError: The directory can't be created, or is not one in which all users may create files.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._directory_fd = _open_directory(directory)
         self._held: dict[str, int] = {}
-        # systemd-tmpfiles leaves alone a directory that somebody has locked, tmpfiles.d(5)
+        # systemd-tmpfiles does not clean up a locked directory, see tmpfiles.d(5)
         with contextlib.suppress(OSError):
             fcntl.flock(self._directory_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
@@ -89,7 +90,7 @@ class DeviceLocks:
 
     @property
     def held(self) -> frozenset[str]:
-        """The devices that are locked here now."""
+        """The devices that this object has locked."""
         return frozenset(self._held)
 
     def acquire(self, uuids: Collection[str]) -> None:
@@ -97,8 +98,8 @@ class DeviceLocks:
 
         Raises:
             DevicesLocked: Another process, or another `DeviceLocks`, holds some of them.
-            ValueError: One is no device's UUID, stands twice, or is held here already.
-            PoolError: A lock file is not what it should be; the message names it.
+            ValueError: One is not a device UUID, is listed twice, or is held here already.
+            PoolError: A lock file can't be created or opened, or is not a plain file; the message names it.
         """
         wanted = [uuid for uuid in uuids if _is_real(uuid)]
         twice = {uuid for uuid in wanted if uuid in self._held or wanted.count(uuid) > 1}
@@ -124,28 +125,32 @@ class DeviceLocks:
         self._held.update(taken)
 
     def descriptors(self, uuids: Collection[str]) -> list[int]:
-        """The descriptors that hold the locks of `uuids`; a copy of one in another process holds its lock too."""
+        """The descriptors that hold the locks of `uuids`; a copy in another process holds the lock too."""
         return [self._held[uuid] for uuid in uuids if uuid in self._held]
 
     def take_over(self, uuids: Collection[str], descriptors: Collection[int]) -> None:
-        """Own locks that another process of this pool holds, by copies of its descriptors, in the order of `uuids`.
+        """Take over locks that another process of this pool holds.
+
+        Args:
+            uuids: The devices.
+            descriptors: Copies of that process's descriptors, in the order of `uuids`.
 
         Raises:
-            ValueError: Their numbers differ, or one is held here already.
+            ValueError: The numbers of devices and descriptors differ, or a device is held here already.
         """
         self._held.update(zip((uuid for uuid in uuids if uuid not in self._held), descriptors, strict=True))
 
     def release(self, uuids: Collection[str]) -> None:
-        """Unlock those of `uuids` that are held here; others are passed over."""
+        """Unlock those of `uuids` that are held here; ignore the others."""
         for uuid in self._held.keys() & uuids:
             _let_go(self._held.pop(uuid))
 
     def locked_elsewhere(self, uuids: Collection[str]) -> dict[str, str]:
-        """Return which of `uuids` somebody else holds, and who, without locking any.
+        """Return those of `uuids` that others hold, with their holders, without locking any.
 
         Raises:
-            ValueError: One is no device's UUID.
-            PoolError: A lock file is not what it should be; the message names it.
+            ValueError: One is not a device UUID.
+            PoolError: A lock file can't be opened, or is not a plain file; the message names it.
         """
         found: dict[str, str] = {}
         for uuid in uuids:
@@ -154,7 +159,7 @@ class DeviceLocks:
         return found
 
     def close(self) -> None:
-        """Unlock everything. May be called again."""
+        """Release all locks. May be called repeatedly."""
         self.release(self.held)
         if self._directory_fd >= 0:
             os.close(self._directory_fd)
@@ -163,7 +168,7 @@ class DeviceLocks:
     # ------------------------------------------------------------ the files
 
     def _take(self, uuid: str) -> int | str:
-        """Return a locked descriptor, or who holds the lock."""
+        """Return a locked descriptor, or the holder of the lock."""
         while True:
             fd = self._open(uuid)
             try:
@@ -178,7 +183,7 @@ class DeviceLocks:
                 return holder
 
     def _holder_of(self, uuid: str) -> str:
-        """Who holds the lock, "" when nobody does. Locks nothing."""
+        """The holder of the lock, "" if there is none. Does not take the lock."""
         try:
             fd = self._open_existing(uuid)
         except FileNotFoundError:
@@ -189,7 +194,7 @@ class DeviceLocks:
             os.close(fd)
 
     def _is_current(self, uuid: str, fd: int) -> bool:
-        """False when somebody removed the file meanwhile: a lock on it would lock nobody out."""
+        """False if the file was removed or replaced meanwhile: a lock on it would exclude nobody."""
         try:
             there = os.stat(f"{uuid}.lock", dir_fd=self._directory_fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -198,8 +203,8 @@ class DeviceLocks:
 
     def _open(self, uuid: str) -> int:
         while True:
-            # O_CREAT on another user's file in a sticky directory is EACCES (fs.protected_regular, proc(5)),
-            # so it is used only where no file is
+            # O_CREAT on another user's file in a sticky directory fails with EACCES (fs.protected_regular, proc(5)),
+            # so it is used only if there is no file
             with contextlib.suppress(FileNotFoundError):
                 return self._open_existing(uuid)
             try:
@@ -212,13 +217,13 @@ class DeviceLocks:
                     f"the device lock {self._directory / uuid}.lock can't be made: {error.strerror}. "
                     "Make room there or set SGPU_LOCK_DIR, alike for all users, to another directory."
                 ) from error
-            os.fchmod(fd, _FILE_MODE)  # whatever the umask took away
+            os.fchmod(fd, _FILE_MODE)  # independent of the umask
             return fd
 
     def _open_existing(self, uuid: str) -> int:
         """Open the lock file, which must be a plain file with one name.
 
-        A second name would mean that somebody linked another file here to have us write into it.
+        A second name would mean that somebody hard-linked another file here to have this process write into it.
         """
         path = self._directory / f"{uuid}.lock"
         deadline = time.monotonic() + _SETTLE_S
@@ -247,19 +252,19 @@ class DeviceLocks:
 
 
 def _write_holder(fd: int) -> None:
-    """Write into the file that this process holds its lock."""
+    """Write this process into the file as the holder of its lock."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         user = str(os.getuid())
-    # the text is for a message only: on a full disk the lock holds without it
+    # the text is only for messages: the lock holds without it, for example on a full disk
     with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} {user} {host_name()}\n".encode(), 0)
 
 
 def _let_go(fd: int) -> None:
-    """Unlock by closing the descriptor, and take the holder's name out of the file."""
+    """Remove the holder's name from the file, and unlock by closing the descriptor."""
     with contextlib.suppress(OSError):
         os.ftruncate(fd, 0)
     os.close(fd)
@@ -295,7 +300,8 @@ def _open_directory(path: Path) -> int:
         fd = -1
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            # an empty one of ours may have been left half made by a kill; a private one in use stays as it is
+            # an empty directory of this user may be the leftover of a killed process that had not set its mode yet;
+            # a private one in use stays as it is
             if os.fstat(fd).st_uid == os.geteuid() and (made or not os.listdir(fd)):
                 os.fchmod(fd, _DIRECTORY_MODE)
             if _can_share(path, fd):
@@ -319,9 +325,9 @@ def _can_share(path: Path, fd: int) -> bool:
 
 
 def _lock(fd: int) -> bool:
-    """Take the lock, or return False at once when somebody has it.
+    """Take the lock, or return False at once if somebody holds it.
 
-    A probe shares the lock for an instant. What can be shared has no holder, so it is tried again.
+    A probe holds a shared lock for an instant. A lock that can be shared has no holder, so this retries.
     """
     deadline = time.monotonic() + _PROBE_S
     while not _try_lock(fd, fcntl.LOCK_EX):
@@ -341,7 +347,7 @@ def _try_lock(fd: int, kind: int) -> bool:
 
 
 def _read_holder(fd: int) -> str:
-    """Who wrote itself into the file. Anybody may write there, so only the known form is passed on."""
+    """The holder named in the file. Anybody may write there, so only text of the known form is used."""
     text = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip()
     match = _HOLDER.fullmatch(text)
     if match is None or not text.isprintable():

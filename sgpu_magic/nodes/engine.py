@@ -1,7 +1,7 @@
-"""An engine of nodes, each with an agent that comes, goes, and comes back with what it holds.
+"""An engine of nodes, each with an agent that connects, disconnects, and reconnects with the runs that it holds.
 
-Where nodes come from, and how one knows that a node is dead, is for its subclasses: they call `node_came`, `node_said`
-and `node_lost`, and may place each run by themselves (`place`).
+Subclasses decide where nodes come from and when a node is dead: they call `node_came`, `node_said` and `node_lost`,
+and may place each run themselves (`place`).
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ from sgpu_magic.wire.node import (
 from sgpu_magic.wire.run import Interpreter
 from sgpu_magic.wire.states import RunState
 
-# of nodes that had runs when the last pool service ended; after it what is missing is lost
+# wait for nodes that had runs when the last pool service ended; nodes still missing after it are lost
 _COME_BACK_S = 10.0
 _GIVEN_UP = "its node came back after it was given up"
 _NOT_BACK = "it had ranks of the run when the pool service ended, and has not come back since"
 _NEW_AGENT = "its agent ended unexpectedly, and with it the ranks there"
-# of an event that never was: all are of no account
+# an event number above all others: acknowledges every event
 _ALL_EVENTS = 1 << 60
 
 
 class Engine(EngineRuns):
-    """One contract for every backend: runs on the nodes that its subclass finds.
+    """The common base of all engines: executes runs on the nodes that its subclass provides.
 
-    To be called by the subclass, from the loop's thread: `node_came`, `node_said`, `node_lost`, `inventory_changed`,
-    `start_parts`, `refuse_lease`. To be overridden where the defaults do not fit: `place`, `withdraw`, `lease_free`,
-    `inventory`, `close`, and `start`, where `super().start(listener)` comes last.
+    The subclass calls, from the loop's thread: `node_came`, `node_said`, `node_lost`, `inventory_changed`,
+    `start_parts`, `refuse_lease`. It overrides as needed: `place`, `withdraw`, `lease_free`, `inventory`, `close`,
+    and `start`, which must call `super().start(listener)` last.
 
     Args:
         settings: The pool's settings.
-        name: What the nodes are called together, for people.
+        name: The display name of the nodes as a whole.
 
     Attributes:
-        come_back_s: Seconds for which nodes that had runs are awaited when the pool service begins.
+        come_back_s: Seconds to wait for nodes that had runs when the pool service starts.
     """
 
     come_back_s = _COME_BACK_S
@@ -87,7 +87,7 @@ class Engine(EngineRuns):
         self._hosts: dict[str, str] = {}
         self._awaited: set[str] = set(self._busy.known) if self.come_and_go else set()
         self._held = HeldParts()
-        # runs that were given up while their node was away: it is used again once they are gone from it
+        # by node, runs that were given up while it was unreachable; the node is usable once they have ended there
         self._stale: dict[str, set[str]] = {}
         self._begun = False
         self._settled = False
@@ -98,12 +98,12 @@ class Engine(EngineRuns):
     # ------------------------------------------------------------ nodes come and go
 
     def node_came(self, channel: NodeChannel, ready: AgentReady, address: str = "") -> None:
-        """An agent is there: for the first time, after its link was lost, or with runs of an earlier service.
+        """An agent has connected: for the first time, after a lost link, or with runs of an earlier service.
 
         Args:
-            channel: The way to it, in place of an earlier one.
-            ready: Its first word.
-            address: Where other nodes reach it; "" where `inventory` tells.
+            channel: The link to it; replaces an earlier one.
+            ready: Its first message.
+            address: The address at which other nodes reach it; "" if `inventory` provides it.
         """
         node = channel.node
         old = self._channels.get(node)
@@ -121,12 +121,12 @@ class Engine(EngineRuns):
             return
         for where, run_id in self._held.add(node, ready.runs):
             self._end_stale(where, run_id)
-        # who came without its part has lost it
+        # a node that connected without its part has lost it
         self._awaited = (self._awaited | self._held.awaited) - self._channels.keys()
         self._settle_if_all()
 
     def node_said(self, node: str, message: FromAgent, frames: Sequence[bytes] = ()) -> None:
-        """An agent has said something other than its first word."""
+        """Handle a message of an agent other than its first."""
         match message:
             case RunEvent() | PartEnded() | DevicesFree() | RanksGone() | MasterBound():
                 run = self._runs.get(message.run_id)
@@ -178,11 +178,11 @@ class Engine(EngineRuns):
                 run.master_bound(part, message)
 
     def node_lost(self, node: str, why: str) -> None:
-        """A node is dead, or given up: its runs are lost, and what they have on other nodes is ended.
+        """A node is dead or given up: its runs are lost, and their ranks on other nodes are ended.
 
         Args:
-            node: Which; one that is not known is of no account.
-            why: How one knows, as `the node's raylet is dead`; without a full stop.
+            node: The node's id; an unknown one is ignored.
+            why: The evidence, for example `the node's raylet is dead`; without a full stop.
         """
         channel = self._channels.pop(node, None)
         if channel is not None:
@@ -198,7 +198,7 @@ class Engine(EngineRuns):
             self._settle_if_all()
 
     def inventory_changed(self) -> None:
-        """What the nodes have is another than before."""
+        """The nodes' devices or other resources have changed: report the new inventory to the pool service."""
         if not self._settled:
             self._settle_if_all()
             return
@@ -206,18 +206,18 @@ class Engine(EngineRuns):
             self._listener.inventory_taken(inventory)
 
     def inventory(self) -> Inventory | None:
-        """What the nodes have together; None while that is not known."""
+        """The total inventory of the usable nodes; None while it is not known."""
         usable = {node: one for node, one in self._inventories.items() if node not in self._stale}
         return merged_inventory(self._name, usable, self._addresses)
 
     # ------------------------------------------------------------ from the pool service
 
     def start(self, listener: EngineListener) -> None:
-        """Begin to listen to what the nodes say."""
+        """Start to handle messages of the nodes."""
         self._listener = listener
         self._begun = True
         self._patience = self._loop.call_later(self.come_back_s, self._settle)
-        # on the loop: the pool service is not ready yet
+        # deferred: the pool service is not ready yet
         self._loop.call_soon(self._settle_if_all)
 
     def warm(self, order: Warm) -> None:
@@ -230,21 +230,21 @@ class Engine(EngineRuns):
             channel.send(TakeInventory())
 
     def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
-        """A run that waits will need this environment.
+        """Build the environment of a queued run in advance.
 
-        Nothing is built in advance where nobody knows on which nodes the run will be.
+        The default does nothing: the run's nodes are not known yet.
         """
 
     def builds(self, interpreter: Interpreter, environment: Environment) -> bool:
-        """Whether the nodes build this environment; else the kernel's own interpreter is used there."""
+        """Whether the nodes build this environment; otherwise they use the kernel's own interpreter."""
         return needs_build(self._settings, environment)
 
     def adopt(self, run_id: str, numbers: Mapping[int, int]) -> None:
-        """Take a held run over.
+        """Adopt a run that agents hold from an earlier service.
 
         Args:
             run_id: The run.
-            numbers: By part (0 where the run has only one) the number of the newest event that is kept already.
+            numbers: By part (0 if the run has only one), the number of the newest event that is persisted already.
         """
         held = self._held.runs.get(run_id)
         if held is None:
@@ -276,12 +276,12 @@ class Engine(EngineRuns):
             self._settle()
 
     def _settle(self) -> None:
-        """Who is not here by now is lost: give what is held to the pool service."""
+        """Report the held runs to the pool service, and give up nodes that have not reconnected."""
         inventory = self.inventory()
         if self._settled:
             return
         if inventory is None:
-            # its subclass says when it is known
+            # the subclass calls `inventory_changed` when it is known
             self._awaited.clear()
             return
         self._settled = True
@@ -298,7 +298,7 @@ class Engine(EngineRuns):
             self._lost(node, runs, _NOT_BACK)
 
     def _came_back(self, node: str, ready: AgentReady) -> None:
-        """A node is there that was away, or was never here before."""
+        """Resume the parts of a node that has reconnected, or launch those of a new one."""
         held = {one.launch.spec.run_id: one for one in ready.runs}
         missing: list[RunOnNodes] = []
         for run_id, run in list(self._runs.items()):
@@ -316,7 +316,7 @@ class Engine(EngineRuns):
         self._lost(node, missing, _NEW_AGENT)
 
     def _end_stale(self, node: str, run_id: str) -> None:
-        """A node has ranks of a run that goes on without them, or not at all."""
+        """End ranks on a node whose run continues without them or has ended."""
         self._stale.setdefault(node, set()).add(run_id)
         for order in (
             Adopt(run_id=run_id, number=_ALL_EVENTS),

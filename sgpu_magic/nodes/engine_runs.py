@@ -1,4 +1,4 @@
-"""Runs on the nodes of an engine: their leases, their parts, and what the parts say, as one run to the pool service."""
+"""Runs on the nodes of an engine: leases, parts, and the events of the parts merged into one run."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ from sgpu_magic.wire.tracking import TrackedRun
 
 _NO_SESSION = "its session has ended"
 _NOT_STARTED = "it is not started yet: the run's devices are being got"
-# of runs whose ranks are gone; of those that have yet to tell what became of their payload
+# how many finished runs are kept; how many at most if some have not reported their payload's release yet
 _GONE_KEPT, _UNTOLD_KEPT = 200, 2000
 
 
 class EngineRuns:
-    """The runs of an engine, and the orders for them (half an `Engine`).
+    """The runs of an engine and the commands for them (the base class of `Engine`).
 
     Args:
         settings: The pool's settings.
 
     Attributes:
-        far: The nodes do not see the pool's files.
-        come_and_go: Nodes do: those that have runs are written down, and awaited by the next pool service.
+        far: The nodes have no access to the pool's files.
+        come_and_go: The set of nodes changes: the ids of nodes with runs are persisted, and the next pool service
+            waits for them.
     """
 
     far = True
     come_and_go = True
-    # since `start`: nothing is said before
+    # set by `start`; nothing is reported before
     _listener: EngineListener
 
     def __init__(self, settings: Settings) -> None:
@@ -71,21 +72,21 @@ class EngineRuns:
     # ------------------------------------------------------------ leases
 
     def place(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        """Get the devices of a lease that is a proposal; then `start_parts` with what they are, or `refuse_lease`."""
+        """Acquire devices for the proposed lease; then call `start_parts` with the granted lease, or `refuse_lease`."""
         self.start_parts(launch, frames)
 
     def withdraw(self, run_id: str) -> None:
-        """A run that is being placed is not wanted any more: give back what was got, and ask for no more."""
+        """Stop placing a run: release what was acquired for it and drop its requests."""
 
     def lease_free(self, run_id: str, lease: Lease) -> None:
-        """No rank uses the lease any more, and none will."""
+        """Release the devices of a lease that no rank uses any more."""
 
     def start_parts(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        """The run's lease is final: start its ranks on each node, where one is not there yet as soon as it comes.
+        """Start the run's ranks on each node of the granted lease, or as soon as the node connects.
 
         Args:
-            launch: With the lease that it really has.
-            frames: Raw frames.
+            launch: The launch, with the granted lease.
+            frames: Its raw frames.
         """
         spec = launch.spec
         self._placing.pop(spec.run_id, None)
@@ -110,16 +111,22 @@ class EngineRuns:
             self._listener.lease_granted(spec.run_id, launch.lease)
 
     def refuse_lease(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
-        """A run that is being placed can't have its devices now: it goes back to the queue."""
+        """Report that the devices of a run can't be acquired now; the run returns to the queue.
+
+        Args:
+            run_id: The run.
+            uuids: The devices that are unavailable.
+            why: The reason, a sentence.
+        """
         if self._placing.pop(run_id, None) is not None:
             self._listener.lease_refused(run_id, uuids, why)
 
     # ------------------------------------------------------------ from the pool service
 
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        """Take the lease's devices and start the ranks; those of a run in a session are the session's already.
+        """Acquire the lease's devices and start the ranks. A run in a session uses the session's devices.
 
-        The lease is a proposal: answered by `EngineListener.lease_granted` or `lease_refused`.
+        The lease is a proposal: `EngineListener.lease_granted` or `lease_refused` answers it.
         """
         run_id = launch.spec.run_id
         kept = self._leases.get(run_id)
@@ -132,12 +139,12 @@ class EngineRuns:
         self.place(launch, frames)
 
     def events_kept(self, run_id: str, numbers: Mapping[int, int]) -> None:
-        """Events are on disk. `numbers` as in `adopt`."""
+        """Acknowledge events that are persisted. `numbers` as in `Engine.adopt`."""
         if (run := self._runs.get(run_id)) is not None:
             run.events_kept(numbers)
 
     def tracking_known(self, run_id: str, tracked: TrackedRun | None, problem: str) -> None:
-        """Tell a run's ranks its place in MLflow, or that it has none and why."""
+        """Send a run's ranks its MLflow target, or None and the reason."""
         self._order(run_id, TrackingKnown(run_id=run_id, tracked=tracked, problem=problem))
 
     def detach_run(self, run_id: str) -> None:
@@ -157,15 +164,15 @@ class EngineRuns:
                 for part in never:
                     self._part_gone(run, part)
         if launch is not None:
-            # on the loop: who asks is in the middle of its own decision
+            # deferred: the caller is still changing its own state
             self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=reason))
 
     def kill_ranks(self, run_id: str) -> None:
-        """KILL the ranks that `end_run` has not stopped."""
+        """Send SIGKILL to the ranks that `end_run` has not stopped."""
         self._order(run_id, KillRanks(run_id=run_id))
 
     def give_back(self, run_id: str) -> None:
-        """The run, of which `devices_free` was said, needs its devices no more."""
+        """Release the devices of a run for which `devices_free` was reported."""
         self._free_lease(run_id)
 
     def reclaim_payload(self, run_id: str) -> None:
@@ -185,7 +192,7 @@ class EngineRuns:
             self._listener.stacks_taken(request, tuple(RankStack(rank=rank, problem=_NOT_STARTED) for rank in ranks))
 
     def restart_session_ranks(self, request: int, session: str, ranks: tuple[int, ...]) -> None:
-        """Replace ranks of a session by new processes, all of them when `ranks` is empty."""
+        """Replace ranks of a session with new processes; all of them if `ranks` is empty."""
         order = RestartSessionRanks(request=request, session=session, ranks=ranks)
         if not self._order(session, order):
             self._listener.session_ranks_restarted(request, session, _NO_SESSION)
@@ -197,18 +204,18 @@ class EngineRuns:
             self._listener.answered(request, RankAnswer(problem=_NO_SESSION))
 
     def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        """Pass on what a front end says to widgets of a rank."""
+        """Forward a front end's message to the widgets of a rank."""
         run = self._runs.get(message.run_id)
         if run is not None:
             self._send(run.node_of(message.rank), message, frames)
 
     def forward(self, run_id: str, rank: int, message: ToStream, frames: Sequence[bytes]) -> None:
-        """Pass on what a client says of a stream to the node of a run's rank; answered by `forwarded`."""
+        """Forward a client's message of a stream to the node of a run's rank; `forwarded` reports the answers."""
         run = self._runs.get(run_id)
         if run is not None:
             self._send(run.node_of(rank), message, frames)
 
-    # ------------------------------------------------------------ what the parts say
+    # ------------------------------------------------------------ events of the parts
 
     def _happened(self, run: RunOnNodes, part: int, event: RunEvent, frames: Sequence[bytes]) -> None:
         ended = run.joint.ended
@@ -225,7 +232,7 @@ class EngineRuns:
         self._look_if_over(run)
 
     def _lose(self, node: str, runs: Sequence[RunOnNodes], why: str, host: str) -> None:
-        """The node is lost to these runs."""
+        """These runs have lost the node."""
         if not runs:
             return
         for run in runs:
@@ -235,7 +242,7 @@ class EngineRuns:
         self._listener.runs_lost([run.run_id for run in runs], why, host)
         for run in runs:
             run.part_failed(run.nodes.index(node))
-            # those that have finished wait for the others
+            # parts that have finished wait for the others
             run.all_ended()
             self._look_if_over(run)
 
@@ -261,7 +268,7 @@ class EngineRuns:
             self._free_lease(run_id)
         self._listener.ranks_gone(run_id)
         if self._runs.get(run_id) is run and run_id not in self._placing:
-            # else it was started again on its lease
+            # otherwise it was restarted on its lease
             self._free_lease(run_id)
         session = self._runs.get(run.launch.spec.session)
         if run.launch.spec.fresh and (session is None or session.over):
@@ -273,11 +280,11 @@ class EngineRuns:
     def _refuse(self, launch: Launch, message: str) -> None:
         failure = Failure(kind=FailureKind.SESSION, message=message, at=time.time())
         ended = RunEnded(state=RunState.FAILED, failure=failure)
-        # on the loop: who launches is in the middle of its own decision
+        # deferred: the caller is still changing its own state
         self._loop.call_soon(self._end_unstarted, launch, ended)
 
     def _end_unstarted(self, launch: Launch, ended: RunEnded) -> None:
-        """Say the last word of a run that never had ranks."""
+        """Report the end of a run that never had ranks."""
         run_id = launch.spec.run_id
         event = RunEvent(run_id=run_id, number=launch.number + 1, at=time.time(), body=ended)
         self._listener.run_happened(event, ())
@@ -285,13 +292,13 @@ class EngineRuns:
         self._listener.ranks_gone(run_id)
 
     def _free_lease(self, run_id: str) -> None:
-        """No rank of the run is left. A session's lease stays held for the new processes that `--fresh` runs have."""
+        """Release the lease of a run without ranks; a session's only once its `--fresh` runs are over too."""
         beside = (run for run in self._runs.values() if run.launch.spec.session == run_id and run.launch.spec.fresh)
         if run_id in self._leases and all(run.over for run in beside):
             self.lease_free(run_id, self._leases.pop(run_id))
 
     def _order(self, run_id: str, order: ToAgent) -> bool:
-        """Order the same of all parts of a run. False when there is no such run."""
+        """Send a command to all parts of a run. Returns False if the run is unknown or over."""
         run = self._runs.get(run_id)
         if run is None:
             return False
@@ -304,7 +311,7 @@ class EngineRuns:
             channel.send(order, frames)
 
     def _tidy(self) -> None:
-        """Write down which nodes have runs, and forget runs that have long been over."""
+        """Persist which nodes have runs, and forget the oldest finished runs."""
         if self.come_and_go:
             self._busy.write({node for run in self._runs.values() if not run.over for node in run.nodes})
         old = [run for run in self._runs.values() if run.over][:-_GONE_KEPT]
@@ -314,7 +321,7 @@ class EngineRuns:
 
 
 def _checkpoints(launch: Launch) -> tuple[RunFile, ...]:
-    """What earlier attempts have left in the run's directory here for the next one: its nodes have nothing of it."""
+    """The checkpoints of earlier attempts in the run's directory on the pool's disk, to be sent to the nodes."""
     if not launch.attempt:
         return ()
     with contextlib.suppress(OSError):

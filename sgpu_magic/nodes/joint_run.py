@@ -1,9 +1,9 @@
-"""One run of several nodes, joined from what the agent of each node says of its part. No I/O.
+"""One run on several nodes, merged from the events that each node's agent reports of its part. No I/O.
 
-Most events pass through: they name global ranks. Three kinds belong to the whole run and wait until every node has
-said theirs: that the packages are ready, that all ranks are in the group, the last word. What a node says after such an
-event waits with it, so that the numbers of the events that were passed on never go past one that was not: a pool
-service that is started again asks each agent from there.
+Most events pass through: they name global ranks. Three kinds concern the whole run and wait until every node has
+reported its own: packages ready, all ranks in the process group, run ended. Later events of a node wait behind such an
+event, so the number of the newest event passed on never exceeds that of one held back: a restarted pool service asks
+each agent for the events after that number.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from sgpu_magic.wire.rank_events import Resumed, Stalled
 
 Told = tuple[RunEvent, Sequence[bytes]]
 
-# in the order in which they come; who skips one has not waited for it
+# in order of occurrence; a part that skips one (for example, fails early) does not hold up the others
 _READY, _STARTED, _ENDED = range(3)
 
 
 class PartOfRun(msgspec.Struct):
-    """What is known of one node's part.
+    """The state of one node's part.
 
     Args:
-        heard: Number of the newest event that has arrived.
-        passed: Number of the newest event that was passed on, alone or joined.
-        waiting: What has arrived and was not passed on, oldest first.
-        ahead_s: How far the node's clock is ahead of this one's at least; None before its first event.
-        ended: Its last word was joined with the others'.
+        heard: Number of the newest event received.
+        passed: Number of the newest event passed on, alone or merged.
+        waiting: Events received and not passed on yet, oldest first.
+        ahead_s: Lower bound of how far the node's clock is ahead of this one, in seconds; None before its first event.
+        ended: Its `RunEnded` was merged with those of the others.
         released: What became of the payload there.
-        told_end: It has ended, also where its last word waits for its results.
-        free: Its processes are gone, and files of it may still come.
-        gone: Its ranks are gone, and nothing of it is to come.
-        lost: Its node is.
+        told_end: It has ended, even if its `RunEnded` still waits for its results.
+        free: Its processes have exited; files may still arrive.
+        gone: Its ranks have exited, and nothing more will arrive.
+        lost: Its node is lost.
     """
 
     heard: int = 0
@@ -53,28 +53,28 @@ class PartOfRun(msgspec.Struct):
 
     @property
     def is_over(self) -> bool:
-        """No rank of it is left, or can be reached."""
+        """Whether its ranks have exited or can't be reached any more."""
         return self.gone or self.lost
 
 
 class JointRun:
-    """Joins one attempt of a run.
+    """Merges the events of one attempt of a run.
 
     Args:
-        parts: On how many nodes it is.
-        numbers: By part the number of the newest event that the pool has; none for a run that is new.
+        parts: The number of nodes.
+        numbers: By part, the number of the newest event that the pool has persisted; None for a new run.
 
     Attributes:
-        ended: Every part has said its last word, and the run's was passed on.
-        released: What became of the payload was passed on.
-        parts: What is known of each; `told_end` and `free` are for who hears of them to set.
+        ended: Every part has ended, and the run's `RunEnded` was passed on.
+        released: The run's `PayloadReleased` was passed on.
+        parts: The state of each part; the caller sets `told_end` and `free`.
     """
 
     def __init__(self, parts: int, numbers: Mapping[int, int] | None = None) -> None:
         self.parts = [PartOfRun() for _ in range(parts)]
         for index, part in enumerate(self.parts):
             part.heard = part.passed = (numbers or {}).get(index, 0)
-        # of events that nobody is told by themselves, until the next one is passed on
+        # (part, number) of merged events, reported with the next event that is passed on
         self._joined: list[tuple[int, int]] = []
         self._notes: set[str] = set()
         self._stalls = JointStalls(parts)
@@ -82,43 +82,45 @@ class JointRun:
         self.ended = False
 
     def passed(self, index: int) -> int:
-        """Number of the newest event of a part that was passed on: what its agent need not keep any more."""
+        """Number of the newest event of a part that was passed on: its agent need not resend events up to it."""
         return self.parts[index].passed
 
     @property
     def all_ended(self) -> bool:
-        """Every part has ended, also those whose last word is still to come."""
+        """Whether every part has ended, including those whose `RunEnded` is still to come."""
         return all(part.told_end or part.ended or part.is_over for part in self.parts)
 
     @property
     def free(self) -> bool:
-        """No process of it is left anywhere; files of it may still come."""
+        """Whether all its processes have exited on every node; files may still arrive."""
         return all(part.free or part.is_over for part in self.parts)
 
     @property
     def gone(self) -> bool:
-        """Nothing of it is left anywhere."""
+        """Whether its ranks have exited on every node and nothing more will arrive."""
         return all(part.is_over for part in self.parts)
 
     @property
     def lost(self) -> bool:
-        """A node of it was lost: what it ends as is not for its agents to say."""
+        """Whether a node of it was lost; its agents then don't decide how the run ends."""
         return any(part.lost for part in self.parts)
 
     def heard(self, index: int, event: RunEvent, frames: Sequence[bytes], now: float) -> list[Told]:
-        """A node has told an event. Returns what is to be passed on.
+        """Take an event of a node. Returns the events to pass on.
 
         Args:
             index: The node's part.
+            event: The event.
+            frames: Its raw frames.
             now: Wall-clock time here, seconds since the epoch.
         """
         part = self.parts[index]
         if part.lost or event.number <= part.heard:
-            # what a node that was given up sends, or what was sent again after its link was lost
+            # from a node that was given up, or repeated after its link was lost
             return []
         part.heard = event.number
         if len(self.parts) == 1:
-            # nobody else has a word in it
+            # there is nothing to merge with
             part.passed = event.number
             self.ended |= isinstance(event.body, RunEnded)
             self.released |= isinstance(event.body, PayloadReleased)
@@ -129,12 +131,12 @@ class JointRun:
         return self._pass_on()
 
     def part_gone(self, index: int) -> list[Told]:
-        """The ranks of a part are gone: it says nothing more but what became of the payload."""
+        """The ranks of a part have exited: only its `PayloadReleased` may follow. Returns the events to pass on."""
         self.parts[index].gone = True
         return self._pass_on()
 
     def part_lost(self, index: int) -> list[Told]:
-        """The node of a part is gone, or its agent."""
+        """The node of a part, or its agent, is lost. Returns the events to pass on."""
         part = self.parts[index]
         part.lost = True
         part.waiting.clear()
@@ -156,13 +158,13 @@ class JointRun:
             told += joined
 
     def _alone(self, event: RunEvent) -> list[RunEvent]:
-        """What is passed on of an event that waits for no other node's."""
+        """The events to pass on for one that waits for no other node."""
         body: EventBody | None = event.body
         match body:
             case PayloadReleased():
                 body = self._released(event.part, body)
             case Noted(text=text):
-                # what all nodes remark is one remark
+                # the same note from several nodes is shown once
                 body = None if text in self._notes else body
                 self._notes.add(text)
             case Stalled() | Resumed():
@@ -176,7 +178,7 @@ class JointRun:
         return [self._with_joined(event, body)]
 
     def _join(self) -> list[Told] | None:
-        """Pass on what every node has said by now; None while that is nothing."""
+        """Merge the next event that every node has reported; None while there is none."""
         levels: dict[int, int] = {}
         for index, part in enumerate(self.parts):
             if part.waiting:
@@ -197,7 +199,7 @@ class JointRun:
             case 2 if not self.lost:
                 return [self._end(at)]
             case _:
-                # some part did not come so far, or is lost: it was no beginning and no end of the run
+                # a part did not get this far, or is lost: the run has neither started nor ended by this
                 self._joined += [(event.part, event.number) for event, _ in at]
                 return []
 
@@ -220,7 +222,7 @@ class JointRun:
         return self._with_joined(at[-1][0], ended), frames
 
     def _released(self, index: int, body: PayloadReleased) -> PayloadReleased | None:
-        """What is told of the payload when one node more does not read it any more; an adopted one says so again."""
+        """The run's `PayloadReleased`, once every node has released it. An adopted part reports it again."""
         self.parts[index].released = body
         if self.released:
             return None
@@ -230,14 +232,14 @@ class JointRun:
         return join_releases(told) if self.released else None
 
     def _with_joined(self, event: RunEvent, body: EventBody) -> RunEvent:
-        """The event with this body, standing for all that was not told by itself before."""
+        """The event with this body; its `joined` lists the events that were merged since the last one."""
         joined = tuple(pair for pair in self._joined if pair != (event.part, event.number))
         self._joined = []
         return msgspec.structs.replace(event, body=body, joined=joined)
 
 
 def _level(part: PartOfRun) -> int | None:
-    """Which of the joint kinds the oldest waiting event of a part is; None for one that passes alone."""
+    """The level of a part's oldest waiting event; None for one that passes through alone."""
     match part.waiting[0][0].body:
         case EnvironmentMoved(ready=True):
             return _READY
@@ -250,10 +252,10 @@ def _level(part: PartOfRun) -> int | None:
 
 
 class JointStalls:
-    """Of one run.
+    """Merges the stalls of one run: it is stalled when the ranks of every node are.
 
     Args:
-        parts: On how many nodes it is.
+        parts: The number of nodes.
     """
 
     def __init__(self, parts: int) -> None:
@@ -262,10 +264,12 @@ class JointStalls:
         self._told = False
 
     def told(self, part: int, body: Stalled | Resumed, done: Container[int]) -> Stalled | Resumed | None:
-        """A node has said something of its own ranks. Returns what that means for the run, None where nothing.
+        """Take a node's report on its own ranks. Returns the event of the run, None if there is none.
 
         Args:
-            done: Parts whose ranks have finished: the others may wait for them.
+            part: The node's part.
+            body: The report.
+            done: Parts whose ranks have finished; the others may wait for them.
         """
         if isinstance(body, Resumed):
             self._still.pop(part, None)

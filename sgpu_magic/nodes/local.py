@@ -1,4 +1,4 @@
-"""The local engine: one node, which is this machine, with device locks shared with other users' pools; its agent."""
+"""The local engine: this machine as the only node, its agent process, and device locks shared with other pools."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import Interpreter
 from sgpu_magic.wire.states import RunState
 
-# an agent that dies this soon, this often in a row, and has never started a run, will not live the next time either
+# the engine gives up after this many agents in a row that exit within this time without having started a run
 _SHORT_LIFE_S = 5.0
 _SHORT_LIVES = 3
 _CONNECT_S = 1.0
@@ -52,12 +52,12 @@ _END_S = 10.0
 
 
 class LocalEngine(Engine):
-    """Takes an agent over that a killed service left, with its runs; replaces one that dies.
+    """Takes over the agent that a killed service left behind, with its runs; replaces an agent that dies.
 
     Args:
         settings: The pool's settings.
-        agent: Started or found before this engine, so that its zygote imports torch meanwhile.
-        warm: The interpreter that a new agent warms first, None for none.
+        agent: The agent. It is started or found before this engine, so that its zygote imports torch meanwhile.
+        warm: The interpreter that a new agent prewarms, None for none.
     """
 
     far = False
@@ -84,7 +84,7 @@ class LocalEngine(Engine):
 
     def end_run(self, run_id: str, state: RunState, reason: str) -> None:
         if run_id not in self._runs:
-            # it ends in the queue, and what it needs may be being built
+            # the run is still queued, but its environment may be under construction
             self._agent.send(EndRun(run_id=run_id, state=state, reason=reason))
         super().end_run(run_id, state, reason)
 
@@ -97,7 +97,7 @@ class LocalEngine(Engine):
     # ------------------------------------------------------------ devices
 
     def place(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        # the run that had them before may not be over for everybody: its locks are this one's now
+        # devices locked already belong to an earlier run that is being wound up; this run inherits the locks
         uuids = [uuid for uuid in launch.lease.uuids if uuid not in self._locks.held]
         try:
             self._locks.acquire(uuids)
@@ -111,7 +111,7 @@ class LocalEngine(Engine):
         self._locks.release([uuid for uuid in lease.uuids if uuid not in in_use])
 
     def inventory(self) -> Inventory | None:
-        """Mark the devices that another pool holds the lock of."""
+        """The agent's inventory, with devices marked whose locks another pool holds."""
         inventory = self._inventories.get(HERE)
         if inventory is None:
             return None
@@ -132,7 +132,7 @@ class LocalEngine(Engine):
     def _said(self, message: FromAgent, frames: Sequence[bytes]) -> None:
         match message:
             case AgentReady(protocol_version=version) if version != PROTOCOL_VERSION:
-                # left by a service of that version: its runs can't be followed
+                # left by a service of another version: its runs can't be adopted
                 self._agent.end()
                 self._replace_agent()
                 self._listener.nodes_lost("the agent on this machine was of another version of sgpu-magic")
@@ -153,7 +153,7 @@ class LocalEngine(Engine):
         lost = [run for run in self._runs.values() if not run.over]
         for run in lost:
             if not run.launch.spec.in_session:
-                # what left its session, and was nobody's child any more when the agent died
+                # processes that left their session and were orphaned when the agent died
                 run_processes.kill_leftovers(run.run_id, ())
                 ray_place.remove(run.run_id, self._settings)
             run.joint.part_lost(0)
@@ -167,7 +167,7 @@ class LocalEngine(Engine):
             self._listener.broken(f"{why} {_SHORT_LIVES} times in a row, as soon as it was started")
             return
         self._replace_agent()
-        # some are started again on the leases that they have
+        # the listener may restart some runs on the leases that they have
         self._listener.nodes_lost(why)
         for run in lost:
             if self._runs.get(run.run_id, run) is run:
@@ -181,11 +181,11 @@ class LocalEngine(Engine):
 
 
 class _Channel:
-    """To this machine's agent (a `NodeChannel`). The locks of a launch's devices go along.
+    """The channel to this machine's agent (a `NodeChannel`). A launch is sent with the locks of its devices.
 
     Args:
         agent: The agent.
-        locks: Of this pool's devices.
+        locks: The locks of this pool's devices.
     """
 
     node = HERE
@@ -203,7 +203,7 @@ class _Channel:
         self._agent.send(message, frames, descriptors)
 
     def close(self) -> None:
-        """The engine ends the agent."""
+        """Do nothing: the engine ends the agent."""
 
 
 class LocalAgent:
@@ -211,8 +211,8 @@ class LocalAgent:
 
     Args:
         settings: The pool's settings.
-        warm: The interpreter that a new agent warms first, None for none.
-        look: Look for an agent that outlived a killed service.
+        warm: The interpreter that a new agent prewarms, None for none.
+        look: Look for an agent that outlived a killed service first.
     """
 
     def __init__(self, settings: Settings, warm: Warm | None = None, *, look: bool = True) -> None:
@@ -229,7 +229,12 @@ class LocalAgent:
             self._socket, self.pid = found
 
     def listen(self, said: Callable[[FromAgent, Sequence[bytes]], None], lost: Callable[[], None]) -> None:
-        """From now on call back. Needs a running loop."""
+        """Start to deliver messages. Needs a running loop.
+
+        Args:
+            said: Called with each message of the agent and its raw frames.
+            lost: Called when the agent's socket is closed.
+        """
         self._stream = MessageStream[FromAgent](self._socket, codec.from_agent, said, lost)
 
     def send(self, message: Record, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
@@ -237,11 +242,11 @@ class LocalAgent:
             self._stream.send(message, frames, descriptors)
 
     def take_descriptors(self, count: int) -> list[int]:
-        """Return what came along with the message that is being handled."""
+        """Return the file descriptors sent with the message that is being handled."""
         return self._stream.take_descriptors(count) if self._stream is not None else []
 
     def end(self) -> None:
-        """Tell it to end its ranks and itself, and wait for it."""
+        """Tell the agent to end its ranks and itself, and wait for its exit."""
         watch = _watch(self.pid)
         if self._stream is not None:
             self._stream.send(EndAgent())
@@ -258,12 +263,12 @@ class LocalAgent:
             os.close(watch)
 
     def clean_up_after(self) -> None:
-        """It died: kill and reap what it left below this process."""
+        """Kill and reap the processes that an agent left below this one when it died."""
         if self._child is not None:
             processes.kill_descendants()
-            # reaped with the rest; without this its end is reported as lost
+            # it was reaped with the rest; `poll` keeps subprocess from reporting a lost child
             self._child.poll()
-            # what was below it is dead, and so are its runs
+            # its descendants are dead, and so are its runs
             ray_place.sweep(self._settings, ())
 
 
@@ -274,7 +279,7 @@ def _find(settings: Settings) -> tuple[socket.socket, int] | None:
     try:
         connection.connect(str(path))
     except OSError:
-        # nobody listens there any more
+        # no process listens there any more
         connection.close()
         path.unlink(missing_ok=True)
         return None
@@ -283,12 +288,12 @@ def _find(settings: Settings) -> tuple[socket.socket, int] | None:
 
 
 def _start(settings: Settings) -> child_process.Started:
-    # an address in its settings may have a password
+    # settings are not passed as arguments: an address in them may contain a password
     return child_process.start([sys.executable, "-m", "sgpu_magic.agent"], order=msgspec.json.encode(settings))
 
 
 def _watch(pid: int) -> int:
-    """A descriptor that is readable once the process has ended, -1 where there is none."""
+    """A descriptor that becomes readable when the process exits, -1 if there is none."""
     if pid and hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):
             return os.pidfd_open(pid)

@@ -1,4 +1,4 @@
-"""What the nodes of a run, or of a pool, say, merged: beginnings, ends, stacks, inventories. No I/O."""
+"""Merges the reports of several nodes of a run or a pool: starts, ends, stacks, inventories. No I/O."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.states import RunState
 
-# who waited longest says how the ranks came
+# slowest first: the slowest start of any node counts for the run
 _WARMTH = ("cold", "zygote", "standby", "session")
-# what it was stopped as counts before how single nodes ended
+# how the run was stopped takes precedence over how single nodes ended
 _RANKING = (RunState.TIMED_OUT, RunState.CANCELLED, RunState.FAILED, RunState.SUCCEEDED)
 
 
@@ -22,9 +22,9 @@ class PartEnd(msgspec.Struct, frozen=True):
     """How one node's part ended.
 
     Args:
-        ended: Its last word.
-        frames: The raw frames beside it.
-        ahead_s: How far its clock is ahead of this one's.
+        ended: Its final event.
+        frames: The event's raw frames.
+        ahead_s: How far the node's clock is ahead of this one, in seconds.
     """
 
     ended: RunEnded
@@ -33,23 +33,23 @@ class PartEnd(msgspec.Struct, frozen=True):
 
 
 def join_starts(starts: Sequence[RanksStarted]) -> RanksStarted:
-    """Join what the nodes say when their ranks are in the group, in order of the parts."""
+    """Merge the nodes' start events, in the order of the parts."""
     known = [start.warm for start in starts if start.warm in _WARMTH]
     warm = min(known, key=_WARMTH.index) if known else starts[0].warm
     return RanksStarted(pids=tuple(pid for start in starts for pid in start.pids), warm=warm)
 
 
 def join_releases(releases: Sequence[PayloadReleased]) -> PayloadReleased:
-    """Join what became of the payload on the nodes: it is kept if it is anywhere."""
+    """Merge the nodes' payload releases: the payload is kept if any node keeps it."""
     kept = any(release.kept for release in releases)
     reason = "" if kept else next((release.reason for release in releases if release.reason), "")
     return PayloadReleased(kept=kept, reason=reason)
 
 
 def join_ends(parts: Sequence[PartEnd]) -> tuple[RunEnded, tuple[bytes, ...]]:
-    """Join the last words of the nodes, in order of the parts. Returns the run's, and the frames beside it.
+    """Merge the nodes' final events, in the order of the parts. Returns the run's final event and its frames.
 
-    The root cause is found over all nodes, by their clocks as far as those are known to be wrong.
+    The root cause is searched over all nodes; failure times are corrected by the known clock offsets.
     """
     ends = [part.ended for part in parts]
     state = min((end.state for end in ends), key=_RANKING.index)
@@ -79,7 +79,7 @@ def join_ends(parts: Sequence[PartEnd]) -> tuple[RunEnded, tuple[bytes, ...]]:
 
 
 def _blame(parts: Sequence[PartEnd]) -> tuple[Failure | None, tuple[Failure, ...], tuple[bytes, ...]]:
-    """Return the culprit, the others, and the culprit's packed exception where there is one."""
+    """Return the root cause, the other failures, and the root cause's packed exception if there is one."""
     told: list[Failure] = []
     own: dict[int, tuple[Failure, Sequence[bytes]]] = {}
     for part in parts:
@@ -92,7 +92,7 @@ def _blame(parts: Sequence[PartEnd]) -> tuple[Failure | None, tuple[Failure, ...
     if blamed is None:
         return None, (), ()
     failure, frames = own[id(blamed[0])]
-    # only the culprit's exception travels
+    # only the root cause's exception is sent
     others = tuple(msgspec.structs.replace(own[id(other)][0], exception=None) for other in blamed[1])
     return failure, others, tuple(frames[:1]) if failure.exception is not None and failure.rank is not None else ()
 
@@ -104,29 +104,29 @@ class _Asked(msgspec.Struct):
 
 
 class JointStacks:
-    """The requests for stacks that are under way, by number."""
+    """The pending requests for stacks, by number."""
 
     def __init__(self) -> None:
         self._asked: dict[int, _Asked] = {}
 
     def ask(self, request: int, run_id: str, parts: Iterable[int]) -> None:
-        """These parts of the run are asked."""
+        """Record a request to these parts of the run."""
         self._asked[request] = _Asked(run_id, set(parts))
 
     def taken(self, request: int, part: int, stacks: tuple[RankStack, ...]) -> tuple[RankStack, ...] | None:
-        """A part has answered. Returns the stacks of all ranks, None while others are awaited."""
+        """Take the answer of a part. Returns the stacks of all ranks, None while other parts have not answered."""
         if request not in self._asked:
             return None
         self._asked[request].stacks += stacks
         return self._without(request, part)
 
     def part_silent(self, run_id: str, part: int) -> list[tuple[int, tuple[RankStack, ...]]]:
-        """A part answers nothing any more. Returns the requests that this completes."""
+        """A part will not answer any more. Returns the requests that this completes, with their stacks."""
         waits = [request for request, asked in self._asked.items() if asked.run_id == run_id and part in asked.silent]
         return [(request, stacks) for request in waits if (stacks := self._without(request, part)) is not None]
 
     def _without(self, request: int, part: int) -> tuple[RankStack, ...] | None:
-        """Nothing more is to come from a part. Returns the stacks when that was the last."""
+        """Stop waiting for a part. Returns the stacks if it was the last one."""
         asked = self._asked[request]
         asked.silent.discard(part)
         if asked.silent:
@@ -136,7 +136,7 @@ class JointStacks:
 
 
 def inventory_with(host: str, nodes: Sequence[Node], devices: Iterable[Device], problem: str) -> Inventory:
-    """Return what the nodes have together: their devices, and the sums of the rest."""
+    """Return the total inventory of the nodes: their devices, and the sums of CPU slots and cores."""
     return Inventory(
         host=host,
         devices=tuple(devices),
@@ -149,12 +149,12 @@ def inventory_with(host: str, nodes: Sequence[Node], devices: Iterable[Device], 
 
 
 def merged_inventory(host: str, inventories: Mapping[str, Inventory], addresses: Mapping[str, str]) -> Inventory:
-    """Join the inventories that the nodes' agents have told.
+    """Merge the inventories that the nodes' agents have reported.
 
     Args:
-        host: What the whole is called.
-        inventories: By node id.
-        addresses: By node id, where other nodes reach it.
+        host: The name of the whole.
+        inventories: Inventories by node id.
+        addresses: By node id, the address at which other nodes reach it.
     """
     nodes = [
         Node(
@@ -168,7 +168,7 @@ def merged_inventory(host: str, inventories: Mapping[str, Inventory], addresses:
         )
         for node, inventory in inventories.items()
     ]
-    # simulated devices are named alike on every node
+    # simulated devices have the same UUIDs on every node
     devices = (
         msgspec.structs.replace(device, node=node, uuid=f"{device.uuid}@{node}" if device.simulated else device.uuid)
         for node, inventory in inventories.items()

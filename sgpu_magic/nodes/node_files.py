@@ -1,7 +1,6 @@
-"""What nodes of other machines ask of the pool's disk: parts of blobs, and that it keeps files of their runs.
+"""File access for nodes on other machines: they read blobs and run files, and store files of their runs.
 
-A log that a run's earlier attempt has begun on another node goes on behind what is there; any other file appears when
-it is whole.
+A log that an earlier attempt of a run began on another node is appended to; any other file appears once it is complete.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from sgpu_magic.wire.record import is_valid_id
 
 Answer = Callable[[NodeFileReply, Sequence[bytes]], None]
 
-# where each node's part of a log begins
+# the file that holds the offset of each node's part of a log
 _SOURCES = ".log-sources"
 
 
 class _Begins(msgspec.Struct):
-    """By log, and by what stands for a node's own file, where that begins in the pool's."""
+    """By log and by source (a node's own file), the offset at which that begins in the pool's file."""
 
     at: dict[str, dict[str, int]] = {}
 
 
 class NodeFiles:
-    """Reads and writes in a thread of its own, in the order in which it was asked for. Used in the loop's thread.
+    """Serves reads and writes in a separate thread, in the order of the requests. Use it from the loop's thread.
 
     Args:
-        settings: Where blobs and runs are.
+        settings: The pool's settings, which name the directories of blobs and runs.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -54,12 +53,12 @@ class NodeFiles:
         self._thread = FileThread("sgpu-node-files")
 
     def said(self, message: NodeFileRequest, frames: Sequence[bytes], answer: Answer) -> None:
-        """Do what a node asks for.
+        """Handle a node's request.
 
         Args:
-            message: What it said.
+            message: The request.
             frames: Its raw frames.
-            answer: Sends to that node.
+            answer: Sends a reply to that node.
         """
         match message:
             case FetchBlob(request=request):
@@ -83,7 +82,7 @@ class NodeFiles:
                 )
 
     def close(self) -> None:
-        """Finish what was asked for."""
+        """Finish pending requests and stop the thread."""
         self._thread.close()
 
     # ------------------------------------------------------------ in the thread
@@ -131,7 +130,7 @@ def _finish(directory: Path, message: StoreRunFile, path: str, temporary: str) -
     try:
         descriptor = open_below(directory, path)
     except FileNotFoundError:
-        # said once more after a broken link
+        # repeated after a broken link; the file was completed before
         return
     try:
         whole = os.fstat(descriptor).st_size == message.size
@@ -145,7 +144,7 @@ def _finish(directory: Path, message: StoreRunFile, path: str, temporary: str) -
 
 
 def _begin_of(directory: Path, message: StoreRunFile) -> int:
-    """Where a node's own log begins in the pool's."""
+    """The offset at which a node's own log begins in the pool's."""
     try:
         begins = msgspec.json.decode((directory / _SOURCES).read_bytes(), type=_Begins)
     except (OSError, msgspec.DecodeError):

@@ -1,7 +1,7 @@
-"""One attempt of a run on the nodes of its lease: what each is ordered, and ordered again after a lost link.
+"""One attempt of a run on the nodes of its lease: the commands to each node, repeated after a lost link.
 
-Which nodes have runs is written down: a pool service that is started again waits for them, and for what their agents
-hold of each run, before it judges one.
+The ids of nodes with runs are persisted: a restarted pool service waits for these nodes, and for what their agents
+hold of each run, before it decides about any run.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from sgpu_magic.wire.rank_events import RankFailed
 from sgpu_magic.wire.states import RunState
 
 HERE = ""
-"""The node of a pool of one machine, whose devices and leases name none."""
+"""The node id in a pool of one machine, where devices and leases name no node."""
 
-# seconds for which what looks like the loss of a peer waits for its cause on another node
+# a failure that looks like the loss of a peer waits this long for its cause on another node
 _PATIENCE_WITH_VICTIM_S = 0.25
 
 Send = Callable[[str, ToAgent, Sequence[bytes]], None]
-# what a node that was out of reach may have missed, and may be told twice
+# commands that are repeated to a node after it was unreachable; all are idempotent
 _STANDING = (MasterKnown, DetachRun, EndRun, PeerFailed, PartsOver, KillRanks, ReclaimPayload, ResultsReceived)
 
 
 class RunOnNodes:
-    """Orders one attempt.
+    """Sends the commands of one attempt.
 
     Args:
-        launch: The whole of it, on the lease that it really has.
-        nodes: Of each part.
-        send: Sends to a node, if it is there.
-        numbers: As of `JointRun`.
+        launch: The launch of all ranks, on the lease that was granted.
+        nodes: The node of each part.
+        send: Sends to a node if it is connected.
+        numbers: As in `JointRun`.
 
     Attributes:
-        joint: What its nodes say, joined.
-        over: Its ranks are gone everywhere, or it never had any.
+        joint: The merged events of its nodes.
+        over: All its ranks have exited, or it never had any.
     """
 
     def __init__(
@@ -73,33 +73,33 @@ class RunOnNodes:
         self.over = False
         self._standing: list[ToAgent] = []
         self._unstarted: set[int] = set()
-        # launched, and nothing has come from there: the order may have been lost with a link
+        # launched, but nothing was received from there: the command may have been lost with a link
         self._silent: set[int] = set()
         self._ready: dict[int, MasterBound] = {}
         self._frames: Sequence[bytes] = ()
 
     @property
     def parts(self) -> dict[int, str]:
-        """The node of each part that has ranks, or may have some."""
+        """The node of each part that has, or may have, ranks."""
         return {index: node for index, node in enumerate(self.nodes) if not self.joint.parts[index].is_over}
 
     def part_on(self, node: str) -> int | None:
-        """Which part is on a node, None when none is."""
+        """The part on a node, None if there is none."""
         return self.nodes.index(node) if node in self.nodes else None
 
     def node_of(self, rank: int) -> str:
-        """The node of a rank; the first where there is no such rank."""
+        """The node of a rank; the first node if there is no such rank."""
         nodes = [share.node for share in self.launch.lease.shares for _ in range(share.ranks)]
         return nodes[rank] if rank < len(nodes) else self.nodes[0]
 
     # ------------------------------------------------------------ orders
 
     def start(self, frames: Sequence[bytes], there: Callable[[str], bool]) -> None:
-        """Launch every part; those whose nodes are not there yet when they come.
+        """Launch every part, on nodes that are not connected yet as soon as they connect.
 
         Args:
             frames: Raw frames of the launch.
-            there: Whether a node is.
+            there: Whether a node is connected.
         """
         self._frames = frames
         self._unstarted = set(range(len(self.nodes)))
@@ -108,7 +108,7 @@ class RunOnNodes:
                 self.node_came(node)
 
     def node_came(self, node: str) -> bool:
-        """Launch the part of a node that was awaited, or does not know of it. False when it has said something."""
+        """Launch the part of a node that has just connected. Returns False if it has sent messages of it already."""
         index = self.nodes.index(node)
         if index not in self._unstarted | self._silent:
             return False
@@ -120,18 +120,18 @@ class RunOnNodes:
         return True
 
     def was_heard(self, index: int) -> None:
-        """The part was launched: its node has said something of it."""
+        """Record that the part was launched: its node has sent a message of it."""
         self._silent.discard(index)
         if not (self._unstarted or self._silent):
             self._frames = ()
 
     def drop_unstarted(self) -> list[int]:
-        """Launch no part any more whose node has not come yet. Returns those parts."""
+        """Cancel the launch of parts whose nodes have not connected yet. Returns these parts."""
         dropped, self._unstarted = sorted(self._unstarted), set[int]()
         return dropped
 
     def order(self, order: ToAgent) -> None:
-        """Order the same of every part."""
+        """Send a command to every part that has been started."""
         if isinstance(order, _STANDING) and order not in self._standing:
             self._standing.append(order)
         for index, node in enumerate(self.nodes):
@@ -139,7 +139,7 @@ class RunOnNodes:
                 self._send(node, order, ())
 
     def adopt(self, index: int) -> None:
-        """Go on with a part whose agent has come back, or has come to a new pool service."""
+        """Resume a part whose agent has reconnected, or has connected to a new pool service."""
         self.was_heard(index)
         node = self.nodes[index]
         self._send(node, Adopt(run_id=self.run_id, number=self.joint.passed(index)), ())
@@ -147,17 +147,17 @@ class RunOnNodes:
             self._send(node, order, ())
 
     def events_kept(self, numbers: Mapping[int, int]) -> None:
-        """The pool has these events on disk, those that they were joined of included."""
+        """Tell the nodes that the pool has persisted these events, including those that were merged into them."""
         for index, node in enumerate(self.nodes):
             self._send(node, EventsKept(run_id=self.run_id, number=numbers.get(index, 0)), ())
 
     def take_stacks(self, request: int) -> None:
-        """Ask the parts that have ranks."""
+        """Request the stacks of the parts that have ranks."""
         for node in self.parts.values():
             self._send(node, TakeStacks(request=request, run_id=self.run_id), ())
 
     def master_bound(self, index: int, bound: MasterBound) -> None:
-        """The ranks of a part are ready to meet the others. Once all are, tell them where."""
+        """The ranks of a part are ready for rendezvous. Once all parts are, send them the master's address."""
         self.was_heard(index)
         self._ready[index] = bound
         if len(self._ready) == len(self.nodes):
@@ -167,25 +167,25 @@ class RunOnNodes:
                 self.order(known)
 
     def tell_others(self, index: int, body: EventBody) -> None:
-        """What a part has said may end the others."""
+        """End the other parts if an event of one part requires it."""
         if len(self.nodes) == 1:
             return
         if isinstance(body, RankFailed) or (isinstance(body, RunEnded) and body.state is RunState.FAILED):
             if body.failure is not None and body.failure.is_consequence:
-                # who is told of it now would be taken for a victim, and may be the cause that is still on its way
+                # another part may be the cause, with its event still in transit; stopping it now would hide that
                 asyncio.get_running_loop().call_later(_PATIENCE_WITH_VICTIM_S, self.part_failed, index)
             else:
                 self.part_failed(index)
         elif isinstance(body, RunEnded) and body.state in (RunState.CANCELLED, RunState.TIMED_OUT):
-            # by its own agent, as when nobody wants the run any more
+            # ended by its own agent, for example because no client wants the run any more
             self._order_others(index, EndRun(run_id=self.run_id, state=body.state, reason=body.reason))
 
     def part_failed(self, index: int) -> None:
-        """A rank of this part has failed, or its node is lost: free those on the others."""
+        """A rank of this part failed, or its node is lost: release the ranks of the other parts."""
         self._order_others(index, PeerFailed(run_id=self.run_id))
 
     def _order_others(self, index: int, order: PeerFailed | EndRun) -> None:
-        """Order this once of the parts that have ranks, but for one."""
+        """Send the command once, to all parts with ranks except one."""
         if not any(isinstance(standing, type(order)) for standing in self._standing):
             self._standing.append(order)
             for other, node in self.parts.items():
@@ -193,19 +193,19 @@ class RunOnNodes:
                     self._send(node, order, ())
 
     def part_ended(self, index: int) -> None:
-        """A part has ended, and says its last word when its results are here."""
+        """A part has ended; its `RunEnded` follows once its results have been transferred."""
         self.joint.parts[index].told_end = True
         if self.joint.all_ended:
             self.all_ended()
 
     def all_ended(self) -> None:
-        """Every part has ended: its ranks may leave. Those of a single one need not be told."""
+        """Every part has ended: let the ranks exit. Those of a single part need no command."""
         if len(self.nodes) > 1:
             self.order(PartsOver(run_id=self.run_id))
 
 
 def part_of(launch: Launch, index: int) -> Launch:
-    """The launch of one part; the whole where there is only one."""
+    """The launch of one part; the whole launch if there is only one."""
     shares = launch.lease.shares
     if len(shares) < 2:
         return launch
@@ -221,19 +221,19 @@ def part_of(launch: Launch, index: int) -> Launch:
 
 
 def nodes_of(lease: Lease) -> tuple[str, ...]:
-    """The nodes of a lease, in order of the parts; `HERE` in a pool of one machine."""
+    """The nodes of a lease in the order of its parts; `HERE` in a pool of one machine."""
     return tuple(share.node for share in lease.shares) or (HERE,)
 
 
-# ---------------------------------------------------------------- when a pool service begins
+# ---------------------------------------------------------------- when a pool service starts
 
 
 class HeldRunParts(msgspec.Struct):
-    """A run that agents of an earlier service hold.
+    """A run of an earlier service that agents still hold.
 
     Args:
-        nodes: Of each part of its lease.
-        parts: What is held of it, by part.
+        nodes: The node of each part of its lease.
+        parts: What the agents hold of it, by part.
     """
 
     nodes: tuple[str, ...]
@@ -245,12 +245,12 @@ class HeldRunParts(msgspec.Struct):
 
     @property
     def missing(self) -> set[str]:
-        """Nodes whose part nobody has shown."""
+        """The nodes whose parts no agent has reported."""
         return {node for index, node in enumerate(self.nodes) if index not in self.parts}
 
     @property
     def whole(self) -> HeldRun:
-        """As one agent would hold it."""
+        """The run as a single agent would hold it."""
         held = list(self.parts.values())
         going = [one.state for one in held if not one.state.is_final]
         first = held[0]
@@ -265,15 +265,15 @@ class HeldRunParts(msgspec.Struct):
 
 
 class HeldParts:
-    """What the nodes that have come hold, until the pool takes it over."""
+    """Runs that the connected nodes hold, until the pool adopts them."""
 
     def __init__(self) -> None:
         self.runs: dict[str, HeldRunParts] = {}
 
     def add(self, node: str, held: Iterable[HeldRun]) -> list[tuple[str, str]]:
-        """A node holds these. Returns (node, run) where there is only a part of an attempt that is over."""
+        """Add the runs that a node holds. Returns (node, run id) of each part that belongs to an outdated attempt."""
         stale: list[tuple[str, str]] = []
-        # sessions first: what runs in them has their nodes
+        # sessions first: runs in a session have its nodes
         for one in sorted(held, key=lambda one: bool(one.launch.spec.session)):
             spec = one.launch.spec
             run_id = spec.run_id
@@ -290,11 +290,11 @@ class HeldParts:
 
     @property
     def awaited(self) -> set[str]:
-        """Nodes that must have more of these runs."""
+        """Nodes that must have further parts of these runs."""
         return {node for run in self.runs.values() for node in run.missing}
 
     def node_lost(self, node: str) -> None:
-        """A node that had come is gone again."""
+        """Drop the parts of a node that was lost after it had connected."""
         for run_id, run in list(self.runs.items()):
             for index, own in enumerate(run.nodes):
                 if own == node:
@@ -304,13 +304,13 @@ class HeldParts:
 
 
 class BusyNodes:
-    """A file of node ids.
+    """The ids of nodes with runs, kept in a file.
 
     Args:
-        path: The file; its directory is there.
+        path: The file; its directory must exist.
 
     Attributes:
-        known: As last written, by this service or the one before.
+        known: The ids as last written, by this service or the one before.
     """
 
     def __init__(self, path: Path) -> None:
@@ -320,7 +320,7 @@ class BusyNodes:
             self.known = frozenset(msgspec.json.decode(path.read_bytes(), type=list[str]))
 
     def write(self, nodes: Iterable[str]) -> None:
-        """Write down which have runs now. A full disk is of no account: nodes that come by themselves are heard."""
+        """Write the ids of nodes that have runs now. Write errors are ignored: agents also reconnect by themselves."""
         new = frozenset(nodes)
         if new != self.known:
             self.known = new

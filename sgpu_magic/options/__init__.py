@@ -1,10 +1,10 @@
-"""Every option of a run or session once: its name, how it is read, its sentence of help, and where it may stand.
+"""The options of runs and sessions, each defined once: name, reader, help text, and the interfaces that have it.
 
-table          the options, and from what was written to what is asked for
-values         values as people write them: durations, memory, ranks, names, amounts
-asked          what cells, calls and sessions ask for
-defaults       what `sgpu run` gives the runs of its notebook
-argparse_form  the lines of magics and the `sgpu` command; `%%distributed` and its like
+table          the table of options, and parsing into records
+values         parsers of values: durations, memory, ranks, names, amounts
+asked          records of what cells, calls and sessions request
+defaults       defaults that `sgpu run` sets for the runs of its notebook
+argparse_form  command lines: the magics and the `sgpu` command
 python_form    `@distributed`, `map` and `connect`
-job_form       `job.yaml`, `job.json`, `job.toml`, and what the line of `sgpu run` changes of them
+job_form       `job.yaml`, `job.json` and `job.toml`, and how options of `sgpu run` override them
 """

@@ -1,4 +1,4 @@
-"""Options on a line: of a magic, whose errors are usage errors, and of the `sgpu` command."""
+"""Options on command lines: of magics, whose errors are `UsageError`s, and of the `sgpu` command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 RAY = "%%ray_launch"
 NO_SESSION = "none"
-"""`--session none`: outside of every session."""
+"""`--session none`: run outside of any session."""
 
 _IN_CELL = "In the cell: rank, local_rank, world_size, device; the process group is initialised.\n"
 _IN_DRIVER = "In the cell: RAY_ADDRESS is set; the cluster has the lease's GPUs.\n"
@@ -38,7 +38,7 @@ _ABOUT = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A magic's options; its help is the magic's help."""
+    """The argument parser of a magic; errors raise `UsageError`."""
 
     def __init__(self, prog: str, description: str = "", epilog: str = "") -> None:
         super().__init__(
@@ -57,10 +57,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="store_true", help="show this")
 
     def read(self, line: str) -> argparse.Namespace:
-        """Read the magic's line.
+        """Parse the magic's line.
 
         Raises:
-            UsageError: An option is unknown or its value means nothing.
+            UsageError: An option is unknown, or its value is invalid.
         """
         try:
             words = shlex.split(line, comments=True)
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args(words)
 
     def asked(self, line: str) -> argparse.Namespace | None:
-        """Read the magic's line as `read` does; None when it asks for help, which is printed."""
+        """As `read`; if the line asks for help, print it and return None."""
         found = self.read(line)
         if not found.help:
             return found
@@ -78,18 +78,18 @@ class Parser(argparse.ArgumentParser):
 
 
 LINE_PARSERS: dict[str, Callable[[], Parser]] = {}
-"""Of the line magics that `takes` stands before, by their names."""
+"""Parsers of the line magics decorated with `takes`, by name."""
 
 
 def takes(
     about: str, add: Callable[[Parser], object], epilog: str = ""
 ) -> Callable[[Callable[[Any, argparse.Namespace], T]], Callable[..., T | None]]:
-    """Give a line magic's method the values of its line. A line that asks for help gets it, and nothing else happens.
+    """Decorate a line magic's method to take the parsed values of its line. `-h` prints the help instead.
 
     Args:
-        about: What the magic does, for its help.
-        add: Adds its options.
-        epilog: What stands below them.
+        about: Description of the magic for its help.
+        add: Adds the magic's arguments to its parser.
+        epilog: Text below the options.
     """
 
     def decorate(method: Callable[[Any, argparse.Namespace], T]) -> Callable[..., T | None]:
@@ -111,12 +111,12 @@ def takes(
 
 
 def add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
-    """Add one of the table's options.
+    """Add an option of the table to a parser.
 
     Args:
-        parser: The line's.
-        name: The option's.
-        own: argparse's arguments that are others on this line.
+        parser: The parser.
+        name: The option's name.
+        own: Keyword arguments of `add_argument` that replace the table's.
     """
     option = OPTIONS[name]
     parser.add_argument(*filter(None, [option.short]), f"--{name}", **option.arguments() | own)
@@ -125,7 +125,7 @@ def add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
 def add_options(
     parser: argparse.ArgumentParser, names: Iterable[str], own: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
-    """Add several; `own` has by option what `add_option` takes."""
+    """Add several options; `own` has keyword arguments for `add_option` by name."""
     for name in names:
         add_option(parser, name, **(own or {}).get(name, {}))
 
@@ -133,15 +133,15 @@ def add_options(
 def fields(
     found: argparse.Namespace, names: Iterable[str], readers: Mapping[str, Reader] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of one of `asked`'s records.
+    """Convert parsed options to the fields of a record of `asked`.
 
     Args:
-        found: A line's values.
-        names: The options that it may have.
-        readers: In place of the table's.
+        found: The parsed line.
+        names: The options to convert.
+        readers: Readers that replace those of the table, by option.
 
     Raises:
-        UsageError: A value means nothing.
+        UsageError: A value is invalid.
     """
     given = {name: getattr(found, name.replace("-", "_")) for name in names}
     return table.read(given, lambda name: f"--{name}", readers or {})
@@ -166,14 +166,14 @@ def parser(prog: str = "%%distributed") -> Parser:
 
 
 def parse(line: str, prog: str = "%%distributed") -> CellOptions | None:
-    """Read the magic's line; None when it asks for help.
+    """Parse the line of a magic that runs a cell; None if it asks for help.
 
     Args:
-        line: What stands behind it.
+        line: The text after the magic's name.
         prog: `%%distributed`, `%%rank` or `%%ray_launch`.
 
     Raises:
-        UsageError: An option is unknown or its value means nothing.
+        UsageError: An option is unknown, or its value is invalid.
     """
     found = parser(prog).read(_ranks_in_one_word(line) if prog == "%%rank" else line)
     if found.help:
@@ -203,10 +203,10 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions | None:
 
 
 def _check_for_ray(found: argparse.Namespace) -> None:
-    """Say of what `%%ray_launch` does not take why it does not, and fill in what it means instead.
+    """Reject options that `%%ray_launch` does not support, with the reason.
 
     Raises:
-        UsageError: It was asked for.
+        UsageError: Such an option was given.
     """
     for name in OF_RANKS_THAT_STAY:
         if getattr(found, name) is not None:
@@ -223,7 +223,7 @@ def _check_for_ray(found: argparse.Namespace) -> None:
 
 
 def _ranks_in_one_word(line: str) -> str:
-    """People write `0, 2`: ranks are one word."""
+    """Remove spaces from a leading list of ranks such as `0, 2`."""
     found = _FIRST_WORD.match(line)
     return re.sub(r"\s", "", found[1]) + found[2] if found is not None else line
 
@@ -232,7 +232,7 @@ def _ranks_in_one_word(line: str) -> str:
 
 
 def add_session(made: Parser) -> None:
-    """Add the options of `%sgpu_connect`."""
+    """Add the options of `%sgpu_connect` to a parser."""
     own = {
         "name": {"metavar": "S", "default": "main", "help": "the session's name (default: main)"},
         "wait": {"help": "longest time in the queue, 0: now or fail (default: as long as it takes)"},
@@ -243,10 +243,10 @@ def add_session(made: Parser) -> None:
 
 
 def read_session(found: argparse.Namespace) -> SessionOptions:
-    """Read them.
+    """Convert the parsed options of `%sgpu_connect`.
 
     Raises:
-        UsageError: A value means nothing.
+        UsageError: A value is invalid.
     """
     if _SESSION_NAME.fullmatch(found.name) is None or found.name == NO_SESSION:
         raise UsageError(f"--name {found.name!r}: a session's name begins with a letter and has no space in it.")
@@ -258,7 +258,7 @@ def read_session(found: argparse.Namespace) -> SessionOptions:
 
 
 def add_replay(made: argparse.ArgumentParser, own: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Add what a replay may differ in; `own` as in `add_options`."""
+    """Add the options of a replay to a parser; `own` as in `add_options`."""
     differs: dict[str, Mapping[str, Any]] = {
         "gpus": {"help": "ranks (default: as many as it had)"},
         "type": {"help": "a10, h100, ..., cpu, any (default: what it asked for)"},
@@ -269,14 +269,14 @@ def add_replay(made: argparse.ArgumentParser, own: Mapping[str, Mapping[str, Any
 
 
 def read_replay(found: argparse.Namespace, ui: str, **readers: Reader) -> ReplayOptions:
-    """Read it.
+    """Convert the parsed options of a replay.
 
     Args:
-        found: A line's values.
+        found: The parsed line.
         ui: How the run is shown.
-        readers: By option, in place of the table's.
+        readers: Readers that replace those of the table, by option.
 
     Raises:
-        UsageError: A value means nothing.
+        UsageError: A value is invalid.
     """
     return ReplayOptions(**fields(found, table.REPLAY, {"timeout": values.duration_s, **readers}), ui=ui)

@@ -1,4 +1,4 @@
-"""What cells, calls and sessions ask for, checked and in the protocol's words."""
+"""What cells, calls and sessions request: parsed and checked options in the protocol's terms."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from sgpu_magic.runs.sessions import Session
 
 DEFAULT_NAME = "main"
-"""The session's that is given none."""
+"""Default name of a session."""
 
 
 class Devices(msgspec.Struct, frozen=True):
-    """What a run asks for of devices.
+    """The devices that a run requests.
 
     Args:
-        ranks: None when left out.
-        device_type: Canonical; None when left out.
-        min_memory_bytes: Of each device; 0 when it does not matter.
-        nodes: Nodes that the ranks are spread over evenly; 0 leaves it to the pool.
-        strategy: `pack`, `strict_pack` or `spread`; "" when left out, which is `pack`.
-        allow_busy: Also devices that others use.
+        ranks: Number of ranks; None if not given.
+        device_type: Canonical device type; None if not given.
+        min_memory_bytes: Least memory of each device in bytes; 0 for any.
+        nodes: Number of nodes to spread the ranks over evenly; 0 leaves it to the pool.
+        strategy: `pack`, `strict_pack` or `spread`; "" if not given, which means `pack`.
+        allow_busy: Also take devices that other programs use.
     """
 
     ranks: int | None = None
@@ -39,15 +39,15 @@ class Devices(msgspec.Struct, frozen=True):
 
 
 class Wishes(msgspec.Struct, frozen=True):
-    """What the user asked for about packages, tracking and what goes along.
+    """Options for packages, tracking and uploads.
 
     Args:
-        env_version: `--env-version`: a base environment's, a saved one's or a file's name; `none` is the notebook's own
-            packages; "" is the default, the same as `none`.
+        env_version: `--env-version`: a base environment, a saved one or a file; `none` means the notebook's own
+            packages; "" if not given.
         torch_mine: `--torch mine`.
         allow_build: `--allow-build`.
-        track: False is `--no-track`; None is what the settings say.
-        uploads: `--upload`: folders and files that go along.
+        track: False is `--no-track`; None follows the settings.
+        uploads: `--upload`: folders and files to upload.
     """
 
     env_version: str = ""
@@ -58,32 +58,32 @@ class Wishes(msgspec.Struct, frozen=True):
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cell, a call or a session asks for; what was left out has its default.
+    """What a cell, a call or a session requests.
 
     Args:
-        devices: How many of which; what is left out is the pool's choice.
-        name: What to call it; "" is found in the code.
+        devices: The devices; the pool decides what is not given.
+        name: Name of the run; "" derives it from the code.
         outputs: Names to bring back.
-        extra: Names to ship that only `eval` reads.
-        exclude: Names that stay in the notebook.
-        variables: Set on the ranks.
-        timeout_s: Longest running time in seconds.
-        wait_s: Longest time in the queue in seconds; None is as long as it takes.
-        grace_s: Seconds between TERM and KILL; None is the pool's default.
-        retries: How often its group is started again.
-        retry_any: Also after an error of the user's code.
-        detach: It goes on without its notebook.
-        only: The ranks of a session that take part, ascending; empty means all.
-        fresh: In new processes on a session's devices.
-        reload: Load edited local modules anew on a session's ranks first.
-        auto: Sent by `%sgpu_auto`.
-        wishes: About packages and tracking.
-        profile: Each rank keeps a trace of torch's profiler.
-        max_cost: What it may cost in the currency of the settings; None is no limit.
-        ray: It is the driver of a Ray cluster of the run's own, and runs in rank 0 alone.
-        idle_s: A session ends after so many seconds without a cell, 0 never; None is the setting `session_idle_s`.
-        pool: The pool, or a kind of pools; "" leaves that to the notebook's choice and the settings.
-        ui: How it is shown.
+        extra: Additional names to ship, such as those that only `eval` reads.
+        exclude: Names not to ship.
+        variables: Environment variables to set on the ranks.
+        timeout_s: Longest running time, in seconds.
+        wait_s: Longest time in the queue, in seconds; None means no limit.
+        grace_s: Seconds between SIGTERM and SIGKILL; None means the pool's default.
+        retries: How often to start the ranks again after a failure.
+        retry_any: Also retry after an error of the user's code.
+        detach: Return at once and let the run continue without its notebook.
+        only: Ranks of a session to run on, ascending; empty means all.
+        fresh: Run in new processes on a session's devices.
+        reload: Reload edited local modules on a session's ranks first.
+        auto: Whether `%sgpu_auto` sent the cell.
+        wishes: Options for packages, tracking and uploads.
+        profile: Save a trace of torch's profiler from each rank.
+        max_cost: Cost limit in the currency of the settings; None means no limit.
+        ray: Run as the driver of a Ray cluster started for the run, in rank 0 only.
+        idle_s: Seconds without a cell after which a session ends, 0 for never; None means the setting `session_idle_s`.
+        pool: The pool or kind of pool; "" leaves it to the notebook's choice and the settings.
+        ui: How the run is shown.
     """
 
     devices: Devices = msgspec.field(default_factory=Devices)
@@ -120,37 +120,37 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionOptions(RunOptions, frozen=True, kw_only=True):
-    """A session's."""
+    """Options of a session."""
 
     name: str = DEFAULT_NAME
 
 
 class CellOptions(RunOptions, frozen=True, kw_only=True):
-    """A cell's.
+    """Options of a cell.
 
     Args:
-        session: `--session`; "" when left out.
+        session: `--session`; "" if not given.
     """
 
     session: str = ""
 
 
 class CallOptions(RunOptions, frozen=True, kw_only=True):
-    """A function's.
+    """Options of a function call.
 
     Args:
-        session: Its ranks are used; None is a lease of its own.
+        session: The session whose ranks are used; None requests a new lease.
     """
 
     session: Session | None = None
 
 
 class ReplayOptions(RunOptions, frozen=True, kw_only=True):
-    """What may differ from the recorded run on purpose; what is left out is the run's.
+    """Options of a replay; what is not given is taken from the recorded run.
 
     Args:
-        timeout_s: 0 is the run's.
-        here: `--here`: this Python and its packages, whatever the run had.
+        timeout_s: Longest running time, in seconds; 0 means the recorded run's.
+        here: `--here`: use this Python and its packages instead of the recorded ones.
     """
 
     timeout_s: float = 0.0
@@ -158,16 +158,16 @@ class ReplayOptions(RunOptions, frozen=True, kw_only=True):
 
 
 def refuse_in_session(session: str, wishes: Wishes, max_cost: float | None, ways: str) -> None:
-    """Refuse what only a session as a whole can have.
+    """Reject options that only a whole session can have.
 
     Args:
-        session: Its name.
-        wishes: What is asked for one cell or call.
-        max_cost: The same.
-        ways: How to get a lease of its own, the rest of a sentence.
+        session: The session's name.
+        wishes: Options of the cell or call.
+        max_cost: Cost limit of the cell or call.
+        ways: How to get a new lease instead, as the end of a sentence.
 
     Raises:
-        UsageError: It asks for packages or a limit of cost of its own.
+        UsageError: Packages or a cost limit were requested.
     """
     if wishes.env_version or wishes.torch_mine or wishes.allow_build:
         raise UsageError(

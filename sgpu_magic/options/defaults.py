@@ -1,6 +1,6 @@
-"""What `sgpu run` gives its notebook's kernel: devices, packages and a limit of cost for cells that name none.
+"""Defaults that `sgpu run` passes to its notebook's kernel: devices, packages, uploads and a cost limit.
 
-An option that a cell or call gives wins, each by itself; a choice in the notebook's metadata comes after these.
+An option of a cell or call overrides its default; these in turn take precedence over the notebook's own choice.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from sgpu_magic.wire.run import RunSpec
 A = TypeVar("A", bound=RunOptions)
 
 VARIABLE = "SGPU_JOB"
-"""The environment variable that has them, as JSON. For `sgpu run` alone: a setting would count everywhere."""
+"""Environment variable with the defaults as JSON. Only `sgpu run` sets it; a setting would apply to all kernels."""
 
 
 class JobDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What runs of a job are given where their cells say nothing.
+    """Defaults for the runs of a job.
 
     Args:
-        gpus: Number of ranks, 0 for none given.
-        type: Canonical device type, "" for none given.
-        env_version: As in `--env-version`, "" for none given.
-        max_cost: The most that each run or session may cost in the currency of the settings; None is no limit.
-        nodes: Number of nodes, 0 for none given.
-        placement: As in `--placement`, "" for none given.
-        min_memory: As in `--min-memory`, "" for none given.
+        gpus: Number of ranks; 0 if not given.
+        type: Canonical device type; "" if not given.
+        env_version: As in `--env-version`; "" if not given.
+        max_cost: Cost limit of each run or session in the currency of the settings; None means no limit.
+        nodes: Number of nodes; 0 if not given.
+        placement: As in `--placement`; "" if not given.
+        min_memory: As in `--min-memory`; "" if not given.
         upload: Folders and files, as in `--upload`.
-        ui: How runs are shown that do not say it, "" for what suits the place.
+        ui: How runs are shown, as in `--ui`; "" to decide by the front end.
     """
 
     gpus: int = 0
@@ -51,7 +51,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 def of_process() -> JobDefaults:
-    """Return this process's; nothing is given outside of `sgpu run`.
+    """Return the defaults of this process; all empty outside of `sgpu run`.
 
     Raises:
         UsageError: The variable can't be read.
@@ -60,17 +60,17 @@ def of_process() -> JobDefaults:
 
 
 def is_job() -> bool:
-    """Whether `sgpu run` has started this process."""
+    """Whether `sgpu run` started this process."""
     return VARIABLE in os.environ
 
 
 def as_variable(given: JobDefaults) -> str:
-    """Return the variable's value."""
+    """Return the value of the variable for these defaults."""
     return msgspec.json.encode(given).decode()
 
 
 def limited(spec: RunSpec) -> RunSpec:
-    """Return what is submitted, with the job's limit of cost where it has none of its own."""
+    """Return the spec with the job's cost limit, unless it has its own or runs in a session."""
     most = of_process().max_cost
     if most is None or spec.max_cost is not None or spec.session:
         return spec
@@ -78,12 +78,12 @@ def limited(spec: RunSpec) -> RunSpec:
 
 
 def with_job(asked: A) -> A:
-    """Return what is asked for, with what `sgpu run` gives where nothing was."""
+    """Fill in options that were not given with the job's defaults."""
     job = of_process()
     wishes, devices = asked.wishes, asked.devices
     if job.env_version and not wishes.env_version:
         wishes = replace(wishes, env_version=job.env_version)
-    # a number of ranks and the nodes that they fill belong together, and so do a type and its memory
+    # ranks and nodes belong together, as do type and memory: a default does not mix with a given value
     if job.nodes and not devices.nodes and (devices.ranks is None or not job.gpus):
         devices = replace(devices, nodes=job.nodes)
     if job.gpus and devices.ranks is None:
@@ -99,7 +99,7 @@ def with_job(asked: A) -> A:
 
 
 def as_words(given: JobDefaults) -> list[str]:
-    """Return what is given as the options of a line."""
+    """Return the defaults as options of a command line."""
     words: list[str] = []
     for name in (*DEVICES, "env-version", "max-cost"):
         value = getattr(given, name.replace("-", "_"))

@@ -1,6 +1,6 @@
-"""Job files: `job.yaml`, `job.json` and `job.toml` of one shape, and Databricks' names of what a job runs on.
+"""Job files: `job.yaml`, `job.json` and `job.toml`, with Databricks' names of accelerators.
 
-The line of `sgpu run` has the same options; each that it has wins over the file's.
+`sgpu run` has the same options on its command line; they override those of the file.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MOST_ACCELERATORS = 4096
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A job file's keys; each is also an option of `sgpu run`, which wins.
+    """The keys of a job file. Most are also options of `sgpu run`, which override them.
 
     Args:
         notebook: The notebook or script; relative to the file's folder.
-        hardware_accelerator: `GPU_8xH100`; in place of `gpus` and `type`.
+        hardware_accelerator: Number and type, such as `GPU_8xH100`, instead of `gpus` and `type`.
         gpus: Number of ranks.
         type: Device type.
         pool: The pool's name.
@@ -50,14 +50,14 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True):
         min_memory: Least memory of each device: `40GB`, or bytes.
         parameters: Names and values for the notebook.
         environment: The ranks' packages, as in `--env-version`; a file is relative to the job file's folder.
-        env_version: The same.
-        env: Variables of the notebook and its ranks.
-        timeout: Longest time for the whole notebook: `90s`, `2h`; a number is seconds.
+        env_version: Another name of `environment`.
+        env: Environment variables of the notebook and its ranks.
+        timeout: Longest time for the whole notebook: `90s`, `2h`; a number is in seconds.
         timeout_s: The same in seconds.
-        retries: How often it is run again after a failure of pool, nodes or environment.
-        max_cost: The most that each run or session of it may cost.
-        output: The executed copy; relative to the file's folder.
-        upload: Folders and files that the ranks find; relative to the file's folder.
+        retries: How often to run the notebook again after a failure of the pool, a node or the environment.
+        max_cost: Cost limit of each run or session.
+        output: Path of the executed copy; relative to the file's folder.
+        upload: Folders and files for the ranks; relative to the file's folder.
         kernel: The Jupyter kernel's name.
         cells: `auto`, `ranks` or `here`: where plain cells run.
     """
@@ -88,7 +88,7 @@ def read_job_file(path: Path) -> JobFile:
     """Read and check a job file.
 
     Raises:
-        UsageError: It can't be read, has a key that means nothing, or a value of the wrong kind.
+        UsageError: The file can't be read, or has an unknown key or a value of the wrong type.
     """
     found = read_mapping(path)
     known = JobFile.__struct_fields__
@@ -105,7 +105,7 @@ def read_job_file(path: Path) -> JobFile:
 
 
 def _in_one_way(file: JobFile, path: Path) -> JobFile:
-    """Return a file without second names, with paths that do not depend on its folder."""
+    """Resolve alternative keys, and paths relative to the file's folder."""
     folder, gpus, kind = path.parent, file.gpus, file.type
     if file.hardware_accelerator:
         if gpus is not None or kind is not None:
@@ -128,9 +128,9 @@ def _in_one_way(file: JobFile, path: Path) -> JobFile:
 
 
 def with_line(file: JobFile, line: Mapping[str, Any]) -> JobFile:
-    """Return a job file with what a line says besides, by the file's keys.
+    """Return the job file with the options of a command line, given by the file's keys.
 
-    Parameters and variables are added one by one; all else takes the place of the file's.
+    Parameters and variables are merged; other options replace the file's values.
     """
     added = {key: {**getattr(file, key), **line.get(key, {})} for key in ("parameters", "env")}
     timeout_s = None if "timeout" in line else file.timeout_s
@@ -138,14 +138,14 @@ def with_line(file: JobFile, line: Mapping[str, Any]) -> JobFile:
 
 
 def defaults_of(file: JobFile, where: str) -> JobDefaults:
-    """Return what the cells are given that say nothing.
+    """Return the job's defaults for cells.
 
     Args:
-        file: With the line's options.
-        where: What a refusal begins with.
+        file: The job file, with the options of the command line.
+        where: Beginning of error messages.
 
     Raises:
-        UsageError: Something can't be meant.
+        UsageError: A value is invalid.
     """
     for key, count in (("gpus", file.gpus), ("nodes", file.nodes)):
         if count is not None and not 1 <= count <= MOST_RANKS:
@@ -155,7 +155,7 @@ def defaults_of(file: JobFile, where: str) -> JobDefaults:
     min_memory = str(file.min_memory)
     memory_bytes(f"{where}: min_memory", min_memory)
     check_spread(file.gpus, file.nodes or 0, file.placement)
-    # the notebook's kernel stands elsewhere
+    # absolute, because the notebook's kernel has another working directory
     uploads = tuple(os.path.abspath(os.path.expanduser(path)) for path in file.upload)
     for path in uploads:
         if not os.path.exists(path):
@@ -173,10 +173,10 @@ def defaults_of(file: JobFile, where: str) -> JobDefaults:
 
 
 def job_timeout_s(file: JobFile, where: str) -> float | None:
-    """Return the longest time for all of it in seconds, None for no limit; arguments as in `defaults_of`.
+    """Return the time limit of the whole notebook in seconds, None for no limit; arguments as in `defaults_of`.
 
     Raises:
-        UsageError: It leaves no time, or is there twice.
+        UsageError: The limit is not above 0, or is given twice.
     """
     if file.timeout is not None and file.timeout_s is not None:
         raise UsageError(f"{where}: timeout and timeout_s are the same: leave one of them out.")
@@ -190,10 +190,10 @@ def job_timeout_s(file: JobFile, where: str) -> float | None:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a file of names and values: YAML, JSON or TOML by its suffix.
+    """Read a mapping from a file: `.json`, `.toml`, else YAML.
 
     Raises:
-        UsageError: It can't be read, or is something else.
+        UsageError: The file can't be read, or is not a mapping.
     """
     try:
         size = path.stat().st_size
@@ -215,11 +215,11 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML; safe: plain values only.
+    """Parse YAML with PyYAML's safe loader.
 
     Raises:
         UsageError: PyYAML is not installed.
-        ValueError: It is no YAML.
+        ValueError: The text is not valid YAML.
     """
     try:
         yaml: Any = importlib.import_module("yaml")
@@ -232,17 +232,17 @@ def read_yaml(text: str) -> Any:
 
 
 def read_accelerator(name: str, where: str) -> tuple[int, str]:
-    """Read `GPU_8xH100`.
+    """Parse the name of an accelerator, such as `GPU_8xH100`.
 
     Args:
-        name: The text.
-        where: What it was given for, for the refusal.
+        name: The name.
+        where: Beginning of error messages.
 
     Returns:
-        How many of which type, canonical.
+        The number of devices and their canonical type.
 
     Raises:
-        UsageError: It is none of these names.
+        UsageError: It is not the name of an accelerator.
     """
     found = _ACCELERATOR.fullmatch(name.strip())
     if found is None or int(found[1]) > _MOST_ACCELERATORS:

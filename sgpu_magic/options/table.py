@@ -1,6 +1,6 @@
-"""The options of runs and sessions, each once: how it is written, how it is read, what it asks for, its help.
+"""The table of options of runs and sessions: spelling, reader, target field and help of each.
 
-A form is a sequence of their names in the order of its help.
+The options of an interface are a sequence of names in the order of its help, such as `CELL`.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from sgpu_magic.options.values import MOST_RANKS, STRATEGIES, TORCH_CHOICES
 from sgpu_magic.wire.devices import KNOWN_TYPES
 
 UI_CHOICES = ("auto", "widget", "text", "none")
-"""How a run may be shown."""
+"""Values of `--ui`: how a run is shown."""
 
 RETRY_CHOICES = ("failure", "any")
 MOST_RETRIES = 100
 
-# what follows an option's name in a message and is no word of the sentence: N, TYPE, 4, 40GB, a10, any, pack
+# a value after an option's name in a message, as opposed to the next word of the sentence: N, TYPE, 4, 40GB, a10, pack
 _VALUE = rf"[A-Z]|\d|[a-z_]+\d|(?:any|cpu|{'|'.join(STRATEGIES)})\b"
 
 Reader = Callable[[str, Any], Any]
-"""Is given an option as it was written, such as `--timeout`, and its value; raises a UsageError."""
+"""Takes an option as it was written, such as `--timeout`, and its value; raises UsageError."""
 
 
 class Option(msgspec.Struct, frozen=True):
     """One option.
 
     Args:
-        asks: The field of `asked`'s records that it fills in; `devices.` and `wishes.` stand before those of theirs.
-        help: Its sentence in a magic's help.
-        metavar: Its value there; None for its name in capitals.
-        short: A short form.
-        type: Reads the word of a line, as argparse has it.
-        read: From what was given to what is asked for; None takes it as it is.
-        choices: All that it can be.
-        offered: What a completer offers beside `choices`.
-        switch: It has no value.
-        repeats: It may be given several times.
-        default: On a line.
-        python: Its name in Python, where that is another.
+        asks: The field that it sets in a record of `asked`, with the prefix `devices.` or `wishes.` for nested records.
+        help: Help text on a command line.
+        metavar: Placeholder of its value in the help; None for its name in capitals.
+        short: Short form.
+        type: Converts the word of a command line, as in argparse.
+        read: Converts the given value to the field's; None keeps it.
+        choices: All possible values.
+        offered: Values for completion besides `choices`.
+        switch: Whether it has no value.
+        repeats: Whether it may be given several times.
+        default: Default on a command line.
+        python: Its name in Python, if that differs.
     """
 
     asks: str
@@ -62,7 +62,7 @@ class Option(msgspec.Struct, frozen=True):
     python: str = ""
 
     def arguments(self) -> dict[str, Any]:
-        """Return how argparse has it."""
+        """Return the keyword arguments for argparse's `add_argument`."""
         if self.switch:
             return {"action": "store_true", "help": self.help}
         found: dict[str, Any] = {"help": self.help, "metavar": self.metavar}
@@ -215,7 +215,7 @@ DEVICES = ("gpus", "type", "min-memory", "nodes", "placement")
 PACKAGES = ("env-version", "torch", "allow-build", "upload", "no-track", "max-cost")
 PLACE = ("pool", "ui", "allow-busy")
 OF_RANKS_THAT_STAY = ("ranks", "fresh", "reload", "session", "profile")
-"""What only ranks that execute the cell themselves can do."""
+"""Options that `%%ray_launch` does not have: they need ranks that execute the cell themselves."""
 
 _RUN = ("exclude", "env", "timeout", "wait", "grace", "retries", "retry-on")
 CELL = (*DEVICES, "out", "in", *_RUN, "detach", *OF_RANKS_THAT_STAY, *PACKAGES, "name", *PLACE)
@@ -225,15 +225,15 @@ REPLAY = ("gpus", "type", "env", "here", "timeout", "detach", "name")
 
 
 def read(given: Mapping[str, Any], spelled: Callable[[str], str], readers: Mapping[str, Reader]) -> dict[str, Any]:
-    """Return the fields of one of `asked`'s records.
+    """Convert given options to the fields of a record of `asked`.
 
     Args:
-        given: By option what was written; None where it was left out.
-        spelled: How an option is written, for messages.
-        readers: In place of the table's.
+        given: Values by option; None if not given.
+        spelled: Returns an option's spelling for error messages.
+        readers: Readers that replace those of the table, by option.
 
     Raises:
-        UsageError: A value means nothing.
+        UsageError: A value is invalid.
     """
     parts: dict[str, dict[str, Any]] = {"": {}, "devices": {}, "wishes": {}}
     for name, value in given.items():
@@ -247,7 +247,7 @@ def read(given: Mapping[str, Any], spelled: Callable[[str], str], readers: Mappi
 
 
 def check_devices(devices: Devices) -> None:
-    """Check that ranks can be spread as is asked for, as far as that was said.
+    """Check that the ranks can be spread over nodes as requested, as far as that is known.
 
     Raises:
         UsageError: They can't.
@@ -262,7 +262,7 @@ def in_python(name: str) -> str:
 
 
 def in_pythons_words(text: str) -> str:
-    """Return what is said of devices and pools in a magic's words as it is said in Python's."""
+    """Replace a magic's spelling of device and pool options in a message with Python's."""
     text = text.replace("--gpus N --type TYPE", "gpus=N, gpu_type=TYPE")
     for name in DEVICES:
         text = re.sub(rf"--{name} (?={_VALUE})", f"{in_python(name)}=", text).replace(f"--{name}", in_python(name))

@@ -1,4 +1,4 @@
-"""Values of options as people write them: durations, devices, names, variables, amounts, lists of ranks."""
+"""Parsers of option values: durations, devices, names, variables, amounts, lists of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Upload = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """A folder or file, or several."""
 
 Duration = float | str | timedelta
-"""Seconds, a text such as `"30m"`, or a `datetime.timedelta`."""
+"""Seconds, a string such as `"30m"`, or a `datetime.timedelta`."""
 
 TORCH_CHOICES = ("node", "mine")
 
@@ -30,14 +30,14 @@ _SECONDS = {None: 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.
 
 
 def duration_s(option: str, value: Duration) -> float:
-    """Read `90s`, `30m`, `2h`, `1d`, `0`; a bare number is seconds.
+    """Parse a duration: `90s`, `30m`, `2h`, `1d`, `0`; a bare number is in seconds.
 
     Args:
-        option: What it was given for, such as `--timeout`.
+        option: The option's name for error messages, such as `--timeout`.
         value: The text, number or `timedelta`.
 
     Raises:
-        UsageError: It is none of these.
+        UsageError: It is not a duration.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
@@ -51,10 +51,10 @@ def duration_s(option: str, value: Duration) -> float:
 
 
 def timeout_s(option: str, value: Duration | None) -> float:
-    """Read a run's longest running time; 7 days, which is also the most, when it is left out.
+    """Parse a run's longest running time; 7 days if it is not given, which is also the maximum.
 
     Raises:
-        UsageError: It is no duration, or more than 7 days.
+        UsageError: It is not a duration, or not between 0 and 7 days.
     """
     if value is None:
         return SEVEN_DAYS_S
@@ -68,10 +68,10 @@ def timeout_s(option: str, value: Duration | None) -> float:
 
 
 STRATEGIES = ("pack", "strict_pack", "spread")
-"""How ranks are spread over nodes: on as few as can be, on one, over as many as can be."""
+"""How ranks are placed on nodes: on as few as possible, on exactly one, on as many as possible."""
 
 MOST_RANKS = 4096
-"""Ranks and nodes of a run, and the number that no rank has."""
+"""Largest number of ranks, and of nodes, of a run; also the smallest invalid rank."""
 
 _MEMORY = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kMGT]i?)?B?", re.IGNORECASE)
 _MEMORY_UNITS = {
@@ -85,16 +85,16 @@ _MEMORY_UNITS = {
     "gi": 1 << 30,
     "ti": 1 << 40,
 }
-# less is a number whose unit was forgotten
+# a smaller number is one whose unit was forgotten
 _LEAST_BYTES = 10**6
 _MOST_BYTES = 10**15
 
 
 def memory_bytes(option: str, value: str | float | None) -> int:
-    """Return memory in bytes: `"40GB"` is 40,000,000,000, `"40GiB"` 2**30 times 40, a number is bytes; None is 0.
+    """Parse an amount of memory into bytes: `"40GB"` is 40,000,000,000, `"40GiB"` is 40 * 2**30; None is 0.
 
     Raises:
-        UsageError: It is no memory; `option` is named in the message.
+        UsageError: It is not an amount of memory; the message names `option`.
     """
     if value is None or value == "":
         return 0
@@ -109,10 +109,10 @@ def memory_bytes(option: str, value: str | float | None) -> int:
 
 
 def rank_count(option: str, value: object) -> int | None:
-    """Check a number of ranks; None is the pool's choice.
+    """Check a number of ranks; None leaves it to the pool.
 
     Raises:
-        UsageError: It is none.
+        UsageError: It is not a number from 1 to 4096.
     """
     if value is None:
         return None
@@ -122,11 +122,11 @@ def rank_count(option: str, value: object) -> int | None:
 
 
 def device_type(option: str, value: object) -> str | None:
-    """Return a type of devices in its one spelling; None is the pool's choice.
+    """Return the canonical name of a device type; None leaves it to the pool.
 
     Args:
-        option: What it was given for.
-        value: A text, or an enum's member whose value is one.
+        option: The option's name for error messages.
+        value: A string, or an enum member whose value is a string.
 
     Raises:
         UsageError: There is no such type.
@@ -140,10 +140,10 @@ def device_type(option: str, value: object) -> str | None:
 
 
 def node_count(option: str, value: object) -> int:
-    """Check a number of nodes; None is 0, the pool's choice.
+    """Check a number of nodes; None becomes 0, which leaves it to the pool.
 
     Raises:
-        UsageError: It is none.
+        UsageError: It is not a number from 1 to 4096.
     """
     if value is None:
         return 0
@@ -155,10 +155,10 @@ def node_count(option: str, value: object) -> int:
 
 
 def strategy_of(option: str, value: str | None) -> str:
-    """Check how the ranks are spread; None is "", which is `pack` in the end.
+    """Check a placement strategy; None becomes "", which means `pack`.
 
     Raises:
-        UsageError: There is no such way.
+        UsageError: There is no such strategy.
     """
     if value is None:
         return ""
@@ -172,12 +172,12 @@ def check_spread(ranks: int | None, nodes: int, strategy: str) -> None:
     """Check that ranks can be spread over nodes evenly.
 
     Args:
-        ranks: None when left out.
-        nodes: 0 when left out.
-        strategy: One of `STRATEGIES`; "" when left out.
+        ranks: Number of ranks; None if not given.
+        nodes: Number of nodes; 0 if not given.
+        strategy: One of `STRATEGIES`; "" if not given.
 
     Raises:
-        UsageError: They can't.
+        UsageError: The ranks can't be spread that way.
     """
     if nodes > 1 and strategy == "strict_pack":
         raise UsageError(
@@ -200,7 +200,7 @@ def check_spread(ranks: int | None, nodes: int, strategy: str) -> None:
 
 
 def check_name(option: str, name: str) -> None:
-    """Raise UsageError for what is no variable's name; `option` says where it stands."""
+    """Raise UsageError if `name` is not a variable's name; the message names `option`."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UsageError(
             f"{option} {name!r}: that is not a variable's name. Write names with commas between: {option} a,b"
@@ -208,7 +208,7 @@ def check_name(option: str, name: str) -> None:
 
 
 def names(option: str, values: Iterable[str]) -> tuple[str, ...]:
-    """Read names with commas between."""
+    """Parse comma-separated names, without duplicates."""
     found = [name.strip() for value in values for name in value.split(",") if name.strip()]
     for name in found:
         check_name(option, name)
@@ -216,14 +216,14 @@ def names(option: str, values: Iterable[str]) -> tuple[str, ...]:
 
 
 def outputs_from(names: str | Iterable[str], option: str = "") -> tuple[OutputName, ...]:
-    """Read names to bring back: `"a"`, `"a,b:all"` or `["a", "b:all"]`.
+    """Parse names to bring back: `"a"`, `"a,b:all"` or `["a", "b:all"]`.
 
     Args:
         names: The names.
-        option: Where they stand; "" in a call from Python.
+        option: The option's name for error messages; "" in a call from Python.
 
     Raises:
-        UsageError: One is no name.
+        UsageError: One of them is not a name.
     """
     found: dict[str, OutputName] = {}
     for value in [names] if isinstance(names, str) else names:
@@ -238,7 +238,7 @@ def outputs_from(names: str | Iterable[str], option: str = "") -> tuple[OutputNa
 
 
 def key_values(values: Iterable[str]) -> dict[str, str]:
-    """Read the `KEY=VALUE` of each `--env`.
+    """Parse the `KEY=VALUE` of each `--env`.
 
     Raises:
         UsageError: One has no name.
@@ -247,24 +247,24 @@ def key_values(values: Iterable[str]) -> dict[str, str]:
     for value in values:
         name, equals, text = value.partition("=")
         if not equals or not name:
-            # the value may be a secret that was put in the name's place: it is not repeated
+            # the text may be a secret in place of the name, so the message does not repeat it
             raise UsageError("--env takes KEY=VALUE, with a name before the sign.")
         found[name] = text
     return found
 
 
 def paths(upload: Upload) -> tuple[str, ...]:
-    """Return what is uploaded."""
-    # a folder that is named by a path object is one, whatever it can be iterated for
+    """Return the paths to upload."""
+    # a path object is one path, even if its class can be iterated
     several = (upload,) if isinstance(upload, str | os.PathLike) else upload
     return tuple(os.fspath(path) for path in several)
 
 
 def is_torch_mine(value: str) -> bool:
-    """Read which torch the ranks get.
+    """Return whether the ranks get the notebook's torch (`mine`) instead of the node's (`node`).
 
     Raises:
-        UsageError: It is no choice.
+        UsageError: It is neither.
     """
     if value not in TORCH_CHOICES:
         raise UsageError(
@@ -275,10 +275,10 @@ def is_torch_mine(value: str) -> bool:
 
 
 def cost_limit(option: str, value: str | float | None) -> float | None:
-    """Read the most that a run may cost, in the currency of the settings; None when it is left out.
+    """Parse a run's cost limit, in the currency of the settings; None if not given.
 
     Raises:
-        UsageError: It is no amount.
+        UsageError: It is not an amount above 0.
     """
     if value is None:
         return None
@@ -298,14 +298,14 @@ _RANKS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
 def parse_ranks(option: str, text: str) -> tuple[int, ...]:
-    """Read `0,2-3`, ascending and each once.
+    """Parse a list of ranks such as `0,2-3`, into ascending order without duplicates.
 
     Args:
-        option: What it was given for, such as `--ranks`.
+        option: The option's name for error messages, such as `--ranks`.
         text: The list.
 
     Raises:
-        UsageError: It is none.
+        UsageError: It is not a list of ranks.
     """
     found: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -320,15 +320,15 @@ def parse_ranks(option: str, text: str) -> tuple[int, ...]:
 
 
 def ranks_from(ranks: Iterable[int] | int | str | None, count: int, whose: str) -> tuple[int, ...]:
-    """Return ranks ascending; empty for all of them.
+    """Return the chosen ranks in ascending order; empty for all.
 
     Args:
-        ranks: A number, numbers, or a list as text; None for all.
-        count: How many there are.
-        whose: For messages, such as `session work`.
+        ranks: A rank, several, or a list such as `"0,2-3"`; None for all.
+        count: Number of ranks that exist.
+        whose: Their owner for error messages, such as `session work`.
 
     Raises:
-        UsageError: There is no such rank, or it is no list of ranks.
+        UsageError: A rank does not exist, or it is not a list of ranks.
     """
     if ranks is None:
         return ()

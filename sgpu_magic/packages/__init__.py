@@ -1,18 +1,18 @@
-"""Python packages that travel: what a kernel has, base environments, and how a node builds what it lacks.
+"""Packages, local code and environment variables that a run takes to its nodes, and how a node builds an environment.
 
-distributions       one installed distribution, where it came from; what a set of them is known by
-snapshot            those of the running interpreter, how two such sets differ, what is loaded in another version
-order               what a node is told to build: what the notebook has, or what `--env-version` means
-lock                `pylock.toml`, kept by the environment's digest
-requirement_files   requirements files and lock files as people write them; `requirements.txt` of ours
-named_environments  the libraries of published base environments, and the environments that were saved
-wheels              wheels made of installed packages and of editable projects
-uv_command          running uv, and where it looks packages up
-local_code          which of the user's own modules a run needs, and whether they are too large
-code_files          the files below a directory that belong to its code, and archives of them
-travel_checks       whether what travels goes together, and a node can import what a payload names
-mismatches          packages that are known to break together; which NVIDIA driver a CUDA version needs
-variables           which environment variables travel, and which of them are secrets
-secrets             what is a secret, and how texts are kept clear of them
-node/               a node's half: whether it has a run's environment, and a process that builds what it lacks
+distributions       one installed distribution and its origin; the digest of a set of distributions
+snapshot            the running interpreter's distributions, differences between snapshots, stale loaded modules
+order               the environment that a node is asked to build: the notebook's own, or that of `--env-version`
+lock                `pylock.toml`, cached by the environment's digest
+requirement_files   reads users' requirements files and lock files; writes a run's `requirements.txt`
+named_environments  the published base environments, and environments saved under a name
+wheels              wheels built from installed packages and from editable projects
+uv_command          running uv, and which package index it uses
+local_code          which of the user's own modules a run needs, and the limit on their size
+code_files          the code files below a directory, and archives of them
+travel_checks       checks before a run: do its packages work together, can a node import what its payload names
+mismatches          packages known to break together; the NVIDIA driver that a CUDA version needs
+variables           which environment variables are sent with a run, and which of them are secrets
+secrets             detecting secrets, and redacting them in text
+node/               the node's side: the environments it has built, and the process that builds a missing one
 """

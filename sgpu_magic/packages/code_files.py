@@ -1,6 +1,6 @@
-"""The files below a directory that belong to its code, and archives of them.
+"""The code files below a directory, and archives of them.
 
-What git would ignore, caches and environments are left out.
+Skips files that git ignores, caches and virtual environments.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _IGNORE_FILE = ".gitignore"
 
 
 class TreeFile(msgspec.Struct, frozen=True):
-    """A file of a tree.
+    """A file in a directory tree.
 
     Args:
-        name: Relative to the tree's top, with `/`.
-        path: Where it is.
-        size: In bytes.
-        mtime_ns: Its time of change.
-        executable: Its owner may execute it.
+        name: Path relative to the top of the tree, with `/` separators.
+        path: Path on disk.
+        size: Size in bytes.
+        mtime_ns: Modification time in nanoseconds.
+        executable: Whether the owner may execute it.
     """
 
     name: str
@@ -53,11 +53,11 @@ class TreeFile(msgspec.Struct, frozen=True):
 
 
 class Walk(msgspec.Struct):
-    """What a walk found beside the files.
+    """What a walk reports besides the files.
 
     Args:
-        unreadable: Paths that could not be read, or lead nowhere.
-        full: It stopped, because there were more files than were asked for.
+        unreadable: Unreadable paths and broken links.
+        full: The walk stopped because it reached the maximum number of files.
     """
 
     unreadable: list[str]
@@ -72,16 +72,16 @@ def walk(
     most: int = 1_000_000,
     found: Walk | None = None,
 ) -> Iterator[TreeFile]:
-    """Yield the files of some entries of a directory, in no particular order.
+    """Yield the files in some entries of a directory, in no particular order.
 
-    Links are followed, but never round in a circle. What is neither file nor directory is left out.
+    Symbolic links are followed, cycles are not. Anything that is neither a file nor a directory is skipped.
 
     Args:
         top: The directory.
-        names: Entries of it, files or directories. They count even where they are ignored themselves.
-        keep: Paths of files that count although they are ignored.
-        most: Stops after so many files.
-        found: Takes what else there was.
+        names: Entries of the directory, files or directories. They are included even if git ignores them.
+        keep: Paths of files to include even if git ignores them.
+        most: Maximum number of files.
+        found: Collects unreadable paths, and whether the walk stopped early.
     """
     notes = found if found is not None else Walk([])
     rules = _with_those_in(top, list(_rules_above(top)))
@@ -99,14 +99,14 @@ def walk(
 
 
 class _Rules:
-    """The patterns of one file."""
+    """The patterns of one ignore file."""
 
     def __init__(self, directory: str, spec: pathspec.GitIgnoreSpec) -> None:
         self._directory = directory
         self._spec = spec
 
     def decide(self, path: str, *, is_directory: bool) -> bool | None:
-        """True ignores it, False says that it is not ignored, None says nothing of it."""
+        """Return True if the path is ignored, False if it is explicitly not ignored, None if no pattern matches."""
         relative = os.path.relpath(path, self._directory).replace(os.sep, "/")
         return self._spec.check_file(f"{relative}/" if is_directory else relative).include
 
@@ -122,7 +122,7 @@ def _walk(
     try:
         status = os.stat(path)
     except OSError:
-        # a link that leads nowhere, or what has just been removed
+        # a broken link, or a file that was just removed
         notes.unreadable.append(path)
         return
     if stat.S_ISREG(status.st_mode):
@@ -143,7 +143,7 @@ def _walk(
         notes.unreadable.append(path)
         return
     if parents and any(entry.name == "pyvenv.cfg" for entry in entries):
-        # an environment, whatever it is called
+        # a virtual environment under any name
         return
     below = parents | {identity}
     here = _with_those_in(path, rules)
@@ -155,7 +155,7 @@ def _walk(
         if not _is_ignored(entry.path, here, is_directory=is_directory):
             yield from _walk(entry.path, place, here, keep, notes, below)
         elif entry.path in keep or (is_directory and any(kept.startswith(entry.path + os.sep) for kept in keep)):
-            # only for the sake of what is kept there
+            # descend only for the files in `keep`
             yield from (file for file in _walk(entry.path, place, [], keep, notes, below) if file.path in keep)
 
 
@@ -174,7 +174,7 @@ def _is_ignored(path: str, rules: list[_Rules], *, is_directory: bool) -> bool:
 
 
 def _with_those_in(directory: str, inherited: list[_Rules]) -> list[_Rules]:
-    """The rules for the entries of `directory`, the nearest last."""
+    """Return the rules for the entries of `directory`, nearest last."""
     own = _rules_in(directory, _IGNORE_FILE)
     return [*inherited, own] if own is not None else inherited
 
@@ -191,7 +191,7 @@ def _rules_above(top: str) -> Iterator[_Rules]:
         chain.append(str(parent.parent))
     else:
         return
-    # from the repository's top down to the directory above
+    # from the top of the repository down to the parent of `top`
     for each in reversed(chain):
         rules = _rules_in(each, _IGNORE_FILE)
         if rules is not None:
@@ -209,36 +209,36 @@ def _rules_in(directory: str, file: str) -> _Rules | None:
     return _Rules(directory, pathspec.GitIgnoreSpec.from_lines(lines))
 
 
-# ---------------------------------------------------------------- archives of them
+# ---------------------------------------------------------------- archives
 
-# the earliest time that an archive knows
+# the earliest time that a zip archive can store
 _TIME = (1980, 1, 1, 0, 0, 0)
 _CHUNK_BYTES = 1 << 20
-# its entry in the archive has another form
+# files of this size need a zip64 entry
 _LARGE_BYTES = 1 << 31
-# archives that were not used for this long are removed, and the oldest beyond these bytes
+# archives unused for this long are removed, and the oldest ones above this total size
 _KEEP_S = 7 * 24 * 3600.0
 _KEEP_BYTES = 1_000_000_000
 _KEEP_AT_LEAST_S = 3600.0
 
 
 class Bundles:
-    """Makes archives of local code, and keeps them: alike contents have alike bytes.
+    """Archives of local code, cached on disk. Equal contents give equal bytes.
 
     Args:
-        folder: Where they lie, by digest.
+        folder: Where the archives are stored, named by digest.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # by entry of the path: the files when the archive was made
+        # by `sys.path` entry: the files at the time the archive was made
         self._made: dict[str, tuple[list[TreeFile], CodeBundle]] = {}
 
     def bundle(self, code: LocalCode) -> CodeBundle:
-        """Return the archive of one entry's code, made now unless its files are as they were.
+        """Return the archive of one `sys.path` entry's code. Reuses the last one if no file has changed.
 
         Raises:
-            OSError: It can't be written.
+            OSError: The archive can't be written.
         """
         files = sorted(code.files, key=lambda file: file.name)
         known, made = self._made.get(code.entry, (None, None))
@@ -259,7 +259,7 @@ class Bundles:
             path = self._folder / f"{digest}.zip"
             os.replace(temporary, path)
         finally:
-            # gone already when all went well
+            # no longer there on success
             Path(temporary).unlink(missing_ok=True)
         self._tidy(keep=path)
         return CodeBundle(entry=entry, sha256=digest, size=size, path=str(path))
@@ -280,13 +280,13 @@ class Bundles:
 
 
 def _write(archive: IO[bytes], files: Iterable[TreeFile]) -> None:
-    """Not compressed: libraries compress alike contents to different bytes."""
+    """Write the files uncompressed: zlib builds compress equal contents to different bytes."""
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as target:
         for file in files:
             info = zipfile.ZipInfo(file.name, _TIME)
             info.create_system = 3
             info.external_attr = (0o100755 if file.executable else 0o100644) << 16
-            # a file that was removed since it was found was removed before this run
+            # a file removed since the walk counts as removed before this run
             with (
                 contextlib.suppress(FileNotFoundError),
                 open(file.path, "rb") as source,
@@ -297,7 +297,7 @@ def _write(archive: IO[bytes], files: Iterable[TreeFile]) -> None:
 
 
 def _touched(path: str) -> bool:
-    """Whether the archive is still there; it counts as used now."""
+    """Mark the archive as used now. Returns False if it no longer exists."""
     try:
         os.utime(path)
     except OSError:

@@ -1,6 +1,6 @@
-"""What one installed distribution is, where it came from, as its own metadata says; what a set is known by.
+"""One installed distribution and its origin, read from its metadata, and the digest of a set of distributions.
 
-Read are the head of `METADATA`, `RECORD`, `INSTALLER` and `direct_url.json` (PEP 610); nothing is imported.
+Reads the head of `METADATA`, `RECORD`, `INSTALLER` and `direct_url.json` (PEP 610). Imports nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _HEAD_BYTES = 4096
 _SEPARATORS = re.compile(r"[-_.]+")
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
-# what an installer writes for itself: another one, or another place, would have other lines for the same wheel
+# written by the installer itself: these differ between installers and locations for the same wheel
 INSTALLERS_OWN = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD", "uv_cache.json", "uv_build.json")
 _PROGRAMS = (b"../../../bin/", b"../../Scripts/")
 _SYSTEM_INSTALLERS = ("apt", "debian", "dpkg", "rpm", "portage", "pacman")
@@ -39,9 +39,9 @@ class Kind(enum.StrEnum):
     VCS = "vcs"
     ARCHIVE = "archive"
     EDITABLE = "editable"
-    # a directory of this machine, installed as a copy
+    # a local directory, not editable
     PROJECT = "project"
-    # a file of this machine
+    # a local file
     WHEEL = "wheel"
     CONDA = "conda"
     SYSTEM = "system"
@@ -52,18 +52,18 @@ class Distribution:
     """One installed distribution.
 
     Args:
-        name: As its metadata has it.
-        version: Likewise.
+        name: Name as in its metadata.
+        version: Version as in its metadata.
         kind: Where it came from.
-        url: Of a repository (without `git+`), an archive or a local directory or file; no credentials are in it.
-        commit: Of a repository.
-        vcs: `git`, `hg` ...; "" when it is from no repository.
-        subdirectory: Where in the repository or archive the project lies.
-        sha256: Of an archive's or a local file's bytes, hexadecimal, where its installer has written that down.
-        record: Hash of what `RECORD` lists, without what an installer adds of its own: the content's identity. ""
-            where there is none.
-        location: Its `.dist-info` or `.egg-info`.
-        installer: As `INSTALLER` has it.
+        url: URL of the repository (without `git+`), archive, or local directory or file, without credentials.
+        commit: The repository's commit.
+        vcs: `git`, `hg` and so on; "" if it is not from a repository.
+        subdirectory: Path of the project within the repository or archive.
+        sha256: Hexadecimal SHA-256 of the archive or local file, if its installer recorded it.
+        record: Hash of the files that `RECORD` lists, without those the installer adds: identifies the content. ""
+            without a `RECORD`.
+        location: Path of its `.dist-info` or `.egg-info`.
+        installer: Content of `INSTALLER`.
     """
 
     name: str
@@ -89,19 +89,19 @@ class Distribution:
 
     @property
     def path(self) -> Path | None:
-        """The directory or file of this machine that `url` names, None when it names none."""
+        """The local path that `url` names; None if `url` is not a `file:` URL."""
         parts = urlsplit(self.url)
         return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
     @property
     def module_names(self) -> list[str]:
-        """Its top-level modules: what its metadata list, else its name's usual spelling."""
+        """Its top-level modules, from `top_level.txt` or else guessed from its name."""
         listed = _read(f"{self.location}/top_level.txt").decode(errors="replace").split()
         return listed or [self.key.replace("-", "_")]
 
     @property
     def direct_reference(self) -> str:
-        """The requirement of one from a repository or an archive (PEP 508), "" for all others."""
+        """The direct reference (PEP 508) of a distribution from a repository or an archive, "" for all others."""
         parts = [f"subdirectory={self.subdirectory}"] if self.subdirectory else []
         if self.kind is Kind.VCS:
             head = f"{self.key} @ {self.vcs}+{self.url}@{self.commit}"
@@ -115,15 +115,16 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The distributions that an interpreter has.
+    """The distributions installed for an interpreter.
 
     Args:
-        distributions: Each name once, sorted: the first on `sys.path`, which is the one that is imported.
-        shadowed: Those of the same names further back.
-        python: `3.11`.
-        tag: Of the interpreter: `cp311`.
-        platform: `linux_x86_64`.
-        executable: The interpreter.
+        distributions: Distributions sorted by name. If a name is installed twice, the first on `sys.path`, which is
+            the one that Python imports.
+        shadowed: Distributions of the same names later on `sys.path`.
+        python: Python version, `3.11`.
+        tag: Interpreter tag, `cp311`.
+        platform: Platform, `linux_x86_64`.
+        executable: Path of the interpreter.
     """
 
     distributions: tuple[Distribution, ...]
@@ -138,12 +139,12 @@ class Snapshot:
         self._by_key.update({distribution.key: distribution for distribution in self.distributions})
 
     def get(self, name: str) -> Distribution | None:
-        """The distribution of that name in any spelling."""
+        """Return the distribution of that name, in any spelling, or None."""
         return self._by_key.get(normalised(name))
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """What the digest is made of."""
+        """The strings that the digest is computed from."""
         return tuple(
             " ".join((d.pin, d.kind, d.vcs, d.url, d.commit, d.subdirectory, d.sha256, d.record))
             for d in self.distributions
@@ -155,30 +156,30 @@ class Snapshot:
 
 
 def normalised(name: str) -> str:
-    """A distribution's name in the spelling that all others mean too (PEP 503)."""
+    """Return the normalised form of a distribution's name (PEP 503)."""
     return _SEPARATORS.sub("-", name).lower()
 
 
 def distribution_name(wheel: Wheel) -> str:
-    """The normalised name of what a wheel holds."""
+    """Return the normalised name of the distribution in a wheel."""
     return normalised(wheel.file.partition("-")[0])
 
 
 def without_credentials(url: str) -> str:
-    """The URL without user and password; `git@host`, which is no secret, stays."""
+    """Return the URL without user and password. Keeps `git@host`, which is not a secret."""
     return _CREDENTIALS.sub(lambda match: "git@" if match[0] == "git@" else "", url)
 
 
 def read_distribution(info: str, entry: str, conda_names: Mapping[str, str]) -> Distribution | None:
-    """Read what is installed.
+    """Read one installed distribution.
 
     Args:
         info: Path of a `.dist-info` or `.egg-info`.
-        entry: The entry of `sys.path` that it lies in.
-        conda_names: Versions of conda's packages by their names.
+        entry: The entry of `sys.path` that contains it.
+        conda_names: Versions of the packages installed by conda, by name.
 
     Returns:
-        The distribution; None for what is left of one that was removed: it has no name or no version.
+        The distribution; None for remains of a removed one, without a name or a version.
     """
     is_egg = info.endswith(".egg-info")
     metadata = info if is_egg and os.path.isfile(info) else f"{info}/{'PKG-INFO' if is_egg else 'METADATA'}"
@@ -196,31 +197,31 @@ def read_distribution(info: str, entry: str, conda_names: Mapping[str, str]) -> 
     if installer in _SYSTEM_INSTALLERS or _SYSTEM_FOLDER.match(info):
         return replace(plain, kind=Kind.SYSTEM)
     if is_egg and os.path.basename(entry) not in ("site-packages", "dist-packages"):
-        # `setup.py develop`, or the metadata beside an editable project's source, which is on the path
+        # `setup.py develop`, or metadata next to the source of an editable project on the path
         return replace(plain, kind=Kind.EDITABLE, url=Path(project_folder(entry)).as_uri())
     return plain
 
 
 def project_folder(entry: str) -> str:
-    """The directory with the project file that a path entry belongs to: itself or, for `src`, the one above."""
+    """Return the project directory of a `sys.path` entry: the entry itself or, for a `src` layout, its parent."""
     entry = os.path.abspath(entry)
     return entry if has_project_file(entry) or not has_project_file(os.path.dirname(entry)) else os.path.dirname(entry)
 
 
 def has_project_file(folder: str | Path) -> bool:
-    """Whether a wheel can be built of what lies there."""
+    """Whether the folder has a `pyproject.toml` or `setup.py`, so a wheel can be built from it."""
     return any(os.path.isfile(os.path.join(folder, name)) for name in ("pyproject.toml", "setup.py"))
 
 
 def record_hash(record: bytes, info_name: str) -> str:
-    """Hash what a `RECORD` lists: alike for whoever has installed the wheel, and wherever to.
+    """Hash the files that a `RECORD` lists. The hash does not depend on the installer or the location.
 
     Args:
         record: The file's bytes.
-        info_name: The name of the `.dist-info` that it lies in.
+        info_name: Name of the `.dist-info` directory that contains it.
     """
     own = tuple(f"{info_name}/{name},".encode() for name in INSTALLERS_OWN)
-    # byte code has no hash; programs have the path of the interpreter in them
+    # byte code has no hash; scripts contain the interpreter's path
     lines = [line for line in record.splitlines() if not line.endswith(b",,") and not line.startswith(_PROGRAMS + own)]
     if not lines:
         return ""
@@ -229,7 +230,7 @@ def record_hash(record: bytes, info_name: str) -> str:
 
 
 def _from_direct_url(plain: Distribution, text: bytes) -> Distribution:
-    """What `direct_url.json` says of it; as from a registry when that is damaged."""
+    """Add what `direct_url.json` records. Returns `plain` if the file is invalid."""
     try:
         found: dict[str, Any] = json.loads(text)
         url = without_credentials(str(found["url"]))
@@ -249,10 +250,10 @@ def _from_direct_url(plain: Distribution, text: bytes) -> Distribution:
 
 
 def _name_and_version(path: str) -> tuple[str, str]:
-    """What a file of metadata calls its distribution, "" where it does not say."""
+    """Return name and version from a metadata file, "" where missing."""
     head = _read(path, _HEAD_BYTES)
     found = _in_head(head)
-    # a long field may stand before them
+    # a long field may precede them
     return found if all(found) or len(head) < _HEAD_BYTES else _in_head(_read(path))
 
 
@@ -268,42 +269,42 @@ def _in_head(head: bytes) -> tuple[str, str]:
 
 
 def _read(path: str, most_bytes: int = -1) -> bytes:
-    """The file's first bytes; b"" when there is none or it can't be read."""
+    """Return the first bytes of a file, b"" if it can't be read."""
     try:
-        # without a buffer: there are hundreds
+        # unbuffered is faster for hundreds of small files
         with open(path, "rb", buffering=0) as file:
             return file.read(most_bytes) or b""
     except OSError:
         return b""
 
 
-# ---------------------------------------------------------------- what a set of them is known by
+# ---------------------------------------------------------------- digest of a set of distributions
 
 _VALID = re.compile(r"[0-9a-f]{16,64}")
 _VERSION = "environment 1"
 
 
 def own_python() -> str:
-    """This Python's minor version, `3.11`."""
+    """Return this Python's version without the patch number, `3.11`."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def own_platform() -> str:
-    """`linux_x86_64`."""
+    """Return this platform's name, `linux_x86_64`."""
     return re.sub(r"[-.]", "_", sysconfig.get_platform())
 
 
 def environment_digest(
     parts: Iterable[str], python: str, platform: str, *, torch_mine: bool = False, allow_build: bool = False
 ) -> str:
-    """Digest packages and how they are to be had.
+    """Digest a set of packages and the options for installing them.
 
     Args:
-        parts: Pins and hashes; their order does not matter.
-        python: The interpreter's tag, `cp311`.
-        platform: `linux_x86_64`.
-        torch_mine: `--torch mine`.
-        allow_build: `--allow-build`.
+        parts: Pins and hashes, in any order.
+        python: Interpreter tag, `cp311`.
+        platform: Platform, `linux_x86_64`.
+        torch_mine: Whether `--torch mine` is set.
+        allow_build: Whether `--allow-build` is set.
 
     Returns:
         32 hexadecimal digits.
@@ -315,11 +316,11 @@ def environment_digest(
 
 
 def is_valid_digest(text: str) -> bool:
-    """Whether it can be one, and so a file's name."""
+    """Whether a text has the form of a digest, and so is safe as a file name."""
     return _VALID.fullmatch(text) is not None
 
 
-# ---------------------------------------------------------------- which of them a node brings itself
+# ---------------------------------------------------------------- packages that a node provides
 
 SGPU_MAGIC = "sgpu-magic"
 _TORCH_FAMILY = re.compile(
@@ -328,14 +329,14 @@ _TORCH_FAMILY = re.compile(
 
 
 def is_from_node(name: str, *, torch_mine: bool = False) -> bool:
-    """Whether a node's base layer has it, or what takes its place there, and nobody ships it.
+    """Whether a package comes from the node's base layer and is never shipped.
 
-    A laptop's torch is built for its CPU, or for another CUDA than the node's driver knows. sgpu-magic has to be the
-    one that the node's agent runs.
+    A laptop's torch is built for the CPU, or for a CUDA version that the node's driver may not support. sgpu-magic must
+    be the version that the node's agent runs.
 
     Args:
-        name: In any spelling.
-        torch_mine: `--torch mine`: torch, and what it is made of, is shipped as the notebook has it.
+        name: The package's name in any spelling.
+        torch_mine: Whether `--torch mine` is set: torch and its libraries are shipped as the notebook has them.
     """
     key = normalised(name)
     return key == SGPU_MAGIC or (not torch_mine and _TORCH_FAMILY.fullmatch(key) is not None)

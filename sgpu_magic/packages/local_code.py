@@ -1,7 +1,7 @@
-"""Which of the user's own modules a run needs: those that are imported, and those that its code names.
+"""Which of the user's own modules a run needs: those already imported, and those that its code imports.
 
-A module is the user's own when it lies in the notebook's folder or under an entry of `sys.path` that is no part of a
-Python installation. Packages count whole, with their data; what the modules themselves import counts too.
+A module is the user's own if it is in the notebook's folder, or below an entry of `sys.path` that does not belong to a
+Python installation. Packages are included whole, with their data files, and so are the modules they import.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sgpu_magic.errors import SerializationError
 from sgpu_magic.packages.code_files import TreeFile, Walk, walk
 from sgpu_magic.system.byte_sizes import format_bytes
 
-# never travels: the node has it
+# never sent: the node has it
 _OWN_PACKAGE = "sgpu_magic"
 _IMPORT_LINE = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import\b|import[ \t]+([\w., \t]+))")
 _IMPORT_CALL = re.compile(r"\b(?:import_module|__import__)\(\s*[\"']([\w][\w.]*)")
 _IMPORTERS = frozenset({"import_module", "__import__"})
-# of a tree with more than this nobody wants all
+# a tree with more files is taken for a mistake
 MOST_FILES = 20_000
 _NAMED = 5
 
@@ -39,11 +39,11 @@ class LocalCode(msgspec.Struct):
     """The user's own modules under one entry of `sys.path`.
 
     Args:
-        entry: As it stands on `sys.path`.
+        entry: The entry as written on `sys.path`.
         names: Entries of the directory: packages and single modules.
-        modules: Names of top-level modules in it.
-        files: All of it.
-        walked: What was left out.
+        modules: Names of the top-level modules.
+        files: All files.
+        walked: What the walk left out.
     """
 
     entry: str
@@ -56,13 +56,13 @@ class LocalCode(msgspec.Struct):
 def find_local_code(
     path: Sequence[str], sources: Iterable[str], *, elsewhere: Iterable[str] = (), cwd: str = ""
 ) -> list[LocalCode]:
-    """Return the user's own modules, by the entry of `path` under which they lie.
+    """Return the user's own modules, one `LocalCode` for each entry of `path` that has some.
 
     Args:
-        path: The kernel's `sys.path`, "" written as its directory.
-        sources: Code whose imports count: the cell, and the cells of functions that travel.
-        elsewhere: Directories whose code goes another way: projects of which a wheel is made.
-        cwd: The kernel's directory; looked up when left out.
+        path: The kernel's `sys.path`, with "" replaced by the working directory.
+        sources: Code whose imports count: the cell, and the cells that define the functions sent with it.
+        elsewhere: Directories to leave out: projects that are sent as wheels.
+        cwd: The kernel's working directory; default: this process's.
     """
     search = _Search(path, tuple(os.path.realpath(each) + os.sep for each in elsewhere), cwd or _this_directory())
     search.take_imported(sys.modules)
@@ -78,7 +78,7 @@ def find_local_code(
 
 
 def imports_of(source: str) -> set[str]:
-    """Return the top-level names that a piece of code imports absolutely, magics in it or not."""
+    """Return the top-level names of the absolute imports in a piece of code, which may contain magics."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
@@ -96,7 +96,7 @@ class _Search:
         self._path = [entry for entry in path if os.path.isdir(entry)]
         self._elsewhere = elsewhere
         self._cwd = cwd
-        # by the directory that an entry means: several spellings of one count as the first
+        # by absolute directory: of several spellings the first counts
         self._by_directory: dict[str, LocalCode] = {}
         for entry in self._path:
             if entry not in installed:
@@ -106,7 +106,7 @@ class _Search:
         self._imported_files: list[str] = []
 
     def take_imported(self, modules: Mapping[str, ModuleType]) -> None:
-        """Take the modules that are imported. Their files count even where git ignores them."""
+        """Add the modules already imported. Their files are included even if git ignores them."""
         tops: list[tuple[str, str | None, list[str]]] = []
         for name, module in list(modules.items()):
             top, _, rest = name.partition(".")
@@ -124,7 +124,7 @@ class _Search:
             self._take(*each)
 
     def take_named(self, name: str) -> None:
-        """Look for a top-level module as Python would."""
+        """Find a top-level module as Python would, and add it."""
         if name in self._seen or name in sys.stdlib_module_names:
             return
         self._seen.add(name)
@@ -134,7 +134,7 @@ class _Search:
             self._take(name, origin, list(spec.submodule_search_locations or ()))
 
     def imports_of_new(self) -> list[str]:
-        """Names that the code found since the last call imports."""
+        """Return the names imported by the code found since the last call."""
         unread, self._unread = self._unread, []
         names: set[str] = set()
         for file in unread:
@@ -146,7 +146,7 @@ class _Search:
         return [code for code in self._by_directory.values() if code.files]
 
     def _take(self, name: str, file: str | None, paths: Sequence[str]) -> None:
-        """Take a top-level module: a file, a package's directory or a namespace's several."""
+        """Add a top-level module: a file, a package's directory, or the directories of a namespace package."""
         if file is not None and os.path.basename(file).partition(".")[0] != "__init__":
             places = [file]
         elif file is not None:
@@ -164,7 +164,7 @@ class _Search:
 
     def _walk(self, code: LocalCode, name: str) -> None:
         if code.walked.full:
-            # it will not travel
+            # `check_size` refuses it
             return
         top = os.path.abspath(os.path.join(self._cwd, code.entry))
         place = os.path.join(top, name)
@@ -176,7 +176,7 @@ class _Search:
 
 
 def _attributes_of(module: object) -> dict[str, object]:
-    """A module's attributes as they are: asking a lazy one for them could import it."""
+    """Return a module's attributes without `getattr`, which could trigger the import of a lazy module."""
     try:
         return object.__getattribute__(module, "__dict__")
     except AttributeError:
@@ -187,7 +187,7 @@ def _listed(paths: object) -> list[str]:
     try:
         return [str(path) for path in cast("Iterable[object]", paths)]
     except (TypeError, KeyError):
-        # none, or a namespace whose parent is gone
+        # not a path, or a namespace package whose parent is gone
         return []
 
 
@@ -199,7 +199,7 @@ def _this_directory() -> str:
 
 
 def _imports_in_text(text: str) -> set[str]:
-    """As `imports_of`, by what stands at the beginning of a line."""
+    """Find imports line by line, for text that does not parse."""
     found: set[str] = set()
     if any(f"{name}(" in text for name in _IMPORTERS):
         found.update(name.partition(".")[0] for name in _IMPORT_CALL.findall(text))
@@ -229,28 +229,28 @@ def _imports_in(tree: ast.AST) -> set[str]:
 
 @functools.lru_cache(maxsize=50_000)
 def _imports_of_file(path: str, mtime_ns: int, size: int) -> frozenset[str]:
-    """Cached by the file's time of change and size, which the caller has just looked up."""
+    """Return a file's imports, cached by its modification time and size, which the caller has just read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            # a large package has thousands: parsing takes twenty times as long, and a name too many does no harm
+            # a large package has thousands of files: parsing takes 20 times as long, and a superfluous name is harmless
             return frozenset(_imports_in_text(file.read()))
     except OSError:
         return frozenset()
 
 
-# ---------------------------------------------------------------- whether it may travel
+# ---------------------------------------------------------------- size limit
 
 
 def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int) -> tuple[str, ...]:
-    """Return notes about local code that is large or lacks files.
+    """Return notes about local code that is large or has unreadable files.
 
     Args:
-        codes: All that travels.
-        warn_bytes: A note names the largest files of more than this.
-        limit_bytes: More than this does not travel.
+        codes: All local code sent with the run.
+        warn_bytes: Total size above which a note names the largest files.
+        limit_bytes: Maximum total size.
 
     Raises:
-        SerializationError: It is too large, or has too many files.
+        SerializationError: The code is too large, or has too many files.
     """
     files = [file for code in codes for file in code.files]
     for code in codes:
@@ -291,11 +291,11 @@ def _fullest(files: Iterable[TreeFile]) -> str:
     return ", ".join(directory for directory, _ in counts.most_common(3))
 
 
-# ---------------------------------------------------------------- what of `sys.path` is the Python installation's
+# ---------------------------------------------------------------- entries of `sys.path` that belong to Python
 
 
 def installed_entries(path: Sequence[str]) -> tuple[str, ...]:
-    """Return the entries of a path that are the standard library's and the site directories'. 2 us once it is known."""
+    """Return the entries that are the standard library's or site directories. Takes 2 us when cached."""
     return _installed_entries(tuple(path))
 
 
@@ -305,7 +305,7 @@ def _installed_entries(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _is_installed(path: str) -> bool:
-    # those of another environment, through a path file of this one
+    # also those of another environment, added by a `.pth` file of this one
     return os.path.basename(path) in ("site-packages", "dist-packages") or any(
         path == directory or path.startswith(directory + os.sep) for directory in _directories()
     )
@@ -318,6 +318,6 @@ def _directories() -> tuple[str, ...]:
     archive = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
     for prefix in (sys.base_prefix, sys.base_exec_prefix, sys.prefix):
         found |= {os.path.join(prefix, sys.platlibdir, archive), os.path.join(prefix, "lib", archive)}
-    # where Debian's Python keeps what apt installs
+    # where apt installs packages for Debian's Python
     found.add("/usr/lib/python3/dist-packages")
     return tuple(sorted(os.path.abspath(path) for path in found if path))

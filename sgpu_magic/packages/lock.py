@@ -1,7 +1,7 @@
-"""`pylock.toml` (PEP 751): sources and hashes of what is installed, kept by the environment's digest.
+"""`pylock.toml` (PEP 751): sources and hashes of the installed packages, cached by the environment's digest.
 
-Installed metadata have neither, so uv asks the package index, without dependencies and without fetching a wheel. What
-it does not have is repacked from what is installed.
+Installed metadata has neither, so uv queries the package index, without dependencies and without downloading wheels.
+Packages that the index does not have are repacked from the installed files.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sgpu_magic.wire.attachments import Environment, Wheel
 
 
 class Lock(msgspec.Struct, frozen=True, kw_only=True):
-    """A lock file, and what stands in the way of one.
+    """A lock file, or the reason why there is none.
 
     Args:
-        pylock: `pylock.toml` (PEP 751), "" when there is none.
-        unpublished: Names of distributions that the index does not have in their version.
-        other_builds: Pins of the builds that it has instead, by name: `torch==2.13.0` for `2.13.0+cpu`.
-        wheels: What was repacked, by name.
+        pylock: Content of `pylock.toml` (PEP 751), "" if there is none.
+        unpublished: Names of distributions whose version is not in the index.
+        other_builds: Pins of the builds that the index has instead, by name: `torch==2.13.0` for `2.13.0+cpu`.
+        wheels: Repacked wheels by name.
         left_out: Why a distribution is not in the lock file, by name.
         problem: Why there is no lock file.
     """
@@ -48,7 +48,7 @@ class Lock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kept_lock(root: Path, digest: str) -> Lock | None:
-    """The lock that was made before; None if there is none, or its wheels are gone."""
+    """Return the cached lock; None if there is none or one of its wheels is gone."""
     try:
         lock = msgspec.json.decode((root / f"{digest}.json").read_bytes(), type=Lock)
     except (OSError, msgspec.DecodeError):
@@ -57,18 +57,18 @@ def kept_lock(root: Path, digest: str) -> Lock | None:
 
 
 def keep_lock(root: Path, digest: str, lock: Lock) -> None:
-    """Keep a lock; without a word when there is no room: it is made again."""
+    """Cache a lock. A write error is ignored: the lock is made again next time."""
     with contextlib.suppress(OSError):
         write_whole(private_dir(root) / f"{digest}.json", msgspec.json.encode(lock))
 
 
-# ---------------------------------------------------------------- how one is made
+# ---------------------------------------------------------------- making a lock
 
 _TIMEOUT_S = 300.0
-# for the record only; a node that needs more gets it
+# limit for the lock file only; a node is still sent larger wheels
 _LARGEST_REPACKED_BYTES = 200_000_000
 _LAST_WORDS = 400
-# uv names what it could not have; each call finds at least one
+# uv names the packages it did not find; each failed call names at least one
 _NOT_THERE = re.compile(
     r"no versions? of ([\w.-]+?)(?:==|,| |$)|([\w.-]+?) was not found"
     r"|([\w.-]+?)==\S+ has no (?:usable )?(?:wheels|source)"
@@ -77,13 +77,13 @@ _NOT_BUILT = re.compile(r"Failed to (?:build|download|fetch|prepare)[^`]*`([\w.-
 
 
 def make_lock(snapshot: Snapshot, wheels: Path, variables: Mapping[str, str], *, gently: bool = False) -> Lock:
-    """Ask the package index and make the lock file. Takes as long as uv takes, minutes at most.
+    """Make the lock file of the installed packages by querying the package index with uv. Takes minutes at most.
 
     Args:
-        snapshot: What is installed.
-        wheels: Where repacked wheels are kept.
-        variables: Tell uv where packages are.
-        gently: Nobody waits for it.
+        snapshot: The installed packages.
+        wheels: Directory of repacked wheels.
+        variables: Environment variables that configure uv's package index.
+        gently: Run uv at the lowest priority.
     """
     asked = {d.key: d.direct_reference or d.pin for d in snapshot.distributions if _is_asked(d)}
     unpublished: set[str] = set()
@@ -103,7 +103,7 @@ def make_lock(snapshot: Snapshot, wheels: Path, variables: Mapping[str, str], *,
         for key in missing:
             public = asked[key].partition("+")[0]
             if is_from_node(key) and public != asked[key]:
-                # a build for one CUDA version, or none, from an index of its own
+                # a CPU build or one for a certain CUDA version, from PyTorch's own index
                 asked[key] = other_builds[key] = public
             else:
                 del asked[key]
@@ -125,13 +125,13 @@ def make_lock(snapshot: Snapshot, wheels: Path, variables: Mapping[str, str], *,
 
 
 def lock_order(environment: Environment, python: str, variables: Mapping[str, str], *, gently: bool = False) -> Lock:
-    """Make the lock file of what a node is told to build.
+    """Make the lock file of an environment that a node builds.
 
     Args:
-        environment: That is.
-        python: The interpreter whose packages it is about.
-        variables: Tell uv where packages are.
-        gently: Nobody waits for it.
+        environment: The environment.
+        python: The interpreter to lock for.
+        variables: Environment variables that configure uv's package index.
+        gently: Run uv at the lowest priority.
     """
     if environment.resolve:
         return Lock(problem="the node looked the dependencies up itself")
@@ -153,9 +153,9 @@ def _is_asked(distribution: Distribution) -> bool:
 
 
 def _compile(python: str, lines: Iterable[str], variables: Mapping[str, str], *, gently: bool) -> tuple[int, str, str]:
-    """Run `uv pip compile`: its status, the lock file without its comments, and what it said.
+    """Run `uv pip compile`. Returns its exit status, the lock file without the header comment, and its stderr.
 
-    No file is made: a kernel that is killed would leave it.
+    Uses pipes, not files, so that a killed kernel leaves nothing behind.
     """
     command = ["pip", "compile", "-", "--format", "pylock.toml", "--no-deps", "--generate-hashes", "--no-header"]
     command += ["--no-sources", "--python", python, "--quiet"]
@@ -164,13 +164,13 @@ def _compile(python: str, lines: Iterable[str], variables: Mapping[str, str], *,
 
 
 def _named_in(words: str, pattern: re.Pattern[str]) -> set[str]:
-    # uv breaks its lines
+    # uv wraps its lines
     found = pattern.finditer(" ".join(words.split()))
     return {normalised(name.strip(".")) for match in found for name in match.groups() if name}
 
 
 def _repacked(snapshot: Snapshot, keys: set[str], root: Path) -> tuple[dict[str, Wheel], dict[str, str]]:
-    """Wheels of what the index does not have, and why some have none."""
+    """Return wheels of what the index does not have, and why some can't be repacked."""
     wheels: dict[str, Wheel] = {}
     left_out: dict[str, str] = {}
     for distribution in snapshot.distributions:
@@ -195,7 +195,7 @@ def _head(snapshot: Snapshot, left_out: Mapping[str, str]) -> str:
 
 
 def _own_entries(snapshot: Snapshot, wheels: Mapping[str, Wheel], asked: Mapping[str, str]) -> Iterator[str]:
-    """Entries for what no package index has."""
+    """Yield lock entries for packages that are in no package index."""
     for distribution in snapshot.distributions:
         key, version = distribution.key, distribution.version
         subdirectory = {"subdirectory": distribution.subdirectory} if distribution.subdirectory else {}
@@ -210,7 +210,7 @@ def _own_entries(snapshot: Snapshot, wheels: Mapping[str, Wheel], asked: Mapping
             source = {"url": distribution.url, "hashes": {"sha256": distribution.sha256}}
             yield _entry(key, version, "archive", source | subdirectory)
         elif distribution.kind is Kind.EDITABLE:
-            # its version is its source's, whatever was installed once
+            # no version: the source tree's version may have changed since it was installed
             yield _entry(key, "", "directory", {"path": str(distribution.path), "editable": True})
 
 
@@ -224,7 +224,7 @@ def _entry(key: str, version: str, kind: str, source: Mapping[str, object]) -> s
 
 
 def _toml(value: object) -> str:
-    """TOML's strings, numbers and truth are written as JSON's."""
+    """Write a value as TOML, whose strings, numbers and booleans look like JSON's."""
     if isinstance(value, Mapping):
         pairs = cast("Mapping[str, object]", value).items()
         return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in pairs) + " }"
@@ -232,8 +232,8 @@ def _toml(value: object) -> str:
 
 
 def _valid(lock: Lock) -> Lock:
-    """The lock, without its file where that is none."""
-    # some ms, and needed here only
+    """Return the lock, with `problem` in place of its file if that is not a valid `pylock.toml`."""
+    # takes some ms, and is needed here only
     from packaging.pylock import Pylock, PylockValidationError
 
     try:

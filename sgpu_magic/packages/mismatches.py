@@ -1,6 +1,6 @@
-"""Packages that are known to break together, found from what they say of themselves: nothing is imported.
+"""Packages that are known to break together, found from their metadata. Imports none of them.
 
-Which packages they need is in their metadata, and whether they are compiled, and for which CUDA.
+The metadata says what a package requires, whether it is compiled, and for which CUDA version.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from packaging.version import InvalidVersion, Version
 from sgpu_magic.packages.distributions import Distribution, Snapshot, normalised
 from sgpu_magic.packages.requirement_files import needed_by
 
-# ---------------------------------------------------------------- what packages say of themselves
+# ---------------------------------------------------------------- metadata of the packages
 
 _CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]([\d.]+)['\"]", re.MULTILINE)
 _LOCAL_CUDA = re.compile(r"\+cu(\d{2})(\d)")
-# torch says which CUDA it was built with by what it needs, too: the runtime of that version
+# torch's CUDA version can also be told from the CUDA runtime package that it requires
 _RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
 
 
@@ -30,9 +30,9 @@ class Package(msgspec.Struct, frozen=True):
 
     Args:
         version: Its version.
-        requires: What it needs here, by normalised name.
-        compiled: It has binary modules; None when that is not known.
-        cuda: The CUDA version that it was built with, "" for none. Only known of torch.
+        requires: Its requirements on this platform, by normalised name.
+        compiled: Whether it has binary modules; None if unknown.
+        cuda: The CUDA version that it was built with, "" for none. Only set for torch.
     """
 
     version: str
@@ -47,12 +47,12 @@ Packages = Mapping[str, Package]
 
 @functools.lru_cache(maxsize=1)
 def packages_of(snapshot: Snapshot) -> Packages:
-    """What the packages of a snapshot say of themselves, read once for each snapshot: under 0.5 ms a package."""
+    """Read the metadata of a snapshot's packages, cached for the last snapshot. Takes under 0.5 ms per package."""
     return {found.key: _read(found) for found in snapshot.distributions}
 
 
 def packages_of_pins(pins: Mapping[str, str]) -> dict[str, Package]:
-    """Packages of which only the versions are known.
+    """Return packages of which only the versions are known.
 
     Args:
         pins: Versions by normalised name.
@@ -89,11 +89,11 @@ def _text(path: Path) -> str:
         return ""
 
 
-# ---------------------------------------------------------------- what does not go together
+# ---------------------------------------------------------------- mismatches
 
-# The first versions whose wheels are built for NumPy 2 as well, of packages that do not all say so in their metadata:
-# NumPy's issue 26191, "Ecosystem compatibility with numpy 2.0". Of each but torch the version before it was seen to
-# break, and this one to work
+# The first versions whose wheels also support NumPy 2, for packages that do not all declare it in their metadata: see
+# NumPy's issue 26191, "Ecosystem compatibility with numpy 2.0". For each except torch, the version before was observed
+# to break and this one to work
 _FIRST_FOR_NUMPY_2 = {
     "h5py": "3.11",
     "matplotlib": "3.8.4",
@@ -109,9 +109,9 @@ _FIRST_FOR_NUMPY_2 = {
     "shapely": "2.0.4",
     "torch": "2.3",
 }
-# torchvision's minor version is torch's and 15: 0.15 came with 2.0, 0.22 with 2.7
+# torchvision's minor version is torch's plus 15: 0.15 belongs to 2.0, 0.22 to 2.7
 _VISION_AHEAD = 15
-# more of them are one sentence
+# more packages installed twice than this are summed up in one sentence
 _MOST_TWICE = 3
 _CUDNN = ("nvidia-cudnn-cu11", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn")
 _BUILT_FOR_TORCH = {
@@ -121,12 +121,12 @@ _BUILT_FOR_TORCH = {
 
 
 class Mismatch(msgspec.Struct, frozen=True):
-    """What does not go together.
+    """Packages that do not work together.
 
     Args:
-        text: What was found, the beginning of a sentence.
+        text: What was found, a sentence without its period.
         remedy: What to do about it, a sentence.
-        sure: It breaks; else it may.
+        sure: Whether it certainly breaks; otherwise it may.
     """
 
     text: str
@@ -141,12 +141,12 @@ class Mismatch(msgspec.Struct, frozen=True):
 def find_mismatches(
     packages: Packages, shadowed: Iterable[Distribution] = (), *, driver: str = ""
 ) -> tuple[Mismatch, ...]:
-    """Find what is known to break, the sure ones first.
+    """Find mismatches, certain ones first.
 
     Args:
-        packages: All that are imported together.
-        shadowed: Those of the same names further back on `sys.path`.
-        driver: The NVIDIA driver's version where they run, "" when there is none or nobody knows.
+        packages: The packages that are used together.
+        shadowed: Distributions of the same names later on `sys.path`.
+        driver: Version of the NVIDIA driver where they run, "" if there is none or it is unknown.
     """
     found = [*_numpy(packages), *_cuda_libraries(packages), *_torch_pairs(packages), *_driver(packages, driver)]
     found += _twice(packages, shadowed)
@@ -154,10 +154,10 @@ def find_mismatches(
 
 
 def find_left_behind(packages: Packages) -> tuple[Mismatch, ...]:
-    """Find what was built for the notebook's torch, where the node's own takes that one's place.
+    """Find packages built for the notebook's torch, which the ranks replace with the node's torch.
 
     Args:
-        packages: Those that travel, and torch as the notebook has it.
+        packages: The packages sent with the run, and the notebook's torch.
     """
     torch = packages.get("torch")
     bound = sorted(name for name in packages if name in _BUILT_FOR_TORCH)
@@ -186,7 +186,7 @@ def _numpy(packages: Packages) -> Iterator[Mismatch]:
                 sure=True,
             )
         elif package.compiled and wants is not None and not wants.specifier.contains(version, prereleases=True):
-            # some are only careful: a bound alone is no proof
+            # some packages only set a cautious upper bound, so this alone proves nothing
             yield Mismatch(
                 f"{name} {package.version} needs numpy{wants.specifier}, and numpy is {version}: it may be compiled "
                 "for another one",
@@ -225,14 +225,14 @@ def _torch_pairs(packages: Packages) -> Iterator[Mismatch]:
             continue
         wants = partner.requires.get("torch")
         if wants is not None:
-            # a build of it for a CUDA version pins torch without that
+            # its builds for a CUDA version require torch without the `+cu...` suffix
             fits = wants.specifier.contains(version.public, prereleases=True)
             wanted = str(wants.specifier)
         else:
             minor = own.minor - _VISION_AHEAD if name == "torchvision" else own.minor
             major = 2 if name == "torchvision" and own.minor >= _VISION_AHEAD else own.major
             if major < 2:
-                # before 2.0 the numbers went other ways
+                # before 2.0 the version numbers were not related like this
                 continue
             fits, wanted = (version.major, version.minor) == (major, minor), f"=={major}.{minor}"
         if not fits:
@@ -286,7 +286,7 @@ def _version(package: Package | None) -> Version | None:
 
 def _older(package: Package, first: str) -> bool:
     version = _version(package)
-    # None: not known, as of pins; those in the table are all compiled
+    # `compiled` is None for mere pins; all packages in the table are compiled
     return version is not None and version < Version(first) and package.compiled is not False
 
 
@@ -298,7 +298,7 @@ def _pinned(wants: Requirement) -> Version | None:
         return None
 
 
-# ---------------------------------------------------------------- which NVIDIA driver a CUDA version needs
+# ---------------------------------------------------------------- the NVIDIA driver that a CUDA version needs
 
 # NVIDIA, "CUDA Compatibility", chapter "Minor Version Compatibility", table 1: the oldest driver by CUDA major version
 _OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
@@ -307,7 +307,7 @@ _KERNEL_MODULE = re.compile(r"Kernel Module.*?\s(\d{3,}(?:\.\d+)+)\s")
 
 
 def driver_version() -> str:
-    """The version of this machine's NVIDIA driver, "" without one. Costs the reading of a small file."""
+    """Return the version of this machine's NVIDIA driver, "" without one. Reads one small file."""
     try:
         with open(_DRIVER_FILE, encoding="utf-8", errors="replace") as file:
             return driver_in(file.read())
@@ -316,27 +316,27 @@ def driver_version() -> str:
 
 
 def driver_in(text: str) -> str:
-    """Find the version in the words of the driver's kernel module, "" where there is none."""
+    """Return the driver's version from the text of `/proc/driver/nvidia/version`, "" if it has none."""
     found = _KERNEL_MODULE.search(text)
     return found[1] if found is not None else ""
 
 
 def oldest_driver(cuda: str) -> int | None:
-    """The oldest major version of a driver that programs of a CUDA version run on; None when that is not known.
+    """Return the oldest major driver version that supports a CUDA version; None if unknown.
 
     Args:
-        cuda: `12.6`.
+        cuda: CUDA version, `12.6`.
     """
     major = cuda.partition(".")[0]
     return _OLDEST_DRIVERS.get(int(major)) if major.isdigit() else None
 
 
 def is_driver_too_old(cuda: str, driver: str) -> bool:
-    """Whether a driver is known to be too old for a CUDA version; False when one of them is not known.
+    """Whether a driver is too old for a CUDA version. False if one of them is unknown.
 
     Args:
-        cuda: `12.6`, "" for none.
-        driver: `535.183.01`, "" for none.
+        cuda: CUDA version, `12.6`, "" for none.
+        driver: Driver version, `535.183.01`, "" for none.
     """
     oldest, major = oldest_driver(cuda), driver.partition(".")[0]
     return oldest is not None and major.isdigit() and int(major) < oldest

@@ -1,6 +1,6 @@
-"""Environments that have a name: published bases, and those that `%sgpu_env save` has kept on this machine.
+"""Environments with a name: the published base environments, and those saved on this machine by `%sgpu_env save`.
 
-The libraries of the published ones ship with this package as `data/*.toml`.
+The library lists of the base environments ship with this package as `data/*.toml`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.wire.attachments import Environment
 
 BASE_NAMES = ("4", "ai-4")
-"""The names of those that there are."""
+"""Names of the base environments."""
 
 
 class BaseList(msgspec.Struct, frozen=True):
-    """One base environment, as its page lists it.
+    """One base environment, as its documentation page lists it.
 
     Args:
-        name: What `--env-version` calls it.
+        name: Its name for `--env-version`.
         title: Its title.
-        page: The page that it is taken from.
-        page_date: The newest entry on that page.
-        python: Python's version, `3.12.3`.
-        cuda: The CUDA toolkit's version.
-        requirements_file: What the page calls its requirements file.
-        libraries: How many libraries the page lists.
-        public: Versions by name, of those that a package index has.
-        wheels: Of those without a wheel for this Python: the nearest version that has one, "" for none.
-        system: What the operating system's own installer brings.
-        private: What no index has.
+        page: Title of the page.
+        page_date: Date of the newest entry on that page.
+        python: Python version, `3.12.3`.
+        cuda: CUDA toolkit version.
+        requirements_file: Name of the requirements file on the page.
+        libraries: Number of libraries on the page.
+        public: Libraries that a package index has, version by name.
+        wheels: Public libraries without a wheel for this Python: the nearest version that has one, "" for none.
+        system: Libraries installed by the operating system's package manager, version by name.
+        private: Libraries that no index has, version by name.
     """
 
     name: str
@@ -60,24 +60,24 @@ class BaseList(msgspec.Struct, frozen=True):
 
     @property
     def python_minor(self) -> str:
-        """`3.12`."""
+        """Python version without the patch number, `3.12`."""
         return self.python.rpartition(".")[0]
 
     @property
     def left_out(self) -> dict[str, str]:
-        """What can't be installed from an index, by name."""
+        """Libraries that can't be installed from an index, version by name."""
         return {**self.system, **self.private}
 
     @property
     def exact_pins(self) -> tuple[str, ...]:
-        """The public libraries in the page's own versions."""
+        """Pins of the public libraries in exactly the page's versions."""
         return tuple(f"{normalised(name)}=={version}" for name, version in self.public.items())
 
     def pins(self, *, allow_build: bool) -> tuple[str, ...]:
-        """The public libraries as they can be installed.
+        """Return installable pins of the public libraries.
 
         Args:
-            allow_build: Sources may be built; else a version that has a wheel takes the place of one that has none.
+            allow_build: Allow building from source; otherwise a version that has a wheel replaces one without.
         """
         if allow_build:
             return self.exact_pins
@@ -87,12 +87,12 @@ class BaseList(msgspec.Struct, frozen=True):
 
 @functools.cache
 def base_list(name: str) -> BaseList:
-    """Read one of `BASE_NAMES`."""
+    """Read the list of a base environment, one of `BASE_NAMES`."""
     text = (Path(__file__).parent / "data" / f"{name}.toml").read_text("utf-8")
     return BaseList(**tomllib.loads(text))
 
 
-# ---------------------------------------------------------------- saved ones
+# ---------------------------------------------------------------- saved environments
 
 # <state>/saved-environments/<name>/environment.json, requirements.txt, wheels
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
@@ -102,15 +102,15 @@ _FILE_ENDINGS = (".txt", ".toml", ".in")
 
 
 def saved_path(settings: Settings) -> Path:
-    """Where they are kept."""
+    """Return the directory of the saved environments."""
     return settings.state_path / "saved-environments"
 
 
 def check_name(name: str) -> str:
-    """Return the name if one can be kept under it.
+    """Return the name if an environment can be saved under it.
 
     Raises:
-        UsageError: It means something else, or can't be a folder's name.
+        UsageError: The name is reserved, or is not valid as a directory name.
     """
     if _NAME.fullmatch(name) is None or name.endswith(_FILE_ENDINGS):
         raise UsageError(
@@ -123,18 +123,18 @@ def check_name(name: str) -> str:
 
 
 def save(settings: Settings, name: str, environment: Environment) -> Path:
-    """Keep an environment under a name, in the place of one that was kept under it.
+    """Save an environment under a name, replacing an existing one.
 
     Args:
-        settings: Where.
+        settings: Gives the directory.
         name: The name.
-        environment: The environment; its wheels are kept with it.
+        environment: The environment. Its wheels are saved with it.
 
     Raises:
-        UsageError: The name is none.
-        OSError: It can't be written.
+        UsageError: The name is not valid.
+        OSError: The environment can't be written.
     """
-    # `packaging` takes 20 ms, and who only looks for names need not wait for it
+    # imports `packaging`, which takes 20 ms and is not needed to list names
     from sgpu_magic.packages.requirement_files import environment_requirements
 
     root = private_dir(saved_path(settings))
@@ -149,7 +149,7 @@ def save(settings: Settings, name: str, environment: Environment) -> Path:
         (making / _DESCRIPTION).write_bytes(msgspec.json.encode(kept))
         (making / "requirements.txt").write_text(environment_requirements(kept, None))
         if target.exists():
-            # a folder with something in it can't be replaced by a rename
+            # a rename can't replace a directory that is not empty
             before = making.with_name(f"{making.name}-before")
             os.rename(target, before)
             shutil.rmtree(before, ignore_errors=True)
@@ -160,10 +160,10 @@ def save(settings: Settings, name: str, environment: Environment) -> Path:
 
 
 def load(settings: Settings, name: str) -> Environment | None:
-    """Return what is kept under a name; None when nothing is.
+    """Return the environment saved under a name, None if there is none.
 
     Raises:
-        UsageError: It can't be read any more.
+        UsageError: The saved environment can't be read.
     """
     if _NAME.fullmatch(name) is None:
         return None
@@ -177,7 +177,7 @@ def load(settings: Settings, name: str) -> Environment | None:
 
 
 def saved_names(settings: Settings) -> list[str]:
-    """The names under which something is kept, sorted."""
+    """Return the names of the saved environments, sorted."""
     try:
         names = os.listdir(saved_path(settings))
     except OSError:
@@ -186,7 +186,7 @@ def saved_names(settings: Settings) -> list[str]:
 
 
 def remove(settings: Settings, name: str) -> bool:
-    """Forget one; False when there is none of that name."""
+    """Delete a saved environment. Returns False if there is none of that name."""
     if name not in saved_names(settings):
         return False
     shutil.rmtree(saved_path(settings) / name)
@@ -194,7 +194,7 @@ def remove(settings: Settings, name: str) -> bool:
 
 
 def _keep(wheel: Path, folder: Path) -> str:
-    """Have a wheel in a folder, by a second name of the same file where that is possible."""
+    """Put a wheel into a folder, as a hard link if possible. Returns its file name."""
     folder.mkdir(exist_ok=True)
     link_or_copy(wheel, folder / wheel.name)
     return wheel.name

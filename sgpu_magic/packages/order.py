@@ -1,4 +1,4 @@
-"""What a node is told to build: what the notebook has, or the packages that `--env-version` means."""
+"""The environment that a node is asked to build: the notebook's own packages, or those of `--env-version`."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ from sgpu_magic.wire.attachments import Environment, Wheel
 NONE = "none"
 """`--env-version none`: the notebook's own packages."""
 
-# every conda environment has them; no code of a notebook's needs them in conda's build
+# in every conda environment; the builds on the package index serve as well
 _INSTALLERS = {"pip", "setuptools", "wheel", "uv"}
-# of what sgpu-magic needs, that which its ranks import
+# sgpu-magic's requirements that its ranks import
 _RANKS_NEED = ("cloudpickle", "dill", "ipython", "mlflow-skinny", "msgspec", "numpy", "platformdirs", "sqlalchemy")
 _MOST_NAMED = 8
 
 
 class Ordered(msgspec.Struct, frozen=True):
-    """What a node is told.
+    """An environment to build.
 
     Args:
-        environment: That is.
-        notes: Sentences for the user, about what does not come along.
+        environment: The environment.
+        notes: Sentences for the user about packages that are left out or replaced.
     """
 
     environment: Environment
     notes: tuple[str, ...] = ()
 
 
-# ---------------------------------------------------------------- the notebook's own
+# ---------------------------------------------------------------- the notebook's own packages
 
 
 def order_of(
@@ -68,15 +68,15 @@ def order_of(
     build: Callable[[Distribution], Wheel],
     repack: Callable[[Distribution], Wheel],
 ) -> Ordered:
-    """Say what a node has to install to have what is installed here.
+    """Describe the environment that a node has to build to have the packages installed here.
 
     Args:
-        snapshot: What is installed here.
-        lock: What the package index said of it.
-        torch_mine: `--torch mine`.
-        allow_build: `--allow-build`.
-        build: Makes a wheel of an editable project.
-        repack: Makes a wheel of what is installed.
+        snapshot: The packages installed here.
+        lock: Their lock, with the package index's answers.
+        torch_mine: Whether `--torch mine` is set.
+        allow_build: Whether `--allow-build` is set.
+        build: Builds a wheel from an editable project.
+        repack: Makes a wheel from an installed package.
 
     Raises:
         EnvironmentFailed: A wheel can't be made.
@@ -95,7 +95,7 @@ def order_of(
         elif kind in (Kind.VCS, Kind.ARCHIVE):
             requirements.append(distribution.direct_reference)
         elif kind is Kind.EDITABLE and not has_project_file(distribution.path or Path()) and not distribution.record:
-            # metadata that lie in a folder of the user's: what is imported from there is local code
+            # metadata in one of the user's folders: what is imported from there is local code
             where = f"{distribution.name} in {distribution.path}"
             notes.append(f"{where} has no project file: it travels as local code only.")
         elif kind is Kind.EDITABLE:
@@ -125,22 +125,22 @@ def order_of(
     return Ordered(environment, tuple(notes))
 
 
-# ---------------------------------------------------------------- what `--env-version` means
+# ---------------------------------------------------------------- `--env-version`
 
 
 def chosen(
     settings: Settings, env_version: str, *, torch_mine: bool = False, allow_build: bool = False
 ) -> Ordered | None:
-    """Find the packages that were asked for.
+    """Find the environment that `--env-version` names.
 
     Args:
-        settings: With the default.
-        env_version: As `Wishes` has it; "" is the default.
-        torch_mine: `--torch mine`: torch is installed as the environment names it.
-        allow_build: `--allow-build`.
+        settings: The settings, with the default `env_version`.
+        env_version: A base environment, a saved one, a requirements file or `none`; "" is the default.
+        torch_mine: Whether `--torch mine` is set: torch is installed in the version that the environment names.
+        allow_build: Whether `--allow-build` is set.
 
     Returns:
-        None when the notebook's own are meant.
+        The environment; None for the notebook's own packages.
 
     Raises:
         UsageError: There is no such environment, or its file can't be used.
@@ -153,7 +153,7 @@ def chosen(
         return _from_base(base_list(name), torch_mine, allow_build)
     path = Path(name)
     with contextlib.suppress(RuntimeError):
-        # of a home that there is not
+        # there is no such home directory
         path = path.expanduser()
     if not os.path.isfile(path):
         kept = named_environments.load(settings, name)
@@ -184,7 +184,7 @@ def _from_file(settings: Settings, path: Path, torch_mine: bool, allow_build: bo
 
 
 def _wheel(settings: Settings, name: str, there: Path) -> Wheel:
-    """A wheel of this machine, or one made of a project of this machine."""
+    """Return a local wheel, or build one from a local project."""
     if there.is_file():
         return Wheel(file=there.name, sha256=sha256_of(there), size=there.stat().st_size, path=str(there))
     project = Distribution(name=name, version="", kind=Kind.EDITABLE, url=there.resolve().as_uri())
@@ -216,7 +216,7 @@ def _environment(
     wheels: tuple[Wheel, ...] = (),
     platform: str = "",
 ) -> Ordered:
-    """Describe the environment of these lines, without what a node brings itself."""
+    """Describe the environment of these requirements, without the packages that a node provides."""
     requirements: list[str] = []
     needed: list[str] = []
     notes: list[str] = []
@@ -255,18 +255,18 @@ def _environment(
 
 
 def _bounds() -> dict[str, Requirement]:
-    """What sgpu-magic needs on a rank, by name."""
+    """Return sgpu-magic's requirements on a rank, by name."""
     try:
         lines = metadata.requires(SGPU_MAGIC) or []
     except metadata.PackageNotFoundError:
-        # its source is on the path, and nothing says what it needs
+        # run from its source tree, without metadata
         return {}
     found = (Requirement(line) for line in lines if "extra ==" not in line)
     return {normalised(one.name): one for one in found if normalised(one.name) in _RANKS_NEED}
 
 
 def _check_python(what: str, python: str, first: str) -> None:
-    """Refuse another minor version: neither pickled functions nor binary packages cross it."""
+    """Refuse another minor version of Python: pickled functions and binary packages do not work across versions."""
     if python and python != own_python():
         raise EnvironmentFailed(
             f"{what} is for Python {python}, and the notebook runs Python {own_python()}. Functions that a notebook "

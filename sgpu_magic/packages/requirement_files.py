@@ -1,7 +1,6 @@
-"""Requirements files: as people write them, read into lines that a node's uv understands; as they are written here.
+"""Reads users' requirements files and `pylock.toml` files, and writes the `requirements.txt` of a run.
 
-Also `pylock.toml` as people have it. A `requirements.txt` of ours is written without asking anybody, so it is there
-when no package index can be reached.
+A run's `requirements.txt` is written without network access, so it exists even if no package index can be reached.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ _DEEPEST = 8
 
 
 class Requirements(msgspec.Struct, frozen=True):
-    """What a file asks for.
+    """The requirements in a file.
 
     Args:
-        lines: Requirements, with hashes behind them where the file has some.
-        resolve: What they depend on is not all among them, and versions may be open.
-        python: The Python that it was made for, `3.12`; "" when it does not say.
-        local: Wheels and projects of this machine, by the names that the file gives them.
+        lines: Requirements, followed by their hashes if the file has some.
+        resolve: Whether dependencies must be resolved: the file is not a complete set of exact pins.
+        python: The Python that the file was made for, `3.12`; "" if it does not say.
+        local: Pairs of a name and the path of a local wheel or project.
     """
 
     lines: tuple[str, ...]
@@ -70,8 +69,8 @@ def read_file(path: Path) -> Requirements:
     """Read a requirements file or a `pylock.toml`.
 
     Raises:
-        UsageError: It can't be read, or has something that can't be had on another machine.
-        EnvironmentFailed: It is not for this Python.
+        UsageError: The file can't be read, or names something that other machines do not have.
+        EnvironmentFailed: The file is not for this Python.
     """
     try:
         if is_valid_pylock_path(path):
@@ -88,7 +87,7 @@ def read_file(path: Path) -> Requirements:
     header = _HEADER.match(text)
     found = [line for line in lines if _LOCAL not in line]
     exact = all(_HASH.search(line) and "==" in line for line in found)
-    # one that sgpu-magic has written says so, and has no hashes
+    # one written by sgpu-magic says so, and has no hashes
     is_complete = header is not None and _COMPLETE in "".join(text.splitlines(keepends=True)[:_HEAD_LINES])
     return Requirements(
         tuple(found),
@@ -107,13 +106,13 @@ def _local(path: Path, line: str) -> tuple[str, Path]:
 
 
 def name_of(line: str) -> str:
-    """The name with which a requirement begins: `torch==2.13.0`, `six @ https://...`; "" where there is none."""
+    """Return the name in a requirement such as `torch==2.13.0` or `six @ https://...`; "" if there is none."""
     found = _NAME.match(line.strip())
     return found[0] if found is not None else ""
 
 
 def version_of(line: str) -> str:
-    """The version that a line pins, "" when it leaves it open."""
+    """Return the version that a requirement pins, "" if it pins none."""
     try:
         specifier = Requirement(_COMMENT.sub("", _HASH.sub("", line))).specifier
     except InvalidRequirement:
@@ -123,10 +122,10 @@ def version_of(line: str) -> str:
 
 
 def needed_by(info: Path) -> Iterator[Requirement]:
-    """Yield what an installed distribution needs here, as its metadata say.
+    """Yield the requirements of an installed distribution that apply here. Empty if its metadata can't be read.
 
     Args:
-        info: Its `.dist-info`; of one that can't be read nothing is known.
+        info: Its `.dist-info` directory.
     """
     try:
         # the head ends at the first empty line; the description after it may be long
@@ -160,7 +159,7 @@ def _lines_of(path: Path, text: str, deepest: int) -> Iterator[str]:
 
 
 def _checked(path: Path, line: str) -> str:
-    """Return the line as one that means the same on another machine."""
+    """Return the line, or raise if it would mean something else on another machine."""
     shown = without_url_credentials(line)
     if _INDEX.match(line):
         raise UsageError(
@@ -235,17 +234,17 @@ def _locked_line(path: Path, package: Package, source: object) -> str:
             return " ".join([f"{package.name}=={package.version}", *hashes])
 
 
-# ---------------------------------------------------------------- `requirements.txt` of ours, for a run's directory
+# ---------------------------------------------------------------- a run's `requirements.txt`
 
 _COMPLETE_LINE = "# Complete: `uv pip install --no-deps -r requirements.txt` looks no dependencies up."
 
 
 def snapshot_requirements(snapshot: Snapshot, lock: Lock | None) -> str:
-    """What an interpreter has.
+    """Return the text of a `requirements.txt` for the packages of an interpreter.
 
     Args:
-        snapshot: That is.
-        lock: What the package index said of it, None while it was not asked.
+        snapshot: The packages.
+        lock: Their lock, None if the package index has not been queried.
     """
     lines = [
         f"# Python {platform.python_version()} on {snapshot.platform}, digest {snapshot.digest}",
@@ -257,14 +256,14 @@ def snapshot_requirements(snapshot: Snapshot, lock: Lock | None) -> str:
 
 
 def environment_requirements(environment: Environment, lock: Lock | None) -> str:
-    """What a node is told to build.
+    """Return the text of a `requirements.txt` for an environment that a node builds.
 
     Args:
-        environment: That is.
-        lock: Its lock, None while there is none.
+        environment: The environment.
+        lock: Its lock, None if there is none.
     """
     what, own = environment.label or "the notebook's own packages", platform.python_version()
-    # with the patch where it is this process's own
+    # include the patch number if it is this process's Python
     python = own if own.startswith(f"{environment.python}.") else environment.python
     lines = [
         f"# Python {python} on {environment.platform or 'any machine'}, digest {environment.digest}",

@@ -1,6 +1,6 @@
-"""What is a secret, by its name or by what it looks like, and how texts of ours are kept clear of secrets.
+"""Detects secrets by name or by form, and redacts them in text.
 
-A false alarm costs little: a parameter is not written down, a word in a text becomes `***`. A miss costs a password.
+A false positive costs little: a parameter is not recorded, a word in a text becomes `***`. A miss leaks a password.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from urllib.parse import quote, unquote
 
 BLANK = "***"
 
-# with names like these any value counts, but switches and empty ones
+# with these names any value is a secret, except switches and empty values
 _SURE_NAMES = (
     "password", "passwd", "passphrase", "passcode", "pwd", "secret", "secrets", "apikey", "credential", "credentials",
     "api key", "private key", "access key", "secret key", "signing key", "encryption key", "account key", "ssh key",
     "auth key", "deploy key", "license key", "service key", "shared key", "storage key", "sas token", "access token",
 )  # fmt: skip
-# with these a value counts unless it is plainly something else, such as a number or `<pad>`
+# with these names a value is a secret unless it is plainly something else, such as a number or `<pad>`
 _LIKELY_NAMES = ("token", "pat", "bearer")
-# written together with what stands before: PGPASSWORD
+# endings of a compound word, as in PGPASSWORD
 _SURE_ENDS = ("password", "passwd", "passphrase", "apikey", "secret")
 _LIKELY_ENDS = ("token",)
-# with these it counts when nobody can read it
+# with these names a value is a secret if it looks opaque
 _POSSIBLE_NAMES = ("auth", "session", "cookie", "cookies", "key", "signature", "sig", "jwt", "authorization", "creds")
-# names that contain such a word and say where something lies, not what it is
+# names with such a last word describe a location or a property, not the secret itself
 _HARMLESS_LAST_WORDS = frozenset({
     "file", "files", "path", "dir", "directory", "sock", "socket", "pid", "type", "name", "url", "uri", "host", "port",
     "length", "count", "len", "class", "desktop", "manager", "seat", "method", "mode", "version", "provider", "address",
 })  # fmt: skip
 _SWITCHES = frozenset({"", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null"})
 
-# what issuers document, and what secret scanners look for
+# token formats as issuers document them and secret scanners match them
 _FORMS = re.compile(
     r"""
       \bhf_[A-Za-z0-9]{16,}                                     # Hugging Face
@@ -53,14 +53,14 @@ _FORMS = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-# every text that `_FORMS` finds has one of these
+# every match of `_FORMS` contains one of these
 _MARKS = (
     "hf_", "api_org_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "sk-", "sk_", "rk_", "xox",
     "xapp-", "AKIA", "ASIA", "AROA", "AIDA", "AIza", "ya29.", "GOCSPX-", "dapi", "dose", "npm_", "pypi-", "dckr_pat_",
     "r8_", "nvapi-", "gsk_", "SG.", "eyJ", "PRIVATE KEY",
 )  # fmt: skip
 _URL_CREDENTIALS = re.compile(r"://([^/?#\s\"'<>@]*(?:@[^/?#\s\"'<>@]*)*)@")
-# in connection strings, headers and signed addresses: what follows is the secret
+# connection strings, headers and signed URLs: the secret follows the label
 _LABELLED = re.compile(
     r"""(?ix)
     ( \b(?: password | passwd | pwd | accountkey | sharedaccesskey | secret | client_secret | api[_-]?key
@@ -78,23 +78,23 @@ _PATH = re.compile(r"(?:~|\.{1,2})?/[\w./ +@~-]*|[A-Za-z]:\\.*")
 _OPAQUE = re.compile(r"[A-Za-z0-9+/_=.:~-]{16,}")
 _ALPHABET = re.compile(r"[A-Za-z0-9+/_=-]{32,}")
 _CLASSES = re.compile(r"[a-z]+|[A-Z]+|[0-9]+")
-# of letters and digits drawn at random neighbours are of another class six times in ten; in names one to three times
+# neighbours in a random string of letters and digits change class six times in ten, in names one to three times
 _RANDOM_CHANGES = 0.4
-# no form of `_FORMS` and `_LABELLED` is shorter
+# no match of `_FORMS` and `_LABELLED` is shorter
 _SHORTEST_FORM = 6
-# shorter values would blank words that have nothing to do with them
+# shorter values would redact unrelated words
 _SHORTEST = 4
 _SHORTEST_WITHIN_WORDS = 8
 
 
 @functools.lru_cache(maxsize=5_000)
 def is_secret(name: str, value: str) -> bool:
-    """Whether a variable or parameter is a secret: its name says so, or its value looks like one."""
+    """Whether a variable or parameter is a secret, by its name or its value."""
     return looks_secret(value) or _is_named_secret(name, value)
 
 
 def looks_secret(value: str) -> bool:
-    """Whether a value is a secret whatever its name: a known kind of token, a password in a URL, a random string."""
+    """Whether a value looks like a secret: a known kind of token, a password in a URL, a random string."""
     if len(value) < _SHORTEST_FORM:
         return "@" in value and bool(_url_secrets(value))
     return (
@@ -106,29 +106,29 @@ def looks_secret(value: str) -> bool:
 
 
 def find_secrets(variables: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of those that are secrets."""
+    """Return the names of the variables that are secrets."""
     return frozenset(name for name, value in variables.items() if is_secret(name, value))
 
 
 class Blanker:
-    """Blanks secrets in texts of ours: an error, a log line, a command line, a file that we write.
+    """Redacts secrets in error messages, log lines, command lines and files that sgpu-magic writes.
 
     Args:
-        secrets: Values that are known to be secret; also blanked as they stand in a URL or in JSON. Known kinds of
-            tokens and passwords in URLs are blanked whether they are among them or not.
+        secrets: Values known to be secret; their URL-encoded and JSON forms are redacted too. Known kinds of tokens and
+            passwords in URLs are always redacted.
 
     Attributes:
-        clear: Returns a text without secrets, the same where it has none. As many lines as before. 20 us for 1,000
-            letters, less than 1 us for a text that was cleared before.
+        clear: Returns a text with its secrets redacted and the same number of lines. Takes 20 us for 1,000 characters,
+            less than 1 us for a cached text.
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         forms: set[str] = set()
         for secret in secrets:
             forms.update(_written_forms(secret))
-        # the longest first: one may contain another
+        # longest first: one may contain another
         self._forms = sorted(forms, key=len, reverse=True)
-        # a cell is often run again
+        # cells are often run again
         self.clear = functools.lru_cache(maxsize=200)(self._clear)
 
     def _clear(self, text: str) -> str:
@@ -146,17 +146,17 @@ class Blanker:
         return text
 
     def is_in(self, data: bytes) -> bool:
-        """Whether a known secret stands in `data` as it is."""
+        """Whether `data` contains a known secret."""
         return any(len(form) >= _SHORTEST_WITHIN_WORDS and form.encode() in data for form in self._forms)
 
 
 def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return `text` with every secret blanked; `secrets` as of `Blanker`."""
+    """Return `text` with every secret redacted; `secrets` as for `Blanker`."""
     return Blanker(secrets).clear(text)
 
 
 def without_url_credentials(text: str) -> str:
-    """Return `text` with user and password of every URL in it blanked: `https://***@host/`. `ssh://git@` stays."""
+    """Return `text` with user and password of every URL redacted: `https://***@host/`. Keeps `ssh://git@`."""
     if "@" not in text or "://" not in text:
         return text
     return _URL_CREDENTIALS.sub(lambda match: f"://{BLANK}@" if _tells(match[1]) else match[0], text)
@@ -166,7 +166,7 @@ def without_url_credentials(text: str) -> str:
 
 
 class _Says(enum.Enum):
-    """What a name says of its value."""
+    """What a name implies about its value."""
 
     NOTHING = 0
     SECRET_WHEN_OPAQUE = 1
@@ -203,7 +203,7 @@ def _is_named_secret(name: str, value: str) -> bool:
 
 
 def _is_random(value: str) -> bool:
-    """Whether it is a long string of letters of both cases and digits in no order that a person would write."""
+    """Whether a value looks like a long random string of upper-case letters, lower-case letters and digits."""
     if _ALPHABET.fullmatch(value) is None or value.startswith("/"):
         return False
     runs = _CLASSES.findall(value)
@@ -213,7 +213,7 @@ def _is_random(value: str) -> bool:
 
 
 def _url_secrets(text: str) -> list[str]:
-    """Return the credentials of the URLs in `text`, each whole and its password alone."""
+    """Return the credentials of the URLs in `text`, each both whole and as the password alone."""
     found: list[str] = []
     for match in _URL_CREDENTIALS.finditer(text):
         credentials = match[1]
@@ -224,13 +224,13 @@ def _url_secrets(text: str) -> list[str]:
 
 
 def _tells(credentials: str) -> bool:
-    """Whether what stands before a URL's `@` is more than a user's name; tokens stand there alone, too."""
+    """Whether the part before a URL's `@` is more than a user name: it may be a token without a password."""
     user, _, password = credentials.partition(":")
     return bool(password) or _FORMS.search(user) is not None or len(user) >= 20 or _is_random(user)
 
 
 def _written_forms(secret: str) -> Iterable[str]:
-    """Yield the secret as it may stand in a text: as it is, in a URL, in JSON, line by line, its telling parts."""
+    """Yield the forms in which a secret may occur in a text: plain, URL-encoded, JSON, single lines, its parts."""
     parts = {secret, secret.strip()}
     parts.update(_url_secrets(secret))
     parts.update(match[2] for match in _LABELLED.finditer(secret))

@@ -1,6 +1,6 @@
-"""The distributions of the running interpreter, kept as long as its site directories do not change.
+"""The distributions of the running interpreter, cached until its site directories change.
 
-Also how two such sets differ, and which packages a running kernel has loaded in another version.
+Also the differences between two snapshots, and packages of which a kernel has loaded another version than installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sgpu_magic.packages.distributions import (
 
 Key = tuple[tuple[str, int], ...]
 
-# an installer makes a directory first and fills it then: what is read so soon after a change may not be all of it
+# an installer creates a directory before it fills it: a read this soon after a change may be incomplete
 _SETTLED_NS = 2_000_000_000
 _SITE_FOLDERS = ("site-packages", "dist-packages")
 _lock = threading.Lock()
@@ -33,13 +33,13 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A snapshot and what it depends on.
+    """A cached snapshot and its cache key.
 
     Args:
-        key: Entries of `sys.path` and times of change.
-        others: Entries beside the site directories that have distributions, such as `pip install --target` makes.
-        snapshot: What was found.
-        is_whole: No installer was at work while it was read, as far as the times of change tell.
+        key: Entries of `sys.path` and their modification times.
+        others: Entries with distributions that are not site directories, as `pip install --target` makes them.
+        snapshot: The snapshot.
+        is_whole: Whether no installer was running during the read, judged by the modification times.
     """
 
     key: Key
@@ -53,10 +53,10 @@ _first: Snapshot | None = None
 
 
 def take_snapshot() -> Snapshot:
-    """What is installed for this interpreter now. May be called by any thread.
+    """Return the distributions installed for this interpreter now. Thread-safe.
 
-    The same object as before is returned in some microseconds while `sys.path` and the times of change of the site
-    directories are the same: every installer adds or removes a directory there. Else some 20 ms for 100 distributions.
+    Returns the cached object, within microseconds, while `sys.path` and the modification times of the site directories
+    are unchanged: every installer adds or removes a directory there. Otherwise takes about 20 ms for 100 distributions.
     """
     snapshot = kept_snapshot()
     if snapshot is not None:
@@ -65,30 +65,30 @@ def take_snapshot() -> Snapshot:
     with _lock:
         snapshot = kept_snapshot()
         if snapshot is None:
-            # before the first look: what changes meanwhile is looked at again by the next caller
+            # taken before the read: a change during the read is noticed by the next call
             others = _others(sys.path)
             key = _site_key(others)
             age_ns = time.time_ns() - max(changed for _, changed in (*key, ("", 0)))
             snapshot = read_snapshot(sys.path)
-            # a time to come is another machine's clock
+            # a time in the future comes from another machine's clock
             _kept = _Kept(key, others, snapshot, is_whole=not 0 <= age_ns < _SETTLED_NS)
             _first = _first or snapshot
         return snapshot
 
 
 def first_snapshot() -> Snapshot | None:
-    """The first that was taken in this process, None before that."""
+    """Return the first snapshot taken in this process, None if there was none yet."""
     return _first
 
 
 def kept_snapshot() -> Snapshot | None:
-    """The snapshot if one was taken and still holds. Never waits."""
+    """Return the cached snapshot if it is still valid, else None. Never blocks."""
     kept = _kept
     return kept.snapshot if kept is not None and kept.is_whole and kept.key == _site_key(kept.others) else None
 
 
 def read_snapshot(path: list[str]) -> Snapshot:
-    """Read what is installed in the entries of `path`, in their order."""
+    """Read the distributions installed in the entries of `path`, in order."""
     first: dict[str, Distribution] = {}
     shadowed: list[Distribution] = []
     conda_names = _conda_names()
@@ -108,17 +108,17 @@ def read_snapshot(path: list[str]) -> Snapshot:
 
 
 def _site_key(others: frozenset[str]) -> Key:
-    """Costs a `stat` for each directory with distributions."""
+    """Return the cache key. Calls `stat` once per directory with distributions."""
     return tuple(
         (entry, _changed_ns(entry) if entry.endswith(_SITE_FOLDERS) or entry in others else 0) for entry in sys.path
     )
 
 
 def _others(path: list[str]) -> frozenset[str]:
-    """Entries that have distributions and are no site directories.
+    """Return the entries that have distributions but are not site directories.
 
-    The notebook's own folder changes with each of its savings, and what is installed there in an editable way changes
-    a site directory too.
+    The notebook's own folder is left out: it changes with every save, and an editable install there changes a site
+    directory too.
     """
     here = {"", _current_directory()}
     return frozenset(
@@ -130,7 +130,7 @@ def _current_directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        # removed under the notebook's feet
+        # the working directory was removed
         return ""
 
 
@@ -142,9 +142,9 @@ def _changed_ns(folder: str) -> int:
 
 
 def _entries(path: list[str]) -> Iterator[str]:
-    """Entries where distributions may lie, each once. `""` is the directory of the moment.
+    """Yield the directories that may contain distributions, each once. `""` is the working directory.
 
-    What lies within a package is a part of that package: `import ray` puts ray/thirdparty_files on the path.
+    Skips directories inside a package, which belong to that package: `import ray` adds ray/thirdparty_files.
     """
     seen = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     for entry in path:
@@ -170,17 +170,17 @@ def _infos(entry: str) -> list[str]:
         names = os.listdir(entry)
     except OSError:
         return []
-    # pip gives what it is about to remove a name with a tilde
+    # pip prefixes a directory with a tilde before it removes it
     return [name for name in names if name.endswith((".dist-info", ".egg-info")) and not name.startswith("~")]
 
 
 def _preference(distribution: Distribution) -> tuple[bool, bool, str]:
-    """Of two that lie in one directory the one with a whole installation record is there."""
+    """Sort key for two distributions of one name in a directory: the one with a full installation record is first."""
     return (distribution.location.endswith(".egg-info"), not distribution.record, distribution.location)
 
 
 def _conda_names() -> dict[str, str]:
-    """conda's packages and their versions, by its files' names: `numpy-1.26.4-py311h64a7726_0.json`."""
+    """Return versions of conda's packages by name, from file names such as `numpy-1.26.4-py311h64a7726_0.json`."""
     try:
         files = os.listdir(f"{sys.prefix}/conda-meta")
     except OSError:
@@ -194,17 +194,17 @@ def _interpreter_tag() -> str:
     return f"{short}{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
 
 
-# ---------------------------------------------------------------- how two of them differ, and what is loaded
+# ---------------------------------------------------------------- differences between snapshots, stale modules
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One package that is not the same in both.
+    """A package that differs between two snapshots.
 
     Args:
-        name: Normalised.
-        before: Its version in the first, "" where that lacks it.
-        now: Its version in the second, "" where that lacks it.
+        name: Normalised name.
+        before: Version in the first, "" if missing.
+        now: Version in the second, "" if missing.
     """
 
     name: str
@@ -213,7 +213,7 @@ class Change:
 
     @property
     def words(self) -> str:
-        """`numpy 2.0.0 -> 2.1.3`, `rich 13.9 installed`, `rich 13.9 removed`."""
+        """The change as text: `numpy 2.0.0 -> 2.1.3`, `rich 13.9 installed`, `rich 13.9 removed`."""
         if not self.before:
             return f"{self.name} {self.now} installed"
         return f"{self.name} {self.before} removed" if not self.now else f"{self.name} {self.before} -> {self.now}"
@@ -221,12 +221,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A package that the kernel has loaded in another version than is installed.
+    """A package of which the kernel has loaded another version than is installed.
 
     Args:
-        name: Normalised.
-        loaded: The version that is loaded.
-        installed: The version that is installed; "" when it was removed.
+        name: Normalised name.
+        loaded: The loaded version.
+        installed: The installed version; "" if the package was removed.
     """
 
     name: str
@@ -241,7 +241,7 @@ class Stale:
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[Change, ...]:
-    """Compare versions by normalised name."""
+    """Compare two mappings of versions by normalised name."""
     return tuple(
         Change(name, before.get(name, ""), now.get(name, ""))
         for name in sorted({*before, *now})
@@ -250,7 +250,7 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[Change, 
 
 
 def versions(snapshot: Snapshot) -> dict[str, str]:
-    """The snapshot's versions by normalised name."""
+    """Return the snapshot's versions by normalised name."""
     return {found.key: found.version for found in snapshot.distributions}
 
 
@@ -260,11 +260,11 @@ def stale_modules(
     """Find packages whose modules this process loaded before another version was installed.
 
     Args:
-        first: What was installed when this process looked first.
-        now: What is installed now.
-        modules: The loaded ones, as `sys.modules`.
-        started_at: Wall-clock time at which this process began: what was installed later may have been loaded
-            before.
+        first: The first snapshot of this process.
+        now: The current snapshot.
+        modules: Loaded modules, as in `sys.modules`.
+        started_at: Wall-clock time at which this process started. Packages installed later may have been loaded in
+            an older version.
     """
     found: dict[str, Stale] = {}
     after = versions(now)
@@ -275,7 +275,7 @@ def stale_modules(
                 found[distribution.key] = Stale(distribution.key, loaded, distribution.version)
     for change in changes(versions(first), after):
         before = first.get(change.name)
-        # of one that is gone only the usual name of its module is left
+        # for a removed package the module's name can only be guessed
         names = [change.name.replace("-", "_")]
         if before is not None and not change.now and _loaded_version(names, modules) == change.before:
             found[change.name] = Stale(change.name, change.before, "")
@@ -283,8 +283,8 @@ def stale_modules(
 
 
 def process_began_at() -> float:
-    """Wall-clock time at which this process began."""
-    # only who asks for this needs it
+    """Return the wall-clock time at which this process started."""
+    # needed here only
     import psutil
 
     return psutil.Process().create_time()
@@ -299,7 +299,7 @@ def _installed_at(distribution: Distribution) -> float:
 
 def _loaded_version(names: Iterable[str], modules: Mapping[str, ModuleType]) -> str:
     for name in names:
-        # not `getattr`: a module may answer by importing something
+        # not `getattr`: a lazy module may import something
         version = vars(modules[name]).get("__version__") if name in modules else None
         if isinstance(version, str):
             return version

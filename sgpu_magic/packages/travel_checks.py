@@ -1,6 +1,6 @@
-"""What is checked before a run travels: whether its packages go together, and a node can import what its payload names.
+"""Checks before a run is submitted: do its packages work together, and can a node import what its payload names.
 
-Nothing is pickled by reference to what is not there. Mismatches of the notebook's own packages are told.
+Also finds mismatches among the notebook's own packages in the background.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 def check_before_travel(environment: Environment, snapshot: Snapshot | None = None, *, driver: str = "") -> list[str]:
-    """Look for what is known to break in packages that a node is to install.
+    """Check the packages that a node will install for known mismatches.
 
     Args:
         environment: The packages.
-        snapshot: What they are a copy of, for the notebook's own.
-        driver: The NVIDIA driver's version on the node, "" when it is not known.
+        snapshot: The notebook's packages, if the environment is a copy of them.
+        driver: Version of the NVIDIA driver on the node, "" if unknown.
 
     Returns:
-        Sentences for the user.
+        Warnings for the user.
 
     Raises:
-        EnvironmentFailed: They would surely break.
+        EnvironmentFailed: The packages would certainly break.
     """
-    # `packaging` takes 20 ms, which a notebook need not wait for when it loads the magics
+    # `packaging` takes 20 ms to import, too long for loading the magics
     from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches, packages_of, packages_of_pins
     from sgpu_magic.packages.requirement_files import name_of, version_of
 
@@ -69,7 +69,7 @@ def _refusal(environment: Environment, sure: list[Mismatch]) -> str:
     return f"{whose} would break on the ranks, so nothing was started: {sure[0].sentence}{more}"
 
 
-# ---------------------------------------------------------------- looked for in the background, told once
+# ---------------------------------------------------------------- background check, each mismatch reported once
 
 _lock = threading.Lock()
 _looked_at = ""
@@ -78,14 +78,14 @@ _news: tuple[str, ...] = ()
 
 
 def look_for_mismatches(snapshot: Snapshot) -> None:
-    """Look through a snapshot, once for each. Some 50 ms for 100 packages, so never where somebody waits."""
+    """Check a snapshot for mismatches, once for each. Takes about 50 ms for 100 packages: call it in the background."""
     global _looked_at, _news
     if snapshot.digest == _looked_at:
         return
-    # who only asks for the news needs nothing of this
+    # not needed by `mismatch_news`
     from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
 
-    # a package that is there twice is told by %sgpu_env: many a Python has dozens
+    # packages installed twice are only listed by %sgpu_env: many Pythons have dozens
     found = find_mismatches(packages_of(snapshot), driver=driver_version())
     with _lock:
         _looked_at = snapshot.digest
@@ -93,7 +93,7 @@ def look_for_mismatches(snapshot: Snapshot) -> None:
 
 
 def mismatch_news() -> tuple[str, ...]:
-    """What was found and not told yet. Never waits."""
+    """Return the mismatches that were found and not yet reported. Never blocks."""
     global _news
     if not _news:
         return ()
@@ -103,7 +103,7 @@ def mismatch_news() -> tuple[str, ...]:
     return new
 
 
-# ---------------------------------------------------------------- what a payload names
+# ---------------------------------------------------------------- modules that a payload names
 
 _NOT_IMPORTED = frozenset({"", "builtins", "__main__", "__mp_main__", "sgpu_magic"})
 
@@ -115,16 +115,16 @@ def check_references(
     *,
     projects: Collection[str] = (),
 ) -> None:
-    """Refuse a payload that needs modules which neither travel nor are in the ranks' packages.
+    """Refuse a payload that needs modules which are neither sent with it nor in the ranks' packages.
 
     Args:
-        modules: As `Packed.modules`.
-        code: The local code that travels along.
-        environment: The ranks' packages; None where they are a session's: then any package counts.
-        projects: Directories of which wheels are made.
+        modules: Pairs of a module and the object needed from it, as in `Packed.modules`.
+        code: The local code sent with the payload.
+        environment: The ranks' packages; None in a session, where any package installed here counts.
+        projects: Directories of projects that are sent as wheels.
 
     Raises:
-        SerializationError: Names the module, what is needed of it, and the remedy.
+        SerializationError: A module is missing. The message names it, what is needed from it, and the remedy.
     """
     local = {name for each in code for name in each.modules}
     there: frozenset[str] | None = None
@@ -134,11 +134,11 @@ def check_references(
             continue
         if environment is not None and not environment.resolve:
             there = _names_in(environment) if there is None else there
-            # most packages are called like their module; looking into all of them takes half a second
+            # most packages have the name of their module; reading all of their metadata takes half a second
             if normalised(top) in there:
                 continue
         packages = _packages_of_modules(take_snapshot().digest).get(top, ())
-        # of a session's packages, and of those whose dependencies a node looks up, not all are known here
+        # a session's packages, and those whose dependencies a node resolves, are not all known here
         if (packages and (there is None or not there.isdisjoint(packages))) or _lies_in(top, projects):
             continue
         thing = f"`{what}` of the module `{name}`" if what else f"the module `{name}`"
@@ -146,8 +146,8 @@ def check_references(
 
 
 def _names_in(environment: Environment) -> frozenset[str]:
-    """What the ranks have, and what a node's base layer brings as far as this Python has that."""
-    # `packaging` takes 20 ms
+    """Return the ranks' packages, including those of a node's base layer that this Python has too."""
+    # `packaging` takes 20 ms to import
     from sgpu_magic.packages.node.base_layer import base_layer
     from sgpu_magic.packages.requirement_files import name_of
 
@@ -158,10 +158,10 @@ def _names_in(environment: Environment) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1)
 def _packages_of_modules(digest: str) -> Mapping[str, tuple[str, ...]]:
-    """Packages by the top-level modules that they have.
+    """Return packages by top-level module.
 
     Args:
-        digest: Of what is installed.
+        digest: Digest of the installed packages, the cache key.
     """
     return {top: tuple(map(normalised, names)) for top, names in metadata.packages_distributions().items()}
 

@@ -1,4 +1,4 @@
-"""Running uv: where it is, what it says when it fails, where it looks packages up, and how a kernel runs it."""
+"""Running uv: finding it, its error messages, its package index, and running it from a kernel."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.system import processes
 
-# a paragraph, not a page: of a resolver's proof the beginning says what is wrong
+# keep messages to a paragraph: the beginning of a resolver's error says what is wrong
 _MOST_CHARACTERS = 1200
 _KEPT_LINES = 200
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class UvFailed(Exception):
-    """uv ended with an error.
+    """uv failed.
 
     Args:
-        words: What it said last, as one paragraph without credentials.
-        text: All that it said.
+        words: Its error message as one paragraph, without credentials.
+        text: Its whole stderr.
     """
 
     def __init__(self, words: str, text: str) -> None:
@@ -40,10 +40,10 @@ class UvFailed(Exception):
 
 
 def uv_path() -> str:
-    """uv's executable: the one that came with sgpu-magic, else the one on the path.
+    """Return uv's executable: the one installed with sgpu-magic, else the one on the path.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: uv is not installed.
     """
     beside = Path(sys.prefix, "bin", "uv")
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("uv")
@@ -64,25 +64,25 @@ def run_uv(
     heard: Callable[[str], None] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> str:
-    """Run uv to its end; it dies with this process.
+    """Run uv and wait for it. It is killed if this process dies.
 
     Args:
-        arguments: Of the command. Nothing secret: anybody on the machine can read them.
-        stdin: Its standard input.
-        variables: Beside this process's own.
-        heard: Called with each line that it says on its way.
-        meanwhile: Called once it is at work.
+        arguments: Command line arguments. Every user of the machine can read them, so pass no secrets.
+        stdin: Text for its standard input.
+        variables: Environment variables on top of this process's own.
+        heard: Called with each line of its stderr.
+        meanwhile: Called once it has started. Only used with `heard`.
 
     Returns:
         Its standard output.
 
     Raises:
-        UvFailed: It failed.
-        OSError: It can't be started.
+        UvFailed: uv failed.
+        OSError: uv can't be started.
     """
     parent = os.getpid()
     environ = {**os.environ, **(variables or {}), "UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
-    # the node's own environment is not what uv is to look at
+    # uv must not use the node's own environment
     environ.pop("VIRTUAL_ENV", None)
     with subprocess.Popen(
         [uv_path(), *arguments],
@@ -93,13 +93,13 @@ def run_uv(
         cwd="/",
         text=True,
         errors="replace",
-        # this process has one thread
+        # safe: this process is single-threaded
         preexec_fn=lambda: processes.die_with_parent(parent),
     ) as uv:
         try:
             said, output = _talk(uv, stdin, heard, meanwhile)
         except BaseException:
-            # an interrupt too: the end of the block waits for uv, which may take minutes
+            # also on an interrupt: leaving the block waits for uv, which may take minutes
             uv.kill()
             raise
     if uv.returncode:
@@ -110,7 +110,7 @@ def run_uv(
 
 
 def last_words(text: str) -> str:
-    """What uv said of its failure, as one paragraph without credentials."""
+    """Return uv's error message as one paragraph, without credentials."""
     lines = [_ANSI.sub("", line).strip() for line in text.splitlines()]
     first = next((at for at, line in enumerate(lines) if line.startswith("error:")), None)
     kept = lines[first:] if first is not None else [line for line in lines if line][-3:]
@@ -125,7 +125,7 @@ def _talk(
     heard: Callable[[str], None] | None,
     meanwhile: Callable[[], None] | None,
 ) -> tuple[list[str], str]:
-    """Feed it, and read both of its outputs until they end."""
+    """Write uv's input and read both of its outputs to the end. Returns the lines of stderr, and stdout."""
     if heard is None:
         output, errors = uv.communicate(stdin)
         return errors.splitlines(), output
@@ -139,7 +139,7 @@ def _talk(
     if meanwhile is not None:
         meanwhile()
     said: list[str] = []
-    # of a command that is listened to, the standard output is a line or two: it waits in its pipe
+    # with `heard`, the standard output is a line or two and fits into its pipe
     for line in uv.stderr:
         said.append(line.rstrip("\n"))
         del said[:-_KEPT_LINES]
@@ -147,21 +147,21 @@ def _talk(
     return said, uv.stdout.read()
 
 
-# ---------------------------------------------------------------- where it looks packages up
+# ---------------------------------------------------------------- package index
 
-# any of these and uv has been told where to look
+# any of these configures uv's index
 _UV_INDEXES = ("UV_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
 
 
 def index_variables(index_url: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that a uv process gets beside the others. They may hold credentials.
+    """Return the variables that configure uv's package index. They may contain credentials.
 
-    uv does not read pip's configuration. A machine where only pip knows the way to its packages has to work all the
-    same; of several indexes the best version is then taken, as pip does.
+    uv does not read pip's configuration, so pip's indexes are passed on where uv has no configuration of its own. With
+    several indexes uv then picks the best version, as pip does.
 
     Args:
         index_url: The setting `index_url`.
-        environ: The variables that the uv process gets otherwise.
+        environ: The other variables of the uv process. Default: this process's.
     """
     environ = os.environ if environ is None else environ
     if index_url:
@@ -188,7 +188,7 @@ def _has_uv_configuration(environ: Mapping[str, str]) -> bool:
 
 
 def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:
-    """pip's options about indexes: of the machine, the user, the environment, then variables; the last one counts."""
+    """Return pip's index options from the machine's, user's and environment's files, then variables. The last wins."""
     home = Path(environ.get("HOME") or Path.home())
     files = [
         site_config_path("pip", appauthor=False) / "pip.conf",
@@ -205,7 +205,7 @@ def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:
         try:
             parser.read(file)
         except (OSError, configparser.Error, UnicodeDecodeError):
-            # pip itself says what is wrong with it
+            # pip itself reports a broken file
             continue
         for section in ("global", "install"):
             if parser.has_section(section):
@@ -217,19 +217,19 @@ def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-# ---------------------------------------------------------------- as the kernel runs it
+# ---------------------------------------------------------------- running uv from a kernel
 
-# it must not take this kernel's environment, nor the notebook's own project, for what it works on
+# uv must work neither on this kernel's environment nor on the notebook's own project
 _NOT_INHERITED = ("VIRTUAL_ENV", "CONDA_PREFIX", "UV_PROJECT", "UV_PROJECT_ENVIRONMENT")
 
 
 class Done(msgspec.Struct, frozen=True):
-    """How a call of uv ended.
+    """The result of a command.
 
     Args:
-        status: Its exit status; negative after a signal.
-        output: What it wrote to stdout.
-        words: What it wrote to stderr, without credentials.
+        status: Exit status; negative after a signal.
+        output: Its stdout.
+        words: Its stderr, without credentials.
     """
 
     status: int
@@ -240,17 +240,17 @@ class Done(msgspec.Struct, frozen=True):
 def call_uv(
     arguments: Sequence[str], variables: Mapping[str, str], timeout_s: float, *, stdin: str = "", gently: bool = False
 ) -> Done:
-    """Run uv and wait; it and its children are killed when the wait is interrupted.
+    """Run uv and wait for it. It and its children are killed on an interrupt or a timeout.
 
     Args:
-        arguments: Of the command. Nothing secret: anybody on the machine can read them.
-        variables: Beside those of this process.
-        timeout_s: It is killed after so many seconds.
-        stdin: What it reads.
-        gently: At the lowest priority: nobody waits for it.
+        arguments: Command line arguments. Every user of the machine can read them, so pass no secrets.
+        variables: Environment variables on top of this process's own.
+        timeout_s: Timeout in seconds.
+        stdin: Text for its standard input.
+        gently: Run it at the lowest priority.
 
     Raises:
-        EnvironmentFailed: There is no uv, or its time is over.
+        EnvironmentFailed: uv is not installed, or timed out.
     """
     environ = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     environ |= {"UV_NO_PROGRESS": "1", "NO_COLOR": "1", "UV_PYTHON_DOWNLOADS": "never", **variables}
@@ -270,10 +270,10 @@ def call_uv(
 
 
 def call_pip(arguments: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> Done:
-    """Run this Python's pip and wait; as `call_uv`.
+    """Run this Python's pip and wait for it, as `call_uv` does.
 
     Raises:
-        EnvironmentFailed: It can't be started, or its time is over.
+        EnvironmentFailed: pip can't be started, or timed out.
     """
     environ = {**os.environ, "NO_COLOR": "1", "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **variables}
     try:
@@ -288,7 +288,7 @@ def call_pip(arguments: Sequence[str], variables: Mapping[str, str], timeout_s: 
 
 
 def _called(command: Sequence[str], environ: Mapping[str, str], timeout_s: float, stdin: str = "") -> Done:
-    """Run a command and wait; it and its children are killed when the wait is interrupted or its time is over."""
+    """Run a command and wait for it. It and its children are killed on an interrupt or a timeout."""
     process = subprocess.Popen(
         command,
         env=environ,
@@ -298,7 +298,7 @@ def _called(command: Sequence[str], environ: Mapping[str, str], timeout_s: float
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        # Ctrl-C in a terminal reaches this process alone, which ends the whole group
+        # Ctrl-C in a terminal reaches only this process, which then kills the whole group
         start_new_session=True,
     )
     try:

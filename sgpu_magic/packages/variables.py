@@ -1,8 +1,8 @@
-"""Which of a kernel's environment variables travel to a node of another machine, and which of them are secrets.
+"""Which of a kernel's environment variables are sent to a node on another machine, and which of them are secrets.
 
-A node has an environment of its own. What goes over it: variables of libraries that work the same anywhere, those that
-the user names (`--env`, the setting `variables`), and what the notebook itself has set since its kernel started
-(`%env`). What says where something lies on the kernel's machine stays there.
+They are set on top of the node's own environment: machine-independent variables of libraries, variables that the user
+names (`--env`, the setting `variables`), and variables that the notebook has set since its kernel started (`%env`).
+Variables that describe locations on the kernel's machine are not sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TRAVEL = (
     "OMP_", "MKL_", "KMP_", "OPENBLAS_", "NUMEXPR_", "XLA_", "JAX_", "TF_",
 )  # fmt: skip
 _PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
-# where the kernel lives, and what belongs to its machine, its shell, its front end or to a rank
+# variables of the kernel's machine, shell or front end, or of a rank
 _PLACE = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "USERNAME", "SHELL", "SHLVL", "PWD", "OLDPWD", "HOSTNAME", "HOST", "MAIL", "_",
     "TMPDIR", "TEMP", "TMP", "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY", "TERMINFO", "LS_COLORS", "COLUMNS", "LINES",
@@ -37,25 +37,25 @@ _PLACE_PREFIXES = (
     "JPY_", "JUPYTER", "IPYTHON", "KERNEL_", "VSCODE_", "XDG_", "DBUS_", "SSH_", "GPG_", "LD_", "DYLD_", "SYSTEMD_",
     "SLURM_", "KUBERNETES_", "NVIDIA_", "SGPU_", "TORCHELASTIC_RUN_ID", "TERM_", "COLORTERM", "GNOME_", "DESKTOP_",
 )  # fmt: skip
-# ipykernel (`zmqshell.init_environment`, `matplotlib_inline`) sets these by itself: no notebook did
+# set by ipykernel itself (`zmqshell.init_environment`, `matplotlib_inline`), not by the notebook
 _SET_BY_IPYKERNEL = {
     "TERM": "xterm-color", "CLICOLOR": "1", "CLICOLOR_FORCE": "1", "FORCE_COLOR": "1", "PAGER": "cat",
     "GIT_PAGER": "cat", "MPLBACKEND": "module://matplotlib_inline.backend_inline",
 }  # fmt: skip
-# of a library's variables these hold directories of the kernel's machine
+# variables of libraries with these endings hold paths on the kernel's machine
 _DIRECTORY_ENDS = ("_HOME", "_DIR", "_CACHE", "_PATH", "_ROOT", "_FOLDER", "_FILE", "_CONFIG", "_LOCATION", "_BUNDLE")
 _ABSOLUTE = re.compile(r"(/|~)")
 _HAS_PROC = os.path.exists("/proc/self/environ")
-# what the process had when the extension was loaded, where the system does not tell what it was started with
+# the variables when the extension was loaded, for systems without /proc/self/environ
 _AT_LOAD: dict[str, str] = {} if _HAS_PROC else dict(os.environ)
 
 
 class Travelling(msgspec.Struct, frozen=True):
-    """Variables that go along.
+    """Variables sent with a run.
 
     Args:
-        values: All of them, by name.
-        secrets: Names of those that are secrets.
+        values: Values by name.
+        secrets: Names of the variables that are secrets.
     """
 
     values: dict[str, str]
@@ -69,14 +69,14 @@ def travelling(
     chosen: str = "",
     started_with: Mapping[str, str] | None = None,
 ) -> Travelling:
-    """Choose what goes along to a node of another machine.
+    """Choose the variables that are sent to a node on another machine.
 
     Args:
-        environ: The kernel's variables, and over them the run's own.
-        given: Names that the user has set for this run or session (`--env`): they go whatever they are.
-        chosen: The setting `variables`: names and, ending in `*` or `_`, beginnings of names, with commas between.
-        started_with: What the kernel was started with: a variable that has another value now was set in the notebook.
-            None looks it up.
+        environ: The kernel's variables, updated with the run's own.
+        given: Names that the user has set for this run or session (`--env`). They are always sent.
+        chosen: The setting `variables`: comma-separated names, or prefixes that end in `*` or `_`.
+        started_with: The variables that the kernel was started with: a variable whose value differs now was set in the
+            notebook. Default: `start_variables()`.
     """
     before = start_variables() if started_with is None else started_with
     named, beginnings = _read(chosen)
@@ -94,7 +94,7 @@ def travelling(
 
 @functools.cache
 def start_variables() -> Mapping[str, str]:
-    """The variables that this process was started with."""
+    """Return the variables that this process was started with."""
     if not _HAS_PROC:
         return _AT_LOAD
     try:
@@ -103,19 +103,19 @@ def start_variables() -> Mapping[str, str]:
     except OSError:
         return dict(os.environ)
     found = dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
-    # a program that shows a title of its own in the process list writes it over these
+    # a program that sets its process title overwrites this memory
     return found if found.keys() & {"PATH", "HOME", "LANG"} else dict(os.environ)
 
 
 class SecretsOf:
-    """The blanker of an environment's secrets, made anew when that has changed. One thread at a time."""
+    """Caches the `Blanker` of an environment's secrets until the environment changes. Not thread-safe."""
 
     def __init__(self) -> None:
         self._of: Mapping[str, str] = {}
         self._blanker = Blanker()
 
     def blanker(self, environ: Mapping[str, str]) -> Blanker:
-        """Return the blanker of the secrets among `environ`. Costs 10 us while nothing has changed."""
+        """Return a `Blanker` for the secrets in `environ`. Takes 10 us if nothing has changed."""
         if environ != self._of:
             self._of = dict(environ)
             self._blanker = Blanker(environ[name] for name in find_secrets(environ))
@@ -123,7 +123,7 @@ class SecretsOf:
 
 
 def blanked_settings(body: str, clear: Callable[[str], str]) -> str:
-    """Return a cell with all blanked that `clear` blanks, and secrets in its lines `%env NAME=value`."""
+    """Return a cell's text redacted by `clear`, and with the secrets in `%env NAME=value` lines redacted too."""
     if "%env" in body or "%set_env" in body:
         body = _SET_LINE.sub(_without_secret_value, body)
     return clear(body)

@@ -1,6 +1,6 @@
-"""Wheels that were made here, of installed packages and of editable projects.
+"""Wheels made on this machine from installed packages and from editable projects.
 
-Each is made once and kept by what it was made of.
+Each is made once and cached by the content that it was made from.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _SHA256 = "sha256"
 
 
 def kept_wheel(root: Path, key: str, make: Callable[[Path], Path]) -> Wheel:
-    """Return a wheel, made now if it is not there.
+    """Return a cached wheel. Makes it if there is none.
 
     Args:
-        root: Where wheels are kept.
-        key: Of what it is made of; a folder's name.
-        make: Makes it in an empty folder and returns its path.
+        root: Directory of cached wheels.
+        key: Identifies the content that the wheel is made from; used as a directory name.
+        make: Makes the wheel in an empty directory and returns its path.
 
     Raises:
-        OSError: It can't be written.
+        OSError: The wheel can't be written.
     """
     folder = root / key
     found = _wheel_in(folder)
@@ -57,7 +57,7 @@ def kept_wheel(root: Path, key: str, make: Callable[[Path], Path]) -> Wheel:
         try:
             os.rename(temporary, folder)
         except OSError:
-            # another kernel was quicker
+            # another kernel was faster
             if _wheel_in(folder) is None:
                 raise
     finally:
@@ -73,7 +73,7 @@ def _wheel_in(folder: Path) -> Wheel | None:
         file = next(folder.glob("*.whl"))
         sha256 = (folder / _SHA256).read_text()
         size = file.stat().st_size
-        # used: what was not for long may be removed
+        # mark it as used: wheels unused for long are removed
         os.utime(folder)
     except (OSError, StopIteration):
         return None
@@ -81,10 +81,10 @@ def _wheel_in(folder: Path) -> Wheel | None:
 
 
 def remove_old_wheels(root: Path, before: float) -> None:
-    """Remove those that nobody asked for since then.
+    """Remove cached wheels that have not been used since a point in time.
 
     Args:
-        root: Where wheels are kept.
+        root: Directory of cached wheels.
         before: Wall-clock time.
     """
     try:
@@ -96,23 +96,23 @@ def remove_old_wheels(root: Path, before: float) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-# ---------------------------------------------------------------- of what is installed
+# ---------------------------------------------------------------- from installed packages
 
-# What an installer spread over the environment is put back where a wheel has it: programs into `.data/scripts`, other
-# files outside the site directory into `.data/data`. The same installation always makes the same bytes.
+# Installed files go back to their places in a wheel: scripts to `.data/scripts`, other files outside the site directory
+# to `.data/data`. The same installation always gives the same bytes.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _COMPRESSION = 5
 
 
 def repack(distribution: Distribution, root: Path) -> Wheel:
-    """Return the wheel of an installed distribution, made now if it is not there.
+    """Return the wheel of an installed distribution, cached or made now.
 
     Args:
-        distribution: It has a `RECORD`.
-        root: Where wheels are kept.
+        distribution: A distribution with a `RECORD`.
+        root: Directory of cached wheels.
 
     Raises:
-        EnvironmentFailed: It can't be made.
+        EnvironmentFailed: The wheel can't be made.
     """
     if not distribution.record:
         raise EnvironmentFailed(
@@ -131,7 +131,7 @@ def repack(distribution: Distribution, root: Path) -> Wheel:
 
 
 def installed_bytes(distribution: Distribution) -> int:
-    """What its `RECORD` says that its files have together."""
+    """Return the total size of a distribution's files according to its `RECORD`."""
     total = 0
     with (
         contextlib.suppress(OSError),
@@ -151,7 +151,7 @@ def _write_wheel(info: Path, folder: Path) -> Path:
     record = io.StringIO()
     rows = csv.writer(record, lineterminator="\n")
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_COMPRESSION) as wheel:
-        # the metadata stand last, as in every wheel: they are found without reading the rest
+        # metadata last, as in every wheel: it can be read without the rest
         for name, path in sorted(members.items(), key=lambda member: (member[0].startswith(info.name), member[0])):
             data = path.read_bytes()
             if name.startswith(f"{stem}.data/scripts/"):
@@ -165,7 +165,7 @@ def _write_wheel(info: Path, folder: Path) -> Path:
 
 
 def _members(info: Path, stem: str) -> dict[str, Path]:
-    """What the wheel has: names in it, and where the files are."""
+    """Return the files of the wheel, path on disk by name in the wheel."""
     site = info.parent
     generated = _generated_programs(info)
     members: dict[str, Path] = {}
@@ -187,7 +187,7 @@ def _members(info: Path, stem: str) -> dict[str, Path]:
 
 
 def _generated_programs(info: Path) -> set[str]:
-    """Programs that every installer makes of the entry points."""
+    """Return the names of the scripts that installers generate from entry points."""
     parser = configparser.RawConfigParser(delimiters=("=",))
     parser.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]
     parser.read(info / "entry_points.txt", encoding="utf-8")
@@ -200,7 +200,7 @@ def _generated_programs(info: Path) -> set[str]:
 
 
 def _tags(info: Path) -> str:
-    """`py3-none-any` from the `Tag` lines of `WHEEL`."""
+    """Return the compressed tag, such as `py3-none-any`, from the `Tag` lines of `WHEEL`."""
     tags: tuple[list[str], list[str], list[str]] = ([], [], [])
     for line in (info / "WHEEL").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
@@ -212,7 +212,7 @@ def _tags(info: Path) -> str:
 
 
 def _with_plain_shebang(data: bytes) -> bytes:
-    """A program names this machine's interpreter; the next installer puts its own there."""
+    """Replace the interpreter's path in a script by `#!python`, which installers replace by theirs."""
     first, newline, rest = data.partition(b"\n")
     return b"#!python" + newline + rest if first.startswith(b"#!") and b"python" in first else data
 
@@ -229,26 +229,26 @@ def _entry(name: str, mode: int) -> zipfile.ZipInfo:
     return entry
 
 
-# ---------------------------------------------------------------- of editable projects, by the state of their files
+# ---------------------------------------------------------------- from editable projects, cached by their files
 
 _BUILD_TIMEOUT_S = 900.0
-# what building leaves in a project is no part of it
+# left in a project by builds, not part of it
 _LEFT_BY_BUILDS = ("build/", "dist/")
 _LAST_WORDS = 1500
-# (mtime, size) of a file that was hashed before
+# by path: (mtime, size) of a file and its hash
 _hashes: dict[str, tuple[tuple[int, int], bytes]] = {}
 
 
 def build_project(distribution: Distribution, root: Path, variables: Mapping[str, str]) -> Wheel:
-    """Return the wheel of an editable project as its files are now, built if it is not there.
+    """Return the wheel of an editable project with its current files, cached or built now.
 
     Args:
-        distribution: Its `path` is the project's directory.
-        root: Where wheels are kept.
-        variables: Tell uv where packages are.
+        distribution: The distribution; its `path` is the project's directory.
+        root: Directory of cached wheels.
+        variables: Environment variables that configure uv's package index.
 
     Raises:
-        EnvironmentFailed: It can't be built.
+        EnvironmentFailed: The wheel can't be built.
     """
     folder = distribution.path
     if folder is None or not has_project_file(folder):
@@ -267,9 +267,9 @@ def build_project(distribution: Distribution, root: Path, variables: Mapping[str
 
 
 def content_key(folder: Path) -> str:
-    """Hash a project's files: names and contents. What `.gitignore` names is no part of it.
+    """Hash the names and contents of a project's files, except those that git ignores.
 
-    The commit counts too, for many projects take their version from it.
+    The commit is included: many projects derive their version from it.
     """
     digest = hashlib.sha256(_commit(folder).encode())
     for name, path in project_files(folder):
@@ -278,7 +278,7 @@ def content_key(folder: Path) -> str:
 
 
 def project_files(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the names of a project's files, relative to it and in order, with their paths."""
+    """Yield the relative name and the path of each of a project's files, sorted by name."""
     begin = len(folder.name) + 1
     files = ((file.name[begin:], file.path) for file in walk(str(folder.parent), [folder.name]))
     yield from sorted(file for file in files if not file[0].startswith(_LEFT_BY_BUILDS))
@@ -294,31 +294,31 @@ def _file_hash(path: str) -> bytes:
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").digest()
     except OSError:
-        # a link to nowhere, a socket: it is there, and nothing can be read
+        # a broken link or a socket: it exists, but can't be read
         return b"-"
     _hashes[path] = (stamp, found)
     return found
 
 
 def _commit(folder: Path) -> str:
-    """The commit that is checked out around a project, "" without a repository."""
+    """Return the commit checked out in the project's repository, "" without a repository."""
     for parent in (folder, *folder.parents):
         with contextlib.suppress(OSError):
             head = (parent / ".git" / "HEAD").read_text().strip()
             reference = parent / ".git" / head.removeprefix("ref: ")
-            # of packed references the name of the branch has to do
+            # for packed references use the name of the branch
             return reference.read_text().strip() if reference.is_file() else head
     return ""
 
 
 def _build(distribution: Distribution, folder: Path, into: Path, variables: Mapping[str, str]) -> Path:
-    # the hash of a wheel is to tell whether its contents have changed
+    # reproducible: the wheel's hash changes only with its contents
     variables = {"SOURCE_DATE_EPOCH": "315532800", **variables}
     command = ["build", "--wheel", "--quiet", "--no-sources", "--out-dir", str(into), "--python", sys.executable]
     done = call_uv([*command, str(folder)], variables, _BUILD_TIMEOUT_S)
     first_words = done.words
     if done.status:
-        # its build requirements may be installed here, where the index can't be reached
+        # if the index can't be reached, its build requirements may still be installed here
         done = call_uv([*command, "--no-build-isolation", str(folder)], variables, _BUILD_TIMEOUT_S)
     wheels = sorted(into.glob("*.whl"))
     if done.status or not wheels:

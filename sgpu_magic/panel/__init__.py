@@ -1,23 +1,23 @@
-"""What the environment panel shows, and what it may ask: for JupyterLab's sidebar and for a widget alike.
+"""The environment panel's state and requests, the same for JupyterLab's sidebar and for the widget below a cell.
 
-Of pools:
+Pools:
 
-schema           what a panel draws, as JSON
-messages         questions and orders, and what is told and answered
-pool_state       a pool's status -> what is drawn of it
-device_rows      its devices, and when more of them will be free
-past_runs        where runs' files are, and what a month has used
-poll_pool        asks a pool once, or all of the list
-watch            asks pools while somebody looks
-orders           what a page asks of pools
+schema           what a panel shows, as JSON
+messages         requests, commands, updates and replies, as JSON
+pool_state       a pool's status -> what a panel shows of it
+device_rows      a pool's devices, and an estimate of when more of them will be free
+past_runs        where runs' files are, and this month's usage
+poll_pool        polls one pool, or every pool of the list
+watch            polls pools while a page shows them
+orders           carries out the commands that a page sends to pools
 
-Of a notebook's kernel:
+The notebook's kernel:
 
-kernel_state     a kernel -> what is drawn of it, also as text
+kernel_state     a kernel -> what a panel shows of it, also as text
 plan             what applying a choice would do
-kernel_actions   answers questions: plans, applies, connects; `%sgpu_env --accept`
-kernel_endpoint  where questions reach the kernel, and the threads that answer
+kernel_actions   answers requests: plan, apply, connect; `%sgpu_env --accept`
+kernel_endpoint  where requests reach the kernel, and the threads that answer them
 panel_view       the panel below a cell
 
-The Jupyter server imports the first half. The choice itself is `runs/choice`, below all that submits.
+The Jupyter server imports the first half. The choice itself is in `runs/choice`, below everything that submits runs.
 """

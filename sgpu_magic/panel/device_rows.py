@@ -1,4 +1,4 @@
-"""A pool's devices as a panel draws them, and a guess when more of them will be free. Pure."""
+"""A pool's devices as a panel shows them, and an estimate of when more of them will be free. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.states import RunKind, RunState
 
 Holders = Mapping[str, tuple[RunSummary, int]]
-"""By a device's UUID, who holds it, and the rank that it belongs to."""
+"""Maps a device's UUID to the run that holds it and the rank that uses it."""
 
 _FREE = "free"
-# of more nobody looks at each; nor at more nodes
+# larger pools are shown by node, and only so many nodes
 _MOST_DEVICES = 64
 _MOST_NODES = 32
 
 
 def device_pictures(inventory: Inventory, order: Mapping[str, int], holders: Holders) -> tuple[DevicePicture, ...]:
-    """Return what is drawn of a pool's devices.
+    """Return what a panel shows of a pool's devices.
 
-    In a pool of many nodes with many devices, those that notebooks hold come first, each for itself, and then the
-    nodes, those with most free devices before others.
+    A pool of several nodes and more than 64 devices is summarized: first each device that a notebook holds, then one
+    row for each node and type, those with most free devices first.
 
     Args:
-        inventory: What the pool has.
-        order: By type, its place among types.
-        holders: Who holds what.
+        inventory: The pool's inventory.
+        order: Maps a type to its position among the types.
+        holders: The runs that hold devices.
     """
     devices = sorted(inventory.devices, key=lambda one: order[one.type])
     hosts = {node.node: node.host for node in inventory.nodes}
@@ -52,7 +52,7 @@ def device_pictures(inventory: Inventory, order: Mapping[str, int], holders: Hol
 
 
 def is_free(device: Device, holders: Holders) -> bool:
-    """Whether the pool may give it away."""
+    """Whether the pool can grant the device to a run."""
     return device.uuid not in holders and not device.outside_use
 
 
@@ -105,18 +105,18 @@ def _node(host: str, devices: Sequence[Device], holders: Holders) -> tuple[int, 
     )
 
 
-# nothing that is not free now is free at once
+# shortest wait for a device that is not free now
 _LEAST_S = 1.0
-# nobody reads such a guess to the second: up to so many seconds, in steps of so many
+# estimates are rounded up: (up to so many seconds, in steps of so many seconds)
 _STEPS = ((60.0, 10.0), (600.0, 30.0), (float("inf"), 60.0))
 
 
 class Held(msgspec.Struct, frozen=True):
-    """Devices that a run has.
+    """Devices that a run holds.
 
     Args:
         count: Their number.
-        left_s: Seconds until it gives them back, None when nobody knows.
+        left_s: Estimated seconds until it releases them, None when unknown.
     """
 
     count: int
@@ -124,11 +124,11 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Queued(msgspec.Struct, frozen=True):
-    """A run that waits.
+    """A run that waits in the queue.
 
     Args:
-        count: Devices that it asks for.
-        takes_s: Seconds for which it will have them, None when nobody knows.
+        count: Number of devices that it requests.
+        takes_s: Estimated seconds for which it will hold them, None when unknown.
     """
 
     count: int
@@ -136,10 +136,10 @@ class Queued(msgspec.Struct, frozen=True):
 
 
 class Durations:
-    """For how long runs had their devices.
+    """How long ended runs held their devices.
 
     Args:
-        runs: The ledger's rows; those that have not ended, never began or ran on a session's devices do not count.
+        runs: The ledger's rows; runs that have not ended, never started or used a session's devices are skipped.
     """
 
     def __init__(self, runs: Iterable[RunSummary]) -> None:
@@ -153,12 +153,12 @@ class Durations:
                 bisect.insort(self._of.setdefault(key, []), took)
 
     def left_s(self, run: RunSummary, device_type: str, elapsed_s: float) -> float | None:
-        """Return how much longer a run has its devices, None when none like it has ended before.
+        """Return how much longer a run will hold its devices, None when no similar run has ended before.
 
         Args:
-            run: It goes on, or waits.
-            device_type: Of its devices.
-            elapsed_s: For how long it has had them.
+            run: An active or queued run.
+            device_type: The type of its devices.
+            elapsed_s: How long it has held them.
         """
         known = next((found for key in _keys(device_type, run) if (found := self._of.get(key))), None)
         if known is None:
@@ -168,7 +168,7 @@ class Durations:
 
 
 def _keys(device_type: str, run: RunSummary) -> Sequence[tuple[str, ...]]:
-    """Return what a run is like, the closest first."""
+    """Return keys for finding similar runs, the most specific first."""
     kind = "session" if run.kind is RunKind.SESSION else "run"
     return (device_type, kind, run.name), (device_type, kind), (device_type,)
 
@@ -179,16 +179,16 @@ def _median(ordered: Sequence[float]) -> float:
 
 
 def waits(total: int, free: int, held: Iterable[Held], queue: Iterable[Queued]) -> tuple[float | None, ...]:
-    """Return for each number of devices from 1 to `total` how many seconds it will be until so many are free.
+    """Return, for each number of devices from 1 to `total`, the estimated seconds until that many are free.
 
     Args:
-        total: Devices of the type.
-        free: Of these, now.
-        held: What runs have of them.
-        queue: Who waits for them, the first one first.
+        total: Number of devices of the type.
+        free: Number of these that are free now.
+        held: The devices that runs hold.
+        queue: The runs that wait for them, in order.
 
     Returns:
-        0 for as many as are free now, never less for more devices than for fewer, None when nobody knows.
+        Non-decreasing seconds: 0 for as many as are free now, None when unknown.
     """
     found: list[float | None] = [0.0] * free + [None] * (total - free)
     ends = sorted((max(_LEAST_S, one.left_s), one.count) for one in held if one.left_s is not None)
@@ -208,7 +208,7 @@ def waits(total: int, free: int, held: Iterable[Held], queue: Iterable[Queued]) 
 
 
 def _placed(free: int, waiting: list[Queued], now: float, ends: list[tuple[float, int]]) -> tuple[int, list[Queued]]:
-    """Give those that fit their devices; returns what is left, and who still waits."""
+    """Grant devices to the runs that fit; return the number left and the runs that still wait."""
     left: list[Queued] = []
     for one in waiting:
         if one.count > free:
@@ -228,12 +228,12 @@ def _in_steps(wait_s: float) -> float:
 def holders_of(
     device_type: str, runs: Iterable[RunSummary], durations: Durations, now: float, uuids: frozenset[str]
 ) -> list[Held]:
-    """Return what runs have of a type's devices.
+    """Return the devices of a type that runs hold.
 
     Args:
         device_type: As in `--type`.
-        runs: The pool's.
-        durations: What earlier ones took.
+        runs: The pool's runs.
+        durations: Durations of earlier runs.
         now: Wall-clock time, seconds since the epoch.
         uuids: The type's devices; empty for CPU slots.
     """
@@ -247,7 +247,7 @@ def holders_of(
         began = run.metered_at if run.metered_at is not None else run.started_at
         left_s = durations.left_s(run, device_type, 0.0 if began is None else max(0.0, now - began))
         if run.idle_ends_at is not None:
-            # it may be used again; but as things are, it is gone then
+            # the session ends then unless it is used again
             idle_s = max(_LEAST_S, run.idle_ends_at - now)
             left_s = idle_s if left_s is None else min(left_s, idle_s)
         found.append(Held(count, left_s))
@@ -255,13 +255,13 @@ def holders_of(
 
 
 def queue_of(device_type: str, runs: Iterable[RunSummary], durations: Durations, main_type: str = CPU) -> list[Queued]:
-    """Return who waits for devices of a type, the first one first.
+    """Return the runs that wait for devices of a type, in queue order.
 
     Args:
         device_type: As in `--type`.
-        runs: The pool's.
-        durations: What earlier ones took.
-        main_type: What the pool chooses for those that name no type.
+        runs: The pool's runs.
+        durations: Durations of earlier runs.
+        main_type: The type that the pool chooses for runs that name none.
     """
     waiting = [run for run in runs if run.state is RunState.QUEUED and not run.session]
     waiting = [run for run in waiting if (main_type if run.device_type == "any" else run.device_type) == device_type]

@@ -1,6 +1,6 @@
-"""The kernel's half of a panel: tells the notebook's state, plans, applies a choice, connects and disconnects.
+"""The kernel's side of a panel: reports the notebook's state, plans and applies a choice, connects and disconnects.
 
-Everything that a panel asks for runs in threads of its own while cells may run, and prints nothing."""
+All requests run in their own threads, as cells may be running, and print nothing."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from sgpu_magic.runs.workplace import Workplace
 T = TypeVar("T")
 
 ANSWER_S = 45.0
-"""An answer that takes longer says that packages are still being installed."""
+"""After this time a request is answered with "packages are being installed"."""
 _END_S = 30.0
 _BUSY = "Another choice is being applied. Apply this one when that is over."
 
 
 class KernelActions:
-    """Answers a panel's questions. Methods may be called by any thread, but none that is not to wait.
+    """Answers a panel's requests. Thread-safe; methods may block.
 
     Args:
-        place: This process's runs.
+        place: This process's workplace.
     """
 
     def __init__(self, place: Workplace) -> None:
@@ -60,20 +60,20 @@ class KernelActions:
         self._lock = threading.Lock()
         self._job: Future[tuple[KeptChoice, str]] | None = None
         self._applying = threading.Lock()
-        # held while a session is ended or begun here
+        # held while a session is ended or started here
         self._connecting = threading.Lock()
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """What is being installed goes on to its end; nothing is connected afterwards."""
+        """Connect nothing from now on; an installation in progress continues to its end."""
         self._closed.set()
 
     def answered(self, content: object, *, knows_metadata: bool = True) -> dict[str, Any]:
-        """Return the answer to a question, both as JSON; a refusal where there is none.
+        """Return the reply to a request, both as JSON; errors become a refusal.
 
         Args:
-            content: The question.
-            knows_metadata: As of `KernelEndpoint.take`.
+            content: The request.
+            knows_metadata: As in `KernelEndpoint.take`.
         """
         number = cast("dict[str, object]", content).get("n") if isinstance(content, dict) else None
         number = number if isinstance(number, int) else 0
@@ -90,11 +90,11 @@ class KernelActions:
         return cast("dict[str, Any]", msgspec.to_builtins(reply))
 
     def answer(self, question: KernelQuestion, *, knows_metadata: bool = True) -> KernelReply:
-        """Answer a question.
+        """Answer a request.
 
         Raises:
-            SgpuError: It can't be done.
-            OSError: Something can't be written.
+            SgpuError: The request can't be carried out.
+            OSError: A file can't be written.
         """
         match question:
             case AskKernel():
@@ -108,7 +108,7 @@ class KernelActions:
             case AskDisconnect():
                 return self._disconnect(question)
 
-    # ------------------------------------------------------------ looking
+    # ------------------------------------------------------------ state
 
     def _kernel(self, question: AskKernel, knows_metadata: bool) -> KernelReply:
         keeper = self._place.choice
@@ -129,7 +129,7 @@ class KernelActions:
             return self._job is not None and not self._job.done()
 
     def _failure(self) -> str:
-        """What a job has failed with that nobody was told yet; told once."""
+        """Return, once, the error of a failed installation that was not reported yet."""
         with self._lock:
             job = self._job
             if job is None or not job.done():
@@ -138,7 +138,7 @@ class KernelActions:
         error = job.exception()
         return "" if error is None else _words_of(error)
 
-    # ------------------------------------------------------------ doing
+    # ------------------------------------------------------------ actions
 
     def _apply(self, question: AskApply) -> KernelReply:
         if not self._applying.acquire(blocking=False):
@@ -171,23 +171,23 @@ class KernelActions:
         return self._state(question.n, kept, said)
 
     def _carry_out(self, planned: Plan, choice: Choice) -> tuple[KeptChoice, str]:
-        """Do what was planned; return what the metadata shall say, and what happened.
+        """Carry out a plan; return the choice to write to the metadata, and what happened.
 
         Raises:
-            SgpuError: It can't be done.
+            SgpuError: The plan can't be carried out.
             OSError: The key can't be written.
         """
         said = installed(self._place, planned.added, planned.removed)
         kept = accept(self._place, choice)
         if planned.connects:
             with self._connecting:
-                # unloaded meanwhile
+                # the extension may have been unloaded meanwhile
                 said += [self._connect(planned.restarts)] if not self._closed.is_set() else []
         return kept, " ".join(said)
 
     def _connect(self, before: Session | None) -> str:
         if before is not None:
-            # one that can't be had is refused before the other has gone
+            # refuse an impossible session before the old one is ended
             default_choice.with_choice(self._place, SessionOptions(), default_choice.MAGIC_WAYS)
             end(before, "the panel has connected another in its place", wait_s=_END_S)
             if not before.has_ended:
@@ -210,7 +210,7 @@ class KernelActions:
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:
-    """Do something that takes long, in a thread of its own."""
+    """Run a long task in its own thread."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -232,7 +232,7 @@ def _words_of(error: BaseException) -> str:
 
 
 def installed(place: Workplace, added: Sequence[str], removed: Sequence[str]) -> list[str]:
-    """Install and remove packages here, if any; return what was done."""
+    """Install and remove packages in this environment, if any; return sentences about what was done."""
     if added or removed:
         install(place.pool.settings, added, removed)
     done = ((added, "installed"), (removed, "removed"))
@@ -240,20 +240,20 @@ def installed(place: Workplace, added: Sequence[str], removed: Sequence[str]) ->
 
 
 def accept(place: Workplace, choice: Choice) -> KeptChoice:
-    """This user has chosen it, and what it installs here is installed: return what the metadata shall say."""
+    """Confirm a choice whose packages are installed; return the choice to write to the metadata."""
     if not choice.env_version:
-        # they are among the notebook's packages now
+        # its packages are in the notebook's environment now
         choice = msgspec.structs.replace(choice, dependencies=(), removed=())
     return place.choice.confirm(choice)
 
 
 def end(session: Session, reason: str, wait_s: float = 0.0) -> None:
-    """End a session, forget it, and release what this process has of it.
+    """End a session, remove it from the registry, and release its resources in this process.
 
     Args:
         session: The session.
-        reason: What its cells and its log say of it.
-        wait_s: One that has not ended after so many seconds stays known; 0 forgets it in every case.
+        reason: The reason that its cells and its log give.
+        wait_s: Seconds to wait for its end; a session that has not ended by then stays registered. 0 does not wait.
     """
     session.end(reason)
     if wait_s and not session.wait_for_end(wait_s):
@@ -284,7 +284,7 @@ def accept_choice(place: Workplace) -> str:
     said = installed(place, planned.added, ())
     accept(place, choice)
     if not choice.env_version and choice.removed:
-        # what goes is the user's, and may be needed elsewhere
+        # packages to be removed are the user's, and may be needed elsewhere
         there = [name for name in choice.removed if normalised(name) in versions(snapshot.take_snapshot())]
         if there:
             said.append(f"{', '.join(there)} stays installed: `%pip uninstall {' '.join(there)}` removes it.")

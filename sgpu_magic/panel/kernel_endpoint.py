@@ -1,6 +1,6 @@
-"""Where a panel's questions reach the kernel. Each is answered in another thread than the one that has brought it.
+"""Where a panel's requests reach the kernel. Each is answered in another thread than the one that received it.
 
-What answers is loaded with the first question, so a kernel that nobody looks at by a panel pays nothing.
+`KernelActions` is imported with the first request, so a kernel without a panel pays nothing for it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 Send = Callable[[dict[str, Any]], None]
 
 PANEL = "panel"
-"""As `messages.PANEL`, which is not loaded before the first question."""
+"""Same as `messages.PANEL`; `messages` is not imported before the first request."""
 
 _DEEDS = 3
 _JOIN_S = 2.0
 
 
 class KernelEndpoint:
-    """The kernel's half of every panel that looks at it.
+    """The kernel's side of all panels that show it.
 
     Args:
-        place: This process's runs.
+        place: This process's workplace.
     """
 
     def __init__(self, place: Workplace) -> None:
@@ -42,19 +42,20 @@ class KernelEndpoint:
         self._actions: KernelActions | None = None
         self._watchers: Watchers | None = None
         self._views: list[PanelView] = []
-        # nobody who looks waits for what somebody does
+        # separate lanes, so that state requests do not wait for actions
         self._looks, self._plans = Lane("sgpu-panel-looks"), Lane("sgpu-panel-plans")
-        # one that takes long is not in the way of the refusal of another, nor of a disconnection
+        # several lanes, so that a long action does not delay the refusal of another, nor a disconnection
         self._deeds = tuple(Lane("sgpu-panel-deeds") for _ in range(_DEEDS))
         place.live_views.serve(PANEL, self.take)
 
     def take(self, content: object, send: Send, *, knows_metadata: bool = True) -> None:
-        """Have a question answered; returns at once.
+        """Have a request answered in another thread, and return at once.
 
         Args:
-            content: The question as JSON.
-            send: Takes the answer, in another thread.
-            knows_metadata: Who asks knows the notebook's metadata; else a choice that is not told leaves it as it is.
+            content: The request as JSON.
+            send: Called with the reply, in another thread.
+            knows_metadata: The sender knows the notebook's metadata. If False, a request without a choice does not
+                change the current one.
         """
         free = next((lane for lane in self._deeds if lane.is_idle), self._deeds[-1])
         lane = {"kernel": self._looks, "plan": self._plans}.get(_kind_of(content), free)
@@ -69,7 +70,7 @@ class KernelEndpoint:
 
     @property
     def actions(self) -> KernelActions:
-        """What answers."""
+        """The object that answers requests, created on first use."""
         with self._lock:
             if self._actions is None:
                 from sgpu_magic.panel.kernel_actions import KernelActions
@@ -78,14 +79,14 @@ class KernelEndpoint:
             return self._actions
 
     def show(self) -> dict[str, object] | None:
-        """Open a panel; return the part of a MIME bundle that shows it, None where none can be shown."""
+        """Open a panel below the cell; return its part of a MIME bundle, None when no panel can be shown."""
         live_views = self._place.live_views
         if live_views.channels is None or not live_views.is_watched:
             return None
         try:
             from sgpu_magic.panel.panel_view import PanelView, PanelWidget
         except (ImportError, OSError):
-            # another version of anywidget than we ask for, or none
+            # anywidget is missing or has an unsupported version
             return None
         from sgpu_magic.panel.watch import Watchers
 
@@ -100,7 +101,7 @@ class KernelEndpoint:
         return widget.view_bundle
 
     def close(self) -> None:
-        """Answer nothing more, and close the panels that are open."""
+        """Stop answering, and close open panels."""
         self._place.live_views.serve(PANEL, None)
         views, self._views = self._views, []
         for view in views:
@@ -114,10 +115,10 @@ class KernelEndpoint:
 
 
 class Lane:
-    """Does work one after the other, in a thread of its own that is there only while there is some.
+    """Runs tasks one after the other in a thread that exists only while there are tasks.
 
     Args:
-        name: The thread's.
+        name: The thread's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -129,12 +130,12 @@ class Lane:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is done, and nothing waits."""
+        """No task is running or waiting."""
         with self._lock:
             return self._thread is None
 
     def put(self, work: Callable[[], None]) -> None:
-        """Have it done; it must not raise."""
+        """Add a task, which must not raise."""
         with self._lock:
             if self._closed:
                 return
@@ -144,7 +145,7 @@ class Lane:
                 self._thread.start()
 
     def close(self) -> None:
-        """Do nothing more; what is being done is waited for a moment."""
+        """Drop waiting tasks, and wait at most 2 s for the running one."""
         with self._lock:
             self._closed = True
             self._waiting.clear()
@@ -156,7 +157,7 @@ class Lane:
         while True:
             with self._lock:
                 if not self._waiting:
-                    # in one step: who has work from now on starts the next thread
+                    # under the lock: a task that is added from now on starts a new thread
                     self._thread = None
                     return
                 work = self._waiting.popleft()

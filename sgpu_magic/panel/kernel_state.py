@@ -1,4 +1,4 @@
-"""A kernel's state as a panel draws it, and as text where none can be shown: its choice, its packages, its sessions."""
+"""A kernel's state for a panel, or as text when no panel can be shown: its choice, packages and sessions."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _MOST_NOTES = 6
 
 
 class KernelPictures:
-    """Draws one kernel's state; what takes a moment is kept as long as nothing is installed.
+    """Builds one kernel's state; caches slow results until packages change.
 
     Args:
-        place: This process's runs.
+        place: This process's workplace.
     """
 
     def __init__(self, place: Workplace) -> None:
@@ -49,10 +49,10 @@ class KernelPictures:
         self._mismatches: tuple[Snapshot, tuple[str, ...]] | None = None
 
     def picture(self, held: Held) -> KernelPicture:
-        """Return it as it is now.
+        """Return the current state.
 
         Args:
-            held: The choice that is there.
+            held: The current choice.
         """
         settings = self._place.pool.settings
         now = snapshot.take_snapshot()
@@ -68,7 +68,7 @@ class KernelPictures:
                     notes.append(problem)
                 python, packages, lines = _of_base(choice, base_of(settings, choice.env_version))
             except SgpuError as error:
-                # of one that is not there that was said before
+                # a missing base was reported above
                 if not notes:
                     notes.append(as_sentence(error.message))
         else:
@@ -92,7 +92,7 @@ class KernelPictures:
         )
 
     def _broken(self, now: Snapshot) -> tuple[str, ...]:
-        """What is known to break; 50 ms when something was installed."""
+        """Return the known incompatibilities; takes 50 ms after packages have changed."""
         kept = self._mismatches
         if kept is None or kept[0] is not now:
             found = find_mismatches(packages_of(now), driver=driver_version())
@@ -115,7 +115,7 @@ def _own(now: Snapshot) -> tuple[str, int, list[PackageLine]]:
 
 
 def _of_base(choice: Choice, base: Base) -> tuple[str, int, list[PackageLine]]:
-    """A base with what the choice changes."""
+    """Return a base's description, package count and differences after applying the choice."""
     there = base_versions(base)
     after = dict(there)
     for name in choice.removed:
@@ -155,7 +155,7 @@ def _line(change: Change) -> PackageLine:
 
 
 def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoice, ...]:
-    """This notebook's packages, the published ones, the saved ones, and the one that is chosen."""
+    """Return this notebook's packages, the published bases, the saved environments, and the chosen one."""
     own = _about(own_python(), len(now.distributions))
     found = [BaseChoice(name="", label=OWN_PACKAGES, about=own)]
     for name in BASE_NAMES:
@@ -165,7 +165,7 @@ def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoic
         try:
             kept = named_environments.load(settings, name)
         except SgpuError:
-            # it is not offered; who names it is told why
+            # not offered; naming it explicitly reports the error
             continue
         if kept is not None:
             found.append(BaseChoice(name=name, label=name, about=_about(kept.python, kept.packages)))
@@ -210,7 +210,7 @@ _NO_POOL = "no pool is running; the first run starts it."
 
 
 def panel_text(place: Workplace) -> str:
-    """Return the pool, the notebook's choice and its packages. Starts no pool."""
+    """Return the pool, the notebook's choice and its packages as text. Starts no pool."""
     name = default_choice.pool_name(place)
     try:
         looked_at = place.pools.named(name)

@@ -1,6 +1,7 @@
-"""Questions of a panel to a notebook's kernel, and its answers, as JSON. Twins: `labextension/src/panel/messages.ts`.
+"""A panel's requests to a notebook's kernel and to pools, and the replies, as JSON.
 
-They come by the control channel (`sgpu_request` with the model id `PANEL`), or as a widget's messages.
+Their TypeScript twins are generated: `labextension/src/panel/records.ts`. Requests to the kernel arrive on the control
+channel (`sgpu_request` with the model id `PANEL`) or as a widget's messages.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.views.live.schema import Message
 
 PANEL = "panel"
-"""The model id of questions that belong to no run's view."""
+"""The model id of requests that belong to no run's view."""
 
 
 class AskKernel(Message, frozen=True, tag_field="kind", tag="kernel"):
-    """What is the notebook's state?
+    """Ask for the notebook's state.
 
     Args:
-        kept: What its metadata says, from now on in effect; None when it says nothing.
+        kept: The choice in the notebook's metadata, in effect from now on; None when there is none.
     """
 
     n: int
@@ -27,10 +28,10 @@ class AskKernel(Message, frozen=True, tag_field="kind", tag="kernel"):
 
 
 class AskPlan(Message, frozen=True, tag_field="kind", tag="plan"):
-    """What would applying this choice do?
+    """Ask what applying this choice would do.
 
     Args:
-        connect: And then connecting.
+        connect: Include connecting a session afterwards.
     """
 
     n: int
@@ -39,11 +40,11 @@ class AskPlan(Message, frozen=True, tag_field="kind", tag="plan"):
 
 
 class AskApply(Message, frozen=True, tag_field="kind", tag="apply"):
-    """The user has chosen this (or confirms what the notebook asks for): install what is to be installed, and connect.
+    """Apply the user's choice, or confirm the notebook's: install packages, and connect if asked.
 
     Args:
-        connect: Connect a session afterwards, or restart the one that is there.
-        confirmed: The user has seen that something is lost.
+        connect: Connect a session afterwards, or restart the current one.
+        confirmed: The user has accepted that something will be lost.
     """
 
     n: int
@@ -53,7 +54,7 @@ class AskApply(Message, frozen=True, tag_field="kind", tag="apply"):
 
 
 class AskDisconnect(Message, frozen=True, tag_field="kind", tag="disconnect"):
-    """End a session; "" is the current one."""
+    """End a session; "" for the current one."""
 
     n: int
     name: str = ""
@@ -63,11 +64,11 @@ KernelQuestion = AskKernel | AskPlan | AskApply | AskDisconnect
 
 
 class KernelAnswer(Message, frozen=True, tag_field="kind", tag="kernel-answer"):
-    """The notebook's state, after what was asked for.
+    """The notebook's state after the request.
 
     Args:
-        kept: What the notebook's metadata shall say from now on; None leaves it as it is.
-        said: What happened, a sentence; "" for nothing.
+        kept: The choice to write to the notebook's metadata; None leaves it as it is.
+        said: A sentence about what happened; "" for nothing.
         installing: Packages are being installed; ask again.
     """
 
@@ -79,14 +80,14 @@ class KernelAnswer(Message, frozen=True, tag_field="kind", tag="kernel-answer"):
 
 
 class PlanAnswer(Message, frozen=True, tag_field="kind", tag="plan-answer"):
-    """What would be done."""
+    """What applying the choice would do."""
 
     n: int
     plan: PlanPicture
 
 
 class PanelRefusal(Message, frozen=True, tag_field="kind", tag="panel-refusal"):
-    """It was not done; `text` is a paragraph that says why and what to do."""
+    """The request was refused; `text` is a paragraph that says why and what to do."""
 
     n: int
     text: str
@@ -98,13 +99,13 @@ KernelReply = KernelAnswer | PlanAnswer | PanelRefusal
 
 
 class Watch(Message, frozen=True, tag_field="kind", tag="watch"):
-    """Tell about this pool from now on, "" the default one, instead of any other; all of it first."""
+    """Send updates about this pool instead of any other, starting with its whole state; "" for the default pool."""
 
     pool: str = ""
 
 
 class Rest(Message, frozen=True, tag_field="kind", tag="rest"):
-    """Nobody looks: tell nothing until the next `Watch`."""
+    """The page is hidden: send no updates until the next `Watch`."""
 
 
 class StartPool(Message, frozen=True, tag_field="kind", tag="start-pool"):
@@ -124,10 +125,10 @@ PanelOrder = Watch | Rest | StartPool | CancelRun
 
 
 class Said(Message, frozen=True, tag_field="kind", tag="said"):
-    """What became of an order: a sentence.
+    """A sentence about the outcome of a command.
 
     Args:
-        ok: It was done.
+        ok: The command succeeded.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""What a page (or a widget) asks of pools: to be told of one, to start it, to stop a run in it."""
+"""Commands that a page or a widget sends to pools: watch a pool, start it, cancel a run in it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ STARTED = "The pool is running."
 
 
 class Page:
-    """One page: is told of the pool that it looks at. Methods may be called by any thread.
+    """One page, which gets updates about the pool that it watches. Thread-safe.
 
     Args:
-        watchers: The process's.
-        tell: Is told everything, in any thread; it must not block.
+        watchers: The process's watchers.
+        tell: Called with every update, in any thread; it must not block.
     """
 
     def __init__(self, watchers: Watchers, tell: Callable[[Told], None]) -> None:
@@ -38,10 +38,10 @@ class Page:
         self._closed = False
 
     def obey(self, order: PanelOrder) -> Said | None:
-        """Do what the page asks; may take seconds, and as long as a disk that hangs.
+        """Carry out a command. It may take seconds, or block as long as the file system does.
 
         Returns:
-            What became of it; None where what is told says that.
+            The outcome; None for `Watch` and `Rest`, whose effect shows in the updates.
         """
         match order:
             case Watch(pool=pool):
@@ -54,7 +54,7 @@ class Page:
                 return obey_once(self._watchers, order)
 
     def close(self) -> None:
-        """The page is gone."""
+        """Stop watching for good."""
         with self._lock:
             self._closed = True
         self._rest()
@@ -67,7 +67,7 @@ class Page:
                 self._leave()
             self._pool = pool
             self._listed = self._watchers.watch_list(self, self._tell)
-            # who looks at it already is told everything again
+            # a page that watches this pool already gets the whole state again
             self._watched = self._watchers.watch(pool, self, self._tell)
 
     def _rest(self) -> None:
@@ -84,7 +84,7 @@ class Page:
 
 
 def obey_once(watchers: Watchers, order: PanelOrder) -> Said:
-    """Do what somebody asks who does not listen, and say what became of it; may take seconds."""
+    """Carry out the command of a page that gets no updates, and return the outcome; may take seconds."""
     try:
         match order:
             case StartPool(pool=pool):
@@ -111,10 +111,10 @@ def _start(settings: Settings, pool: str) -> str:
     from sgpu_magic.client.pool import Pool
 
     if find_pool(settings) is None:
-        # without a zygote: this process's Python need not be that of any notebook
+        # without a zygote: this process's Python may not be that of any notebook
         start_pool(settings)
     with closing(Pool(settings)) as asked:
-        # one of another version is replaced when it is idle
+        # a pool of another version is replaced when it is idle
         asked.status(1, start=True)
     return STARTED
 
@@ -126,7 +126,7 @@ def _cancel(settings: Settings, pool: str, run_id: str) -> str:
     if entry is None and find_pool(settings) is None:
         raise UsageError("no pool is running, so no run is going on that could be cancelled.")
     run = ledger.find_run(settings, run_id) if entry is None else None
-    # of one that is not written down yet nobody but the pool knows
+    # a run that is not in the ledger yet is known only to the pool
     pressed, said = (
         stop_words(run) if run is not None else ("Cancel was pressed", f"run {short(run_id)} is being stopped")
     )
@@ -138,7 +138,7 @@ def _cancel(settings: Settings, pool: str, run_id: str) -> str:
 
 
 def _entry_of(settings: Settings, pool: str) -> PoolEntry | None:
-    """Return the pool of another machine that is meant, None for this machine's own."""
+    """Return the entry of the remote pool of that name, None for this machine's pool."""
     entries = read_pools()
     name = pool or default_pool(settings.pool, entries)
     found = next((entry for entry in entries if entry.name == name), None)

@@ -1,4 +1,4 @@
-"""The panel as a widget below a cell: its orders are obeyed here, its questions go to the kernel's endpoint."""
+"""The panel as a widget below a cell: carries out its commands and forwards its requests to the kernel's endpoint."""
 
 # ipywidgets declares few types
 # pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from sgpu_magic.views.live.comm import Channels
 
 PATIENCE_S = 90.0
-"""A page that says nothing for so long has gone."""
+"""A page that sends nothing for so long is considered closed."""
 
 
 class PanelView:
-    """One panel below a cell. A thread looks at the pool while its page says that it is there.
+    """One panel below a cell. The pool is watched while the page keeps sending messages.
 
     Args:
         widget: The `PanelWidget`.
-        channels: Bring its messages.
-        endpoint: Has its questions answered.
-        watchers: The kernel's.
-        orders: Obeys its page.
-        told: Tells it.
+        channels: Deliver its messages.
+        endpoint: Answers its requests.
+        watchers: The kernel's watchers.
+        orders: The lane that carries out its commands.
+        told: The lane that sends its updates.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class PanelView:
 
     @property
     def is_closed(self) -> bool:
-        """Somebody has closed it, such as the front end."""
+        """The panel was closed, here or by the front end."""
         return self._closed or self._widget.comm is None
 
     def close(self) -> None:
-        """Show and tell nothing more."""
+        """Close the widget and stop its updates."""
         with self._lock:
             self._closed = True
             timer, self._timer = self._timer, None
@@ -76,7 +76,7 @@ class PanelView:
     # ------------------------------------------------------------ messages
 
     def _take(self, content: object, send: Send) -> None:
-        """Runs in the thread that has brought the message."""
+        """Handle a message, in the thread that received it."""
         self._heard_at = time.monotonic()
         if not isinstance(content, dict):
             return
@@ -107,7 +107,7 @@ class PanelView:
         if not self.is_closed:
             self._widget.send(msgspec.to_builtins(told))
 
-    # ------------------------------------------------------------ a page that has gone
+    # ------------------------------------------------------------ a closed page
 
     def _check_later(self) -> None:
         with self._lock:
@@ -131,15 +131,15 @@ _ESM = resources.files("sgpu_magic").joinpath("static/panel.js").read_text(encod
 
 
 class PanelWidget(KeyedWidget):
-    """What the browser has to know before it asks; all else are messages.
+    """The state that the browser needs before its first message.
 
     Args:
-        pool: The pool that is shown first, "" for the settings'.
-        notebook: The notebook's file name, "" when nobody has told it.
+        pool: The pool that is shown first, "" for the one in the settings.
+        notebook: The notebook's file name, "" when unknown.
         kernel: The Jupyter server's id of this kernel, "" without one.
     """
 
-    # text and not a Path: anywidget would watch the file
+    # text instead of a Path: anywidget would watch the file
     _esm = traitlets.Unicode(_ESM).tag(sync=True)
     pool = traitlets.Unicode("").tag(sync=True)
     notebook = traitlets.Unicode("").tag(sync=True)

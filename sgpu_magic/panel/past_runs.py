@@ -1,4 +1,4 @@
-"""What earlier runs tell: where their files are, and what a month has used."""
+"""Information from earlier runs: where their files are, and this month's usage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.pool_status import BudgetState, RunSummary
 from sgpu_magic.wire.record import is_valid_id
 
-# a page in MLflow may come so long after the run's end
+# an MLflow page may appear this long after the run's end
 _LATE_S = 60.0
 _LOOK_EVERY_S = 5.0
 _NOWHERE = RunFiles()
@@ -30,10 +30,10 @@ class _Written(msgspec.Struct):
 
 
 class RunFilesOfPool:
-    """Looks at runs' directories, at most every few seconds each. Owned by one thread.
+    """Reads runs' directories, each at most every 5 seconds. Owned by one thread.
 
     Args:
-        runs_path: Where they lie.
+        runs_path: The directory that holds them.
         clock: Monotonic time in seconds.
     """
 
@@ -42,11 +42,11 @@ class RunFilesOfPool:
         self._clock = clock
         self._listed_at = 0
         self._here: frozenset[str] = frozenset()
-        # what is known of each, and when it is looked for again: its page may still come
+        # what is known of each run, and when to read it again, as its MLflow page may still appear
         self._known: dict[str, tuple[RunFiles, float]] = {}
 
     def look(self) -> None:
-        """See which directories there are now."""
+        """Update the list of directories."""
         try:
             changed_at = os.stat(self._runs_path).st_mtime_ns
             if changed_at != self._listed_at:
@@ -68,7 +68,7 @@ class RunFilesOfPool:
         return place
 
     def keep_only(self, run_ids: Iterable[str]) -> None:
-        """Forget all others."""
+        """Drop what is known of all other runs."""
         self._known = {run_id: self._known[run_id] for run_id in run_ids if run_id in self._known}
 
     def _url(self, run_id: str) -> str:
@@ -77,22 +77,22 @@ class RunFilesOfPool:
             url = msgspec.json.decode(raw, type=_Written).url
         except (OSError, msgspec.DecodeError):
             return ""
-        # nothing else becomes a link in somebody's page
+        # allow only web links in a page
         return url if url.startswith(("http://", "https://")) else ""
 
 
 KEPT_S = 20.0
-"""So long the sums are kept: they move slowly."""
-# of the time, at most so much goes into adding up
+"""How long the sums are cached; they change slowly."""
+# the largest share of time to spend on computing them
 _SHARE = 0.01
 _NO_PRICES = Prices()
 
 
 class MonthUsage:
-    """This month's sums from the ledger's file, beside a living pool. Owned by one thread.
+    """This month's usage from the ledger's file, also while a pool uses it. Owned by one thread.
 
     Args:
-        settings: Where the ledger lies.
+        settings: Settings, for the ledger.
         clock: Monotonic time in seconds.
     """
 
@@ -103,11 +103,11 @@ class MonthUsage:
         self._sums: Use | None = None
 
     def line(self, now: float, budget: BudgetState | None) -> str:
-        """Return the line, "" when there is nothing to tell.
+        """Return this month's usage as a line, "" when there is nothing to show.
 
         Args:
             now: Wall-clock time, seconds since the epoch.
-            budget: The pool's, None without one.
+            budget: The pool's budget, None without one.
         """
         began = self._clock()
         if began >= self._kept_until:
@@ -121,7 +121,7 @@ class MonthUsage:
         try:
             return month_sums(ledger.runs_since(self._settings, since), since, now)
         except PoolError:
-            # who looks at the runs is told
+            # requests for the runs report the error
             return None
 
 
@@ -132,12 +132,12 @@ def month_began(now: float) -> float:
 
 
 def month_sums(rows: Sequence[RunSummary], since: float, now: float) -> Use:
-    """Return what runs have used that ended since then, or go on."""
+    """Return the usage of runs that ended since then or are active."""
     return usage(rows, since, now, "user", _NO_PRICES, "").total
 
 
 def month_line(used: Use, budget: BudgetState | None) -> str:
-    """Return the line, "" when nothing was used and no budget is there to be told of."""
+    """Return the usage as a line, "" when nothing was used and there is no budget."""
     parts: list[str] = []
     if used.gpu_s:
         marked = ""
@@ -151,7 +151,7 @@ def month_line(used: Use, budget: BudgetState | None) -> str:
         if spent == (cost or round_money(0.0, budget.currency)):
             parts.append(f"{spent} of {limit}")
         else:
-            # its days are others than the month's
+            # the budget's period differs from the month
             parts += [*([cost] if cost else []), f"budget {spent} of {limit} in {budget.days:g} d"]
     elif cost:
         parts.append(cost)
@@ -164,7 +164,7 @@ def _hours(seconds: float) -> str:
 
 
 def round_money(amount: float, currency: str) -> str:
-    """Return `$118`, `$0.37`: no cents where nobody misses them."""
+    """Return `$118`, `$0.37`: cents are dropped from 99.5 on and when they are zero."""
     if amount >= 99.5:
         amount = float(round(amount))
     text = format_money(amount, currency)

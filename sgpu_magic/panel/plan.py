@@ -1,4 +1,4 @@
-"""What applying a choice would do, before anything is done."""
+"""Computes what applying a choice would do, without doing it."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _OWN = ("", "none")
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is to be done.
+    """The steps of applying a choice.
 
     Args:
-        picture: As people read it.
+        picture: The plan in sentences.
         added: Requirements to install into this notebook's environment.
         removed: Packages to remove from it.
-        restarts: The session that makes room for one with the new choice; None without one.
-        connects: A session is begun.
+        restarts: The session to end and replace; None for none.
+        connects: A session is started.
     """
 
     picture: PlanPicture
@@ -61,14 +61,14 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve: bool = True) -> Plan:
-    """Say what applying a choice would do. Takes 2 s at most beside a pool's answer, and changes nothing.
+    """Return what applying a choice would do. Takes at most 2 s besides a pool's answer, and changes nothing.
 
     Args:
-        place: This process's.
-        held: The choice that is there now.
-        choice: The one that is to be.
-        connect: And then connecting.
-        resolve: Ask how many packages come along.
+        place: This process's workplace.
+        held: The current choice.
+        choice: The new choice.
+        connect: Include connecting a session.
+        resolve: Ask the package index which dependencies would be installed as well.
     """
     problem = problem_of(choice)
     if problem:
@@ -111,14 +111,14 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
 def living(name: str) -> Session | None:
     """Return the session of that name that has not ended; the current one for "".
 
-    Other than `registry.find` this forgets none that has ended: the next cell is to tell that.
+    Unlike `registry.find` this drops no ended session, so that the next cell can report its end.
     """
     found = [session for session in registry.all_sessions() if not session.has_ended and name in ("", session.name)]
     return found[-1] if found else None
 
 
 def fits(session: Session, choice: Choice) -> bool:
-    """Whether a session is what a choice asks for."""
+    """Whether a session satisfies a choice."""
     if session.run_state is RunState.CANCELLING:
         return False
     if not has_devices(session, Devices(choice.gpus or None, choice.type or None), choice.pool):
@@ -133,7 +133,7 @@ def _button(connect: bool, known: bool) -> str:
 
 
 def _status(place: Workplace, choice: Choice, words: list[str], *, connect: bool) -> PoolStatus | None:
-    """What the pool has; None while there is none, for a plan starts nothing, and where nothing is asked of one."""
+    """Return the pool's status; None when no pool is running, as a plan starts none, or when none is needed."""
     if not (connect or choice.gpus or choice.type or choice.pool):
         return None
     name = choice.pool or place.current_settings().pool
@@ -152,7 +152,7 @@ def _status(place: Workplace, choice: Choice, words: list[str], *, connect: bool
     try:
         return pool.status(recent=1, start=False)
     except PoolError:
-        # connecting meets the same problem, and tells it
+        # connecting will report the same problem
         return None
 
 
@@ -166,7 +166,7 @@ def _check_pool(place: Workplace, name: str) -> None:
 
 
 def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> None:
-    """Refuse what the pool can never give."""
+    """Refuse a choice that the pool can never satisfy."""
     inventory = status.inventory
     types = _totals(status)
     if choice.type == CPU or (not choice.type and not types):
@@ -186,7 +186,7 @@ def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> No
 
 
 def _check_one_type(choice: Choice, status: PoolStatus) -> None:
-    """Refuse to guess."""
+    """Refuse a choice with neither type nor number when the pool has several types."""
     types = _totals(status)
     if not choice.type and not choice.gpus and len(types) > 1:
         has = ", ".join(f"{count} {label_of(name)}" for name, count in types.items())
@@ -198,7 +198,7 @@ def _totals(status: PoolStatus) -> dict[str, int]:
 
 
 def _waiting(choice: Choice, status: PoolStatus | None, restarts: Session | None, words: list[str]) -> None:
-    """Say whether the session will wait for devices."""
+    """Add a sentence if the session will wait for devices, or if the pool is not running."""
     if status is None:
         words.append("The pool is started first.")
         return
@@ -228,14 +228,14 @@ def _waiting(choice: Choice, status: PoolStatus | None, restarts: Session | None
 
 
 def _restart(session: Session, status: PoolStatus | None, words: list[str]) -> bool:
-    """Say what becomes of a session that makes room; return whether something is lost."""
-    # the session itself tells of its cells a moment later
+    """Add a sentence about restarting a session; return whether something is lost."""
+    # ask the pool, as the session learns of its cells a moment later
     runs = status.runs if status is not None else ()
     running = [run.name for run in runs if run.session == session.run_id and not run.state.is_final]
     lost = sorted(session.shipping.own_names(session.ranks_of(())))
     loses = bool(session.cells or lost)
     text = f"Session {session.name} restarts"
-    # its own word of a cell that has just ended may be on its way
+    # the session's event about a cell that has just ended may be on its way
     if loses:
         text += f": what its ranks have is lost ({_listed(lost)})" if lost else ": what its ranks have is lost"
     if running:
@@ -245,7 +245,7 @@ def _restart(session: Session, status: PoolStatus | None, words: list[str]) -> b
 
 
 def _left_alone(current: Session | None, choice: Choice, changed: bool, words: list[str]) -> None:
-    """Nothing is connected or ended; say what holds of what is there."""
+    """Add a sentence about the sessions when none is connected or ended."""
     if current is None:
         words.append("Nothing is running." if not registry.names() else "Sessions go on as they are.")
     elif not fits(current, choice):
@@ -266,7 +266,7 @@ def _has_own_packages(session: Session) -> bool:
 def _packages(
     settings: Settings, choice: Choice, words: list[str], *, resolve: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Say what is installed; return what the notebook's own environment gets and loses."""
+    """Add sentences about packages; return what is added to and removed from the notebook's environment."""
     if choice.env_version:
         _for_ranks(settings, choice, words)
         return (), ()
@@ -288,7 +288,7 @@ def _coming(settings: Settings, added: tuple[str, ...], *, resolve: bool) -> str
         try:
             coming = would_install(settings, added, PATIENCE_S)
         except TimeoutError:
-            # the index is slow; it is asked again when it counts
+            # the index is slow; the installation asks it again
             coming = ()
         if coming:
             named = f": {_listed([name for name in coming if name])}" if coming[0] else ""
@@ -297,7 +297,7 @@ def _coming(settings: Settings, added: tuple[str, ...], *, resolve: bool) -> str
 
 
 def _for_ranks(settings: Settings, choice: Choice, words: list[str]) -> None:
-    """Packages that are installed where the ranks run."""
+    """Add sentences about packages that are installed where the ranks run."""
     problem = problem_of_base(settings, choice.env_version)
     if problem:
         raise UsageError(problem)
@@ -318,7 +318,7 @@ def _for_ranks(settings: Settings, choice: Choice, words: list[str]) -> None:
 
 
 def _is_built(settings: Settings, digest: str) -> bool:
-    """Whether this machine has built it; another one's is not known."""
+    """Whether this machine has built the environment; other machines are not checked."""
     try:
         return any(name.startswith(digest) for name in os.listdir(settings.environments_path))
     except OSError:

@@ -1,4 +1,4 @@
-"""One look at a pool: what it answers, or why it can't be asked, as a picture and rows. One look at all of them."""
+"""Polls one pool, or all pools of the list: returns the state and runs of each, or why it can't be reached."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ NEVER = "No pool is running. It starts with the first run."
 GIVEN_BACK = "The pool is not running any more: it has given its processes back. The next run starts it again."
 START, START_AGAIN, LOOK_AGAIN = "Start the pool", "Start it again", "Look again"
 
-# a pool that takes longer is called lost until it answers
+# a pool that takes longer is reported as lost until it answers
 _PATIENCE_S = 5.0
-# what is asked for each second beside the runs that go on, which are always told
+# number of newest runs requested by each poll, in addition to active ones, which are always sent
 _NEWEST = 30
-# and all of them so often, whatever seems to have happened
+# interval after which all runs are requested in any case
 _WHOLE_EVERY_S = 120.0
-# a ledger that did not change is read again so often: whether anybody holds its runs stands elsewhere
+# interval after which an unchanged ledger is read again: it does not record whether its active runs are still held
 _LEDGER_EVERY_S = 5.0
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a look has found.
+    """The result of a poll.
 
     Args:
         picture: The pool.
@@ -61,11 +61,11 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class PoolLook:
-    """Looks at a pool; never starts it. Owned by one thread.
+    """Polls a pool without ever starting it. Owned by one thread.
 
     Args:
-        settings: Where the local one lives.
-        entry: A pool of another machine; None is the local one.
+        settings: Settings, for the local pool.
+        entry: A remote pool; None for the local one.
     """
 
     def __init__(self, settings: Settings, entry: PoolEntry | None = None) -> None:
@@ -89,11 +89,11 @@ class PoolLook:
 
     @property
     def is_outdated(self) -> bool:
-        """The list of pools was changed: this name may mean another now, or nothing."""
+        """The list of pools has changed, so this name may refer to another pool or to none."""
         return _list_changed() != self._list_changed
 
     def look(self) -> Seen:
-        """Ask the pool, or find out why it can't be asked."""
+        """Poll the pool, or find out why it can't be reached."""
         now = time.time()
         try:
             status = self._status()
@@ -105,7 +105,7 @@ class PoolLook:
             if self._entry is not None or find_pool(self._settings) is not None:
                 self._read_ledger()
                 return self._away("lost", as_sentence(error.message), "retry", LOOK_AGAIN, now)
-            # it has ended while it was asked
+            # it ended during the request
             status = None
         except (SgpuError, OSError) as error:
             text = error.message if isinstance(error, SgpuError) else str(error)
@@ -125,24 +125,24 @@ class PoolLook:
         return Seen(picture, rows)
 
     def close(self) -> None:
-        """Let the pool go."""
+        """Close the connection to the pool."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
 
-    # ------------------------------------------------------------ the pool is asked
+    # ------------------------------------------------------------ the pool answers
 
     def _status(self) -> PoolStatus | None:
-        """Return what the pool says, None when there is none; its runs are taken over."""
+        """Return the pool's status and update the known runs; None when no pool is running."""
         if self._pool is None:
             if self._entry is None and find_pool(self._settings) is None:
                 return None
-            # the client's half is heavy, and few servers are ever asked
+            # imported late: the client is heavy, and most servers never need it
             from sgpu_magic.client.pool import Pool
 
             self._pool = Pool(self._settings, None, self._entry)
         clock = time.monotonic()
-        # another service may have other runs than the one that died
+        # a new service may have other runs than the one that died
         whole = self._pool.connected is not self._link or clock - self._whole_at > _WHOLE_EVERY_S
         status = self._pool.status(MAX_RUNS if whole else _NEWEST, start=False, timeout_s=_PATIENCE_S)
         if status is not None and not whole and self._is_short(status):
@@ -157,17 +157,17 @@ class PoolLook:
         else:
             told = {run.run_id: run for run in status.runs}
             self._runs = told | {run_id: run for run_id, run in self._runs.items() if run_id not in told}
-        # it may call itself otherwise
+        # the pool may use another name for itself
         return msgspec.structs.replace(status, pool=self._name)
 
     def _is_short(self, status: PoolStatus) -> bool:
-        """Whether a few of the newest runs don't tell what has become of those that were known."""
+        """Whether the newest runs do not cover everything that may have changed since the last poll."""
         told = {run.run_id for run in status.runs}
         ended_unseen = any(not run.state.is_final and run.run_id not in told for run in self._runs.values())
         gap = len(status.runs) >= _NEWEST and status.runs[_NEWEST - 1].run_id not in self._runs
         return ended_unseen or gap
 
-    # ------------------------------------------------------------ it can't be
+    # ------------------------------------------------------------ the pool does not answer
 
     def _without_pool(self, now: float) -> Seen:
         self._read_ledger()
@@ -186,7 +186,7 @@ class PoolLook:
         return Seen(away_picture(self._name, state, sentence, remedy, words, now, usage), self._drawn(now))
 
     def _read_ledger(self) -> None:
-        """Take the runs from the ledger's file, so that the list is never empty; another machine's is not at hand."""
+        """Read the runs from the local pool's ledger, so that the list is not empty; skipped for a remote pool."""
         if self._entry is not None:
             return
         path = self._settings.state_path / "ledger.sqlite3"
@@ -200,16 +200,16 @@ class PoolLook:
         try:
             runs = ledger.recent_runs(self._settings, MAX_RUNS)
         except PoolError:
-            # the next pool mends it; what was known is still true
+            # the next pool repairs it; the known runs are still valid
             return
         self._runs = {run.run_id: run for run in runs}
 
     # ------------------------------------------------------------ both
 
     def _drawn(self, now: float) -> dict[str, RunRow]:
-        """Return the rows, newest first; those of runs that did not change are the same objects."""
+        """Return the rows, newest first; rows of unchanged runs are the same objects as before."""
         runs = sorted(self._runs.values(), key=lambda run: run.submitted_at, reverse=True)
-        # one that goes on is listed however old it is
+        # active runs are listed however old they are
         runs = runs[:MAX_RUNS] + [run for run in runs[MAX_RUNS:] if not run.state.is_final]
         self._runs = {run.run_id: run for run in runs}
         ended = frozenset(run.run_id for run in runs if run.state.is_final)
@@ -230,7 +230,7 @@ class PoolLook:
 
 
 class NoLook:
-    """Stands for a pool that can't be looked at: the settings are broken, or have no pool of that name.
+    """Replaces `PoolLook` when the settings are invalid or there is no pool of that name.
 
     Args:
         pool: Its name.
@@ -245,7 +245,7 @@ class NoLook:
 
     @property
     def is_outdated(self) -> bool:
-        """What is wrong may have been mended."""
+        """Always True: the problem may have been fixed."""
         return True
 
     def look(self) -> Seen:
@@ -253,17 +253,17 @@ class NoLook:
         return Seen(away_picture(self._pool, "problem", self._sentence, self._remedy, words, time.time()), {})
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no connection."""
 
 
 Looker = PoolLook | NoLook
 
 
 def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Looker:
-    """Return what looks at a pool; "" is the settings' own.
+    """Return the object that polls a pool.
 
     Args:
-        pool: Its name.
+        pool: Its name; "" for the one in the settings.
         read_settings: Reads the settings.
     """
     try:
@@ -281,7 +281,7 @@ def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Looker:
 
 
 class ListLook:
-    """Looks at the list of pools, and asks all at once how each is now. Owned by one thread, but for `drawn`.
+    """Polls all pools of the list at once. Owned by one thread, except for `drawn`.
 
     Args:
         read_settings: Reads the settings.
@@ -295,11 +295,11 @@ class ListLook:
         self._answers: Sequence[Asked] = ()
 
     def look(self) -> PoolsTold:
-        """Ask the pools; return as `drawn`."""
-        # the chosen pool's own picture says what is wrong with the list or the settings
+        """Poll the pools and return the same as `drawn`."""
+        # problems of the list or the settings are reported by the chosen pool's state
         with contextlib.suppress(SgpuError):
             if read_pools():
-                # the client's half is heavy, and few servers are ever asked
+                # imported late: the client is heavy, and most servers never need it
                 from sgpu_magic.client.pools import Pools
 
                 self._pools = self._pools or Pools(self._read_settings())
@@ -307,7 +307,7 @@ class ListLook:
         return self.drawn()
 
     def drawn(self) -> PoolsTold:
-        """Return the pools that the files list now, with what was heard of each; any thread may ask."""
+        """Return the pools that the files list now, with the last known state of each. Thread-safe."""
         settings, entries, answers = Settings(), (), self._answers
         with contextlib.suppress(SgpuError):
             entries = read_pools()
@@ -319,7 +319,7 @@ class ListLook:
         return PoolsTold(pools=pool_choices(default_pool(settings.pool, entries), entries, statuses, silent, rates))
 
     def close(self) -> None:
-        """Let the pools go."""
+        """Close the connections to the pools."""
         pools, self._pools = self._pools, None
         if pools is not None:
             pools.close()

@@ -1,4 +1,4 @@
-"""A pool's status and its ledger's rows as a panel draws them. Pure."""
+"""Converts a pool's status and the ledger's rows to what a panel shows. Pure functions."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ _AS_IN_SUMMARY = frozenset(RunRow.__struct_fields__).intersection(RunSummary.__s
 
 
 class RunFiles(msgspec.Struct, frozen=True):
-    """What a run's directory on this machine tells.
+    """What is known from a run's directory on this machine.
 
     Args:
-        here: There is one.
-        tracked_url: Its page in MLflow, "" for none.
+        here: The directory exists.
+        tracked_url: The URL of its MLflow page, "" for none.
     """
 
     here: bool = False
@@ -79,15 +79,15 @@ def pool_picture(
     usage: str = "",
     notice: str = "",
 ) -> PoolPicture:
-    """Return a pool that has answered.
+    """Return the state of a pool that has answered.
 
     Args:
         status: Its answer.
-        rates: What its devices cost.
+        rates: Prices of its devices.
         now: Wall-clock time, seconds since the epoch.
-        durations: What earlier runs took.
-        usage: What the month has used, a line.
-        notice: What the pool wants to be known.
+        durations: Durations of earlier runs.
+        usage: This month's usage, a line.
+        notice: A notice from the pool.
     """
     holders = device_holders(status)
     inventory = status.inventory
@@ -115,7 +115,7 @@ def pool_picture(
 def away_picture(
     pool: str, state: PoolState, sentence: str, remedy: Remedy, remedy_words: str, now: float, usage: str = ""
 ) -> PoolPicture:
-    """Return a pool that can't be asked; arguments as in `PoolPicture`."""
+    """Return the state of a pool that can't be reached; arguments as in `PoolPicture`."""
     return PoolPicture(
         version=VERSION,
         pool=pool,
@@ -135,18 +135,18 @@ def away_picture(
 
 
 def rates_of(settings: Settings, entry: PoolEntry | None = None) -> Money:
-    """Return what devices cost in a pool: its own entry's prices before those of the settings.
+    """Return the prices of a pool's devices; those of its entry take precedence over the settings.
 
     Args:
-        settings: The user's.
-        entry: As `pools.toml` has it; None for this machine's own.
+        settings: The user's settings.
+        entry: Its entry in `pools.toml`; None for this machine's pool.
     """
     rates = money_of(settings)
     if entry is None:
         return rates
     own = {(entry.name, kind): price for kind, price in entry.prices.items()}
     if entry.reserved:
-        # what it costs by the hour elsewhere says nothing of a pool that is paid for
+        # general hourly prices do not apply to a pool that is already paid for
         return replace(rates, prices=Prices(), reserved=Prices({**rates.reserved.hourly, **own}))
     return replace(rates, prices=Prices({**rates.prices.hourly, **own}), reserved=Prices())
 
@@ -158,14 +158,14 @@ def pool_choices(
     silent: frozenset[str] = frozenset(),
     rates: Mapping[str, Money] = _NOTHING,
 ) -> tuple[PoolChoice, ...]:
-    """Return the pools that may be chosen: reserved ones first, then the default, then by name.
+    """Return the pools that can be chosen: reserved ones first, then the default, then by name.
 
     Args:
-        default: The pool that is meant where none is named.
-        entries: Those of `pools.toml`.
-        statuses: What they have said.
-        silent: Those that can't be reached.
-        rates: What devices cost in each.
+        default: The pool that is used when none is named.
+        entries: The entries of `pools.toml`.
+        statuses: The status of each pool that has answered.
+        silent: Names of pools that can't be reached.
+        rates: Prices of devices in each pool.
     """
     pools = [PoolChoice(name=LOCAL, about=_place_of(LOCAL, ""), reserved=False, default=default in ("", LOCAL))]
     for entry in entries:
@@ -196,7 +196,7 @@ def _words_of(entry: PoolEntry, status: PoolStatus | None, rates: Mapping[str, M
 
 
 def run_row(run: RunSummary, place: RunFiles) -> RunRow:
-    """Return one run of the list; it changes with the run alone."""
+    """Return one row of the list; it depends only on the run and its directory."""
     is_session = run.kind is RunKind.SESSION
     tone = _TONES[run.state]
     return RunRow(
@@ -232,11 +232,11 @@ def _place_of(pool: str, host: str) -> str:
 def _types(
     status: PoolStatus, rates: Money, now: float, holders: Holders, durations: Durations
 ) -> tuple[TypePicture, ...]:
-    """Return what the pool has: dearest first, those without a price by their memory, CPU last."""
+    """Return the pool's types: most expensive first, those without a price by memory, CPU last."""
     by_type: dict[str, list[Device]] = {}
     for device in status.inventory.devices:
         by_type.setdefault(device.type, []).append(device)
-    # what the pool chooses for those that name no type
+    # the type that the pool chooses for runs that name none
     largest = Counter({kind: len(devices) for kind, devices in by_type.items()}).most_common(1)
     main = largest[0][0] if largest else CPU
 
@@ -268,7 +268,7 @@ def _types(
 
 
 def _price(pool: str, device_type: str, rates: Money) -> tuple[float | None, bool]:
-    """Return the price of one device for an hour, and whether it is that of reserved ones."""
+    """Return the hourly price of one device, and whether it is that of reserved devices."""
     price = rates.prices.of(pool, device_type)
     if price is not None:
         return price, False
@@ -289,6 +289,6 @@ def _notes(status: PoolStatus, now: float, notice: str) -> Sequence[str]:
 
 
 def as_sentence(text: str) -> str:
-    """Return what the pool says as a sentence of its own."""
+    """Return a message as a sentence, with a capital letter and a full stop."""
     text = text.strip()
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".") if text else ""

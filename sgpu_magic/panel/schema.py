@@ -1,4 +1,4 @@
-"""What a panel draws, as JSON: pools and their runs, and a notebook's kernel with its packages and sessions."""
+"""What a panel shows, as JSON: pools and their runs, and a notebook's kernel with its packages and sessions."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.views.live.schema import Message
 
 PoolState = Literal["up", "none", "lost", "other-version", "problem"]
-"""`none`: nobody has started it, or it has given its processes back; `lost`: it was there and does not answer."""
+"""`none`: never started, or stopped after being idle; `lost`: it was running and does not answer."""
 
 Remedy = Literal["", "start", "retry"]
-"""What a button below the sentence does: start the pool, look again."""
+"""The action of the button below the sentence: start the pool, or poll it again."""
 
 
 class PoolChoice(Message, frozen=True):
-    """A pool that may be chosen.
+    """A pool that can be chosen.
 
     Args:
         name: As in `--pool`.
-        about: `this machine`, or what is known of it now: `reserved · 4 of 8 H100 free · $3.90`.
-        reserved: Its devices are paid for anyway: it comes before the others.
-        default: It is meant where none is named.
+        about: `this machine`, or its current state: `reserved · 4 of 8 H100 free · $3.90`.
+        reserved: Its devices are already paid for, so it is listed before the others.
+        default: It is used when no pool is named.
     """
 
     name: str
@@ -36,15 +36,15 @@ class TypePicture(Message, frozen=True):
     Args:
         type: As in `--type`: `a10`, `cpu`.
         label: `A10`, `CPU`.
-        total: Devices, or slots of CPU.
-        free: Of these, now.
-        memory_bytes: Of one device, 0 when unknown.
-        price: Of one device for an hour, None without one.
-        currency: Of the price.
-        simulated: CPU processes stand in for it.
-        reserved: Its price is that of reserved devices.
-        waits_s: For each number of devices from 1 to `total`, seconds until so many will be free by what earlier runs
-            have taken: 0 when they are free now, None when nothing is known.
+        total: Number of devices, or of CPU slots.
+        free: Number of these that are free now.
+        memory_bytes: Memory of one device, 0 when unknown.
+        price: Price of one device per hour, None without one.
+        currency: Currency of the price.
+        simulated: CPU processes simulate it.
+        reserved: The price is that of reserved devices.
+        waits_s: For each number of devices from 1 to `total`, estimated seconds until that many are free, from the
+            durations of earlier runs: 0 when they are free now, None when unknown.
     """
 
     type: str
@@ -66,14 +66,14 @@ class DevicePicture(Message, frozen=True):
         uuid: Its key.
         type: As in `--type`.
         label: `A10 · 0`.
-        simulated: As of its type.
-        utilization_pct: 0 to 100; None when nobody tells.
-        used_bytes: Memory in use; None when nobody tells.
-        memory_bytes: Total, 0 when unknown.
-        run_id: Who holds it, "" nobody.
+        simulated: CPU processes simulate it.
+        utilization_pct: 0 to 100; None when unknown.
+        used_bytes: Memory in use; None when unknown.
+        memory_bytes: Total memory, 0 when unknown.
+        run_id: The run that holds it, "" for none.
         kernel: The Jupyter kernel of that run, "" when there is none.
-        user: What stands beside it: `train_digits · rank 0`, `eval.ipynb`, `free`, why it counts as in use outside.
-        free: The pool may give it away.
+        user: The text beside it: `train_digits · rank 0`, `eval.ipynb`, `free`, or why it counts as used from outside.
+        free: The pool can grant it to a run.
     """
 
     uuid: str
@@ -94,31 +94,31 @@ class RunRow(Message, frozen=True):
 
     Args:
         run_id: Its key.
-        short_id: As magics take it.
+        short_id: The id as magics accept it.
         name: Function or cell.
         kind: `cell`, `call`, `session`, `push`, `pull` ...
         session: The session in whose ranks or on whose devices it runs, "" for none.
         state: `RunState`'s value.
         tone: `waiting`, `going`, `good`, `bad` or `plain`: the dot's colour and shape.
-        final: Nothing changes any more.
-        words: What stands below the name, without times that go on: `2 ranks`, `4 ranks · waits for 1 A10, position 1`,
+        final: The run will not change any more.
+        words: The line below the name, without running times: `2 ranks`, `4 ranks · waits for 1 A10, position 1`,
             `rank 1: ValueError`.
-        ranks: Their number.
+        ranks: Number of ranks.
         device_type: As in `--type`.
-        simulated: CPU stands in.
-        submitted_at: Seconds since the epoch, like the next ones.
-        started_at: None before its ranks were there.
+        simulated: CPU processes simulate the devices.
+        submitted_at: Seconds since the epoch, like the following times.
+        started_at: When its ranks started; None before.
         ended_at: None before its end.
-        metered_at: When its meter began; None while it costs nothing.
-        hourly: What an hour of it costs, None without a price.
-        cost: The final one; None while it goes on, and without a price.
-        currency: Of both.
+        metered_at: When metering began; None while it costs nothing.
+        hourly: Cost per hour, None without a price.
+        cost: Final cost; None while it runs, and without a price.
+        currency: Currency of both.
         notebook: The notebook's file name, "" for none.
-        kernel: The Jupyter kernel that has submitted it, "" for none.
-        user: Whose.
-        idle_ends_at: Of a session in which nothing runs: when it ends by itself; None else.
-        tracked_url: Its page in MLflow when that is a web page, else "".
-        here: Its directory is on the server's machine: log, stacks and result can be looked at.
+        kernel: The Jupyter kernel that submitted it, "" for none.
+        user: The user who submitted it.
+        idle_ends_at: When an idle session ends by itself; None for other runs.
+        tracked_url: The URL of its MLflow page, "" when there is no web page.
+        here: Its directory is on the server's machine, so log, stacks and result are available.
     """
 
     run_id: str
@@ -154,19 +154,18 @@ class PoolPicture(Message, frozen=True):
     Args:
         version: `VERSION`.
         pool: Its name.
-        state: As above.
+        state: Its `PoolState`.
         sentence: What is wrong or worth knowing, "" for nothing. Never empty unless `state` is `up`.
-        remedy: The button's.
-        remedy_words: What is written on it.
-        now: The server's clock, seconds since the epoch: times that go on are counted from it.
+        remedy: The button's action.
+        remedy_words: The button's label.
+        now: The server's clock, seconds since the epoch; running times are computed from it.
         about: `local · this machine · 16 CPU slots`.
-        types: Dearest first, CPU last.
-        devices: In the order of types and of the machine.
-        cpu_slots: CPU slots in all.
-        cpu_slots_free: Of these, now.
-        usage: `This month 41.2 GPU h · $118 of $300`, "" when there is nothing to tell.
-        notes: Sentences about the pool: a driver's problem, a budget that is nearly used, when it gives its processes
-            back.
+        types: Most expensive first, CPU last.
+        devices: In the order of `types`, then of the machine.
+        cpu_slots: Number of CPU slots.
+        cpu_slots_free: Number of these that are free now.
+        usage: `This month 41.2 GPU h · $118 of $300`, "" when there is nothing to show.
+        notes: Sentences about the pool: a driver problem, a budget that is nearly used up, when an idle pool stops.
     """
 
     version: int
@@ -185,23 +184,23 @@ class PoolPicture(Message, frozen=True):
     notes: tuple[str, ...]
 
 
-# ------------------------------------------------------------------ what is told (websocket, or a widget's messages)
+# ------------------------------------------------------------------ updates (websocket, or a widget's messages)
 
 
 class PoolTold(Message, frozen=True, tag_field="kind", tag="pool"):
-    """The pool has changed, or is told for the first time."""
+    """The pool's state, sent first and whenever it changes."""
 
     picture: PoolPicture
 
 
 class RunsTold(Message, frozen=True, tag_field="kind", tag="runs"):
-    """Runs that are new or have changed since the last word; newest first.
+    """Runs that are new or have changed since the last update; newest first.
 
     Args:
-        pool: Whose.
-        whole: These are all: what was told before is forgotten.
+        pool: The runs' pool.
+        whole: These are all runs; discard earlier ones.
         changed: The runs.
-        gone: Ids of runs that are listed no more.
+        gone: Ids of runs that are no longer listed.
     """
 
     pool: str
@@ -211,7 +210,7 @@ class RunsTold(Message, frozen=True, tag_field="kind", tag="runs"):
 
 
 class PoolsTold(Message, frozen=True, tag_field="kind", tag="pools"):
-    """Pools that may be chosen: reserved ones first, then the default, then by name."""
+    """Pools that can be chosen: reserved ones first, then the default, then by name."""
 
     pools: tuple[PoolChoice, ...]
 
@@ -219,15 +218,15 @@ class PoolsTold(Message, frozen=True, tag_field="kind", tag="pools"):
 PanelTold = PoolsTold | PoolTold | RunsTold
 
 MAX_RUNS = 1000
-"""Runs that a panel lists."""
+"""Number of newest runs that a panel lists; older active ones are listed too."""
 
 
 class BaseChoice(Message, frozen=True):
-    """A base environment that may be chosen.
+    """A base environment that can be chosen.
 
     Args:
-        name: As in `--env-version`; "" is this notebook's packages.
-        label: `this notebook's packages`, `4`, `ai-4`, a saved one's name.
+        name: As in `--env-version`; "" for this notebook's packages.
+        label: `this notebook's packages`, `4`, `ai-4`, the name of a saved environment.
         about: `Python 3.12 · 168 packages`.
     """
 
@@ -237,13 +236,13 @@ class BaseChoice(Message, frozen=True):
 
 
 class PackageLine(Message, frozen=True):
-    """A difference of the notebook's environment to its base, or a pending change.
+    """A difference between the notebook's environment and its base, or a pending change.
 
     Args:
         sign: `+` added, `-` removed, `~` another version.
         name: The distribution.
         words: `peft 0.17.1`, `transformers 4.56.1 → 4.57.0`.
-        removable: A button takes it back.
+        removable: A button can undo it.
     """
 
     sign: Literal["+", "-", "~"]
@@ -256,11 +255,11 @@ class SessionPicture(Message, frozen=True):
     """A session of this kernel.
 
     Args:
-        run_id: Its run, found among the pool's runs.
+        run_id: Its run, one of the pool's runs.
         name: `main`.
-        current: Bare `%%distributed` cells run in it.
+        current: `%%distributed` cells without options run in it.
         state: `RunState`'s value.
-        words: for example `2 on A10`.
+        words: For example `2 on A10`.
     """
 
     run_id: str
@@ -274,19 +273,19 @@ class KernelPicture(Message, frozen=True):
     """A kernel that has loaded sgpu-magic.
 
     Args:
-        version: `picture.VERSION`.
-        package_version: Of sgpu-magic.
-        pool: The settings' pool.
-        choice: In effect; None without one.
+        version: `VERSION` of `runs/choice/schema`.
+        package_version: The version of sgpu-magic.
+        pool: The pool in the settings.
+        choice: The choice in effect; None without one.
         choice_words: `2 on A10, local, this notebook's packages`, "" without a choice.
-        confirmed: The choice is this user's.
-        bases: Environments that may be chosen.
+        confirmed: The user has confirmed the choice.
+        bases: Environments that can be chosen.
         python: `Python 3.12.3 · torch 2.7.1`, of the chosen base or of the notebook.
-        packages: Their number.
-        differences: To the chosen base; of the notebook's own packages: what has changed since the kernel began.
-        more_differences: So many others are not listed.
-        sessions: Those of this kernel that have not ended.
-        notes: Sentences: packages that are known to break, modules that are older than what is installed.
+        packages: Number of packages.
+        differences: Differences from the chosen base; for the notebook's own packages, changes since kernel start.
+        more_differences: Number of differences that are not listed.
+        sessions: This kernel's sessions that have not ended.
+        notes: Sentences: packages with known problems, imported modules that are older than the installed version.
     """
 
     version: int
@@ -309,7 +308,7 @@ class PlanPicture(Message, frozen=True):
 
     Args:
         sentences: `2 packages will be installed, about 20 s.`, `Session main restarts.`, `Nothing is running.`
-        loses: Something would be lost: the button says Confirm.
+        loses: Something would be lost, so the button says Confirm.
         problem: Why it can't be applied, "" when it can.
         button: `Apply`, `Apply and connect`, `Connect`.
     """

@@ -1,6 +1,7 @@
-"""Pools that somebody looks at: each asked by one thread, once a second at most, for all who look; the list of pools.
+"""Watches pools while pages show them: one thread polls each pool, at most once a second, for all pages.
 
-A pool that answers slowly is asked less often. The thread ends with the last who looks.
+Another thread polls the list of pools. A pool that answers slowly is polled less often. A thread ends when its last
+page leaves.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from sgpu_magic.panel.poll_pool import ListLook, Looker, NoLook, Seen, looker_of
 from sgpu_magic.panel.schema import PanelTold, PoolsTold, PoolTold, RunRow, RunsTold
 
 INTERVAL_S, LIST_INTERVAL_S = 1.0, 10.0
-"""So often at most a pool is asked that somebody has chosen, and those of the list."""
+"""Minimum interval between polls of a watched pool, and between polls of all pools in the list."""
 FAILED = "The pool can't be looked at: something went wrong in sgpu-magic, and the server's log says what."
 POLLED_S, _LIST_POLLED_S = 6.0, 30.0
-"""A page that asks and does not listen counts as looking for so long."""
-# a pool that answers slowly spends a quarter of its time on us at most
+"""How long a poll by a page without updates keeps a watcher alive: of one pool, and of the list."""
+# a pool that answers slowly spends at most a quarter of its time answering
 _REST = 3.0
 _LONGEST_REST_S = 10.0
 _LOOK_TIMEOUT_S = 30.0
 _JOIN_S = 2.0
 
 Tell = Callable[[PanelTold], None]
-"""Is told what is new, in any thread; it must not block."""
+"""Called with each update, in any thread; it must not block."""
 
 
 S = TypeVar("S")
@@ -39,7 +40,7 @@ S_co = TypeVar("S_co", covariant=True)
 
 
 class Look(Protocol[S_co]):
-    """What looks. Owned by a watcher's thread."""
+    """What polls. Owned by a watcher's thread."""
 
     @property
     def is_outdated(self) -> bool: ...
@@ -48,13 +49,13 @@ class Look(Protocol[S_co]):
 
 
 class Watcher(ABC, Generic[S]):
-    """Looks as long as somebody listens, and tells what has changed. Methods may be called by any thread.
+    """Polls as long as it has listeners, and sends them what has changed. Thread-safe.
 
     Args:
-        name: The thread's.
-        looker: Makes what looks, in the watcher's thread; again after a problem.
-        interval_s: Seconds between two looks.
-        polled_s: A page that asks and does not listen counts as looking for so long.
+        name: Suffix of the thread's name.
+        looker: Creates the object that polls, in the watcher's thread; called again after an error.
+        interval_s: Seconds between two polls.
+        polled_s: How long a call of `poll` keeps the watcher alive.
     """
 
     def __init__(self, name: str, looker: Callable[[], Look[S]], interval_s: float, polled_s: float) -> None:
@@ -73,20 +74,20 @@ class Watcher(ABC, Generic[S]):
 
     @abstractmethod
     def _news(self, before: S | None, seen: S) -> Sequence[PanelTold]:
-        """Return what is told to who knows `before`; None is nothing."""
+        """Return the updates for a listener that has `before`, None for a new listener."""
 
     @abstractmethod
     def _failed(self) -> S:
-        """Return what is told when the look itself fails."""
+        """Return the state to report when polling raises an exception."""
 
     @property
     def is_over(self) -> bool:
-        """It looks no more."""
+        """The watcher has stopped polling for good."""
         with self._lock:
             return self._over
 
     def add(self, key: object, tell: Tell) -> bool:
-        """Tell somebody everything, and then what changes; False when it is too late for this watcher."""
+        """Add a listener, which gets the whole state and then updates; False when the watcher is over."""
         with self._lock:
             if self._over:
                 return False
@@ -98,13 +99,13 @@ class Watcher(ABC, Generic[S]):
             return True
 
     def remove(self, key: object) -> None:
-        """Somebody does not look any more."""
+        """Remove a listener."""
         with self._lock:
             self._listeners.pop(key, None)
         self._wake.set()
 
     def poll(self) -> bool:
-        """Somebody looks now, and may again in a moment; False as in `add`."""
+        """Keep the watcher alive for a page that polls; False when the watcher is over."""
         with self._lock:
             if self._over:
                 return False
@@ -113,26 +114,26 @@ class Watcher(ABC, Generic[S]):
             return True
 
     def seen(self, timeout_s: float = _LOOK_TIMEOUT_S) -> S | None:
-        """Return what was seen last, waiting for the first look; None when that did not come."""
+        """Return the latest state, waiting for the first poll; None when that took too long."""
         self._first.wait(timeout_s)
         with self._lock:
             return self._seen
 
     def look_soon(self) -> None:
-        """Something was asked of the pool: look now."""
+        """Poll now, as after a command to the pool."""
         with self._lock:
             self._hurried = True
         self._wake.set()
 
     def stop(self) -> None:
-        """Nobody is told any more; the thread ends after the look it is at."""
+        """Remove all listeners; the thread ends after its current poll."""
         with self._lock:
             self._over = True
             self._listeners.clear()
         self._wake.set()
 
     def join(self, timeout_s: float = _JOIN_S) -> None:
-        """Wait for the thread's end."""
+        """Wait for the thread to end."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -155,7 +156,7 @@ class Watcher(ABC, Generic[S]):
                         looker = self._looker()
                     seen = looker.look()
                 except Exception:
-                    # a thread's top: the page is told, and the next look is a fresh one
+                    # top of a thread: report it to the pages and start over with the next poll
                     logging.getLogger("sgpu_magic").exception("the panel's look at the pool failed")
                     if looker is not None:
                         looker.close()
@@ -172,15 +173,15 @@ class Watcher(ABC, Generic[S]):
     def _goes_on(self) -> bool:
         with self._lock:
             if not self._listeners and time.monotonic() >= self._polled_until:
-                # from now on others look with a watcher of their own
+                # new pages get a new watcher from now on
                 self._over = True
             return not self._over
 
     def _rest(self, began: float, took_s: float) -> None:
-        """Wait for the next look: until it is time, or somebody wants it at once, or nobody wants it any more."""
+        """Wait until the next poll is due or requested, or no listener is left."""
         until = began + max(self._interval_s, took_s + min(_LONGEST_REST_S, _REST * took_s))
         while (left := until - time.monotonic()) > 0 and self._goes_on():
-            # who only polls does not say that he has gone
+            # wake up regularly, as the end of a page that polls is not signalled
             self._wake.wait(min(left, self._interval_s))
             self._wake.clear()
             with self._lock:
@@ -189,7 +190,7 @@ class Watcher(ABC, Generic[S]):
                 return
 
     def _take(self, seen: S) -> None:
-        """Tell everybody what has changed."""
+        """Send all listeners what has changed."""
         with self._lock:
             news, self._seen = self._news(self._seen, seen), seen
             for tell in self._listeners.values():
@@ -199,12 +200,12 @@ class Watcher(ABC, Generic[S]):
 
 
 class PoolWatcher(Watcher[Seen]):
-    """Looks at one pool.
+    """Polls one pool.
 
     Args:
-        name: The pool's name, "" for the settings' own.
-        looker: As `Watcher`'s.
-        interval_s: Seconds between two looks.
+        name: The pool's name, "" for the one in the settings.
+        looker: As in `Watcher`.
+        interval_s: Seconds between two polls.
     """
 
     def __init__(self, name: str, looker: Callable[[], Looker], interval_s: float = INTERVAL_S) -> None:
@@ -214,7 +215,7 @@ class PoolWatcher(Watcher[Seen]):
     def add(self, key: object, tell: Tell) -> bool:
         added, seen = super().add(key, tell), self._seen
         if seen is not None and seen.picture.state != "up":
-            # who looks again at what was not there wants to know now
+            # the state may be outdated: the page wants to know whether the pool is up now
             self.look_soon()
         return added
 
@@ -222,18 +223,18 @@ class PoolWatcher(Watcher[Seen]):
         if before is None:
             return whole(seen)
         runs = changes(seen.picture.pool, before.rows, seen.rows)
-        # the clock alone is no news
+        # the clock alone is no change
         is_same = msgspec.structs.replace(before.picture, now=seen.picture.now) == seen.picture
         return [*([] if is_same else [PoolTold(picture=seen.picture)]), *([] if runs is None else [runs])]
 
     def _failed(self) -> Seen:
-        """The runs that were listed stay."""
+        """Keep the runs that were listed."""
         picture = NoLook(self._name, FAILED, "retry").look().picture
         return Seen(picture, {} if self._seen is None else self._seen.rows)
 
 
 class ListWatcher(Watcher[PoolsTold]):
-    """Looks at the list of pools, and asks all of them at once how each is now.
+    """Polls all pools of the list at once.
 
     Args:
         read_settings: Reads the settings.
@@ -244,12 +245,12 @@ class ListWatcher(Watcher[PoolsTold]):
         super().__init__("pools", lambda: self._look, LIST_INTERVAL_S, _LIST_POLLED_S)
 
     def add(self, key: object, tell: Tell) -> bool:
-        """As `Watcher.add`: what the files list now is told at once."""
+        """Add a listener as in `Watcher.add`, after reading the list of pools again."""
         self._take(self._look.drawn())
         return super().add(key, tell)
 
     def seen(self, timeout_s: float = 0.0) -> PoolsTold:
-        """Return what the files list now; waits for no pool."""
+        """Return the list as the files have it now, without waiting for any pool."""
         return self._look.drawn()
 
     def _news(self, before: PoolsTold | None, seen: PoolsTold) -> Sequence[PanelTold]:
@@ -260,13 +261,13 @@ class ListWatcher(Watcher[PoolsTold]):
 
 
 def whole(seen: Seen) -> tuple[PoolTold, RunsTold]:
-    """Return all that was seen, for somebody who knows nothing yet."""
+    """Return the whole state, for a page that has nothing yet."""
     rows = tuple(seen.rows.values())
     return PoolTold(picture=seen.picture), RunsTold(pool=seen.picture.pool, whole=True, changed=rows, gone=())
 
 
 def changes(pool: str, before: Mapping[str, RunRow], after: Mapping[str, RunRow]) -> RunsTold | None:
-    """Return the runs that differ, None when none does."""
+    """Return an update with the runs that differ, None when none does."""
     # rows of runs that did not change are the same objects
     changed = tuple(row for run_id, row in after.items() if row is not (old := before.get(run_id)) and row != old)
     gone = tuple(run_id for run_id in before if run_id not in after)
@@ -274,11 +275,11 @@ def changes(pool: str, before: Mapping[str, RunRow], after: Mapping[str, RunRow]
 
 
 class Watchers:
-    """The pools that are watched in this process: one watcher each. Methods may be called by any thread.
+    """The watchers of this process, one for each watched pool. Thread-safe.
 
     Args:
         read_settings: Reads the settings.
-        interval_s: Seconds between two looks.
+        interval_s: Seconds between two polls.
     """
 
     def __init__(self, read_settings: Callable[[], Settings] = load_settings, interval_s: float = INTERVAL_S) -> None:
@@ -289,42 +290,42 @@ class Watchers:
         self._list = ListWatcher(read_settings)
 
     def watch(self, pool: str, key: object, tell: Tell) -> PoolWatcher:
-        """Tell somebody about a pool until `remove(key)`.
+        """Send updates about a pool until `remove(key)`.
 
         Args:
-            pool: Its name, "" for the settings' own.
-            key: Stands for who looks.
-            tell: Is told.
+            pool: Its name, "" for the one in the settings.
+            key: Identifies the listener.
+            tell: Called with each update.
         """
         while not (watcher := self._watcher(pool)).add(key, tell):
             pass
         return watcher
 
     def watch_list(self, key: object, tell: Tell) -> ListWatcher:
-        """Tell somebody the list of pools until `remove(key)`."""
+        """Send updates about the list of pools until `remove(key)`."""
         while not (watcher := self._list_watcher()).add(key, tell):
             pass
         return watcher
 
     def look_at_list(self) -> PoolsTold:
-        """Return the list of pools with what is known; asks nobody, but has them asked."""
+        """Return the list of pools with their last known states, and have them polled in the background."""
         while not (watcher := self._list_watcher()).poll():
             pass
         return watcher.seen()
 
     def look(self, pool: str) -> Seen | None:
-        """Return what a pool is like now, for who does not listen; None when it can't be found out in time."""
+        """Return a pool's state for a page without updates; None when the first poll takes too long."""
         while not (watcher := self._watcher(pool)).poll():
             pass
         return watcher.seen()
 
     def look_soon(self) -> None:
-        """Something was asked of a pool: look at those that are watched now."""
+        """Poll all watched pools now, as after a command to a pool."""
         for watcher in self._all():
             watcher.look_soon()
 
     def close(self) -> None:
-        """Look at nothing any more."""
+        """Stop all watchers."""
         watchers = self._all()
         for watcher in watchers:
             watcher.stop()

@@ -1,16 +1,16 @@
-"""From objects to bytes and back: pickle stream, out-of-band buffers, where they lie, how they are checked.
+"""Serialization of objects: pickle stream, out-of-band buffers, their storage and verification.
 
-`pack` runs where objects leave (the notebook's kernel, or a rank for its results), `unpack` where they
-arrive. Importing `unpack`, `buffers` and `tensors` loads nothing heavy.
+`pack` runs on the sending side (the notebook's kernel, or a rank for its results), `unpack` on the
+receiving side. Importing `unpack`, `buffers` and `tensors` loads nothing heavy.
 
-names      the global names that a cell reads and those that it could bind
-namespace  which of them are the user's, and what is shipped of them
-pack       from objects to a pickle stream and its out-of-band buffers
-pickler    cloudpickle's, with functions on the other side's namespace
-tensors    storages of tensors, which leave out of band
-buffers    where packed bytes lie, and the regions in which they are sent
-unpack     from packed bytes back to objects, once they are checked
-call       a function's call as it travels; payloads name it by this module
-digest     what a value looks like now, so that a change is seen later
-explain    what can't be pickled, named by its path, with the remedy
+names      the global names that a cell reads and those that it may bind
+namespace  selects the user's variables among them, and what is shipped of each
+pack       objects to a pickle stream and its out-of-band buffers
+pickler    a cloudpickle pickler that binds functions to the receiver's namespace
+tensors    tensor storages, which are sent out of band
+buffers    the memory of packed bytes, and the regions in which they are sent
+unpack     packed bytes back to objects, after verification
+call       a function call as it is sent; payloads refer to it by this module's name
+digest     digests of values, to detect later changes
+explain    the path to a value that can't be pickled, and the remedy
 """

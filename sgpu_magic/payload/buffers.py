@@ -1,6 +1,6 @@
-"""Where packed bytes lie: inline, in a memory file that is reused, or in a file when memory is short.
+"""Storage of packed bytes: inline, in a reusable memory file, or in a file on disk if memory is short.
 
-Also how they are cut into regions, which are sent and kept by their digests.
+Also splits them into regions, which are sent and stored by their digests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 INLINE_LIMIT = 65536
-"""Largest `total_bytes` that travels inside a message."""
+"""The largest `total_bytes` that is sent inside a message."""
 
 _CHUNK = 4 << 20
 _THREADED_FROM = 8 << 20
@@ -36,7 +36,7 @@ _THREADED_FROM = 8 << 20
 def write_packed(packed: Packed, target: memoryview) -> None:
     """Copy packed bytes into `target`, which has at least `packed.total_bytes` writable bytes.
 
-    Large buffers are copied by two threads: the pages of a fresh memory file cost more than the bytes.
+    Two threads copy large buffers: faulting in the pages of a new memory file costs more than copying the bytes.
     """
     target[: len(packed.pickle)] = packed.pickle
     large: list[tuple[int, memoryview]] = []
@@ -50,9 +50,9 @@ def write_packed(packed: Packed, target: memoryview) -> None:
 
 
 def _copy_threaded(base: int, parts: list[tuple[int, memoryview]]) -> None:
-    """Copy chunks until none is left, without the interpreter's lock.
+    """Copy chunks in two threads with the GIL released.
 
-    Writing half of a fresh file by `pwrite` takes 0.26 s for 1 GiB instead of 0.35 s, but leaves pages
+    Writing half of a new file with `pwrite` takes 0.26 s for 1 GiB instead of 0.35 s, but leaves pages
     unmapped, and the next copy takes 0.15 s instead of 0.05 s.
     """
     work = (
@@ -75,25 +75,25 @@ def _copy_threaded(base: int, parts: list[tuple[int, memoryview]]) -> None:
     second.start()
     try:
         copy()
-    finally:  # also when interrupted: the memory must not go while it is written to
+    finally:  # also when interrupted: the memory must not be freed while it is written to
         stop.set()
         second.join()
 
 
 def address_of(view: memoryview) -> int:
-    """Where its bytes lie in memory."""
+    """The memory address of a view's first byte."""
     import numpy
 
     return int(numpy.frombuffer(view, numpy.uint8).ctypes.data)
 
 
 class SharedBuffer:
-    """A memory file without a name that grows and is used again: touched pages are five times faster to fill.
+    """An anonymous memory file (memfd) that grows and is reused: touched pages are five times faster to fill.
 
-    Never write while somebody still maps it: private mappings see changes to pages they have not written.
+    Never write to it while another process maps it: private mappings see changes to pages they have not written.
 
     Args:
-        name: What is in it, for who finds it by a number that may be another file's by then.
+        name: Identifies the content, for readers that open it by a descriptor number that may have been reused.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -106,11 +106,11 @@ class SharedBuffer:
 
     @property
     def size(self) -> int:
-        """Bytes that the file has, at least as many as the last packed object needed."""
+        """The size of the file in bytes, at least that of the last packed object."""
         return 0 if self._map is None else len(self._map)
 
     def ensure(self, size: int) -> None:
-        """Grow to at least `size` bytes; pages come when they are written."""
+        """Grow to at least `size` bytes; pages are allocated when they are written."""
         if self._fd < 0:
             raise ValueError("this buffer is closed")
         if size <= self.size:
@@ -120,7 +120,7 @@ class SharedBuffer:
         grown = mmap.mmap(self._fd, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
-                grown.madvise(mmap.MADV_HUGEPAGE)  # helps where shmem_enabled is `advise`
+                grown.madvise(mmap.MADV_HUGEPAGE)  # effective if shmem_enabled is `advise`
         if self._map is not None:
             self._map.close()
         self._map = grown
@@ -133,7 +133,7 @@ class SharedBuffer:
             write_packed(packed, target)
 
     def close(self) -> None:
-        """Give the memory back, once the last mapping elsewhere has gone too."""
+        """Close the file. Its memory is freed once no other process maps it."""
         if self._map is not None:
             self._map.close()
             self._map = None
@@ -147,10 +147,10 @@ class SharedBuffer:
 
 
 def write_file(packed: Packed, path: Path | str) -> None:
-    """Write packed bytes to `path`, whole or not at all, readable for this user only.
+    """Write packed bytes atomically to `path`, readable for this user only.
 
     Raises:
-        UsageError: The disk has not enough room.
+        UsageError: There is not enough disk space, or the file can't be written.
     """
     path = Path(path)
     free = shutil.disk_usage(path.parent).free
@@ -175,26 +175,26 @@ def write_file(packed: Packed, path: Path | str) -> None:
 
 # ---------------------------------------------------------------- regions
 
-# What is sent and kept by its digest, so that what has not changed has the same regions:
+# The units that are sent and stored by digest, cut so that unchanged data has the same regions:
 #
 #     [pickle][small buffers ...][a large buffer][small buffers ...]
 #      region  region             region(s)       region
 #
-# A large buffer's regions have its bytes alone, so that another variable's change makes none of them new.
+# A large buffer's regions contain only its bytes, so a change of another variable does not affect them.
 
 LARGE_BYTES = 1 << 20
-"""A buffer of this size has regions of its own."""
+"""A buffer of at least this size has its own regions."""
 
 _SMALL_TOGETHER_BYTES = 8 << 20
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Some of the packed bytes.
+    """A range of the packed bytes.
 
     Args:
-        offset: Where they begin.
-        size: How many they are.
-        load: Returns them; made anew by each call where they are not the notebook's own memory.
+        offset: The offset of the first byte.
+        size: The number of bytes.
+        load: Returns the bytes: a view of the notebook's memory, or a new copy with each call.
     """
 
     offset: int
@@ -203,7 +203,7 @@ class Region(msgspec.Struct, frozen=True):
 
 
 def regions_of(packed: Packed) -> Iterator[Region]:
-    """Yield all regions, in the order of their bytes. What lies between buffers is zero, or in no region."""
+    """Yield all regions in the order of their bytes. Gaps between buffers are zeros, or in no region."""
     yield from _cut(0, memoryview(packed.pickle))
     small: list[tuple[int, memoryview]] = []
     for (offset, size), view in zip(packed.layout.buffers, packed.buffers, strict=True):

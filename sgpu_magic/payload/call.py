@@ -1,4 +1,4 @@
-"""A function's call as it travels: what a rank makes of it is in here, so that any rank can unpickle it."""
+"""A function call as it is sent to ranks; payloads refer to this module, so every rank can unpickle it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any, cast
 from sgpu_magic.payload.tensors import rank_device
 
 RANK_NAMES = ("rank", "local_rank", "world_size", "device")
-"""Parameters that each rank fills in by itself."""
+"""Parameters that each rank fills in with its own value."""
 
 
 def name_of(function: object) -> str:
-    """What a person calls the function: its name, the one inside a partial, or the object's class."""
+    """The function's display name: its own, that of the function inside a partial, or the object's class."""
     while isinstance(function, functools.partial):
         function = cast("functools.partial[object]", function).func
     name = getattr(function, "__name__", "") or type(function).__name__
@@ -23,7 +23,7 @@ def name_of(function: object) -> str:
 
 
 class RankValue:
-    """Stands for an argument that each rank has its own of.
+    """A placeholder for an argument that differs between ranks.
 
     Args:
         name: One of `RANK_NAMES`.
@@ -38,15 +38,15 @@ class RankValue:
         return RankValue, (self.name,)
 
     def here(self) -> object:
-        """The value on this rank; of torchrun's variables, which a notebook's variable of that name can't hide."""
+        """The value on this rank, from torchrun's environment variables: notebook variables can't shadow it."""
         return rank_device() if self.name == "device" else int(os.environ[self.name.upper()])
 
 
 class FunctionCall:
-    """A function with its arguments; calling it on a rank calls the function there.
+    """A function with its arguments; calling this object on a rank calls the function there.
 
     Args:
-        function: Anything that can be called.
+        function: Any callable.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
@@ -69,13 +69,13 @@ class FunctionCall:
     def __call__(self) -> object:
         args = [_here(value) for value in self.args]
         kwargs = {name: _here(value) for name, value in self.kwargs.items()}
-        # what a decorator has put in the function's place stands in its module; here it is the function that is meant
+        # a decorator may have replaced the function in its module; call the original function here
         function = getattr(self.function, "__sgpu_function__", self.function)
         value = function(*args, **kwargs)
         if inspect.iscoroutine(value):
             import asyncio
 
-            # an `async def` is called to its end, as a cell's top-level await would be
+            # an `async def` is awaited, like a cell's top-level await
             return asyncio.run(value)
         return value
 

@@ -1,8 +1,8 @@
-"""What a value looks like now, so that later it can be told whether it has changed since.
+"""Digests of values, to detect later whether they have changed.
 
-A value is pickled as for the ranks, and the stream and its buffers are digested instead of kept. Buffers above
-64 MB together are told by where they lie, by the tensors' own count of changes and by pages here and there: a change
-of a few elements by numpy between those pages is not seen.
+A value is pickled as for the ranks, and the stream and its buffers are digested instead of stored. If the buffers
+exceed 64 MB in total, only their addresses, the tensors' version counters and sampled pages are digested: a change of a
+few elements by numpy between those pages is not detected.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -22,7 +22,7 @@ from sgpu_magic.payload.pickler import NamespacePickler
 from sgpu_magic.payload.unpack import collector_paused
 
 WHOLE_BYTES = 64_000_000
-"""Up to here every byte counts."""
+"""Up to this size, every byte is digested."""
 
 _PAGE = 4096
 _PAGES = 256
@@ -30,10 +30,10 @@ _SHARED_KINDS = (list, dict, set, bytearray)
 
 
 class Fingerprint:
-    """One value as it is now.
+    """The state of one value at the time of construction.
 
     Attributes:
-        digest: Equal for a value that has not changed, None for one that can't be pickled.
+        digest: Equal as long as the value is unchanged; None if it can't be pickled.
         needs: Names of the namespace that its functions and classes read.
         stores: Names of the namespace that its functions set when they are called.
     """
@@ -41,7 +41,7 @@ class Fingerprint:
     __slots__ = ("_pickler", "digest", "needs", "stores")
 
     def __init__(self, value: object, namespace: dict[str, object]) -> None:
-        """Look at `value`, whose functions belong to `namespace`."""
+        """Digest `value`, whose functions belong to `namespace`."""
         self.digest: bytes | None = None
         self.needs: tuple[str, ...] = ()
         self.stores = frozenset(_stores(value, namespace))
@@ -53,9 +53,9 @@ class Fingerprint:
             with collector_paused():
                 pickler.dump(value)
         except _TooLong:
-            # what is beyond is told by where the object lies
+            # beyond the limit, the object's identity stands in for its content
             stream.hash.update(f"{id(value)}".encode())
-        except Exception:  # noqa: BLE001  __reduce__ and __getstate__ of any class run here, and packing says it better
+        except Exception:  # noqa: BLE001  __reduce__ and __getstate__ of any class run here; packing reports it better
             return
         _take_buffers(stream.hash, buffers, pickler.versions)
         self.digest = stream.hash.digest()
@@ -63,11 +63,11 @@ class Fingerprint:
         self._pickler = pickler
 
     def shares_with(self, other: Fingerprint) -> bool:
-        """Whether an object that can be changed belongs to both values."""
+        """Whether both values contain the same mutable object."""
         return not self._parts().isdisjoint(other._parts())
 
     def forget_parts(self) -> None:
-        """Let go of the values' objects; `shares_with` is not asked any more."""
+        """Release the references to the value's objects; `shares_with` returns False from now on."""
         self._pickler = None
 
     def _parts(self) -> frozenset[object]:
@@ -75,11 +75,11 @@ class Fingerprint:
 
 
 class _TooLong(Exception):
-    """The stream has more bytes than are looked at."""
+    """The stream exceeds the size that is digested."""
 
 
 class _Digesting:
-    """Takes a stream and keeps its digest."""
+    """A stream that keeps only its digest."""
 
     def __init__(self) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
@@ -94,10 +94,10 @@ class _Digesting:
 
 
 class _Pickler(NamespacePickler):
-    """Also notes how often each tensor was changed in place.
+    """Also records the version counters of tensors, which count in-place changes.
 
     Attributes:
-        versions: One number by tensor, in order.
+        versions: One number per tensor, in order.
     """
 
     def __init__(self, stream: _Digesting, namespace: dict[str, object], buffers: list[memoryview]) -> None:
@@ -110,16 +110,16 @@ class _Pickler(NamespacePickler):
             try:
                 self.versions.append(obj._version)
             except RuntimeError:
-                # an inference tensor counts nothing
+                # an inference tensor has no version counter
                 self.versions.append(-1)
         return super().reducer_override(obj)
 
     def parts(self) -> frozenset[object]:
-        """What of the value can be changed in place, by identity."""
+        """The mutable parts of the value, by identity."""
         memo: dict[int, tuple[int, object]] = cast("Any", self).memo.copy()
         numpy: Any = sys.modules.get("numpy")
         kinds = _SHARED_KINDS if numpy is None else (*_SHARED_KINDS, numpy.ndarray)
-        # two objects of one class are not one because the class has a list
+        # objects that belong to a shared class or function do not connect two values
         common = {id(part) for _, obj in memo.values() for part in _of_definition(obj)}
         found: set[object] = {
             key for key, (_, obj) in memo.items() if isinstance(obj, kinds) and not _is_empty(obj) and key not in common
@@ -128,12 +128,12 @@ class _Pickler(NamespacePickler):
 
 
 def _is_empty(obj: Any) -> bool:
-    """Of an object that holds nothing there may be one for everybody."""
+    """Whether an object is empty; empty objects may be shared constants."""
     return not (obj.nbytes if hasattr(obj, "nbytes") else len(obj))
 
 
 def _of_definition(obj: object) -> Iterator[object]:
-    """Yield what belongs to a function or a class and not to the values made by it."""
+    """Yield objects that belong to a function or class itself, not to the values that it creates."""
     if isinstance(obj, types.FunctionType):
         yield from (obj.__annotations__, obj.__dict__)
         yield from obj.__defaults__ or ()
@@ -165,7 +165,7 @@ def _pages(view: memoryview) -> Iterator[memoryview]:
 
 
 def _stores(value: object, namespace: dict[str, object]) -> Iterator[str]:
-    """Yield the names that the value's own functions declare `global` and set."""
+    """Yield the names that the value's functions declare `global` and set."""
     if isinstance(value, types.FunctionType):
         if value.__globals__ is namespace:
             names: set[str] = set()

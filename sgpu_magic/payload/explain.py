@@ -1,11 +1,11 @@
-"""What can't be pickled, named by its path, with the remedy.
+"""Explains what can't be pickled: the path to the object, and the remedy.
 
-The pickler knows the object at which it stopped; a bounded walk from the value finds the way there. Where the
-object was made during pickling there is no way to it; then dill may still name the attribute.
+The pickler knows the object at which it stopped; a bounded search from the value finds the path to it. If the
+object was created during pickling there is no path; then dill may still find the attribute.
 """
 
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
-# anything at all is walked through
+# objects of any type are traversed
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _DILL_NODES = 2_000
 
 
 class _Kind(msgspec.Struct, frozen=True):
-    """How one sort of culprit is spoken of.
+    """The wording for one kind of culprit.
 
     Args:
-        phrase: What it is, with its article.
-        noun: What `__getstate__` should drop.
-        advice: The first remedies; the first begins the sentence.
-        hides_inside: Told of instead of what lies inside it.
+        phrase: The object, with its article.
+        noun: The noun for "drop the ... in __getstate__".
+        advice: The first remedies; the first one begins the sentence.
+        hides_inside: Report this object instead of the culprit inside it.
     """
 
     phrase: str
@@ -41,7 +41,7 @@ class _Kind(msgspec.Struct, frozen=True):
     hides_inside: bool = True
 
 
-# by module and name of their class; a class whose module is not loaded has no instances
+# by module and class name; a class whose module is not loaded has no instances
 _KINDS = {
     ("types", "GeneratorType"): _Kind("a generator", "generator", ("Make it a list", "create it inside the cell")),
     ("types", "AsyncGeneratorType"): _Kind("a generator", "generator", ("Make it a list", "create it inside the cell")),
@@ -54,18 +54,18 @@ _KINDS = {
 
 
 def explain_name(chain: Sequence[str], values: Mapping[str, object], culprit: object, error: Exception) -> str:
-    """Return why a variable can't leave the notebook.
+    """Return the message for a variable that can't be sent from the notebook.
 
     Args:
-        chain: Names from one that the cell reads to the one that can't be pickled, each used by the last.
+        chain: Names from one that the cell reads to the one that can't be pickled, each used by the one before.
         values: The values of these names.
         culprit: The object at which pickling stopped.
-        error: What pickling raised.
+        error: The exception that pickling raised.
     """
     name = chain[-1]
     uses = ", which uses ".join(f"`{link}`" for link in chain)
     what, kind, is_inside = _describe(name, values[name], culprit, error)
-    # a class goes along with its instances: keeping its name out would not help
+    # a class is shipped with its instances: excluding its name would not help
     out = next((link for link in reversed(chain) if not isinstance(values[link], type)), name)
     remedies = [*kind.advice, *([f"drop the {kind.noun} in __getstate__"] if is_inside else [])]
     remedies.append(f"keep the name out with --exclude {out}")
@@ -73,7 +73,7 @@ def explain_name(chain: Sequence[str], values: Mapping[str, object], culprit: ob
 
 
 def explain_result(obj: object, culprit: object, error: Exception) -> str:
-    """Return why a result can't leave its rank; arguments as for `explain_name`."""
+    """Return the message for a result that can't be sent from its rank; arguments as for `explain_name`."""
     root, value = f"the {type(obj).__name__}", obj
     result = cast("dict[object, object]", obj) if isinstance(obj, dict) else {}
     if isinstance(names := result.get("names"), dict):
@@ -96,7 +96,7 @@ def _either(remedies: Sequence[str]) -> str:
 
 
 def _describe(root: str, value: object, culprit: object, error: Exception) -> tuple[str, _Kind, bool]:
-    """Return the sentence that names the culprit, its kind, and whether it lies inside a class's instance."""
+    """Return the clause that names the culprit, its kind, and whether it is inside an instance of a class."""
     if isinstance(error.__cause__, RecursionError) or isinstance(error, RecursionError):
         kind = _Kind("", "long chain", ("Build it inside the cell",))
         return f"{root} is nested deeper than pickle can follow", kind, False
@@ -108,7 +108,7 @@ def _describe(root: str, value: object, culprit: object, error: Exception) -> tu
         kind = _kind_of(culprit)
         held = f"{root}.{attribute}" if attribute else root
         return f"{held} holds {kind.phrase}{said}", kind, False
-    for position, (_, step) in enumerate(steps):  # the outermost thing that has a word of its own
+    for position, (_, step) in enumerate(steps):  # the outermost object with its own wording
         if (kind := _special(step)) is not None and kind.hides_inside:
             steps = steps[: position + 1]
             said = ""
@@ -143,7 +143,7 @@ def _kind_of(obj: object) -> _Kind:
 
 
 def _special(obj: object) -> _Kind | None:
-    """Return the words for the frequent culprits. Imports nothing: what is in use is in `sys.modules`."""
+    """Return the wording for a frequent culprit. Imports nothing: modules in use are in `sys.modules`."""
     cls = type(obj)
     module, name = cls.__module__ or "", cls.__name__
     package = module.partition(".")[0]
@@ -171,22 +171,22 @@ def _special(obj: object) -> _Kind | None:
 
 
 def _bad_attribute(value: object) -> str | None:
-    """Return the first attribute of `value` that dill can't write.
+    """Return the first attribute of `value` that dill can't pickle.
 
-    Not by `dill.detect`: it reads back what it has written, and what a class does when a copy of it comes and goes (a
-    widget closes) would be done here.
+    `dill.detect` is not used: it unpickles again, and creating and deleting copies has side effects in some classes
+    (a widget closes).
     """
     import dill
 
     for name, held in list(getattr(value, "__dict__", {}).items()):
         try:
             dill.dumps(held)
-        except Exception:  # noqa: BLE001  any class's code runs here, and the error to tell is another
+        except Exception:  # noqa: BLE001  code of any class runs here, and another error is reported
             return str(name)
     return None
 
 
-# ---------------------------------------------------------------- the way to it
+# ---------------------------------------------------------------- the path to the culprit
 
 _LONGEST_WALK_S = 1.0
 _MOST_NODES = 300_000
@@ -197,9 +197,9 @@ _ATOMS = (
 
 
 def find_way(value: object, culprit: object) -> tuple[list[tuple[str, object]] | None, int]:
-    """Return the shortest way from `value` to `culprit` as (label, object) steps, and the number of nodes.
+    """Return the shortest path from `value` to `culprit` as (label, object) steps, and the number of nodes visited.
 
-    The way is None when there is none, or none was found within the limits.
+    The path is None if there is none, or none was found within the limits.
     """
     parents: dict[int, tuple[int, str, object]] = {id(value): (0, "", value)}
     queue: deque[object] = deque([value])
@@ -215,7 +215,7 @@ def find_way(value: object, culprit: object) -> tuple[list[tuple[str, object]] |
                 return None, len(parents)
             if isinstance(child, _ATOMS) or id(child) in parents:
                 continue
-            # keeps the child alive, so that its id stays its own
+            # keeps the child alive, so that its id is not reused
             parents[id(child)] = (id(node), label, child)
             if child is culprit:
                 return _way(parents, id(child)), len(parents)
@@ -232,7 +232,7 @@ def _way(parents: dict[int, tuple[int, str, object]], at: int) -> list[tuple[str
 
 
 def _children(node: Any) -> Iterator[tuple[str, object]]:
-    """Yield what pickling `node` reaches, each with how one writes it. Runs no code of the user's."""
+    """Yield the objects that pickling `node` reaches, each with its notation. Runs no user code."""
     if isinstance(node, dict):
         for key, held in list(node.items()):
             yield f"[{_short(key)}]", held
@@ -286,7 +286,7 @@ def _attributes(node: Any) -> Iterator[tuple[str, object]]:
     except AttributeError:
         own = {}
     if isinstance(own, dict):
-        # a torch.nn.Module's are written as it shows them
+        # parts of a torch.nn.Module are written as attributes
         for group in (own.get("_modules"), own.get("_parameters"), own.get("_buffers"), own):
             if isinstance(group, dict):
                 yield from ((f".{key}", held) for key, held in list(group.items()))

@@ -1,8 +1,8 @@
-"""The global names that a cell reads and those that it could bind.
+"""The global names that a cell reads and those that it may bind.
 
-Read from compiled code objects, after IPython's own transform of magics and `!`, and statement by statement:
-a name that an earlier statement certainly bound is the cell's own. Where that is not certain the name counts
-as read; shipping too much costs time, shipping too little is an error on the rank.
+They are found in compiled code objects, after IPython's transform of magics and `!`, statement by statement:
+a name that an earlier statement certainly binds is the cell's own. If that is not certain, the name counts
+as read: shipping too much costs time, shipping too little is an error on the rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FUTURE_FLAGS = functools.reduce(
 )
 # a cell that calls one of these may bind any name
 _BINDERS = frozenset({"exec", "eval", "globals", "locals", "vars", "run_path", "run_module"})
-# magics that bind nothing but what their text says
+# magics that bind only names in their text
 _PLAIN_MAGICS = frozenset(
     (
         "time", "timeit", "prun", "lprun", "mprun", "memit", "capture", "matplotlib", "pip",
@@ -41,10 +41,10 @@ class CellNames(msgspec.Struct, frozen=True):
     """Global names in a cell.
 
     Args:
-        read: It reads these.
-        stored: Some way through it binds these; None when that can't be known: it calls `exec` or `globals`, imports
-            `*`, or uses a magic that may bind names.
-        deleted: It may delete these at its top level and does not certainly bind them again.
+        read: Names that it reads.
+        stored: Names that it may bind; None if that is unknown: it calls `exec` or `globals`, imports `*`, or uses a
+            magic that may bind names.
+        deleted: Names that it may delete at its top level and does not certainly bind again.
     """
 
     read: frozenset[str]
@@ -56,8 +56,8 @@ def names_in(source: str, *, transform: Callable[[str], str] | None = None) -> C
     """Return the global names in a cell.
 
     Args:
-        source: The cell, with its first line: `%%distributed` and blank lines only count as lines.
-        transform: IPython's `transform_cell`; the stock one when left out.
+        source: The cell with its first line; `%%distributed` and blank lines count only for line numbers.
+        transform: IPython's `transform_cell`; the default one if omitted.
 
     Raises:
         SyntaxError: The cell does not compile; line numbers are those of `source`.
@@ -94,7 +94,7 @@ def _stored(tree: ast.Module, code: CodeType) -> frozenset[str] | None:
 
 
 def names_bound(source: str, *, transform: Callable[[str], str] | None = None) -> frozenset[str]:
-    """Return the names that are certainly bound anew once the cell has run to its end.
+    """Return the names that are certainly bound once the cell has run to its end.
 
     Args:
         source: As for `names_in`.
@@ -108,7 +108,13 @@ def names_bound(source: str, *, transform: Callable[[str], str] | None = None) -
 
 
 def stored_names(code: CodeType, names: set[str], *, top: bool) -> None:
-    """Add the global names that code sets, those of code nested in it too; at its top level every name is global."""
+    """Add the global names that code and its nested code set to `names`.
+
+    Args:
+        code: The code.
+        names: Receives the names.
+        top: The code is a cell's top level, where every name is global.
+    """
     wanted = ("STORE_NAME", "STORE_GLOBAL") if top else ("STORE_GLOBAL",)
     names.update(step.argval for step in dis.get_instructions(code) if step.opname in wanted)
     for constant in code.co_consts:
@@ -126,7 +132,7 @@ def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Mod
     try:
         transformed = (transform or _stock_transform())("".join(lines[skipped:]))
     except SyntaxError as error:
-        # the tokenizer's own, of a wrong indentation
+        # an indentation error of the tokenizer
         error.lineno = (error.lineno or 1) + skipped
         raise
     text = "\n" * skipped + transformed
@@ -157,7 +163,7 @@ class _Reader:
         self.read: set[str] = set()
 
     def block(self, body: Iterable[ast.stmt], bound: frozenset[str]) -> frozenset[str]:
-        """Add what `body` reads; return what is certainly bound after it."""
+        """Add the names that `body` reads; return those certainly bound after it."""
         for statement in body:
             bound = self._statement(statement, bound)
         return bound
@@ -183,7 +189,7 @@ class _Reader:
                     self._expressions([item.context_expr], bound)
                     if item.optional_vars is not None:
                         bound = self._target(item.optional_vars, bound)
-                self.block(node.body, bound)  # may have been left early by an exception that the manager swallowed
+                self.block(node.body, bound)  # an exception that the manager suppresses may end it early
                 return bound
             case ast.Try() | ast.TryStar():
                 return self._try(node, bound)
@@ -240,7 +246,7 @@ class _Reader:
         return any(isinstance(part, ast.Name) and part.id == node.name for part in ast.walk(node.args))
 
     def _target(self, target: ast.expr, bound: frozenset[str]) -> frozenset[str]:
-        """Add what storing into `target` reads (`a[i]`, `a.b`); return `bound` with its names."""
+        """Add the names that storing into `target` reads (`a[i]`, `a.b`); return `bound` with the names it binds."""
         if not isinstance(target, ast.Name):
             reads = [n for n in ast.walk(target) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
             self.read.update({n.id for n in reads} - bound)

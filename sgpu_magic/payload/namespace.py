@@ -1,6 +1,6 @@
-"""Which global names a code object reads, which names in a notebook are the user's, and what of them is shipped.
+"""The global names that code reads, the user's names in a notebook, and the selection of what is shipped.
 
-With it goes the source of the cells that defined it.
+Also finds the source of the cells that defined the shipped functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import CodeType, ModuleType
 
 from sgpu_magic.errors import UsageError
 
-# attributes of `get_ipython()` that IPython's transform calls, and how many leading strings are no code
+# methods of `get_ipython()` that IPython's transform calls, and how many of their leading strings are not code
 MAGIC_CALLS = {"run_line_magic": 1, "run_cell_magic": 1, "system": 0, "getoutput": 0, "getoutput_or_list": 0}
 _ALLOWED = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 _SHELL_CALLS = frozenset({"system", "getoutput"})
@@ -36,7 +36,7 @@ _IPYTHON_HELPERS = frozenset({"exit", "quit", "open", "display"})
 
 
 def is_ipythons(name: str, value: object) -> bool:
-    """Tell whether `name` in the notebook is IPython's own, or nothing but the builtin of that name."""
+    """Whether `name` in the notebook belongs to IPython, or is just the builtin of that name."""
     if _IPYTHON_NAME.fullmatch(name):
         return True
     if name in _IPYTHON_HELPERS:
@@ -48,7 +48,7 @@ def is_ipythons(name: str, value: object) -> bool:
 def loaded_names(code: CodeType) -> dict[str, None]:
     """Return the global names that `code` and the code nested in it read, in order of appearance.
 
-    A name that the same piece of code binds earlier, before any jump, is not read there.
+    A name that the same code object binds earlier, before any jump, does not count as read.
     """
     names: dict[str, None] = {}
     _scan(code, names)
@@ -103,18 +103,18 @@ def _names_in_text(text: str, *, is_shell: bool) -> Iterator[str]:
 
 
 def parse_quietly(source: str, filename: str) -> ast.Module:
-    """Parse as IPython does a cell (top-level await allowed), without warnings: the run gives those."""
+    """Parse a cell (top-level await allowed) without warnings; those appear when the cell runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(source, filename)
 
 
 def compile_quietly(source: str | ast.Module, filename: str, *, flags: int = 0) -> CodeType:
-    """Compile as IPython does a cell, as `parse_quietly` parses it.
+    """Compile as IPython compiles a cell (top-level await allowed), without warnings.
 
     Args:
-        source: Text or tree.
-        filename: For errors.
+        source: The source text or its tree.
+        filename: The file name for errors.
         flags: `__future__` flags.
     """
     with warnings.catch_warnings():
@@ -135,13 +135,13 @@ def collect(
     """Return the objects to ship, by name, in the order in which the notebook defined them.
 
     Args:
-        names: Names that the cell reads; those that the notebook lacks, IPython's own and builtins stay out.
+        names: Names that the cell reads; undefined names, IPython's own and builtins are skipped.
         user_ns: The notebook's namespace.
-        extra: Names given by `--in`; shipped whatever they are.
+        extra: Names given by `--in`; always shipped.
         exclude: Names given by `--exclude`.
 
     Raises:
-        UsageError: A name of `extra` does not exist, or is excluded as well.
+        UsageError: A name of `extra` is undefined, or is excluded as well.
     """
     asked, excluded = frozenset(extra), frozenset(exclude)
     for name in sorted(asked):
@@ -157,7 +157,7 @@ def collect(
             if name in asked or not is_ipythons(name, value):
                 found[name] = value
             if not wanted:
-                # a long notebook has thousands of names further on, most of them IPython's
+                # a long notebook has thousands of further names, most of them IPython's
                 break
     return found
 
@@ -173,11 +173,11 @@ def _near(name: str, user_ns: Mapping[str, object]) -> str:
 def submodules_read(code_names: Iterable[str], values: Iterable[object]) -> tuple[str, ...]:
     """Return the loaded submodules that code reaches through a shipped package, such as `xml.etree`.
 
-    A package travels by reference; its submodule is only there on the rank if it is imported too.
+    A package is shipped by reference; its submodule is only available on the rank if it is imported too.
 
     Args:
         code_names: Every identifier in the cell.
-        values: The objects that are shipped.
+        values: The shipped objects.
     """
     words = frozenset(code_names)
     packages = [v.__name__ for v in values if isinstance(v, ModuleType) and hasattr(v, "__path__")]
@@ -192,17 +192,17 @@ def submodules_read(code_names: Iterable[str], values: Iterable[object]) -> tupl
 def cell_sources(
     files: Iterable[str], execution_counts: Mapping[str, int] | None = None
 ) -> tuple[tuple[str, str, int | None], ...]:
-    """Return (file name, source, execution count) of the cells that defined what is shipped.
+    """Return (file name, source, execution count) of the cells that defined the shipped functions.
 
     Args:
-        files: File names of code objects (`Packed.files`); real files are left out.
+        files: File names of code objects (`Packed.files`); real files are skipped.
         execution_counts: Cell number by file name, `shell.compile._filename_map` in IPython.
     """
     counts = execution_counts or {}
     found: list[tuple[str, str, int | None]] = []
     for file in dict.fromkeys(files):
         entry = linecache.cache.get(file)
-        # an entry with a time of change is a real file, which the rank can read by itself
+        # an entry with an mtime is a real file, which the rank can read itself
         if entry is not None and len(entry) == 4 and entry[1] is None:
             found.append((file, "".join(entry[2]), counts.get(file)))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""From objects to a pickle stream and its out-of-band buffers."""
+"""Packs objects into a pickle stream and its out-of-band buffers."""
 
 # pyright: reportUnknownMemberType=false
 # cloudpickle has no types
@@ -23,7 +23,7 @@ from sgpu_magic.payload.unpack import collector_paused, compute_mac
 from sgpu_magic.wire.attachments import PackedLayout
 
 _ALIGNMENT = 64
-# names that need each other while they are rebuilt can't always be brought into order
+# names that need each other while they are rebuilt can't always be ordered
 _MOST_TRIES = 3
 
 
@@ -33,12 +33,13 @@ class Packed(msgspec.Struct, frozen=True):
     Args:
         pickle: The pickle stream.
         buffers: Flat views (format `B`) of the out-of-band buffers, in order.
-        layout: Where they lie once written.
-        names: Names that are set on the other side; empty for `pack_object`.
-        sizes: Bytes by name, pickle and buffers; an object under several names counts for the first.
-        total_bytes: Size of the packed bytes.
-        files: File names of the functions that go along, `<ipython-input-...>` or real ones.
-        modules: Modules that the other side imports, and what of each was met first; "" for the module itself.
+        layout: The offsets of stream and buffers in the packed bytes.
+        names: Names that are set on the receiving side; empty for `pack_object`.
+        sizes: Size by name in bytes, pickle and buffers; an object with several names counts for the first.
+        total_bytes: Total size of the packed bytes.
+        files: File names of the packed functions' code, `<ipython-input-...>` or real ones.
+        modules: Modules that the receiver imports, each with the first of its names that was pickled; "" for the
+            module itself.
     """
 
     pickle: bytes
@@ -51,7 +52,7 @@ class Packed(msgspec.Struct, frozen=True):
     modules: tuple[tuple[str, str], ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Return all as one bytes object, laid out as `layout` says."""
+        """Return the packed bytes as one bytes object, in the order of `layout`."""
         target = bytearray(self.total_bytes)
         write_packed(self, memoryview(target))
         return bytes(target)
@@ -68,14 +69,14 @@ def pack_namespace(
     """Pack values by name, and with them every name that their functions and classes read.
 
     Args:
-        names: What the cell reads.
-        namespace: The notebook's namespace; globals of its functions.
+        names: The values that the cell reads, by name.
+        namespace: The notebook's namespace: the globals of its functions.
         key: The run's key.
-        exclude: Names that stay here whoever reads them.
-        submodules: Names of loaded modules to import on the other side too.
+        exclude: Names that are never packed, even if a function reads them.
+        submodules: Names of loaded modules that the receiver imports too.
 
     Raises:
-        SerializationError: A value can't be pickled; names the path to the culprit and the remedy.
+        SerializationError: A value can't be pickled; the message has the path to the culprit and the remedy.
     """
     values = {name: value for name, value in names.items() if name not in exclude}
     modules = tuple(sys.modules[name] for name in submodules if name in sys.modules)
@@ -92,7 +93,7 @@ def pack_namespace(
 
 
 class _Bounded(io.BytesIO):
-    """A stream that takes no more than `most_bytes`."""
+    """A stream of at most `most_bytes`."""
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__()
@@ -109,13 +110,13 @@ def pack_object(obj: object, namespace: dict[str, object], key: bytes, *, most_b
     """Pack one value, for results and exceptions: functions carry their globals by name only.
 
     Args:
-        obj: The value; `{"names": {...}, "value": ...}` is told apart in messages.
-        namespace: Globals of the functions that map onto the other side's namespace.
+        obj: The value. For `{"names": {...}, "value": ...}`, messages name the part concerned.
+        namespace: Functions with these globals are bound to the receiver's namespace.
         key: The run's key.
-        most_bytes: Of the stream; a larger object fails early, without a word about its culprit.
+        most_bytes: The maximum size of the stream; a larger object fails early, without naming the culprit.
 
     Raises:
-        SerializationError: It can't be pickled; names the path to the culprit and the remedy.
+        SerializationError: The value can't be pickled; the message has the path to the culprit and the remedy.
     """
     stream = io.BytesIO() if most_bytes is None else _Bounded(most_bytes)
     buffers: list[memoryview] = []
@@ -131,14 +132,14 @@ def pack_object(obj: object, namespace: dict[str, object], key: bytes, *, most_b
 
 
 class _Packing:
-    """One go at packing a namespace: the given order first, then what that turns out to need, until nothing is new.
+    """One attempt to pack a namespace: names in the given order, then the names that they turn out to need.
 
     Args:
         namespace: The notebook's namespace.
-        exclude: Names that stay here.
-        values: What is asked for, by name.
-        order: Names to begin with.
-        modules: Modules to import on the other side.
+        exclude: Names that are never packed.
+        values: The requested values, by name.
+        order: The names to pack first, in order.
+        modules: Modules that the receiver imports.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class _Packing:
         return found
 
     def _chain(self, target: str) -> list[str]:
-        """Return the shortest chain of names, each needing the next, from one asked for to `target`."""
+        """Return the shortest chain of names, each needing the next, from a requested one to `target`."""
         ways: dict[str, list[str]] = {name: [name] for name in self._asked}
         waiting = list(self._asked)
         while waiting and target not in ways:
@@ -207,7 +208,7 @@ class _Packing:
         return ways.get(target, [target])
 
     def has_late_names(self) -> bool:
-        """Whether rebuilding some value could run a function before the names that it reads are there."""
+        """Whether rebuilding a value could run a function before the names that it reads are set."""
         at = {name: index for index, name in enumerate(self.done)}
         return any(
             at[needed] > at[name]
@@ -241,7 +242,7 @@ def _packed(
 
 
 def _in_order(names: Iterable[str], needs: Callable[[str], Iterable[str]]) -> list[str]:
-    """Return `names` and what they need, each after what it needs where that is possible."""
+    """Return `names` and the names that they need, in topological order as far as possible."""
     ordered: dict[str, None] = {}
     seen: set[str] = set()
     for root in names:
@@ -258,7 +259,7 @@ def _in_order(names: Iterable[str], needs: Callable[[str], Iterable[str]]) -> li
 
 
 def _names_needed(value: object, namespace: dict[str, object]) -> list[str]:
-    """Return the names that `value` certainly needs, seen without pickling it: for a good first order."""
+    """Return the names that `value` certainly needs, without pickling it: for a good initial order."""
     if isinstance(value, types.FunctionType):
         names = loaded_names(value.__code__) if value.__globals__ is namespace else {}
         return [name for name in names if name in namespace]
@@ -276,5 +277,5 @@ def _names_needed(value: object, namespace: dict[str, object]) -> list[str]:
 
 
 def new_key() -> bytes:
-    """Return the key of one run: what was packed with it is checked by it before it is unpacked."""
+    """Return a new key for one run, with which packed bytes are authenticated before they are unpacked."""
     return secrets.token_bytes(32)

@@ -1,4 +1,4 @@
-"""The pickler: cloudpickle's, with functions on the other side's namespace and tensors out of band."""
+"""A cloudpickle pickler that binds functions to the receiver's namespace and pickles tensors out of band."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # cloudpickle has no types
@@ -19,7 +19,7 @@ from cloudpickle import cloudpickle as cloudpickle_impl
 from sgpu_magic.payload import tensors, unpack
 from sgpu_magic.payload.namespace import loaded_names
 
-# smaller buffers lie in the pickle stream: an entry in the table and a mapping's alignment cost more
+# smaller buffers stay in the pickle stream: a table entry and alignment would cost more
 _SMALLEST_BUFFER = 4096
 _cloudpickle: Any = cloudpickle_impl
 _LRU_TYPE = type(functools.lru_cache(lambda: None))
@@ -30,14 +30,14 @@ _FUNCTION_SLOTS = ("__name__", "__qualname__", "__module__", "__doc__", "__defau
 
 
 class _NamespaceRef:
-    """Stands for the notebook's namespace in the stream."""
+    """The notebook's namespace in the stream."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return unpack.current_namespace, ()
 
 
 class _CellRef:
-    """Stands for one closure cell, so that functions that share it still share it afterwards."""
+    """One closure cell in the stream, so that functions that share it still share it afterwards."""
 
     def __init__(self, cell: types.CellType) -> None:
         self.cell = cell
@@ -47,19 +47,19 @@ class _CellRef:
 
 
 class NamespacePickler(cloudpickle.Pickler):
-    """Pickles values of one namespace; further `dump`s share the memo, so shared objects stay shared.
+    """Pickles values of one namespace. Several `dump` calls share the memo, so shared objects stay shared.
 
     Args:
-        file: Takes the stream.
-        namespace: Functions with these globals get the other side's namespace instead of a copy.
-        buffers: Takes the out-of-band buffers, in order.
-        returning: Values go back to where their classes came from.
+        file: The output stream.
+        namespace: Functions with these globals get the receiver's namespace instead of a copy.
+        buffers: Receives the out-of-band buffers, in order.
+        returning: The values are sent back to the process that their classes came from.
 
     Attributes:
-        found: Names of the namespace that functions and classes pickled so far need; the caller empties it.
+        found: Names of the namespace that the functions and classes pickled so far need; the caller empties it.
         files: File names of the functions' code.
-        modules: Modules that the other side has to import, and what of them was met first.
-        last: The object that was looked at last: the culprit when pickling failed.
+        modules: Modules that the receiver has to import, each with the first of its names that was pickled.
+        last: The object visited last: the culprit if pickling failed.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class NamespacePickler(cloudpickle.Pickler):
         return NotImplemented if reduce is None else reduce(self, obj)
 
     def _reducer_for(self, obj: object) -> Callable[[NamespacePickler, Any], Any] | None:
-        """Return how all objects of this type are reduced, None for pickle's and the dispatch table's way.
+        """Return the reducer for all objects of this type, None to use pickle's default or the dispatch table.
 
-        Functions that are not bound: a cycle would keep the buffers in memory.
+        The reducers are unbound functions: bound ones would form a reference cycle that keeps the buffers in memory.
         """
         known: dict[type[object], Callable[[NamespacePickler, Any], Any]] = {
             types.FunctionType: NamespacePickler._reduce_function,
@@ -161,7 +161,7 @@ class NamespacePickler(cloudpickle.Pickler):
         return unpack.make_function, arguments, state, None, None, unpack.set_function_state
 
     def _reduce_code(self, code: types.CodeType) -> Any:
-        """With its file, by which tracebacks find the cell; cloudpickle 3.1.3 and newer write a word in its place."""
+        """Keep the file name, by which tracebacks find the cell; cloudpickle 3.1.3 and newer drop it."""
         make, arguments = _cloudpickle._code_reduce(code)
         return make, tuple(code.co_filename if part == _NO_FILE else part for part in arguments)
 
@@ -180,7 +180,7 @@ class NamespacePickler(cloudpickle.Pickler):
 
     def _reduce_builtin(self, function: types.BuiltinFunctionType) -> Any:
         module = function.__module__
-        # a method that is bound goes with its object
+        # a bound method is pickled with its object
         if module and isinstance(function.__self__, types.ModuleType):
             self.modules.setdefault(module, function.__qualname__)
         return NotImplemented
@@ -191,7 +191,7 @@ class NamespacePickler(cloudpickle.Pickler):
         return NotImplemented
 
     def _note(self, obj: type | types.FunctionType) -> None:
-        """A top-level function or class goes along under its name: code on a rank may pickle it by that."""
+        """Ship a top-level function or class under its name too: code on a rank may pickle it by reference."""
         head, *rest = obj.__qualname__.split(".")
         found: object = self._namespace.get(head)
         for part in rest:
@@ -203,17 +203,17 @@ class NamespacePickler(cloudpickle.Pickler):
         wrapped = cached.__wrapped__
         if getattr(wrapped, "__globals__", None) is not self._namespace:
             return NotImplemented
-        # its own reduce names it in __main__, where it may not be
+        # its default reduction refers to __main__, which may lack it
         options = cached.cache_parameters()
         self._note(cached)
         return unpack.make_lru_cache, (wrapped, options["maxsize"], options["typed"])
 
     def _reduce_cached_property(self, cached: Any) -> Any:
-        # until Python 3.12 it holds a lock
+        # before Python 3.12 it contains a lock
         return functools.cached_property, (cached.func,), {"attrname": cached.attrname}
 
     def _reduce_array(self, array: Any) -> Any:
-        """Arrays that numpy would copy into the stream: dates, not contiguous or mapped from a file."""
+        """Pickle out of band what numpy would copy into the stream: arrays of dates, non-contiguous, memory-mapped."""
         numpy: Any = self._numpy
         if type(array) not in (numpy.ndarray, numpy.memmap) or array.dtype.hasobject or array.nbytes < _SMALLEST_BUFFER:
             return NotImplemented

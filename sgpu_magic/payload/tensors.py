@@ -1,9 +1,9 @@
-"""Storages of torch tensors: they leave out of band, and tensors that share one still share it.
+"""Storages of torch tensors, pickled out of band; tensors that share a storage still share it afterwards.
 
-Torch pickles a tensor as its storage and how it lies in it; only the storage is taken over here, so
-Parameters, views, conjugates, sparse and quantized tensors and subclasses go as torch does it. CPU memory is
-not copied. CUDA memory travels through the host and arrives on the rank's own device. Importing this module
-does not import torch.
+Torch pickles a tensor as its storage plus offset, sizes and strides. Only the storage is handled here, so Parameters,
+views, conjugates, sparse and quantized tensors and subclasses are pickled by torch itself. CPU memory is not copied.
+CUDA memory is copied through the host and arrives on the rank's own device. Importing this module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Reduced = tuple[Any, ...]
 
 
 class StorageRef:
-    """Stands for one storage in the pickle stream.
+    """One storage in the pickle stream.
 
     Args:
-        storage: Kept alive as long as its address is a key.
+        storage: The storage, kept alive while its address is used as a key.
         array: Its bytes on the host.
-        on_device: It lay on a CUDA device.
+        on_device: Whether it is on a CUDA device.
     """
 
     def __init__(self, storage: object, array: Any, *, on_device: bool) -> None:
@@ -40,11 +40,11 @@ def is_storage(torch: Any, obj: object) -> bool:
 
 
 def reduce_storage(torch: Any, storage: Any, refs: dict[tuple[str, int], StorageRef]) -> Reduced | None:
-    """Return how to pickle a storage, None where torch's own way is to be taken.
+    """Return the reduction of a storage, None to leave it to torch.
 
     Args:
-        torch: The module.
-        storage: Typed or untyped.
+        torch: The torch module.
+        storage: A typed or untyped storage.
         refs: Storages seen by this pickler, by device and address.
     """
     is_typed = isinstance(storage, torch.storage.TypedStorage)
@@ -58,7 +58,7 @@ def reduce_storage(torch: Any, storage: Any, refs: dict[tuple[str, int], Storage
 
 
 def reduce_tensor(torch: Any, tensor: Any) -> Reduced | None:
-    """Return how to pickle a tensor of a type that torch writes for `torch.load` alone; else None."""
+    """Return the reduction of a tensor whose dtype torch supports in `torch.save` only, not in pickle; else None."""
     if tensor.dtype not in _types_unknown_to_pickle(torch) or tensor.device.type == "meta" or tensor.is_sparse:
         return None
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
@@ -102,7 +102,7 @@ def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
 
 
 def rank_device() -> Any:
-    """Return the device on which CUDA tensors arrive: this rank's own, the CPU where there is none."""
+    """Return the device for incoming CUDA tensors: this rank's own, or the CPU if there is none."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""From packed bytes back to objects. Light: imports nothing that a rank does not have anyway.
+"""Unpacks packed bytes to objects. Light: imports nothing that a rank does not import anyway.
 
-Nothing is unpickled before the MAC under the run's key and the table of buffers were checked. Arrays and
-tensors lie in the given bytes, without a copy.
+Nothing is unpickled before the MAC under the run's key and the table of buffers are verified. Arrays and
+tensors use the given bytes without a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PackedBytes = bytes | bytearray | memoryview | mmap.mmap
 
 _MAC_PREFIX = b"sgpu-magic packed 1\0"
 _namespace: ContextVar[dict[str, object]] = ContextVar("sgpu_namespace")
-# notebook classes that this process has sent or received: one that comes back is the one that left
+# notebook classes that this process has sent or received: a returned class is the original object
 known_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
@@ -46,13 +46,13 @@ def unpack(data: PackedBytes, layout: PackedLayout, key: bytes, namespace: dict[
     """Return the object that `pack_object` packed.
 
     Args:
-        data: The packed bytes; arrays and tensors keep lying in it. Read-only bytes are copied once.
-        layout: Its layout, as it came with it.
+        data: The packed bytes; arrays and tensors keep using this memory. Read-only bytes are copied once.
+        layout: The layout that was sent with them.
         key: The run's key.
-        namespace: The globals of functions that come along.
+        namespace: The globals of unpacked functions.
 
     Raises:
-        SerializationError: The bytes are not what the key's holder packed, or can't be rebuilt here.
+        SerializationError: The bytes were not packed with this key, or can't be rebuilt here.
     """
     unpickler = _checked_unpickler(data, layout, key)
     with _standing_in(namespace):
@@ -66,10 +66,10 @@ def unpack_namespace(data: PackedBytes, layout: PackedLayout, key: bytes, namesp
         data: As for `unpack`.
         layout: As for `unpack`.
         key: As for `unpack`.
-        namespace: Filled in place; also the globals of the functions that come along.
+        namespace: Filled in place; also the globals of unpacked functions.
 
     Raises:
-        SerializationError: As for `unpack`; names the variable that can't be rebuilt.
+        SerializationError: As for `unpack`; the message names the variable that can't be rebuilt.
     """
     unpickler = _checked_unpickler(data, layout, key)
     with _standing_in(namespace):
@@ -115,7 +115,7 @@ def _standing_in(namespace: dict[str, object]) -> Generator[None]:
 
 @contextmanager
 def collector_paused() -> Generator[None]:
-    """Hold the garbage collector off: with torch imported a full collection costs 0.1 s and finds nothing."""
+    """Pause the garbage collector: with torch imported a full collection takes 0.1 s and finds nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -150,14 +150,14 @@ def map_private(fd: int, size: int) -> mmap.mmap:
     return mmap.mmap(fd, size, **flags)
 
 
-# ---------------------------------------------------------------- what pickle streams call
+# ---------------------------------------------------------------- called by pickle streams
 
 
 def current_namespace() -> dict[str, object]:
-    """Return the namespace that is being filled: the globals of functions that come from a notebook.
+    """Return the namespace that is being filled: the globals of functions from a notebook.
 
     Raises:
-        SerializationError: A packed stream is read by something other than `unpack`.
+        SerializationError: The packed stream is not being read by this module.
     """
     try:
         return _namespace.get()
@@ -179,7 +179,7 @@ def set_function_state(
     function: types.FunctionType,
     state: tuple[dict[str, object], dict[str, object], dict[int, object], list[object]],
 ) -> None:
-    """Fill a function: its attributes, slots and closure; the fourth part only has to be imported."""
+    """Set a function's attributes, slots and closure; the fourth part only has to be unpickled, to import modules."""
     attributes, slots, contents, _ = state
     function.__dict__.update(attributes)
     for index, value in contents.items():
@@ -209,13 +209,13 @@ def make_singledispatch(registry: list[tuple[type, Callable[..., object]]]) -> C
 
 
 def find_or_make_class(make: Callable[..., type], *arguments: Any) -> type:
-    """Return the class that left this process under the tracker's id, else a new one."""
+    """Return the class that this process sent under the tracker's id, or a new one."""
     known = _cloudpickle()._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])
     return make(*arguments) if known is None else known
 
 
 def set_class_state(cls: type, state: Any) -> None:
-    """Fill a class that comes back, unless it is one that this process has already."""
+    """Set the attributes of a returned class, unless this process has it already."""
     if cls not in known_classes:
         known_classes.add(cls)
         _cloudpickle()._class_setstate(cls, state)

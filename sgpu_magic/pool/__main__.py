@@ -1,7 +1,7 @@
-"""`python -m sgpu_magic.pool`: the local pool. Started by the first client that needs it.
+"""`python -m sgpu_magic.pool`: the local pool, started by the first client that needs it.
 
-Standard input may carry one encoded `Warm`, so that the zygote starts before anything else; one line on standard
-output says `ready`, or why not.
+Standard input may carry one encoded `Warm`, so that the zygote starts before anything else. The process prints one
+line on standard output: `ready`, or why it can't start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     first_order = sys.stdin.buffer.read()
-    # leave the kernel's family: a kernel that shuts down signals its children, and the pool outlives kernels
+    # detach from the kernel: a kernel that shuts down signals its children, and the pool outlives kernels
     if os.fork() > 0:
         os._exit(0)
     os.setsid()
@@ -34,7 +34,7 @@ def main() -> None:
     from sgpu_magic.system import processes
 
     processes.become_subreaper()
-    # the setting is what its clients prefer; this one is this machine's own
+    # the `pool` setting names the pool that clients prefer; this process is always the local one
     settings = replace(config.load_settings(), pool="local")
     try:
         for path in (settings.runtime_path, settings.state_path, settings.runs_path):
@@ -57,7 +57,7 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
 
     warm = Decoder[Warm](Warm).decode(first_order) if first_order else None
     agent = LocalAgent(settings, warm)
-    # only now what takes longer to import: the zygote is on its way
+    # slow imports come only now, while the zygote starts
 
     async def serve() -> None:
         from sgpu_magic.errors import SgpuError
@@ -69,13 +69,13 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
         try:
             service = PoolService(settings, presence, engine)
         except SgpuError as error:
-            # its log may lie on a disk that is full
+            # the log's disk may be full
             sys.stdout.write(f"{error.message}\n")
             engine.close()
             presence.withdraw()
             return
         presence.announce()
-        # who started it may have been interrupted meanwhile; others want the pool too
+        # the client that started the pool may have exited; other clients still need the pool
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.write("ready\n")
             sys.stdout.flush()
@@ -84,10 +84,10 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
             await service.finished
         except ServiceFault:
             if service.leave():
-                # a client may be first, and a detached run has none
+                # a client may start one first, but a detached run has no client
                 command = [sys.executable, "-m", "sgpu_magic.pool"]
                 subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
-            # as if it were killed: nothing that goes on is ended
+            # exit as if killed, so that active runs continue
             os._exit(1)
         finally:
             service.close()

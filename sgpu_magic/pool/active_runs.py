@@ -1,6 +1,6 @@
-"""The runs that the pool holds: each one's followers, event log and ledger row, written in one place.
+"""The pool's active runs, with their followers, event logs and ledger rows.
 
-A `PoolRun` is the scheduler's run, with what the service has of it besides.
+A `PoolRun` is the scheduler's run, extended by the service's own data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CUT_SHORT = (
     "the disk has taken no event for so long that output, displays and samples are left out until it does; the ranks' "
     "logs have the output if they could be written"
 )
-# a disk that took nothing is tried again after so long
+# interval at which a failed disk is tried again
 _WRITE_AGAIN_S = 1.0
 
 Send = Callable[[ConnectedClient, Record, Sequence[bytes]], None]
@@ -44,28 +44,28 @@ Send = Callable[[ConnectedClient, Record, Sequence[bytes]], None]
 class PoolRun(Run):
     """A run from its submission until its ranks are gone.
 
-    What the scheduler knows of it (`Run`) the scheduler alone changes, in answer to what it is told.
+    Only the scheduler changes the fields of `Run`.
 
     Args:
-        submit: What the client sent; the run's `spec` may change later.
-        frames: Its raw frames; emptied once launched, unless the run may have to be launched again.
-        owner: The client whose death ends it; None when that is dead or the run was detached.
-        state: Where an earlier service left it.
+        submit: The client's message; the run's `spec` may change later.
+        frames: Its raw frames; emptied at launch, unless the run may be launched again.
+        owner: The client whose death ends the run; None when the client is dead or the run was detached.
+        state: The state in which an earlier service left it.
 
     Attributes:
         watchers: Clients that only follow it.
-        log: None until the run is accepted.
+        log: Its event log; None until the run is accepted.
         submitted_at: Monotonic time of its submission.
-        placed_at: Monotonic time of its lease; None before.
-        attempt: How often its group was started again.
-        failed: Of what the group failed that is started again as soon as its ranks are gone; None when none is.
-        ordered: Its ranks were ordered from the engine, which says when they are gone.
-        processes_gone: No process of it is left, and files of it are still on their way.
-        ended_as: The state that its last word said; None while that is to come. The scheduler hears of it next.
-        adopted: An earlier service launched it; its notebook has not come back yet.
-        lost_node: Why ranks of it were lost with their node; "" when none were, or since it waits for another.
-        payload_over: Nobody reads its payload's memory any more.
-        cut_short: Its disk took nothing for so long that output and samples of it are left out.
+        placed_at: Monotonic time of its launch; None before.
+        attempt: How often its group was restarted.
+        failed: Why the previous group failed, while a restart waits for its ranks to be gone; else None.
+        ordered: Its ranks were ordered from the engine, which reports when they are gone.
+        processes_gone: Its processes are gone, but some of its files are still being transferred.
+        ended_as: The state in its final event; None before. The scheduler learns of it next.
+        adopted: An earlier service launched it, and its notebook has not reconnected yet.
+        lost_node: Why its ranks were lost with their node; "" otherwise, and once the run is requeued.
+        payload_over: Its payload's memory is no longer read.
+        cut_short: The disk failed for so long that output and samples are dropped.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PoolRun(Run):
         self.owner = owner
         self.watchers: list[ConnectedClient] = []
         self.log: RunLog | None = None
-        # an earlier service may have taken it
+        # an earlier service may have received it
         self.submitted_at = time.monotonic() - max(0.0, time.time() - self.spec.submitted_at)
         self.placed_at: float | None = None
         self.attempt = 0
@@ -89,17 +89,17 @@ class PoolRun(Run):
         self.lost_node = ""
         self.payload_over = False
         self.cut_short = False
-        # the payload's memory file, held here because the notebook may go; -1 when not
+        # the payload's memory file, held open here because the notebook may exit; -1 when it is not held
         self._held_fd = -1
 
     @property
     def ended(self) -> bool:
-        """Its last word was said."""
+        """Whether its final event was written."""
         return self.ended_as is not None
 
     @property
     def may_start_again(self) -> bool:
-        """Its group is started again, or may be: on the devices that it has."""
+        """Whether its group is being restarted, or may be, on the devices that it holds."""
         return self.failed is not None or (not self.ended and self.attempt < self.spec.retries)
 
     @property
@@ -107,17 +107,17 @@ class PoolRun(Run):
         return [*self.watchers, self.owner] if self.owner is not None else self.watchers
 
     def detach(self) -> None:
-        """It goes on when its notebook is gone; that only watches from now on."""
+        """Keep the run going when its notebook exits; the notebook becomes a watcher."""
         self.spec = msgspec.structs.replace(self.spec, detach=True)
         if self.owner is not None:
             self.watchers.append(self.owner)
             self.owner = None
 
     def hold_payload(self) -> None:
-        """Keep the payload's memory, which else goes with the notebook, until an agent has it.
+        """Keep the payload's memory, which would be freed when the notebook exits, until an agent has it.
 
         Raises:
-            OSError: It is gone already.
+            OSError: The memory is already gone.
         """
         source = self.submit.payload.source
         if isinstance(source, SharedPayload) and self._held_fd < 0 and (self.placed_at is None or self.spec.retries):
@@ -125,33 +125,33 @@ class PoolRun(Run):
             self.take_payload_from(SharedPayload(pid=os.getpid(), fd=self._held_fd, size=source.size))
 
     def take_payload_from(self, source: SharedPayload | FilePayload) -> None:
-        """The payload is at another place now."""
+        """Record the payload's new location."""
         payload = msgspec.structs.replace(self.submit.payload, source=source)
         self.submit = msgspec.structs.replace(self.submit, payload=payload)
 
     def let_payload_go(self) -> None:
-        """The agent holds it, or nobody needs it."""
+        """Close the payload's memory file: an agent holds it, or it is no longer needed."""
         if self._held_fd >= 0:
             os.close(self._held_fd)
             self._held_fd = -1
 
 
 class ActiveRuns:
-    """All runs of the service.
+    """All active runs of the service.
 
     Args:
-        ledger: Where each has its row.
-        runs_path: Where each has its directory.
-        send: Sends an answer to a client.
-        offer: Sends an event to a client, if its connection takes it now.
-        billing: Knows what they cost.
+        ledger: Holds each run's row.
+        runs_path: Holds each run's directory.
+        send: Sends a reply to a client.
+        offer: Sends an event to a client, if its connection accepts it now.
+        billing: Computes what runs cost.
 
     Attributes:
-        feed: Sends events to who follows runs.
-        settled: It is known which runs of an earlier service go on.
-        resubmittable: Runs that only waited in the queue of an earlier service, until they are submitted again.
-        on_forgotten: Called with the id of each run that goes on no longer.
-        on_written: Called with each run whose events are on disk again after they were not for a while.
+        feed: Sends events to the runs' followers.
+        settled: The runs of an earlier service have been adopted or recorded as lost.
+        resubmittable: Runs that were queued in an earlier service, until their notebooks submit them again.
+        on_forgotten: Called with the ID of each run that is no longer active.
+        on_written: Called with each run whose events are on disk again after write errors.
     """
 
     def __init__(self, ledger: Ledger, runs_path: Path, send: Send, offer: Offer, billing: Billing) -> None:
@@ -167,19 +167,19 @@ class ActiveRuns:
         self._going: dict[str, PoolRun] = {}
         # the ranks are gone, but the payload's memory is still being copied
         self._copying: dict[str, PoolRun] = {}
-        # events of these are in memory only, also after their ends
+        # runs with events that are only in memory; they may have ended
         self._behind: dict[str, PoolRun] = {}
 
     @property
     def going(self) -> list[PoolRun]:
-        """Runs that are submitted and whose ranks are not gone."""
+        """Submitted runs whose ranks are not gone."""
         return list(self._going.values())
 
     def get(self, run_id: str) -> PoolRun | None:
         return self._going.get(run_id)
 
     def speaker(self, run_id: str) -> PoolRun | None:
-        """The run that an event is about, also after its ranks are gone."""
+        """Return the run that an event is about, even after its ranks are gone."""
         return self._going.get(run_id) or self._copying.get(run_id) or self._behind.get(run_id)
 
     def log_of(self, run_id: str) -> RunLog | None:
@@ -199,7 +199,7 @@ class ActiveRuns:
             self.on_forgotten(run_id)
 
     def accept(self, run: PoolRun) -> str:
-        """Write a new run down and tell its client. Once. Returns why it can't be recorded, "" when it is."""
+        """Record a new run and tell its client; later calls do nothing. Returns why it can't be recorded, or ""."""
         if run.log is not None:
             return ""
         log = RunLog(self.directory(run.run_id), run.run_id)
@@ -207,12 +207,12 @@ class ActiveRuns:
         submitted = None if known else log.append(Submitted(spec=run.spec), run.spec.submitted_at)
         if log.unwritten:
             why = why_no_run(self._runs_path, log.problem)
-            # nothing of it stays where something can be removed
+            # remove what was written, as far as possible
             shutil.rmtree(log.directory, ignore_errors=True)
             return why
         run.log = log
         if known and self._ledger.has(run.run_id):
-            # submitted again to this service after the last one was killed with the run in its queue
+            # resubmitted: the previous service was killed while the run was in its queue
             self._ledger.update(run.run_id, state=RunState.QUEUED)
         else:
             self._ledger.record(run.spec, RunState.QUEUED)
@@ -230,7 +230,7 @@ class ActiveRuns:
         frames: Sequence[bytes] = (),
         told: RunEvent | None = None,
     ) -> None:
-        """Keep an event and send it to who follows the run. `told`: as an agent has told it."""
+        """Log an event and send it to the run's followers. `told` is the agent's report of it, if any."""
         if run.log is None:
             return
         if told is not None and not run.log.takes(body):
@@ -244,7 +244,7 @@ class ActiveRuns:
         self._look_after(run)
 
     def _look_after(self, run: PoolRun) -> None:
-        """Write what the disk has not taken as soon as it does; say so when that begins and when it is over."""
+        """Retry failed writes until the disk accepts them; note the beginning and the end in the run's events."""
         log = run.log
         if log is None or not log.unwritten or run.run_id in self._behind:
             return
@@ -273,22 +273,26 @@ class ActiveRuns:
             asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)
 
     def move(self, run: PoolRun, state: RunState) -> None:
-        """Write down a state that the scheduler moved the run to."""
+        """Record a state that the scheduler moved the run to."""
         meter = self.billing.begun(run, state, time.time(), time.monotonic())
         self._ledger.update(run.run_id, state=state, meter=meter)
 
     def placed(self, run: PoolRun, lease: Lease, host: str, labels: tuple[str, ...]) -> None:
-        """Write down which devices the run has and what they cost, and tell it."""
+        """Record the run's devices and their price, and report them to its followers."""
         self._ledger.update(run.run_id, lease=lease, meter=self.billing.placed(run, lease))
         self.tell(run, self.billing.told(lease, host, labels), time.time())
 
     def end_without_ranks(
         self, run: PoolRun, state: RunState, reason: str, kind: FailureKind, failure: Failure | None = None
     ) -> None:
-        """Say the last word of a run that no agent will speak for.
+        """Write the final event of a run that no agent will report on.
 
         Args:
-            failure: What it failed of, when that is known; else made of `kind` and `reason`.
+            run: The run.
+            state: Its final state.
+            reason: Why it ended, a sentence.
+            kind: The kind of its failure.
+            failure: The failure, if known; otherwise it is built from `kind` and `reason`.
         """
         now, clock = time.time(), time.monotonic()
         cancelled = state is RunState.CANCELLED
@@ -313,7 +317,7 @@ class ActiveRuns:
         self._close_log(run)
 
     def ranks_gone(self, run: PoolRun) -> None:
-        """Keep its log open for `PayloadReleased`, the one event that may still come."""
+        """Forget the run, but keep its log open for `PayloadReleased`, the only event that may still come."""
         self.forget(run.run_id)
         if run.payload_over or isinstance(run.submit.payload.source, InlinePayload):
             self._close_log(run)
@@ -321,19 +325,19 @@ class ActiveRuns:
             self._copying[run.run_id] = run
 
     def payload_released(self, run: PoolRun) -> None:
-        """Nobody reads its payload's memory any more, which a notebook in a hurry may have asked for."""
+        """Record that the payload's memory is no longer read, and close the log if it was open only for that."""
         run.payload_over = True
         if self._copying.pop(run.run_id, None) is not None:
             self._close_log(run)
 
     def memory_lost(self, why: str) -> None:
-        """The agent that copied payloads is dead: nobody reads their memory any more."""
+        """Release the payloads that a dead agent was copying."""
         for run in list(self._copying.values()):
             self.tell(run, PayloadReleased(kept=False, reason=why), time.time())
             self.payload_released(run)
 
     def client_gone(self, client: ConnectedClient) -> list[PoolRun]:
-        """Nobody sends to a dead client. Returns the runs that were to end with it."""
+        """Stop sending to a dead client. Returns the runs that end with it."""
         lost: list[PoolRun] = []
         self.feed.forget(client)
         for run in [*self._going.values(), *self._copying.values()]:

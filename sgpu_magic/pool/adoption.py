@@ -1,7 +1,7 @@
-"""Runs that an earlier pool service left when it was killed.
+"""Adopts runs that an earlier pool service left behind when it was killed.
 
-Runs whose agent lives go on under this service. A run that was only queued is submitted again by its notebook. All
-others are recorded as lost, and their logs stay.
+Runs with a living agent continue under this service. Queued runs are resubmitted by their notebooks. All others are
+recorded as lost; their logs stay.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _LOOK_S = 0.25
 
 
 class Adoption:
-    """Takes over once, when the node has said what it holds.
+    """Takes over an earlier service's runs, once, when the node has reported what it holds.
 
     Args:
-        pool: What all parts work with.
+        pool: The service's shared parts.
     """
 
     def __init__(self, pool: PoolParts) -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
-        # before this service accepts any
+        # read before this service accepts any run
         self._unfinished = pool.ledger.unfinished()
-        # so long a notebook may take to come back to its run
+        # deadline for notebooks to reconnect to their runs
         self._until = self._loop.time() + pool.settings.adopt_timeout_s
 
     def take_over(self, held: Sequence[HeldRun]) -> None:
@@ -76,7 +76,7 @@ class Adoption:
         )
         log = RunLog(self._pool.active.directory(launch.spec.run_id), launch.spec.run_id)
         ended = log.ended
-        # a group's end is not the run's before a service has heard of it: it may have to be started again
+        # the end of a group is not the end of the run until a service has handled it: it may be restarted
         goes_on = RunState.RUNNING if held.state.is_final else held.state
         run = PoolRun(submit, (), None, goes_on if ended is None else ended.state)
         run.log = log
@@ -87,27 +87,27 @@ class Adoption:
         run.ended_as = None if ended is None else ended.state
         run.payload_over = log.payload_released
         if log.failed_attempt is not None and log.failed_attempt.attempt > launch.attempt:
-            # the earlier service was killed between the end of one group and the start of the next
+            # the earlier service was killed between one attempt and the next
             run.attempt, run.failed = log.failed_attempt.attempt, log.failed_attempt.failure
         self._pool.active.add(run)
         if not log.seq:
-            # a cell in a session is launched before anything is written of it
+            # a cell in a session is launched before its first event is written
             self._pool.active.tell(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
             placed = self._pool.active.billing.told(launch.lease, launch.spec.owner.host, ())
             self._pool.active.tell(run, placed, launched_at)
         if not self._pool.ledger.has(run.run_id):
             self._pool.ledger.record(launch.spec, run.state)
-        # its meter may have begun with an attempt before this one
+        # its meter may have started with an earlier attempt
         metered_at, hourly = self._pool.active.billing.adopted(run, launch.lease, launched_at, now)
         if not (held.gone and run.ended):
-            # else the earlier service knew that it was over, and may have given its devices to another run
+            # otherwise the earlier service knew that it was over, and may have given its devices to another run
             freed = held.gone and not run.may_start_again
             self._pool.feed(sched.RunAdopted(run, launch.lease, metered_at, now, freed, hourly))
         if ended is None:
             self._pool.ledger.update(run.run_id, state=run.state, lease=launch.lease)
             self._pool.active.tell(run, Noted(text=_TAKEN_OVER), time.time())
         elif run.run_id in self._unfinished:
-            # the last word was kept, and the ledger not yet told
+            # the final event was logged, but not yet recorded in the ledger
             self._record_end(run.run_id, ended)
         self._pool.engine.adopt(run.run_id, log.numbers)
 
@@ -120,7 +120,7 @@ class Adoption:
             self._close(run_id, _LOST)
 
     def _look(self) -> None:
-        """Runs whose notebooks are dead, or do not come back, are ended as the earlier service would have done."""
+        """End runs whose notebooks are dead or do not reconnect, as the earlier service would have done."""
         over = self._loop.time() > self._until
         for run_id, spec in list(self._pool.active.resubmittable.items()):
             if over or not may_be_alive(spec.owner.pid, spec.owner.host):
@@ -137,19 +137,19 @@ class Adoption:
             self._loop.call_later(_LOOK_S, self._look)
 
     def _close(self, run_id: str, why: str) -> None:
-        """Say the last word of a run that is gone; its logs stay."""
+        """Write the final event of a lost run; its logs stay."""
         now = time.time()
         ended = RunEnded(state=RunState.FAILED, failure=Failure(kind=FailureKind.NODE_LOST, message=why, at=now))
         directory = self._pool.active.directory(run_id)
         if directory.is_dir():
             log = RunLog(directory, run_id)
             if log.ended is not None:
-                # it had ended, and only the ledger did not hear of it any more
+                # it had ended, but its end was not recorded in the ledger
                 ended = log.ended
             else:
                 row = self._pool.ledger.summary(run_id)
                 if row is not None and row.metered_at is not None:
-                    # nobody saw when its ranks died: its meter stops with the last that was heard of it
+                    # the time of its ranks' death is unknown: stop its meter at the last event
                     gpu_s, cost = gpu_s_so_far(row, log.at), cost_so_far(row, log.at)
                     currency = row.currency if cost is not None else ""
                     ended = msgspec.structs.replace(ended, gpu_s=gpu_s, cost=cost, currency=currency)

@@ -1,7 +1,7 @@
-"""What is written down of the runs' meters and what they come to; and the pool's budget.
+"""Records the runs' meters and bills in the ledger, and computes the pool's budget.
 
-What is billed is counted on the monotonic clock, which all processes of a machine share until it starts anew: no step
-of the wall clock changes a cost. Wall-clock times are written down for people.
+Billed time is measured on the monotonic clock, which all processes of a machine share until it reboots: setting the
+wall clock changes no cost. Wall-clock times are recorded for people.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sgpu_magic.wire.states import RunKind, RunState
 
 
 class IdleMeter:
-    """For how long no cell ran in a session; seconds of any one clock.
+    """Measures how long no cell ran in a session, in seconds of any one clock.
 
     Args:
-        since: From when on it counts.
-        seconds: What was counted before.
+        since: When it starts to count.
+        seconds: The seconds counted before.
     """
 
     def __init__(self, since: float, seconds: float = 0.0) -> None:
@@ -36,50 +36,50 @@ class IdleMeter:
         self._running: set[str] = set()
 
     def began(self, cell: str, now: float) -> None:
-        """A cell begins."""
+        """Note that a cell begins."""
         self._seconds = self.seconds(now)
         self._running.add(cell)
 
     def ended(self, cell: str, now: float) -> None:
-        """A cell ends."""
+        """Note that a cell ends."""
         if cell in self._running:
             self._running.discard(cell)
             self._since = now
 
     def seconds(self, now: float) -> float:
-        """Return what was counted until now."""
+        """Return the idle seconds until now."""
         return self._seconds if self._running else self._seconds + max(0.0, now - self._since)
 
 
 class Billing:
-    """Says what is written down of the runs' meters, which the scheduler starts and stops.
+    """Computes the ledger's entries for the runs' meters, which the scheduler starts and stops.
 
-    What runs in a session is not billed: the session pays.
+    Runs in a session are not billed: the session is.
 
     Args:
-        ledger: Where it is written down.
-        tariff: What devices cost.
+        ledger: Where the entries are recorded.
+        tariff: The prices of devices.
     """
 
     def __init__(self, ledger: Ledger, tariff: Tariff) -> None:
         self._ledger = ledger
         self._tariff = tariff
-        # of sessions that are connected
+        # by session that has started
         self._idle: dict[str, IdleMeter] = {}
 
     def placed(self, run: Run, lease: Lease) -> Metered | None:
-        """The run has this lease. Returns what is to be written down of its price."""
+        """Return the ledger's entry for the price of a run's lease; None without a price or in a session."""
         hourly = None if run.spec.session else self._tariff.hourly(lease)
         return None if hourly is None else Metered(hourly=hourly, currency=self._tariff.currency)
 
     def told(self, lease: Lease, host: str, labels: tuple[str, ...]) -> Placed:
-        """Return what the run's followers are told of its lease; of a cell in a session what the session pays."""
+        """Return the event for a run's lease; for a cell in a session, with the session's price."""
         hourly = self._tariff.hourly(lease)
         currency = "" if hourly is None else self._tariff.currency
         return Placed(lease=lease, host=host, labels=labels, hourly=hourly, currency=currency)
 
     def begun(self, run: Run, state: RunState, wall: float, now: float) -> Metered | None:
-        """The run moved to `state`. Returns what is to be written down: when its meter began, if it just did.
+        """Return the ledger's entry if the run's meter starts with its move to `state`, else None.
 
         Args:
             run: The run.
@@ -93,7 +93,7 @@ class Billing:
         return Metered(metered_at=wall - (now - since), metered_clock=since)
 
     def ranks_started(self, run: Run, now: float) -> None:
-        """The run's ranks are there: a session is idle from now on, or no longer."""
+        """Start a session's idle meter when its ranks have started; pause it when a cell starts in the session."""
         if run.spec.kind is RunKind.SESSION:
             self._idle[run.run_id] = IdleMeter(now)
             self._write_idle(run.run_id, now)
@@ -102,12 +102,12 @@ class Billing:
             self._write_idle(run.spec.session, now)
 
     def adopted(self, run: Run, lease: Lease, launched_at: float, now: float) -> tuple[float, float | None]:
-        """Go on with the meter that an earlier service began. Returns since when it counts, and at which hourly price.
+        """Continue the meter that an earlier service started. Returns its start, and its hourly price.
 
         Args:
-            run: A run that goes on.
-            lease: What it has.
-            launched_at: When its ranks were launched, where the ledger does not say when its meter began.
+            run: An adopted run.
+            lease: Its lease.
+            launched_at: When its ranks were launched, used if the ledger has no start of the meter.
             now: Monotonic time.
         """
         wall = time.time()
@@ -121,14 +121,14 @@ class Billing:
             if run.state is RunState.RUNNING:
                 self.ranks_started(run, now)
             return launched, None
-        # of an earlier version, or of before the machine was started anew: all that is known is the wall clock
+        # rows from an earlier version or from before a reboot have only wall-clock times
         clock, idle_clock = self._ledger.clocks(run.run_id)
         if run.spec.kind is RunKind.SESSION and row.started_at is not None:
             cells = self._ledger.cell_times(run.run_id)
             if row.idle_s is None or idle_clock is None or idle_clock > now:
                 idle = IdleMeter(now, idle_seconds(row.started_at, wall, cells))
             else:
-                # in a cell it was not idle since that began
+                # while a cell runs the session is not idle
                 in_cell = any(ended is None for _, ended in cells)
                 idle = IdleMeter(now if in_cell else idle_clock, row.idle_s)
             self._idle[run.run_id] = idle
@@ -143,11 +143,11 @@ class Billing:
         return launched, hourly
 
     def ended(self, run: Run, ended: RunEnded, now: float) -> tuple[RunEnded, Metered | None]:
-        """Return a run's last word with what it was billed, and what is to be written down of that.
+        """Return a run's final event with its bill, and the ledger's entry for it.
 
         Args:
             run: The run.
-            ended: Its last word.
+            ended: Its final event.
             now: Monotonic time.
         """
         if run.spec.session in self._idle:
@@ -159,7 +159,7 @@ class Billing:
             return ended, None
         currency = "" if due.cost is None else self._tariff.currency
         ended = msgspec.structs.replace(ended, gpu_s=due.gpu_s, cost=due.cost, currency=currency)
-        # one that was never connected had no time for cells
+        # a session that never started was never idle
         idle_s = None if run.spec.kind is not RunKind.SESSION else 0.0 if idle is None else idle.seconds(now)
         return ended, Metered(gpu_s=due.gpu_s, cost=due.cost, idle_s=idle_s)
 
@@ -169,11 +169,11 @@ class Billing:
 
 
 def budget_of(settings: Settings, ledger: Ledger, now: float, wall: float) -> Budget | None:
-    """Return the pool's budget, None where the settings name none.
+    """Return the pool's budget, None if the settings have none.
 
     Args:
         settings: `budget` and `budget_days`.
-        ledger: What the pool's runs have cost.
+        ledger: Has the costs of the pool's runs.
         now: The present on the scheduler's clock.
         wall: The present, seconds since the epoch.
     """
@@ -184,7 +184,7 @@ def budget_of(settings: Settings, ledger: Ledger, now: float, wall: float) -> Bu
 
 
 def budget_state(budget: Budget | None, runs: Iterable[Run], currency: str, now: float) -> BudgetState | None:
-    """Return what is used of it; `runs` are those that go on."""
+    """Return the budget's state, including the running cost of the active `runs`."""
     if budget is None:
         return None
     live = sum(run.meter.running_cost(now) for run in runs)

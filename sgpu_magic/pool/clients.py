@@ -1,13 +1,12 @@
-"""Who may connect to a served pool from other machines, and who is connected.
+"""Clients that may connect to a served pool from other machines, and connected clients.
 
-`clients.toml` of a served pool lists whose keys are let in:
+`clients.toml` of a served pool lists the authorized keys:
 
     ann = "Q{7s…"                               # one key
     ben = ["}aD!…", "0sV?…"]                    # one for each of his machines
-    ops = {key = "8(wx…", admin = true}         # may cancel everybody's runs and stop the pool
+    ops = {key = "8(wx…", admin = true}         # may cancel all users' runs and stop the pool
 
-The file is read again whenever it has changed. `sgpu pool authorize` and `revoke` write it, and leave what a person has
-written into it where it is.
+The file is read again whenever it changes. `sgpu pool authorize` and `revoke` write it and preserve manual edits.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ _MOST_ANSWERS = 256
 
 
 class AuthorizedClient(msgspec.Struct, frozen=True):
-    """Whose key it is.
+    """The user that a key belongs to.
 
     Args:
-        user: The name.
-        admin: May cancel everybody's runs and stop the pool.
+        user: The user's name.
+        admin: Whether the user may cancel all users' runs and stop the pool.
     """
 
     user: str
@@ -51,10 +50,10 @@ class AuthorizedClient(msgspec.Struct, frozen=True):
 
 
 class AuthorizedClients:
-    """The file as it is now.
+    """The current content of `clients.toml`.
 
     Args:
-        path: The file; none means that nobody is let in.
+        path: The file; without it no client is authorized.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,18 +63,18 @@ class AuthorizedClients:
         self.problem = ""
 
     def find(self, key: str) -> AuthorizedClient | None:
-        """Return whose key this is, None when it is not listed."""
+        """Return the user of this key, None when it is not listed."""
         return self._clients.get(key)
 
     def look(self) -> bool:
-        """Read the file again if it has changed. A file that can't be read lets in nobody; `problem` says why.
+        """Read the file again if it has changed. An unreadable file authorizes no client; `problem` says why.
 
         Returns:
             Whether it has changed.
         """
         try:
             status = os.stat(self._path)
-            # who may write it changes the second time alone
+            # a change of permissions alters only the ctime
             seen = (status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino, status.st_size)
         except OSError:
             seen = None
@@ -90,25 +89,25 @@ class AuthorizedClients:
 
 
 def read_clients(path: Path) -> dict[str, AuthorizedClient]:
-    """Return whose keys are listed; none without a file.
+    """Return the listed keys and their users; empty without a file.
 
     Raises:
-        UsageError: The file can't be read, others may write it, or something in it means nothing.
+        UsageError: The file can't be read, other users can write it, or its content is invalid.
     """
     return _clients(_text(path), path)
 
 
 def authorize(path: Path, name: str, key: str, *, admin: bool = False) -> None:
-    """Let a key in.
+    """Authorize a key.
 
     Args:
         path: The file.
-        name: Whose it is.
-        key: The public half.
-        admin: They may cancel everybody's runs and stop the pool.
+        name: The user's name.
+        key: The public key.
+        admin: Whether the user may cancel all users' runs and stop the pool.
 
     Raises:
-        UsageError: The name or the key can't be one, is listed already, or the file can't be read or written.
+        UsageError: The name or the key is invalid, the key is already listed, or the file can't be read or written.
     """
     if _NAME.fullmatch(name) is None:
         raise UsageError(f"{name[:40]!r} can't be a user's name: letters, digits, `_`, `-` and `.`, 64 at most.")
@@ -131,7 +130,7 @@ def authorize(path: Path, name: str, key: str, *, admin: bool = False) -> None:
 
 
 def revoke(path: Path, name: str) -> int:
-    """Let a user's keys in no longer, and return how many they were.
+    """Remove a user's keys, and return how many there were.
 
     Raises:
         UsageError: There is no such user, or the file can't be read or written.
@@ -207,7 +206,7 @@ def _without(text: str, name: str) -> str:
 
 
 def _write(path: Path, text: str, line: str) -> None:
-    # before the first table: below it the line would be that table's
+    # before the first table: after its header the line would belong to that table
     table = re.search(r"^\s*\[", text, re.MULTILINE)
     new = text + line if table is None else text[: table.start()] + line + text[table.start() :]
     _clients(new, path)
@@ -219,21 +218,21 @@ def _write(path: Path, text: str, line: str) -> None:
 
 
 class ConnectedClient(msgspec.Struct, eq=False):
-    """One process that said hello.
+    """A process that said hello.
 
     Args:
-        identity: Its ZeroMQ identity; another one each time that a client of another machine comes back.
-        pid: Its process.
-        pidfd: Readable when it is dead; None where the system has none, and of a client of another machine.
-        user: Who it is to the pool.
-        same_host: It is on the service's machine, and sees its files.
-        admin: It may end what is not its own.
-        instance: Of a client of another machine: the same in all its connections.
-        key: Its public key, "" on the service's machine.
-        heard_at: When it was last heard, monotonic seconds; of clients of other machines.
-        behind: Something that was meant for it was dropped, since it reads too slowly.
-        unsent: Answers that its connection has not taken, of a client of this machine.
-        answers: Of the newest requests that must be done only once: what they were answered, None before.
+        identity: Its ZeroMQ identity; a remote client gets a new one at each reconnection.
+        pid: Its process ID.
+        pidfd: Readable when the process is dead; None for a remote client, and where the system has no pidfds.
+        user: Its user in the pool.
+        same_host: Whether it is on the service's machine and sees its files.
+        admin: Whether it may end other users' runs.
+        instance: Identifies a remote client across its connections.
+        key: Its public key; "" on the service's machine.
+        heard_at: Monotonic time of a remote client's last message.
+        behind: Whether messages to it were dropped because it reads too slowly.
+        unsent: Replies that a local client's connection has not accepted yet.
+        answers: The replies to its newest requests that must be executed only once; None before the reply.
     """
 
     identity: bytes
@@ -250,14 +249,14 @@ class ConnectedClient(msgspec.Struct, eq=False):
     answers: dict[int, Sequence[bytes] | None] = msgspec.field(default_factory=dict[int, "Sequence[bytes] | None"])
 
     def may_see(self, user: str) -> bool:
-        """Whether the content of this user's runs is its business: who is on the service's machine owns all files."""
+        """Whether it may see the content of this user's runs. A client on the service's machine owns all files."""
         return self.same_host or self.user == user
 
     def may_end(self, user: str) -> bool:
         return self.admin or self.may_see(user)
 
     def is_new(self, request: int) -> bool:
-        """Whether this request was not seen before; from now on it was."""
+        """Whether this request is new; marks it as seen."""
         if request in self.answers:
             return False
         self.answers[request] = None
@@ -267,12 +266,12 @@ class ConnectedClient(msgspec.Struct, eq=False):
 
 
 class Router:
-    """ZeroMQ's end of clients' connections. Used from the loop's thread only.
+    """The ZeroMQ router of clients' connections. Used from the loop's thread only.
 
     Args:
-        received_ahead: So many messages of one client wait here, further ones at its end of the line; 0 is any number.
-        sent_ahead: So many messages wait for one client in ZeroMQ.
-        linger_ms: For how long the last words of a pool that stops are sent.
+        received_ahead: Messages that are queued here per client; further ones wait at the client. 0 for no limit.
+        sent_ahead: Messages that ZeroMQ queues for one client.
+        linger_ms: How long a stopping pool still sends queued messages, in milliseconds.
     """
 
     def __init__(self, *, received_ahead: int, sent_ahead: int, linger_ms: int) -> None:
@@ -287,11 +286,14 @@ class Router:
         self._drain_scheduled = False
 
     def offer(self, client: ConnectedClient, event: Event, frames: Sequence[bytes]) -> bool:
-        """Send an event; False when the client's connection takes nothing more for now. One that is gone asks again."""
+        """Send an event; return False when the client's connection accepts no more for now.
+
+        An event for a disconnected client is dropped: the client asks for it again.
+        """
         return self._taken(client, [codec.encode(event), *frames])
 
     def _taken(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
-        """Send, unless the client is gone; False when its connection takes nothing now."""
+        """Send unless the client is gone; return False when its connection accepts no more for now."""
         try:
             self._socket.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)
         except zmq.Again:
@@ -299,7 +301,7 @@ class Router:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-        # it may have swallowed the reader's edge
+        # sending may have consumed the edge-triggered readiness of the socket
         self._drain_soon()
         return True
 

@@ -1,6 +1,6 @@
-"""Bytes over the clients' links: uploads into the users' stores, and parts of runs' files.
+"""File transfers over the clients' links: uploads into the users' stores, and parts of runs' files.
 
-Everything on the disk is done in a thread of its own, in the order in which it was asked for.
+Disk operations run in a separate thread, in the order of the requests.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from sgpu_magic.wire.run import RUN_RECORD
 
 _RESULT = re.compile(r"result-(\d+)\.bin")
 _MOST_ASKED = 10_000
-# where a file can have a byte
+# a valid file offset
 _MOST_OFFSET = 1 << 62
-# runs of which it is known where their results lie
+# runs whose results' memory files are cached
 _MOST_KNOWN = 100
 
 _Answer = tuple[Record, Sequence[bytes]]
 
 
 class FileRequests:
-    """Answers clients that want to send or read bytes.
+    """Handles clients' uploads and reads of files.
 
     Args:
-        pool: What all parts work with. Where the nodes do not see the runs' directories, what belongs there of a
-            payload is put there here.
-        permissions: Say whose a run is.
+        pool: The service's shared parts. If the nodes do not see the runs' directories, payloads are copied there from
+            here.
+        permissions: Says which user a run belongs to.
     """
 
     def __init__(self, pool: PoolParts, permissions: Permissions) -> None:
@@ -68,14 +68,14 @@ class FileRequests:
         self._most_kept_bytes = settings.keep_payload
         self._stores = settings.state_path / "blobs"
         self._payloads: dict[str, tuple[str, StoredPayload]] = {}
-        # a payload takes seconds to write, and no upload waits for that
+        # a separate thread: a payload takes seconds to write, and must not delay uploads
         self._joining = FileThread("sgpu-payloads")
         self._server = pool.server
         self._active = pool.active
         self._permissions = permissions
         self._store = BlobStore(self._stores, settings.blobs_bytes)
         self._thread = FileThread("sgpu-bytes")
-        # where ranks of a run have their results in memory; used in the thread only
+        # by run: the ranks' memory files with results; used in the thread only
         self._in_memory: OrderedDict[str, dict[int, str]] = OrderedDict()
 
     def heard(
@@ -89,7 +89,7 @@ class FileRequests:
             case ReadRunFile() | ListRunFiles():
                 owner = self._permissions.user_of(message.run)
                 if owner is None or not client.may_see(owner):
-                    # of another user's run nothing is told, not even that there is one
+                    # don't reveal whether another user's run exists
                     raise RunUnknown(f"this pool has no run {message.run[:40]!r} of yours.")
                 directory = self._active.directory(message.run)
                 if isinstance(message, ReadRunFile):
@@ -98,7 +98,7 @@ class FileRequests:
                     self._list(client, message, directory)
 
     def hold(self, submit: Submit) -> None:
-        """A run was submitted: what it needs of its user's store stays until `let_go`."""
+        """Keep what a submitted run needs in its user's store until `let_go`."""
         if digests := needed_blobs(submit):
             store = store_name(submit.spec.owner.user)
             uploaded = [digest for upload in submit.uploads for digest in self._uploaded(store, upload)]
@@ -108,7 +108,7 @@ class FileRequests:
                 self._payloads[submit.spec.run_id] = store, source
 
     def let_go(self, run_id: str) -> None:
-        """The run is over."""
+        """Release what a finished run held in the store, after copying its payload if needed."""
         payload = self._payloads.pop(run_id, None)
         if payload is None:
             self._store.let_go(run_id)
@@ -128,7 +128,7 @@ class FileRequests:
     # ------------------------------------------------------------ uploads
 
     def _uploaded(self, store: str, upload: Upload) -> list[str]:
-        """The blobs that an upload consists of; none where that can't be read, which its nodes will tell."""
+        """Return the blobs of an upload; none if its manifest can't be read, which its nodes will report."""
         if not upload.manifest or not 0 < upload.manifest_size <= PIECE_BYTES:
             return []
         try:
@@ -161,7 +161,7 @@ class FileRequests:
         self._do(client, put, lambda error: self._not_taken(client, message.request, error))
 
     def _do(self, client: ConnectedClient, call: Callable[[], _Answer], failed: Callable[[OSError], None]) -> None:
-        """Send the client what the call returns, which is made in the thread."""
+        """Make the call in the thread, and send its result to the client."""
         self._thread.do(call, lambda answer: self._server.send(client, *answer), failed)
 
     def _not_taken(self, client: ConnectedClient, request: int, error: OSError) -> None:
@@ -208,7 +208,7 @@ class FileRequests:
         self._server.refuse(client, request, text, "RunFileUnknown")
 
     def _open(self, directory: Path, name: str) -> tuple[int, bool]:
-        """Open a file of a run, or the memory that becomes one; say whether it is on the disk."""
+        """Open a file of a run, or the memory file that will become one. Returns whether it is on disk."""
         try:
             return open_below(directory, name), True
         except FileNotFoundError:
@@ -217,14 +217,14 @@ class FileRequests:
                 raise
         with contextlib.suppress(OSError):
             return self._open_memory(directory, int(result[1])), False
-        # memory goes as soon as its copy is there
+        # the memory file was released, so its copy is on disk
         return open_below(directory, name), True
 
     def _open_memory(self, directory: Path, rank: int) -> int:
         """Open the memory file of a rank's result.
 
         Raises:
-            OSError: It has gone.
+            OSError: The memory file is gone.
         """
         run_id = directory.name
         known = self._in_memory.get(run_id)
@@ -235,7 +235,7 @@ class FileRequests:
         if rank not in known:
             raise FileNotFoundError(f"rank {rank} of run {short(run_id)} has no result in memory")
         descriptor = os.open(known[rank], os.O_RDONLY | os.O_CLOEXEC)
-        # the number may be another file's by now
+        # the descriptor number may have been reused
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:sgpu-payload-{run_id}-{rank} "):
             os.close(descriptor)
             raise FileNotFoundError(f"the result of rank {rank} of run {short(run_id)} has gone")
@@ -243,7 +243,7 @@ class FileRequests:
 
 
 def needed_blobs(submit: Submit) -> Collection[str]:
-    """The digests of all blobs that a run needs."""
+    """Return the digests of all blobs that a run needs."""
     source = submit.payload.source
     digests = [*source.digests] if isinstance(source, StoredPayload) else []
     for bundle in submit.code:
@@ -255,7 +255,7 @@ def needed_blobs(submit: Submit) -> Collection[str]:
 
 
 def names_files(submit: Submit) -> bool:
-    """Whether a client of another machine names files that it can't know of: of its own machine, or of the pool's."""
+    """Whether the message refers to files by path, which a client on another machine can't do."""
     wheels = submit.environment.wheels if submit.environment is not None else ()
     return (
         isinstance(submit.payload.source, SharedPayload | FilePayload)
@@ -278,7 +278,7 @@ def _results_in_memory(directory: Path) -> dict[int, str]:
 
 
 def _keep_payload(directory: Path, stores: Path, store: str, source: StoredPayload) -> None:
-    """Write a run's payload into its directory, if it has been started there."""
+    """Write a run's payload into its directory, if the run was started."""
     if not (directory / RUN_RECORD).is_file():
         return
     parts = ((part, blob_path(stores, store, part.digest)) for part in source.parts)

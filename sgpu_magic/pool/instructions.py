@@ -1,4 +1,4 @@
-"""Does what the scheduler says, one instruction after the other; starts groups of ranks on the leases that it gives."""
+"""Executes the scheduler's instructions, and starts groups of ranks on the leases that it grants."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from sgpu_magic.wire.files import PAYLOAD
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.states import FailureKind, RunState
 
-# the files of a run's environment come into its directory when its ranks have started
+# delay until a run's environment files are linked into its directory, so that its ranks start first
 _LINK_LATER_S = 0.1
 _NOT_USERS_FAULT = (FailureKind.WORKER_DIED, FailureKind.NODE_LOST)
 
 
 class Instructions:
-    """Of one service.
+    """Executes the instructions of one service's scheduler.
 
     Args:
-        pool: What all parts work with.
+        pool: The service's shared parts.
         launches: Starts groups of ranks.
-        submissions: Had runs' packages prepared.
-        tracker: Follows runs.
+        submissions: Prepares runs' packages.
+        tracker: Has accepted runs written to MLflow.
     """
 
     def __init__(self, pool: PoolParts, launches: Launches, submissions: Submissions, tracker: Tracker) -> None:
@@ -47,7 +47,7 @@ class Instructions:
         self._loop = asyncio.get_running_loop()
 
     def obey(self, instruction: sched.Instruction) -> None:
-        """Do one."""
+        """Execute one instruction."""
         run = self._pool.active.get(instruction.run_id)
         if run is None:
             return
@@ -57,7 +57,7 @@ class Instructions:
             case sched.LaunchRun(lease=lease) if self._accept(run):
                 self._launches.order(run, lease)
                 if run.spec.in_session:
-                    # its ranks wait for it: everything else can be done while they work
+                    # the session's ranks are waiting: record the launch while they already work
                     self._launches.launched(run, lease)
             case sched.TellQueue(position=position, reason=reason) if self._accept(run):
                 self._pool.active.tell(run, QueueMoved(position=position, reason=reason), time.time())
@@ -75,16 +75,16 @@ class Instructions:
                 self._pool.active.end_without_ranks(run, state, reason, kind)
                 self._pool.active.forget(instruction.run_id)
             case sched.LaunchRun() | sched.TellQueue():
-                # it could not be recorded, and was refused
+                # the run could not be recorded, and was refused
                 pass
 
     def end_of_fault(self, run: PoolRun, why: str, gone: bool) -> None:
-        """Let a run end of a fault of the service; what it has elsewhere ends behind it.
+        """End a run after a fault of the service, and order the end of its ranks.
 
         Args:
             run: The run.
-            why: A sentence.
-            gone: Its ranks are gone.
+            why: What happened, a sentence.
+            gone: Whether its ranks are gone.
         """
         now = time.monotonic()
         if run.log is None:
@@ -106,7 +106,7 @@ class Instructions:
     # ------------------------------------------------------------ within
 
     def _accept(self, run: PoolRun) -> bool:
-        """Whether the run is recorded; else it was refused."""
+        """Record the run. Returns False if that failed and the run was refused."""
         self._pool.active.resubmittable.pop(run.run_id, None)
         why = self._pool.active.accept(run)
         if why:
@@ -124,11 +124,11 @@ class Instructions:
 
 
 class Launches:
-    """Orders groups of ranks from the engine, and tells the scheduler what became of them.
+    """Orders groups of ranks from the engine, and reports to the scheduler what became of them.
 
     Args:
-        pool: What all parts work with.
-        kept_environments: What describes the runs' packages.
+        pool: The service's shared parts.
+        kept_environments: The files that describe the runs' packages.
     """
 
     def __init__(self, pool: PoolParts, kept_environments: KeptEnvironments) -> None:
@@ -137,10 +137,10 @@ class Launches:
         self._loop = asyncio.get_running_loop()
 
     def granted(self, run_id: str, lease: Lease) -> None:
-        """The engine has a run's devices, which the scheduler had only proposed; its ranks are being started."""
+        """Record that the engine has a run's devices, which the scheduler only proposed, and starts its ranks."""
         run = self._pool.active.get(run_id)
         if run is None or run.placed_at is not None:
-            # it is over, or started again on the lease that it has
+            # it is over, or restarted on the lease that it holds
             return
         self.launched(run, lease)
         if self._pool.scheduler.run(run.run_id) is None or run.lease != lease:
@@ -148,20 +148,20 @@ class Launches:
         self._begin(run)
 
     def launched(self, run: PoolRun, lease: Lease) -> None:
-        """Write down that its group was ordered."""
+        """Record that the run's group was ordered."""
         run.placed_at = time.monotonic()
         spec = run.spec
         link = functools.partial(self._kept_environments.link, spec.environment, run.run_id, spec.owner.user)
         self._loop.call_later(_LINK_LATER_S, self._pool.guard.for_run, run.run_id, link)
         if not run.spec.retries:
-            # what was only needed to launch, and may be secret or large
+            # only needed for the launch; may be secret or large
             run.frames = ()
         stock = self._pool.stock
         host = ", ".join(dict.fromkeys(share.host for share in lease.shares)) or stock.host
         self._pool.active.placed(run, lease, host, _labels(lease, stock.inventory))
 
     def order(self, run: PoolRun, lease: Lease) -> None:
-        """Order its group from the engine, and nothing else: `granted` follows when its devices can be had."""
+        """Order the run's group from the engine, and nothing else; `granted` follows once the devices are taken."""
         submit = run.submit
         launch = Launch(
             spec=run.spec,
@@ -181,10 +181,10 @@ class Launches:
         self._pool.engine.launch(launch, run.frames)
         run.ordered, run.processes_gone = True, False
 
-    # ------------------------------------------------------------ again
+    # ------------------------------------------------------------ restarts
 
     def instead_of(self, run: PoolRun, ended: RunEnded) -> AttemptFailed | None:
-        """What to tell in place of this end: that the group is started again. None when the end stands."""
+        """Return the event that replaces this end if the group is restarted; None if the end is final."""
         spec, failure = run.spec, ended.failure
         if ended.state is not RunState.FAILED or failure is None or run.attempt >= spec.retries:
             return None
@@ -195,7 +195,7 @@ class Launches:
         return AttemptFailed(attempt=run.attempt, attempts=spec.retries + 1, failure=run.failed)
 
     def goes_on(self, run: PoolRun) -> bool:
-        """The run's ranks are gone: start them again where that is due, and say whether it was done."""
+        """Restart the run's group after its ranks are gone, if a restart is due. Returns whether it was."""
         failure, run.failed = run.failed, None
         if failure is None:
             return False
@@ -214,7 +214,7 @@ class Launches:
         return not why
 
     def _relaunch(self, run: PoolRun) -> str:
-        """Start the run's group again on its lease. Returns why that is not possible, "" when it is done."""
+        """Restart the run's group on its lease. Returns why that is not possible; "" when it is done."""
         if self._pool.scheduler.run(run.run_id) is None or run.lease is None:
             return "its devices were given back"
         if run.spec.session and not self._pool.scheduler.is_open(run.spec.session):
@@ -225,14 +225,14 @@ class Launches:
         return ""
 
     def _requeue(self, run: PoolRun) -> None:
-        """Its node was lost, and its lease is given back: it waits for another one."""
+        """Return a run to the queue after its node was lost and its lease given back."""
         why, run.lost_node = run.lost_node, ""
         run.placed_at = None
         run.ordered = False
         self._loop.call_soon(self._pool.feed, sched.RunRequeued(run.run_id, why, time.monotonic()))
 
     def _find_payload(self, run: PoolRun) -> str:
-        """See that a new agent can have the run's variables. Returns why not, "" when it can."""
+        """Find the run's payload for another launch. Returns why it is lost; "" when it was found."""
         match run.submit.payload.source:
             case InlinePayload():
                 lost = not run.frames
@@ -241,7 +241,7 @@ class Launches:
             case FilePayload(path=path):
                 lost = not os.path.exists(path)
             case StoredPayload():
-                # the store keeps it as long as the run goes on
+                # the store keeps it while the run is active
                 lost = False
         if not lost:
             return ""
@@ -258,7 +258,7 @@ class Launches:
         self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic()))
 
     def _prepares(self, run: PoolRun) -> bool:
-        """Whether its node makes its packages ready first; it says when they are. Not once it has started."""
+        """Whether the node first prepares the run's packages, and reports when they are ready."""
         environment = run.submit.environment
         if environment is None or run.state not in (RunState.QUEUED, RunState.PREPARING):
             return False
@@ -266,7 +266,7 @@ class Launches:
 
 
 def _labels(lease: Lease, inventory: Inventory | None) -> tuple[str, ...]:
-    """`A10 · 0` for each device of the lease, in rank order."""
+    """Return a label such as `A10 · 0` for each device of the lease, in rank order."""
     devices = {device.uuid: device for device in inventory.devices} if inventory is not None else {}
     return tuple(
         f"{devices[uuid].type.upper()} · {devices[uuid].index}" if uuid in devices else uuid for uuid in lease.uuids

@@ -1,8 +1,7 @@
-"""Files that describe environments (`requirements.txt`, `pylock.toml`), kept once and linked into run directories.
+"""Files that describe environments (`requirements.txt`, `pylock.toml`), stored once and linked into run directories.
 
-A run's directory has the same file as all others of its environment and user, so a thousand runs cost the disk nothing
-more, and nobody changes what others have.
-What no run's directory links any more goes when the pool looks after its state directory.
+The directories of all runs with the same environment and user link to the same read-only file, so a thousand runs take
+no more disk space than one. Files that no run's directory links to any more are removed by the pool's retention.
 """
 
 from __future__ import annotations
@@ -21,33 +20,33 @@ from sgpu_magic.wire.client import KeepEnvironment
 from sgpu_magic.wire.record import is_valid_id
 
 _Kept = tuple[str, str]
-"""A user's store and an environment's digest; "" while that is not known."""
+"""A user's store and an environment's digest; the digest is "" while it is unknown."""
 
 _FILES = ("requirements.txt", "pylock.toml")
-# of all the user's runs in that environment: it is not to be changed in one run's directory
+# read-only: all the user's runs in that environment share the file
 _MODE = 0o400
 _MOST_BYTES = 20_000_000
 _MOST_RUNS_KNOWN = 1000
 
 
 class KeptEnvironments:
-    """The files of every environment that runs had. Of one thread.
+    """The files of all environments that runs had. Used from one thread only.
 
     Args:
-        root: Where they are kept, by user and digest.
-        runs_path: Where runs have their directories.
+        root: Where they are stored, by user and digest.
+        runs_path: Holds the runs' directories.
     """
 
     def __init__(self, root: Path, runs_path: Path) -> None:
         self._root = root
         self._runs_path = runs_path
-        # in this service's life: clients send the files once
+        # used since this service started, so never removed: clients send the files only once
         self._used: set[_Kept] = set()
-        # the last runs and what they have: files that come later, or better ones, are put there too
+        # the latest runs and their environments: files that arrive later are linked there too
         self._runs: dict[str, _Kept] = {}
 
     def keep(self, message: KeepEnvironment, user: str) -> None:
-        """Write a user's files down, and link them into the directories of their runs that had this environment."""
+        """Store a user's files, and link them into the directories of their runs with this environment."""
         digest = message.digest
         files = [(name, text) for name, text in message.files if name in _FILES and len(text) <= _MOST_BYTES]
         if not is_valid_digest(digest):
@@ -57,7 +56,7 @@ class KeptEnvironments:
         for run_id in message.runs:
             if self._runs.get(run_id, kept)[0] == kept[0]:
                 self._remember(run_id, kept)
-        # a disk that is full, or was taken away, costs a run its copy of these files and nothing else
+        # on a full or missing disk a run only lacks its copy of these files
         with contextlib.suppress(OSError, UsageError):
             folder = private_dir(private_dir(private_dir(self._root) / kept[0]) / digest)
             for name, text in files:
@@ -66,16 +65,16 @@ class KeptEnvironments:
             self._put(kept, run_id)
 
     def link(self, digest: str, run_id: str, user: str) -> None:
-        """Put the files into a run's directory, now or once they are there.
+        """Link the files into a run's directory, now or once they arrive.
 
         Args:
-            digest: The environment's; "" where it was not known yet when the run was submitted. It may be by now.
-            run_id: The run, whose directory is there.
-            user: Whose it is.
+            digest: The environment's digest; "" if it was not known when the run was submitted.
+            run_id: The run, whose directory exists.
+            user: The run's user.
         """
         own = store_name(user)
         known = self._runs.get(run_id, (own, ""))
-        # who else named the run does not count
+        # ignore an entry that another user made for this run
         before = known if known[0] == own else (own, "")
         kept = (own, digest) if is_valid_digest(digest) else before
         self._remember(run_id, kept)
@@ -84,10 +83,10 @@ class KeptEnvironments:
             self._put(kept, run_id)
 
     def remove_unlinked(self) -> None:
-        """Remove what no run's directory has any more, but nothing that a run of this service's clients may have."""
+        """Remove files that no run's directory links to, except those used since this service started."""
         for folder in self._root.glob("*/*"):
             if (folder.parent.name, folder.name) not in self._used and not _is_linked(folder):
-                # of earlier versions there are files here
+                # earlier versions stored files here
                 shutil.rmtree(folder if folder.is_dir() else folder.parent, ignore_errors=True)
                 with contextlib.suppress(OSError):
                     folder.parent.rmdir()
@@ -100,7 +99,7 @@ class KeptEnvironments:
 
     def _put(self, kept: _Kept, run_id: str) -> None:
         directory = self._runs_path / run_id
-        # not there yet, or removed already
+        # the directory may not exist yet, or be removed already
         if not is_valid_id(run_id) or not directory.is_dir():
             return
         for name in _FILES:
@@ -109,7 +108,7 @@ class KeptEnvironments:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file under its name at once, whole, unless it says the same already."""
+    """Write a file atomically, unless it already has this content."""
     data = text.encode()
     if not has_content(path, data):
         write_whole(path, data, _MODE)

@@ -1,12 +1,12 @@
-"""The ledger: every run this pool has had, in SQLite, so that it can be shown and picked up again later.
+"""The ledger: a row for every run of this pool, in SQLite, so that runs can be listed and resumed later.
 
-It is a record, never the way of a run: a ledger that can't be written does not fail a run, it says so in
-`Ledger.problem`. The thread that opened it owns it; sqlite3 refuses any other.
+It is only a record: a ledger that can't be written does not fail a run, but sets `Ledger.problem`. The thread that
+opened it owns it; sqlite3 refuses any other.
 
-A cell of a few milliseconds in a session has no time for a commit of its own. Its events are on disk before anybody is
-told; its row is made from them within `_WRITE_S`, all rows of that moment in one transaction. A service that is killed
-in between leaves a run without a row: whoever takes it over, or submits it again, records it. What a full disk does not
-take waits too. Who asks is told of what waits as if it were written.
+A commit takes too long for a cell of a few milliseconds in a session. The cell's events are on disk before followers
+get them; its row is written within `_WRITE_S`, together with all other pending rows in one transaction. A service that
+is killed in between leaves a run without a row: the service that adopts it, or gets it resubmitted, records it. Rows
+that a full disk rejects stay pending too. Queries include pending rows and changes.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 _WRITE_S = 0.05
 # after a failure
 _WRITE_AGAIN_S = 1.0
-# what each cell changes in its session's row
+# columns that each cell changes in its session's row
 _OF_EACH_CELL = {"idle_s", "idle_clock"}
 
 RowChanges = dict[str, Any]
-"""Values (str, int, float, None) by column; columns that are not in it stay."""
+"""Values (str, int, float, None) by column; other columns stay as they are."""
 
 
 class Metered(msgspec.Struct, frozen=True):
-    """What is new of a run's meter; None is what stays. As in `RunSummary`.
+    """Changes to a run's meter; None leaves a value as it is. Fields as in `RunSummary`.
 
     Args:
-        idle_s: Of a session that goes on until `idle_clock`, when a cell began or ended in it.
+        idle_s: Idle seconds; of an active session up to `idle_clock`, when a cell last began or ended in it.
         metered_clock: `metered_at` on the monotonic clock.
         idle_clock: Monotonic time.
     """
@@ -71,32 +71,32 @@ class Ledger:
 
     Args:
         path: As for `LedgerDatabase`.
-        loop: In which cells of sessions are written a moment later; without one they are at once.
+        loop: Event loop in which rows of cells in sessions are written with a delay; None writes them at once.
 
     Raises:
-        PoolError: The file can't be made or opened.
+        PoolError: The file can't be created or opened.
     """
 
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._database = LedgerDatabase(path)
         self._loop = loop
-        # rows, and changes of rows, that are not in the database
+        # rows, and changes of rows, that are not in the database yet
         self._new: dict[str, RowChanges] = {}
         self._changes: dict[str, RowChanges] = {}
         self._timer: asyncio.TimerHandle | None = None
-        # runs in sessions whose rows may still change: they wait
+        # runs in sessions whose rows may still change: their changes are delayed
         self._later: set[str] = set()
 
     @property
     def problem(self) -> str:
-        """What is wrong with its database, for a person; "" when nothing is."""
+        """What is wrong with the database, for a person; "" when nothing is."""
         return self._database.problem
 
     def record(self, spec: RunSpec, state: RunState) -> None:
-        """Write a new run down.
+        """Record a new run.
 
         Raises:
-            ValueError: Its id is none, or is in the ledger already.
+            ValueError: Its ID is invalid, or is already in the ledger.
         """
         row = _new_row(spec, state)
         if spec.in_session and self._loop is not None:
@@ -123,16 +123,19 @@ class Ledger:
         failure: str | None = None,
         meter: Metered | None = None,
     ) -> None:
-        """Write down what is given; what is left out stays. A run that is not in the ledger changes nothing.
+        """Update a run's row with the given values. Does nothing if the run is not in the ledger.
 
         Args:
+            run_id: The run.
+            state: Its state.
+            lease: Its lease.
             started_at: Wall-clock time, seconds since the epoch.
-            ended_at: The same.
+            ended_at: Wall-clock time, seconds since the epoch.
             failure: One line for a person.
-            meter: What is new of its meter.
+            meter: Changes to its meter.
 
         Raises:
-            ValueError: `run_id` is no run id.
+            ValueError: `run_id` is not a run ID.
         """
         changes: RowChanges = {
             "state": None if state is None else state.value,
@@ -148,70 +151,70 @@ class Ledger:
         self._change(check_id(run_id), {name: value for name, value in changes.items() if value is not None})
 
     def summary(self, run_id: str) -> RunSummary | None:
-        """The run's row, None when the ledger does not have it."""
+        """Return the run's row, None when the ledger does not have it."""
         return next(iter(self.summaries([run_id])), None)
 
     def summaries(self, run_ids: Sequence[str]) -> list[RunSummary]:
-        """The rows of these runs, in this order, without those that the ledger does not have."""
+        """Return the rows of these runs, in this order, without those that the ledger does not have."""
         sql = f"SELECT {_COLUMNS} FROM runs WHERE run_id IN (SELECT value FROM json_each(?))"
         found = {row.run_id: row for row in [*self._summaries(sql, json.dumps([*run_ids])), *self._unwritten()]}
         return [found[run_id] for run_id in run_ids if run_id in found]
 
     def find(self, prefix: str) -> list[str]:
-        """The ids that begin with `prefix`, newest first; none where no id does."""
+        """Return the run IDs that begin with `prefix`, newest first."""
         if _PREFIX.fullmatch(prefix) is None:
             return []
-        # "g" sorts after every hexadecimal digit; a range uses the id's index where LIKE would not
+        # "g" sorts after every hexadecimal digit; a range uses the ID's index where LIKE would not
         sql = "SELECT run_id FROM runs WHERE run_id >= ? AND run_id < ? ORDER BY seq DESC"
         written = [row[0] for row in self._rows(sql, prefix, prefix + "g")]
         return [run_id for run_id in reversed(self._new) if run_id.startswith(prefix)] + written
 
     def recent(self, limit: int) -> list[RunSummary]:
-        """The runs submitted last, newest first."""
+        """Return the rows of the `limit` runs submitted last, newest first."""
         written = self._summaries(f"SELECT {_COLUMNS} FROM runs ORDER BY seq DESC LIMIT ?", max(0, limit))
         return [*self._unwritten(), *written][: max(0, limit)]
 
     def unfinished(self) -> list[str]:
-        """The runs that are in no final state, oldest first: after a start, those a dead service left."""
+        """Return the runs that are not in a final state, oldest first: at startup, those that a dead service left."""
         marks = ", ".join("?" * len(FINAL))
         sql = f"SELECT run_id FROM runs WHERE state NOT IN ({marks}) ORDER BY seq"
         return [row[0] for row in self._rows(sql, *FINAL)]
 
     def cells(self) -> list[str]:
-        """The runs that ran in sessions, oldest first."""
+        """Return the IDs of runs in sessions, oldest first."""
         return [row[0] for row in self._database.rows("SELECT run_id FROM runs WHERE session != '' ORDER BY seq")]
 
     def cell_times(self, session: str) -> list[tuple[float, float | None]]:
-        """When each cell of a session began and ended, None for one that goes on; without those that never began."""
+        """Return when each started cell of a session began and ended; the end of an active cell is None."""
         sql = "SELECT started_at, ended_at FROM runs WHERE session = ? AND session != '' AND started_at IS NOT NULL"
         return [(began, ended) for began, ended in self._rows(sql, session)]
 
     def clocks(self, run_id: str) -> tuple[float | None, float | None]:
-        """The run's `metered_clock` and `idle_clock`, of the machine's life of then; None where there is none."""
+        """Return the run's `metered_clock` and `idle_clock`, or None; they may be from before a reboot."""
         rows = self._database.rows("SELECT metered_clock, idle_clock FROM runs WHERE run_id = ?", (run_id,))
         return rows[0] if rows else (None, None)
 
     def costs_since(self, since: float, currency: str) -> list[tuple[float, float]]:
-        """When runs ended after `since` (seconds since the epoch), and what each cost, oldest first."""
+        """Return (end time, cost) of the runs that ended after `since`, seconds since the epoch; oldest first."""
         sql = (
             "SELECT ended_at, cost FROM runs WHERE cost IS NOT NULL AND ended_at > ? AND currency = ? ORDER BY ended_at"
         )
         return [(ended, cost) for ended, cost in self._database.rows(sql, (since, currency))]
 
     def has(self, run_id: str) -> bool:
-        """Whether the run was recorded; what waits waits on."""
+        """Whether the run was recorded. Does not write pending rows."""
         waits = run_id in self._later or run_id in self._new
         return waits or bool(self._database.rows("SELECT 1 FROM runs WHERE run_id = ?", (run_id,)))
 
     def close(self) -> None:
-        """Write everything into the one file and close it."""
+        """Write pending rows and close the database."""
         self.write()
         if self._timer is not None:
             self._timer.cancel()
         self._database.close()
 
     def write(self) -> None:
-        """Write down what waits."""
+        """Write pending rows and changes."""
         if not self._new and not self._changes:
             return
         statements = [_insertion(row, or_not=True) for row in self._new.values()]
@@ -224,17 +227,17 @@ class Ledger:
         self._changes.clear()
 
     def checkpoint(self) -> None:
-        """Bring all changes into the one file, if there are many. It waits for the disk."""
+        """Checkpoint the write-ahead log if it is large. Blocks until the disk has it."""
         self._database.checkpoint()
 
     def checkpoint_beside(self) -> None:
-        """The same from another thread, while changes are written."""
+        """Checkpoint from another thread, while changes are written."""
         self._database.checkpoint_beside()
 
     # ------------------------------------------------------------ within
 
     def _rows(self, sql: str, *values: str | int) -> list[Any]:
-        """Run a query, once what waits is written if that can be."""
+        """Run a query, after trying to write what is pending."""
         self.write()
         return self._database.rows(sql, values)
 
@@ -243,11 +246,11 @@ class Ledger:
         return [_summary_of(row | self._changes.get(row["run_id"], {})) for row in rows]
 
     def _unwritten(self) -> list[RunSummary]:
-        """Runs that are not in the database, newest first."""
+        """Return the rows that are not in the database yet, newest first."""
         return [_summary_of(row | self._changes.get(run_id, {})) for run_id, row in reversed(self._new.items())]
 
     def _change(self, run_id: str, changes: RowChanges) -> None:
-        """Write new values of a row's columns, now or later."""
+        """Change columns of a row, now or with a delay."""
         waits = run_id in self._later or run_id in self._new or run_id in self._changes
         waits = waits or (changes.keys() == _OF_EACH_CELL and self._loop is not None)
         if not changes or (not waits and self._database.write(_update(run_id, changes))):
@@ -265,10 +268,10 @@ class Ledger:
 
 
 def _new_row(spec: RunSpec, state: RunState) -> RowChanges:
-    """A new run's row.
+    """Return a new run's row.
 
     Raises:
-        ValueError: Its id is none.
+        ValueError: Its ID is invalid.
     """
     return {
         "run_id": check_id(spec.run_id),
@@ -287,7 +290,7 @@ def _new_row(spec: RunSpec, state: RunState) -> RowChanges:
 
 
 def _insertion(row: RowChanges, *, or_not: bool = False) -> Statement:
-    """The statement that adds a row; `or_not`: that does nothing where the run has one."""
+    """Return the statement that adds a row; with `or_not` it does nothing if the run already has one."""
     return (
         f"INSERT {'OR IGNORE ' if or_not else ''}INTO runs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
         tuple(row.values()),
@@ -295,13 +298,13 @@ def _insertion(row: RowChanges, *, or_not: bool = False) -> Statement:
 
 
 def _update(run_id: str, changes: RowChanges) -> Statement:
-    """The statement that changes a row."""
+    """Return the statement that changes a row."""
     columns = ", ".join(f"{column} = ?" for column in changes)
     return f"UPDATE runs SET {columns} WHERE run_id = ?", (*changes.values(), run_id)
 
 
 def _summary_of(row: RowChanges) -> RunSummary:
-    """What a row says; columns that it lacks have their defaults."""
+    """Convert a row; missing columns get their defaults."""
     values: dict[str, Any] = {name: value for name, value in row.items() if name in _NAMES}
     values |= {
         "simulated": bool(row.get("simulated")),
@@ -313,7 +316,7 @@ def _summary_of(row: RowChanges) -> RunSummary:
 
 
 def in_one_line(ended: RunEnded) -> str:
-    """What a row says of a run's end: `rank 1: ValueError: NaN in batch 118`, who cancelled it, or nothing."""
+    """Return a run's end in one line: `rank 1: ValueError: NaN in batch 118`, who cancelled it, or ""."""
     failure = ended.failure
     if failure is None:
         return ended.reason

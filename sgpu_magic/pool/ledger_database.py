@@ -1,4 +1,4 @@
-"""The ledger's SQLite file: made, brought to the newest version of its schema, or set aside and begun anew."""
+"""The ledger's SQLite file: created, migrated to the newest schema, or moved aside and replaced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import quote
 from sgpu_magic.config import SET_IN_NOTEBOOK, private_dir
 from sgpu_magic.errors import PoolError
 
-# Version n of the schema is what the first n migrations make. Never change one that was released: add one.
+# Version n of the schema is the result of the first n migrations. Never change a released one: add another.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         """
@@ -41,7 +41,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE runs ADD COLUMN kernel TEXT NOT NULL DEFAULT ''",
     ),
     (
-        # runs of before have no meter: NULL
+        # earlier runs have no meter: NULL
         "ALTER TABLE runs ADD COLUMN user TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE runs ADD COLUMN metered_at REAL",
         "ALTER TABLE runs ADD COLUMN hourly REAL",
@@ -53,7 +53,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX cells_of_sessions ON runs (session) WHERE session != ''",
     ),
     (
-        # `metered_at` on the monotonic clock of the machine's present life
+        # `metered_at` on the machine's monotonic clock, valid until it reboots
         "ALTER TABLE runs ADD COLUMN metered_clock REAL",
     ),
     (
@@ -63,17 +63,17 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 )
 T = TypeVar("T")
 Statement = tuple[str, Sequence[str | int | float]]
-"""SQL and its values."""
+"""An SQL statement and its values."""
 
 _FILES = ("", "-wal", "-shm")
-# what stays of the log of changes
+# `checkpoint` leaves a write-ahead log up to this size alone; SQLite truncates a larger one to it
 _LOG_BYTES = 1 << 20
-# what is written while it is brought into the one file is left for another round
+# each round checkpoints what was written during the one before
 _MOST_ROUNDS = 20
 
 
 class _SetAside(Exception):
-    """The file can't be this version's ledger; `suffix` names what it is kept as."""
+    """The file can't be used as the ledger; `suffix` is the ending under which it is kept."""
 
     def __init__(self, suffix: str, message: str) -> None:
         super().__init__(message)
@@ -81,21 +81,21 @@ class _SetAside(Exception):
 
 
 class NewerSchema(_SetAside):
-    """A newer sgpu-magic has made the database, with schema `version`; this one knows the first `known`."""
+    """A newer sgpu-magic created the database with schema `version`; this one knows versions up to `known`."""
 
     def __init__(self, version: int, known: int) -> None:
         super().__init__(f"schema-{version}", f"has schema {version} of a newer sgpu-magic, and this one knows {known}")
 
 
 def migrate(database: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -> None:
-    """Bring the schema to version `len(migrations)`, each step whole or not at all.
+    """Migrate the schema to version `len(migrations)`, with one transaction for each step.
 
     Args:
         database: A connection in autocommit mode (`isolation_level=None`).
-        migrations: The statements of each step; `PRAGMA user_version` counts the steps taken.
+        migrations: The statements of each step; `PRAGMA user_version` counts the applied steps.
 
     Raises:
-        NewerSchema: More steps were taken than are known here.
+        NewerSchema: The database has more steps than are known here.
     """
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version > len(migrations):
@@ -113,17 +113,17 @@ def migrate(database: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -
 
 
 class LedgerDatabase:
-    """The database in the file `path`. What it can't do it says in `problem`, and does nothing.
+    """The database in the file `path`. An operation that fails does nothing and sets `problem`.
 
     Args:
         path: The file; its directory becomes private.
 
     Attributes:
-        problem: What is wrong with it, for a person: a damaged file that was moved aside, a full disk; ""
+        problem: What is wrong with it, for a person, such as a damaged file that was moved aside or a full disk; ""
             when nothing is.
 
     Raises:
-        PoolError: The file can't be made or opened.
+        PoolError: The file can't be created or opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,14 +134,14 @@ class LedgerDatabase:
         self._connection = self._open()
 
     def rows(self, sql: str, values: Sequence[str | int | float] = ()) -> list[Any]:
-        """Run a query. Returns its rows, none when the database can't be used."""
+        """Run a query. Returns its rows; no rows when the database can't be used."""
         return self._tried(lambda: self._connection.execute(sql, values).fetchall()) or []
 
     def write(self, *statements: Statement) -> bool:
-        """Run statements in one transaction. False when the database did not take them: nothing is changed then.
+        """Run statements in one transaction. Returns False, with nothing changed, when the database failed.
 
         Raises:
-            sqlite3.IntegrityError: A row like this is there already.
+            sqlite3.IntegrityError: A row with a unique value of these already exists.
         """
         if not self._tried(lambda: self._written(statements)):
             return False
@@ -150,18 +150,18 @@ class LedgerDatabase:
         return True
 
     def checkpoint(self) -> None:
-        """Bring what was written into the one file. It waits for the disk."""
+        """Checkpoint the write-ahead log into the database file if it is large. Blocks until the disk has it."""
         if os.path.exists(log := f"{self._path}-wal") and os.stat(log).st_size > _LOG_BYTES:
             self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def checkpoint_beside(self) -> None:
-        """Bring what was written into the one file while more is, from a thread that may wait for the disk.
+        """Checkpoint from a thread that may wait for the disk, while the owning thread writes.
 
-        The log of changes becomes small with the next change.
+        The write-ahead log shrinks with the next change.
         """
         if not os.path.exists(log := f"{self._path}-wal") or os.stat(log).st_size <= _LOG_BYTES:
             return
-        # what it can't do now it does the next time
+        # after an error the next call tries again
         with contextlib.suppress(sqlite3.Error):
             uri = f"file:{quote(str(self._path))}?mode=rw"
             with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as connection:
@@ -180,7 +180,7 @@ class LedgerDatabase:
                 self._connection.execute(sql, values)
             self._connection.execute("COMMIT")
         except sqlite3.Error:
-            # a full disk has rolled it back by itself
+            # on a full disk SQLite has already rolled back
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
@@ -196,7 +196,7 @@ class LedgerDatabase:
                 if not _is_damage(error):
                     self.problem = f"{self._unusable}{error}"
                     return None
-                # damage that the start did not see: the next round asks the new, empty ledger
+                # damage that was not detected at startup: try again with a new, empty ledger
                 with contextlib.suppress(sqlite3.Error):
                     self._connection.close()
                 self._set_aside(_SetAside("damaged", f"is damaged ({error})"))
@@ -204,7 +204,7 @@ class LedgerDatabase:
         return None
 
     def close(self) -> None:
-        """Write everything into the one file and close it."""
+        """Close the database; SQLite checkpoints the write-ahead log."""
         self._connection.close()
 
     def _open(self) -> sqlite3.Connection:
@@ -232,17 +232,17 @@ class LedgerDatabase:
 
 def _connect(path: Path) -> sqlite3.Connection:
     existed = path.exists()
-    # SQLite gives its -wal and -shm files the database's mode, so only this one has to be made by hand
+    # SQLite gives its -wal and -shm files the mode of the database, so only this file needs its mode set
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     path.chmod(0o600)
-    # a database that was closed well has no -wal file: only one that was not is read through
+    # a cleanly closed database has no -wal file: only others are checked
     unclean = existed and Path(f"{path}-wal").exists()
     database = sqlite3.connect(path, timeout=0.2, isolation_level=None)
     try:
-        # In WAL with NORMAL a commit is one write into the page cache, about 0.05 ms: a run of 40 ms can pay
-        # for several. A killed process loses nothing; a machine that loses power may lose the last rows,
-        # never the file's soundness, which OFF would risk. The disk is waited for only at a checkpoint, so
-        # these are made rare: one in some 700 runs, and one at the end.
+        # In WAL mode with NORMAL, a commit is one write into the page cache, about 0.05 ms: a run of 40 ms can
+        # afford several. A killed process loses nothing; after a power failure the last rows may be lost, but the
+        # file stays intact, unlike with OFF. Only checkpoints wait for the disk, so they are rare: about one in
+        # 700 runs, and one at the end.
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute("PRAGMA wal_autocheckpoint = 4000")
@@ -259,6 +259,6 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
-    # extended codes keep the primary one in the low byte; an error of the module itself has none
+    # the low byte of an extended code is the primary one; errors of the module itself have no code
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

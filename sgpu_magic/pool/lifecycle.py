@@ -1,4 +1,4 @@
-"""One pool per user and machine: a lock while it lives, a file that says where it is, its end when it is idle."""
+"""One pool per user and machine: its lock, its address file, and its shutdown when idle."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class PoolPresence:
 
     Args:
         runtime: The private runtime directory.
-        state: The state directory. A lock in it stays when the runtime directory is removed under a living pool, as
+        state: The state directory. A lock in it remains when the runtime directory is removed while the pool runs, as
             at a logout.
 
     Raises:
-        AlreadyRunning: A living pool has the lock.
+        AlreadyRunning: Another pool holds the lock.
     """
 
     def __init__(self, runtime: Path, state: Path) -> None:
         self._runtime = runtime
         self._state_lock = -1
         with contextlib.suppress(OSError):
-            # on a disk that takes no file there is none
+            # without it if the disk accepts no file
             self._state_lock = os.open(lock_file(state), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock = -1
         try:
@@ -67,14 +67,14 @@ class PoolPresence:
             stale.unlink(missing_ok=True)
 
     def keep_in_place(self, listen: Callable[[], None], failed: Callable[[str, Exception], None]) -> None:
-        """Look from now on whether clients find the pool, and mend what was removed.
+        """Check regularly that clients can find the pool, and restore what was removed.
 
         Args:
             listen: Listens at the socket's path again.
-            failed: Called with a sentence and the error when it can't be mended; it is tried again.
+            failed: Called with a sentence and the error when restoring fails; the next check tries again.
         """
         if self._lock < 0:
-            # it has withdrawn
+            # the pool has withdrawn
             return
         if not self._is_in_place():
             try:
@@ -99,7 +99,7 @@ class PoolPresence:
         self._lock = lock
 
     def announce(self) -> None:
-        """From now on clients find the pool."""
+        """Write the address file, by which clients find the pool."""
         address = PoolAddress(
             pid=os.getpid(),
             process_start=process_start(os.getpid()),
@@ -110,16 +110,16 @@ class PoolPresence:
         write_whole(address_file(self._runtime), msgspec.json.encode(address))
 
     def hand_over(self) -> None:
-        """Make way for the next pool, which finds the agent by its socket."""
+        """Release the lock for the next pool, which finds the agent by its socket."""
         with contextlib.suppress(OSError):
             address_file(self._runtime).unlink()
         self._close()
 
     def withdraw(self) -> None:
-        """No new client shall find the pool; those that wait for its end see the lock go last."""
+        """Remove the address file and the sockets, then release the lock, which shows that the pool has ended."""
         with contextlib.suppress(OSError):
             address_file(self._runtime).unlink()
-        # the agent's goes with the agent, unless that was killed
+        # the agent removes its own socket, unless it was killed
         for path in (self.socket_path, agent_socket_file(self._runtime)):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -143,12 +143,12 @@ def _locked(path: Path) -> int:
 
 
 class Idleness:
-    """Watches how long nothing was asked of the pool.
+    """Ends the pool after a period without runs and requests.
 
     Args:
-        idle_s: Seconds without runs after which it ends; infinite for never.
-        in_use: Whether runs go on.
-        warn: Tells everybody who is connected a sentence; "" takes it back.
+        idle_s: Idle seconds after which the pool ends; infinite for never.
+        in_use: Returns whether any run is active.
+        warn: Sends a notice to all connected clients; "" clears it.
         give_back: Ends the pool.
     """
 
@@ -177,7 +177,7 @@ class Idleness:
         return time.time() + max(0.0, self._idle_s - (self._loop.time() - self._since))
 
     def touched(self) -> None:
-        """Somebody wants something."""
+        """Restart the idle period, because a client or a run used the pool."""
         self._since = self._loop.time()
         if self._warned:
             self._warned = False

@@ -1,7 +1,7 @@
-"""What all parts of the service work with, and what a fault in one costs: its run, or its answer, and no more.
+"""What all parts of the service share, and how faults are contained: a fault costs one run or one reply.
 
-Whatever a client or a node says is taken in within a call of `Guard`. A fault outside of these belongs to nobody: the
-service leaves, and the next one takes its runs over.
+Every message from a client or a node is handled within a call of `Guard`. After a fault outside of `Guard`, the service
+exits and the next one adopts its runs.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.client import ClientMessage, Submit
 from sgpu_magic.wire.devices import Inventory
 
-# an inventory older than this is taken anew before a run is placed on real devices
+# an inventory older than this is refreshed before a run is placed on real devices
 _FRESH_S = 2.0
 
 
 class ServiceFault(Exception):
-    """The service has a fault that belongs to no run."""
+    """A fault of the service that belongs to no run."""
 
 
 class Guard:
-    """Makes calls whose faults are somebody's.
+    """Makes calls, and attributes a fault to the run or client that the call is for.
 
     Args:
         server: Where the clients are connected.
-        active: The runs.
-        where: Where faults are written, a sentence's end.
+        active: The active runs.
+        where: Where faults are logged, as the end of a sentence.
 
     Attributes:
-        end: Ends a run of a fault, given a sentence, and whether its ranks are gone.
+        end: Ends a run after a fault. Takes the run, a sentence, and whether its ranks are gone.
     """
 
     def __init__(self, server: Server, active: ActiveRuns, where: str) -> None:
@@ -52,12 +52,12 @@ class Guard:
         self.end: Callable[[PoolRun, str, bool], None] = lambda _run, _why, _gone: None
 
     def for_run(self, run_id: str, call: Callable[[], None], *, gone: bool = False) -> None:
-        """Make a call for a run, which ends of a fault.
+        """Make a call for a run; a fault ends the run.
 
         Args:
             run_id: The run.
             call: The call.
-            gone: Its ranks are gone.
+            gone: Whether its ranks are gone.
         """
         run = self._active.get(run_id)
         try:
@@ -71,8 +71,8 @@ class Guard:
     def for_client(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
         """Make a call for a client's message.
 
-        An `SgpuError` is the answer: what the client asks for can't be had. A fault costs the answer; a run that was to
-        begin ends.
+        An `SgpuError` becomes the reply and refuses the request. After a fault the request is refused with an
+        `InternalError`, and a run that the message submitted ends.
         """
         try:
             call()
@@ -87,7 +87,7 @@ class Guard:
                 self._server.refuse(client, request, self._words_of(error), "InternalError")
 
     def for_nobody(self, call: Callable[[], None]) -> None:
-        """Pass an answer of a node on. A fault costs this answer, which is waited for with a deadline."""
+        """Pass on a node's reply. A fault drops this reply; clients wait for it with a deadline."""
         try:
             call()
         except Exception as error:  # noqa: BLE001
@@ -95,7 +95,7 @@ class Guard:
 
     def log(self, what: str, error: BaseException) -> None:
         """Write a fault into the service's log."""
-        # it may lie on a disk that is full
+        # the log's disk may be full
         with contextlib.suppress(OSError):
             sys.stderr.write(f"a fault in the pool service: {what}\n{''.join(traceback.format_exception(error))}")
 
@@ -104,13 +104,13 @@ class Guard:
 
 
 class FreshInventory:
-    """Of one pool.
+    """The newest inventory of one pool.
 
     Args:
-        take: Asks the nodes; the answer comes by `taken`.
+        take: Asks the nodes for an inventory, which `taken` receives.
 
     Attributes:
-        inventory: The newest; None before the first.
+        inventory: The newest inventory; None before the first.
     """
 
     def __init__(self, take: Callable[[], None]) -> None:
@@ -121,20 +121,20 @@ class FreshInventory:
 
     @property
     def host(self) -> str:
-        """The machine, or the name of the cluster; "" before it is known."""
+        """The name of the machine or the cluster; "" before it is known."""
         return self.inventory.host if self.inventory is not None else ""
 
     def taken(self, inventory: Inventory) -> list[Callable[[], None]]:
-        """This is the newest. Returns whom it is to be told by a call."""
+        """Store the newest inventory. Returns the calls that waited for it."""
         self.inventory = inventory
         self._at = time.monotonic()
         waiting, self._waiting = self._waiting, []
         return waiting
 
     def when_fresh(self, call: Callable[[], None]) -> None:
-        """Call at once where nothing can have changed, else once the nodes have been asked again.
+        """Call at once if the inventory is fresh, else after the nodes have sent a new one.
 
-        Real devices may be in use outside the pool since the last look.
+        Processes outside the pool may have begun to use real devices since the last inventory.
         """
         inventory = self.inventory
         if inventory is not None and (
@@ -148,18 +148,18 @@ class FreshInventory:
 
 
 class PoolParts(msgspec.Struct, frozen=True):
-    """What all parts of one service work with.
+    """What all parts of one service share.
 
     Args:
-        settings: The pool's.
+        settings: The pool's settings.
         server: Where the clients are connected.
-        engine: Where the ranks are.
-        ledger: All runs there ever were.
-        active: Those that go on.
-        scheduler: Who gets what.
-        stock: What the nodes have.
-        guard: Makes calls whose faults are somebody's.
-        feed: Tells the scheduler what happened, and does what it says.
+        engine: Where the ranks run.
+        ledger: The rows of all runs.
+        active: The active runs.
+        scheduler: Decides which run gets which devices.
+        stock: The newest inventory of the nodes.
+        guard: Makes calls and contains their faults.
+        feed: Feeds a stimulus to the scheduler and executes its instructions.
     """
 
     settings: Settings

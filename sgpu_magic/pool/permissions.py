@@ -1,8 +1,8 @@
-"""What a client may ask for, and which run it means by the beginning of an id.
+"""What a client may ask for, and which run it means by an ID prefix.
 
-On the service's machine everything is permitted: who reaches its socket owns its files. A client of another machine is
-the user that its key is listed for. Of other users' runs it sees rows in the status, and nothing else; an admin may
-also end them.
+On the service's machine everything is permitted: a client that reaches the socket also owns the files. A client on
+another machine acts as the user that its key is listed for. Of other users' runs it sees only the rows in the status;
+an admin may also end them.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from sgpu_magic.wire.client import (
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.record import short
 
-# a user's own newest run is looked for among so many
+# a remote user's newest run is searched among this many
 _LOOK_BACK = 200
 
 
 class Permissions:
-    """Checks what clients of other machines ask, and finds runs for all clients.
+    """Checks the requests of remote clients, and finds runs for all clients.
 
     Args:
-        pool: What all parts work with.
+        pool: The service's shared parts.
     """
 
     def __init__(self, pool: PoolParts) -> None:
         self._pool = pool
 
     def permitted(self, client: ConnectedClient, message: ClientMessage) -> ClientMessage | None:
-        """Return the message as it may be acted upon; None when it may not, and nobody waits for an answer.
+        """Return the message, adjusted to what is permitted; None when it is refused and needs no reply.
 
         Raises:
-            SgpuError: It may not.
+            SgpuError: The request is not permitted.
         """
         if client.same_host:
             return message
@@ -84,7 +84,7 @@ class Permissions:
                 return message
 
     def user_of(self, run_id: str) -> str | None:
-        """Return whose a run is, one that is over too; None where there is none."""
+        """Return the user of an active or finished run; None when there is no such run."""
         run = self._pool.active.speaker(run_id)
         if run is not None:
             return run.spec.owner.user
@@ -92,11 +92,11 @@ class Permissions:
         return row.user if row is not None else None
 
     def may_see(self, client: ConnectedClient, run_id: str) -> bool:
-        """Whether a run's content is the client's business."""
+        """Whether the client may see a run's content."""
         return client.same_host or client.user == self.user_of(run_id)
 
     def shown(self, client: ConnectedClient, status: PoolStatus) -> PoolStatus:
-        """Return a status without what other users' runs are about."""
+        """Return a status without the details of other users' runs."""
         if client.same_host:
             return status
         rows = tuple(row if row.user == client.user else _row_of_another(row) for row in status.runs)
@@ -105,12 +105,12 @@ class Permissions:
     # ------------------------------------------------------------ which run is meant
 
     def to_follow(self, client: ConnectedClient, prefix: str) -> str:
-        """Return the id of the run that the client wants to follow: one that goes on, or one that is over.
+        """Return the ID of the active or finished run that the client wants to follow.
 
-        Where it names none: the newest detached one that goes on, else the newest of all.
+        Without a prefix: the newest active detached run, else the newest run.
 
         Raises:
-            RunUnknown: There is none, or more than one.
+            RunUnknown: No run matches, or more than one does.
         """
         if not prefix:
             going_on = [run.run_id for run in self._of_prefix("", client.may_see) if run.spec.detach]
@@ -121,7 +121,7 @@ class Permissions:
                 raise RunUnknown("this pool has had no run yet.")
             return chosen
         found = {run.run_id for run in self._pool.active.going if run.run_id.startswith(prefix)}
-        # a run that was lost with the queue of an earlier service is not there until it is submitted again
+        # runs from an earlier service's queue do not count until they are submitted again
         found |= set(self._pool.ledger.find(prefix)) - set(self._pool.active.resubmittable)
         found = {run_id for run_id in found if self.may_see(client, run_id)}
         if len(found) == 1:
@@ -129,13 +129,15 @@ class Permissions:
         raise RunUnknown(_not_one(prefix, found, "that this pool has"))
 
     def going(self, client: ConnectedClient, prefix: str, *, ends: bool = False) -> PoolRun:
-        """The one run of that prefix that goes on.
+        """Return the one active run with that prefix.
 
         Args:
-            ends: It is to be ended, which an admin may do to everybody's.
+            client: The client that asks.
+            prefix: The beginning of a run ID.
+            ends: Whether the run is to be ended, which an admin may do to all users' runs.
 
         Raises:
-            RunUnknown: There is none, or more than one.
+            RunUnknown: No run matches, or more than one does.
         """
         found = self._of_prefix(prefix, client.may_end if ends else client.may_see)
         if len(found) == 1:
@@ -143,7 +145,7 @@ class Permissions:
         raise RunUnknown(_not_one(prefix, [run.run_id for run in found], "that is going on here"))
 
     def own_going(self, client: ConnectedClient, prefix: str) -> PoolRun | str:
-        """The one run of that prefix that goes on and is this client's user's; else a sentence why there is none."""
+        """Return the one active run with that prefix that the client may see; else a sentence that says why not."""
         found = self._of_prefix(prefix, client.may_see)
         if len(found) == 1 and prefix:
             return found[0]
@@ -161,7 +163,7 @@ class Permissions:
         spec = submit.spec
         if spec.session:
             self._check_session(client, spec.session)
-        # its process is on another machine, whatever that is called
+        # the client's process is on another machine, even if that has the same name
         host = spec.owner.host if spec.owner.host != host_name() else f"{spec.owner.host} (another machine)"
         owner = msgspec.structs.replace(spec.owner, user=client.user, host=host)
         context = msgspec.structs.replace(submit.context, elsewhere=True)

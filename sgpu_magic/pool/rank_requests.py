@@ -1,6 +1,6 @@
-"""What clients ask of ranks: where they are, what is in their namespaces, to be replaced, to be reached at a port.
+"""Clients' requests to ranks: stacks, questions about namespaces, restarts, and streams to ports.
 
-All of it is passed on to the engine, and the answers back.
+All of them are passed on to the engine, and the replies back to the clients.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _MOST_OF_CLIENT = 256
 
 
 class RankRequests:
-    """Questions to ranks. Whatever is in the way is the answer: nobody shall wait for it.
+    """Passes requests to ranks. A request that can't be passed on is answered with the reason at once.
 
     Args:
-        pool: What all parts work with.
+        pool: The service's shared parts.
     """
 
     def __init__(self, pool: PoolParts) -> None:
         self._pool = pool
-        # never used twice: an answer that comes late is for nobody
+        # never reused, so that late replies are ignored
         self._numbers = itertools.count(1)
-        # who asked, and of which run's ranks
+        # by number: the client, its message, and the run whose ranks were asked
         self._asked = Pending[int, tuple[ConnectedClient, AskStacks | AskRank | RestartRanks, str]]()
 
     # ------------------------------------------------------------ from clients
 
     def ask_stacks(self, client: ConnectedClient, message: AskStacks, run: PoolRun) -> None:
-        """Ask where a run's ranks are."""
+        """Take the stacks of a run's ranks."""
         if run.placed_at is None:
             raise UsageError(f"run {short(run.run_id)} has no ranks yet: it is {run.state}.")
         self._pool.engine.take_stacks(self._number(client, message, run.run_id), run.run_id)
 
     def restart(self, client: ConnectedClient, message: RestartRanks) -> None:
-        """Have ranks of a session replaced, unless a cell is in the way."""
+        """Restart ranks of a session, unless a cell runs in it."""
         session = self._session(message.session)
         problem = self.no_session(message.session) if session is None else self._why_not_now(session, message.ranks)
         if problem:
@@ -64,7 +64,7 @@ class RankRequests:
         self._pool.engine.restart_session_ranks(number, message.session, message.ranks)
 
     def ask(self, client: ConnectedClient, message: AskRank) -> None:
-        """Ask an idle rank of a session."""
+        """Send a question to an idle rank of a session."""
         session = self._session(message.session)
         if session is None:
             problem = self.no_session(message.session)
@@ -79,7 +79,7 @@ class RankRequests:
         self._answer(client, message, RankAnswer(problem=problem))
 
     def no_session(self, session: str) -> str:
-        """Say of a session that does not go on when and why it ended."""
+        """Return a sentence that says when and why a session ended, or that there is none."""
         row = self._pool.ledger.summary(session)
         if row is None or row.kind is not RunKind.SESSION:
             return f"there is no session {short(session)} in this pool. {_REMEDY}"
@@ -118,7 +118,7 @@ class RankRequests:
             self._answer(asked[0], asked[1], answer)
 
     def run_gone(self, run_id: str) -> None:
-        """Nobody will answer for its ranks any more."""
+        """Answer the open requests to a run whose ranks are gone."""
         ended = f"session {short(run_id)} ended before it could answer. {_REMEDY}"
         for client, message, _ in self._asked.take_all(lambda asked: asked[2] == run_id):
             match message:
@@ -179,13 +179,13 @@ class _Forwarded(msgspec.Struct, eq=False):
     """A stream that is open, or being opened.
 
     Args:
-        client: Whose.
-        stream: Its number there.
-        run_id: Of the run that it leads to.
-        ranks_of: Whose ranks that has: a cell in a session runs in the session's.
-        rank: On whose node.
-        watches: It only waits for the run's end.
-        ended: How many of its directions have ended.
+        client: The client that opened it.
+        stream: Its number at the client.
+        run_id: The run that it leads to.
+        ranks_of: The run that owns the ranks: for a cell in a session, the session.
+        rank: The rank to whose node it leads.
+        watches: Whether it only waits for the run's end.
+        ended: How many of its two directions have ended.
     """
 
     client: ConnectedClient
@@ -198,18 +198,18 @@ class _Forwarded(msgspec.Struct, eq=False):
 
 
 class Forwarding:
-    """Passes connections on that clients forward to ports of their runs. It never looks into them.
+    """Forwards clients' connections to ports of their runs, without inspecting the data.
 
     Args:
-        pool: What all parts work with.
-        find: Finds the run of a prefix that goes on and is this client's; else the sentence that says why not.
+        pool: The service's shared parts.
+        find: Returns the client's active run with a prefix; else a sentence that says why there is none.
     """
 
     def __init__(self, pool: PoolParts, find: Callable[[ConnectedClient, str], PoolRun | str]) -> None:
         self._pool = pool
         self._find = find
         self._number = 0
-        # by the number that they have towards the nodes
+        # by the number that the nodes know them by
         self._streams: dict[int, _Forwarded] = {}
         self._by_client: dict[tuple[bytes, int], int] = {}
 
@@ -218,7 +218,7 @@ class Forwarding:
     def from_client(
         self, client: ConnectedClient, message: OpenStream | StreamMessage, frames: Sequence[bytes]
     ) -> None:
-        """Open a stream, or pass on what a client says of one of its own."""
+        """Open a stream, or pass on a client's message of an open one."""
         if isinstance(message, OpenStream):
             self._open(client, message)
             return
@@ -231,7 +231,7 @@ class Forwarding:
         self._count_end(number, forwarded, message)
 
     def client_gone(self, client: ConnectedClient) -> None:
-        """Its streams end at their other end too."""
+        """Close a client's streams at the nodes too."""
         for number, forwarded in list(self._streams.items()):
             if forwarded.client is client:
                 self._drop(number, forwarded)
@@ -241,7 +241,7 @@ class Forwarding:
     # ------------------------------------------------------------ from the engine
 
     def from_node(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
-        """Pass on what a node says of a stream."""
+        """Pass on a node's message of a stream."""
         forwarded = self._streams.get(message.stream)
         if forwarded is None:
             return
@@ -254,7 +254,7 @@ class Forwarding:
             self._count_end(number, forwarded, message)
 
     def run_gone(self, run_id: str) -> None:
-        """Its ranks are gone, and what listened there."""
+        """Close the streams to a run whose ranks are gone."""
         for number, forwarded in list(self._streams.items()):
             if run_id in (forwarded.run_id, forwarded.ranks_of):
                 self._drop(number, forwarded)
@@ -264,7 +264,7 @@ class Forwarding:
     # ------------------------------------------------------------ within
 
     def _open(self, client: ConnectedClient, message: OpenStream) -> None:
-        """Have a stream opened, unless the run is none of the client's or has no such rank."""
+        """Open a stream, or close it at once with the reason why it can't be opened."""
         run = self._find(client, message.run)
         problem = run if isinstance(run, str) else self._why_not(client, run, message)
         if problem or isinstance(run, str):
@@ -299,7 +299,7 @@ class Forwarding:
     def _count_end(self, number: int, forwarded: _Forwarded, message: StreamMessage) -> None:
         if isinstance(message, StreamEnded):
             forwarded.ended += 1
-        # after both ends only words about what was taken are under way
+        # after both directions have ended, only acknowledgements may still arrive
         if isinstance(message, StreamClosed) or forwarded.ended == 2:
             self._drop(number, forwarded)
 

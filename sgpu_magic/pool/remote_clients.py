@@ -1,7 +1,7 @@
-"""Clients of other machines: a ZeroMQ router on TCP that admits listed keys only.
+"""Clients on other machines: a ZeroMQ router on TCP that admits listed keys only.
 
-A connection that breaks costs nothing: who comes back says which client it was, and is asked again for nothing that is
-known. One that stays away for longer than the link's time-out is gone.
+A broken connection loses nothing: a client that reconnects names its instance and resumes. A client that stays away
+longer than the link's time-out is gone.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from sgpu_magic.wire.client import Cancel, ClientMessage, Detach, Ping, Pong, Re
 from sgpu_magic.wire.pool_status import Hello
 from sgpu_magic.wire.record import Record
 
-# what is done once, however often it is asked after a broken connection
+# executed only once, however often a client repeats the request after a broken connection
 _ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)
-# messages of one client that wait here; further ones wait at its end of the line
+# messages of one client that are queued here; further ones wait at the client
 _RECEIVED_AHEAD = 64
-# messages that wait for one client; what is more is dropped, and told to it when it has caught up
+# messages that are queued for one client; further ones are dropped, and `Pong.behind` tells it so
 _SENT_AHEAD = 10_000
-# then others have a turn
+# limits of one turn, before other work gets the loop
 _TURN_MESSAGES = 100
 _TURN_S = 0.01
 _MOST_OF_A_USER = 64
@@ -49,10 +49,10 @@ class Listening(msgspec.Struct, frozen=True):
     """Where and for whom a served pool listens.
 
     Args:
-        address: `tcp://host:port`; port `*` is one that is free.
-        keys: The pool's.
-        clients: Who is let in.
-        timeout_s: Seconds of silence after which a client is gone.
+        address: `tcp://host:port`; port `*` is any free port.
+        keys: The pool's key pair.
+        clients: The authorized clients.
+        timeout_s: Seconds of silence after which a client counts as gone.
     """
 
     address: str
@@ -62,27 +62,27 @@ class Listening(msgspec.Struct, frozen=True):
 
 
 class RemoteClients(Router):
-    """Their router.
+    """The router for clients on other machines.
 
     Args:
-        listening: Where and for whom.
+        listening: Where and for whom it listens.
         on_message: Called with the client, the message and its raw frames.
-        on_gone: Called when a client has not been heard for too long.
+        on_gone: Called when a client has been silent for too long.
 
     Raises:
-        zmq.ZMQError: The address can't be listened at.
+        zmq.ZMQError: The address can't be bound.
     """
 
     def __init__(self, listening: Listening, on_message: Heard, on_gone: Callable[[ConnectedClient], None]) -> None:
-        # with a context of its own: a flood from outside does not slow down the local socket's thread
+        # the base class makes a separate context: a flood from outside does not slow down the local socket's thread
         super().__init__(received_ahead=_RECEIVED_AHEAD, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
         self._clients = listening.clients
         self._timeout_s = listening.timeout_s
         self._on_message = on_message
         self._on_gone = on_gone
-        # (public key, instance): the same in all its connections
+        # by public key and instance, which stay the same across a client's connections
         self._known: dict[tuple[str, str], ConnectedClient] = {}
-        # its connection's descriptor in this process, and what tells that from another which got its number
+        # the connection's descriptor in this process, and its inode, since descriptor numbers are reused
         self._sockets: dict[ConnectedClient, tuple[int, int]] = {}
         self._clients.look()
         self._admission = Admission(self._context, self._admits)
@@ -98,7 +98,7 @@ class RemoteClients(Router):
         return list(self._known.values())
 
     def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
-        """Send an answer, unless the client is away or too slow: it asks again for what it has missed."""
+        """Send a reply; it is dropped if the client is away or too slow, and the client asks for it again."""
         parts = [codec.encode(message), *frames]
         request = getattr(message, "request", 0)
         if request in client.answers:
@@ -107,7 +107,7 @@ class RemoteClients(Router):
             client.behind = True
 
     def drop(self, client: ConnectedClient) -> None:
-        """The client said goodbye."""
+        """Forget a client."""
         self._by_identity.pop(client.identity, None)
         self._known.pop((client.key, client.instance), None)
         self._sockets.pop(client, None)
@@ -127,7 +127,7 @@ class RemoteClients(Router):
         return self._clients.find(key) is not None
 
     def _drain(self) -> None:
-        """Take what has come, for so long as is fair to everything else. ZeroMQ takes the clients in turns."""
+        """Handle received messages within the limits of one turn. ZeroMQ reads from the clients in turns."""
         self._drain_scheduled = False
         until = time.monotonic() + _TURN_S
         for _ in range(_TURN_MESSAGES):
@@ -146,12 +146,12 @@ class RemoteClients(Router):
     def _take(self, identity: bytes, parts: Sequence[zmq.Frame]) -> None:
         key = sender_of(parts[0])
         if self._clients.find(key) is None:
-            # it was in when its key was taken from the list
+            # it was connected when its key was revoked
             return
         try:
             message = codec.client_messages.decode(parts[0].bytes)
         except msgspec.DecodeError:
-            # not our protocol: nothing happens
+            # not our protocol: ignore it
             return
         client = self._by_identity.get(identity)
         if isinstance(message, Hello):
@@ -181,7 +181,7 @@ class RemoteClients(Router):
             client = ConnectedClient(identity, hello.pid, same_host=False, instance=hello.instance, key=key)
             self._known[key, hello.instance] = client
         else:
-            # it comes back over a new connection
+            # it reconnects
             self._by_identity.pop(client.identity, None)
             client.identity = identity
             client.behind = False
@@ -193,7 +193,7 @@ class RemoteClients(Router):
             self._limit.knows(descriptor)
         return client
 
-    # ------------------------------------------------------------ who goes
+    # ------------------------------------------------------------ gone and revoked clients
 
     @property
     def _look_s(self) -> float:
@@ -228,21 +228,21 @@ class RemoteClients(Router):
 
 
 def _say(text: str) -> None:
-    # to the operator's terminal, or a file on a disk that may be full
+    # stderr may be a file on a full disk
     with contextlib.suppress(OSError):
         sys.stderr.write(f"sgpu: {text}\n")
 
 
 class ConnectionLimit:
-    """Counts the connections of a listening socket, and ends those that are too many. Used in the loop's thread.
+    """Counts the connections of a listening socket, and ends surplus ones. Used in the loop's thread.
 
     A connection without a hello is unknown. A handshake takes milliseconds: when there are too many unknown
     connections, the oldest of them are closed, so that clients with a listed key still get in.
 
     Args:
         listening: The socket, before it is bound.
-        most: So many are let in at once.
-        most_unknown: So many of them may be unknown.
+        most: The most connections at once.
+        most_unknown: The most unknown connections among them.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class ConnectionLimit:
         self._most_unknown = most_unknown
         self._loop = asyncio.get_running_loop()
         self._known: set[int] = set()
-        # their inodes, oldest first
+        # descriptor to inode, oldest first
         self._unknown: dict[int, int] = {}
         self._monitor = listening.get_monitor_socket(_EVENTS)
         self._loop.add_reader(self._monitor.fileno(), self._look)
@@ -261,7 +261,7 @@ class ConnectionLimit:
 
     @property
     def unknown(self) -> int:
-        """How many have not said hello."""
+        """The number of connections without a hello."""
         return len(self._unknown)
 
     @property
@@ -270,7 +270,7 @@ class ConnectionLimit:
         return self._known | self._unknown.keys()
 
     def knows(self, descriptor: int) -> None:
-        """Somebody with a listed key has said hello over this connection."""
+        """Mark a connection as known: a client with a listed key said hello over it."""
         if self._unknown.pop(descriptor, None) is not None:
             self._known.add(descriptor)
 
@@ -286,7 +286,7 @@ class ConnectionLimit:
             self._known.discard(descriptor)
             self._unknown.pop(descriptor, None)
             if event["event"] == zmq.Event.ACCEPTED:
-                # it may be gone already, which the next events tell
+                # it may be closed already, as a later event will report
                 with contextlib.suppress(OSError):
                     self._unknown[descriptor] = os.fstat(descriptor).st_ino
         while self._unknown and (
@@ -297,11 +297,11 @@ class ConnectionLimit:
 
 
 def end_connection(descriptor: int, inode: int) -> None:
-    """End a connection, which ZeroMQ has no way to say.
+    """End a connection; ZeroMQ has no call for that.
 
     Args:
         descriptor: Its socket in this process.
-        inode: Of the same: the descriptor's number may be another's by now.
+        inode: The socket's inode, since the descriptor's number may have been reused.
     """
     with contextlib.suppress(OSError):
         if os.fstat(descriptor).st_ino == inode:

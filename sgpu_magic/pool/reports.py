@@ -1,6 +1,6 @@
-"""What the nodes report of their runs: written down, sent to followers, passed on to the scheduler, confirmed.
+"""Handles the nodes' reports about runs: records them, sends them to followers and the scheduler, confirms them.
 
-A group that failed is started again as often as its run allows (`instructions`).
+A failed group is restarted as often as its run allows (`instructions`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _CONFIRM_S = 1.0
 
 
 class Reports:
-    """Takes in what the engine hears from its nodes.
+    """Handles what the engine receives from its nodes.
 
     Args:
-        pool: What all parts work with.
-        launches: Says which ends are not the end.
+        pool: The service's shared parts.
+        launches: Decides whether a failed group is restarted.
     """
 
     def __init__(self, pool: PoolParts, launches: Launches) -> None:
@@ -42,10 +42,10 @@ class Reports:
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
         run = self._pool.active.speaker(event.run_id)
         if run is None or run.log is None or event.number <= run.log.numbers.get(event.part, 0):
-            # one that was kept before the service was started again
+            # logged before the service was restarted
             return
         if run.ended and not isinstance(event.body, PayloadReleased | Noted):
-            # its last word was said here, since something had gone wrong; what was left out on a node comes after any
+            # the service itself wrote the final event after a fault; only late notes and the payload's release count
             run.log.skip(event)
             self._confirm_later(run.run_id)
             return
@@ -72,7 +72,7 @@ class Reports:
                 if failed is not None:
                     self._pool.active.tell(run, failed, at, told=event)
                     return
-                # its agent may have had nobody to tell for a while
+                # the report may be late, after a while without a pool service
                 ended_at = now - max(0.0, time.time() - at)
                 queued_s = (run.placed_at or ended_at) - run.submitted_at
                 body = msgspec.structs.replace(body, queued_s=queued_s, total_s=ended_at - run.submitted_at)
@@ -87,14 +87,14 @@ class Reports:
                 self._pool.active.tell(run, body, at, frames, event)
 
     def devices_free(self, run_id: str) -> None:
-        """The next run may have the run's devices; all else waits for its files."""
+        """Return the devices of a run whose processes are gone, even if its files are still being transferred."""
         run = self._pool.active.get(run_id)
         if run is not None:
             run.processes_gone = True
             self._give_back(run)
 
     def _give_back(self, run: PoolRun) -> None:
-        """Let go of the devices of a run whose processes are gone, unless its group may be started again on them."""
+        """Return the devices of a run whose processes are gone, unless its group may be restarted on them."""
         if not run.processes_gone or run.may_start_again:
             return
         if run.spec.kind is RunKind.SESSION and (not run.ended or self._has_fresh_runs(run)):
@@ -103,11 +103,11 @@ class Reports:
         if run.ended:
             self._over(run)
         else:
-            # its last word waits for its results
+            # the final event follows once the results have been transferred
             self._pool.feed(sched.LeaseFreed(run.run_id, time.monotonic()))
 
     def _has_fresh_runs(self, session: PoolRun) -> bool:
-        """Whether new processes are on the session's devices."""
+        """Whether `--fresh` runs use the session's devices."""
         return any(
             run.spec.session == session.run_id and run.spec.fresh and run.ordered for run in self._pool.active.going
         )
@@ -117,7 +117,7 @@ class Reports:
         run = self._pool.active.get(run_id)
         if run is not None and not self._launches.goes_on(run):
             if run.lost_node and not run.payload_over:
-                # who would have said so may be dead
+                # the agent that would report this may be dead
                 self._pool.active.tell(run, PayloadReleased(kept=False, reason=run.lost_node), time.time())
                 run.payload_over = True
             if run.spec.kind is RunKind.SESSION:
@@ -129,7 +129,7 @@ class Reports:
         self._pool.feed(sched.RunOver(run.run_id, run.ended_as or RunState.FAILED, time.monotonic()))
 
     def _end_cells_of(self, session: PoolRun) -> None:
-        """The ranks of a session are gone: no cell can be in them any more."""
+        """End the cells in a session whose ranks are gone."""
         for run in self._pool.active.going:
             if run.spec.session != session.run_id or not run.spec.in_session or run.placed_at is None:
                 continue
@@ -140,10 +140,10 @@ class Reports:
             self._pool.active.ranks_gone(run)
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
-        """A node of these runs is gone: they end now, or are placed again once nothing is left of them elsewhere."""
+        """End the runs of a lost node, or requeue them once none of their ranks is left on other nodes."""
         failure = _node_lost(why, host)
         lost = [run for run_id in run_ids if (run := self._pool.active.get(run_id)) is not None]
-        # cells before their sessions: of a session that still seems to run the next cell would begin
+        # cells before their sessions, whose end would cancel their fresh cells
         for run in sorted(lost, key=lambda run: not run.spec.session):
             run.lost_node = why
             if run.ended and self._pool.engine.far:
@@ -157,12 +157,12 @@ class Reports:
                 self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic(), failure.message))
 
     def nodes_lost(self, why: str) -> None:
-        """The one agent died and has a successor: its runs end or are started again; those that wait, wait."""
+        """End or restart the runs of the single agent, which died and was replaced; queued runs keep waiting."""
         self._unconfirmed.clear()
         failure = _node_lost(why, self._pool.stock.host)
         self._pool.active.memory_lost(why)
-        # before a lease is given back: what waits is placed on the new agent at once. Cells before their sessions:
-        # of a session that still seems to run the next cell would begin
+        # before any lease is returned: then waiting runs are placed on the new agent at once, and the next cell would
+        # start in a session that still seems to run. Cells before their sessions, whose end would cancel fresh cells
         had_ranks = [run for run in self._pool.active.going if run.placed_at is not None]
         of_sessions = [run for run in had_ranks if run.spec.session or run.spec.kind is RunKind.SESSION]
         for run in sorted(of_sessions, key=lambda run: not run.spec.session):
@@ -177,27 +177,27 @@ class Reports:
             self._pool.active.forget(run.run_id)
 
     def _try_again(self, run: PoolRun, failure: Failure) -> None:
-        """Have a run that lost ranks started again where that is due; it is told so."""
+        """Mark a run that lost ranks for a restart if one is due, and tell its followers."""
         if not run.ended and not run.failed:
             failed = self._launches.instead_of(run, RunEnded(state=RunState.FAILED, failure=failure))
             if failed is not None:
                 self._pool.active.tell(run, failed, time.time())
 
     def _lose(self, run: PoolRun, failure: Failure) -> RunState:
-        """Say the last word of a run whose ranks died with their agent, unless it was said. Returns its state."""
+        """Write the final event of a run whose ranks died with their agent, unless it exists. Returns its state."""
         run.failed = None
         if run.ended_as is not None:
             return run.ended_as
         state = run.stopping_as or RunState.FAILED
         if state is RunState.TIMED_OUT:
-            # that ended it, and its agent died before it could say so
+            # the time limit ended the run, and its agent died before it could report that
             self._pool.active.tell(run, Noted(text=failure.message), failure.at)
             failure = msgspec.structs.replace(failure, kind=FailureKind.TIMEOUT, message=run.reason)
         self._pool.active.end_without_ranks(run, state, failure.message, failure.kind, failure)
         return state
 
     def written(self, run: PoolRun) -> None:
-        """Events that the disk had not taken are on it."""
+        """Confirm a run's events, which the disk has now accepted."""
         self._confirm_later(run.run_id)
 
     def _confirm_later(self, run_id: str) -> None:

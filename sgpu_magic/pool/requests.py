@@ -1,4 +1,4 @@
-"""What clients ask, and the answers. What follows from it for devices and queue is the scheduler's to say."""
+"""Clients' requests and their replies. The scheduler decides what they mean for devices and queue."""
 
 from __future__ import annotations
 
@@ -67,23 +67,23 @@ from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, Hello, Pool
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import OWNER_GONE, RunState
 
-# what two clocks differ by that were not set
+# a larger difference between the clocks means that the wall clock was set
 _STEP_S = 1.0
-# a pool that is asked to stop answers before it does
+# a stopping pool first sends its reply
 _ANSWER_FIRST_S = 0.05
 _OF_RUNS = (Submit, Cancel, RestartRanks, Attach)
 
 
 class Requests:
-    """Answers clients.
+    """Handles clients' requests.
 
     Args:
-        pool: What all parts work with.
+        pool: The service's shared parts.
         permissions: What each client may ask for.
-        kept_environments: What describes the runs' packages.
-        files: Takes uploads and reads runs' files.
+        kept_environments: The files that describe the runs' packages.
+        files: Receives uploads and reads runs' files.
         tracker: Has runs written to MLflow.
-        idleness: Knows when the pool ends.
+        idleness: Knows when the idle pool ends.
         stop: Ends the pool.
     """
 
@@ -111,13 +111,13 @@ class Requests:
         self.submissions = Submissions(pool, self.ranks.no_session, files)
 
     def heard(self, client: ConnectedClient, asked: ClientMessage, frames: Sequence[bytes]) -> None:
-        """Do what a client asks, or see that it is told why not.
+        """Handle a client's message.
 
         Raises:
-            SgpuError: It can't be done.
+            SgpuError: The request is refused.
         """
         if isinstance(asked, _OF_RUNS) and not self._pool.active.settled:
-            # once it is known which runs of an earlier service go on; a cancel never before the run that it means
+            # wait until the runs of an earlier service are adopted; a cancel must not overtake its run's submission
             self._when_fresh(client, asked, lambda: self.heard(client, asked, frames))
             return
         match message := self._permissions.permitted(client, asked):
@@ -160,7 +160,7 @@ class Requests:
                 self._pool.engine.reclaim_payload(message.run_id)
             case ResultsReceived():
                 run = self._pool.active.speaker(message.run_id)
-                # a detached run's results stay for whoever comes later
+                # a detached run keeps its results for later clients
                 if run is None or not run.spec.detach:
                     self._pool.engine.results_received(message.run_id)
             case AskStatus():
@@ -178,14 +178,14 @@ class Requests:
                 pass
 
     def client_gone(self, client: ConnectedClient) -> None:
-        """A kernel is dead or has unloaded: runs that only it wanted have no owner any more."""
+        """Cancel the attached runs of a client that is gone: its kernel died or unloaded the extension."""
         self.forwarding.client_gone(client)
         for run in self._pool.active.client_gone(client):
             self._pool.engine.results_received(run.run_id)
             self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
 
     def ranks_gone(self, run_id: str) -> None:
-        """Nobody will answer for its ranks any more."""
+        """End the requests and streams to a run whose ranks are gone."""
         self.ranks.run_gone(run_id)
         self.forwarding.run_gone(run_id)
 
@@ -212,7 +212,7 @@ class Requests:
         self._pool.server.send(client, Accepted(request=message.request, text="the pool stops"))
         asyncio.get_running_loop().call_later(_ANSWER_FIRST_S, self._stop)
 
-    # ------------------------------------------------------------ follow, let go, look into
+    # ------------------------------------------------------------ attach, detach, stacks
 
     def _attach(self, client: ConnectedClient, message: Attach) -> None:
         run_id = self._permissions.to_follow(client, message.run)
@@ -280,7 +280,7 @@ class Requests:
     def _when_fresh(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
         self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, call))
 
-    # ------------------------------------------------------------ what the pool is
+    # ------------------------------------------------------------ the pool's status
 
     def _welcome(self, client: ConnectedClient) -> Welcome:
         settings = self._pool.settings
@@ -302,15 +302,15 @@ class Requests:
         self._pool.server.send(client, self._permissions.shown(client, self._status(message)))
 
     def _status(self, question: AskStatus) -> PoolStatus:
-        """Newest runs first; those that wait with their place and what they wait for, idle sessions with their end."""
+        """Return the pool's status, newest runs first, with queue positions and the end times of idle sessions."""
         pool, scheduler = self._pool, self._pool.scheduler
         waiting = scheduler.waiting()
         rows = pool.ledger.recent(question.recent)
         if question.recent:
-            # a run that goes on is shown however many have come after it
+            # active runs are shown even if more recent runs exceed the limit
             listed = {row.run_id for row in rows}
             rows += pool.ledger.summaries([run.run_id for run in reversed(scheduler.runs) if run.run_id not in listed])
-        # to the second: the scheduler's clock is another one, and the time is not to change from look to look
+        # rounded to the second, so that converting between the clocks yields the same time in each status
         wall = time.time() - time.monotonic()
         quiet = {run.run_id: scheduler.quiet_until(run.run_id) for run in scheduler.runs if run.quiet_since is not None}
         ends = {session: round(wall + until) for session, until in quiet.items() if until is not None}
@@ -337,7 +337,7 @@ def _with_times(
     row: RunSummary, told: tuple[int, str] | None, idle_ends_at: float | None, metered_at: float | None
 ) -> RunSummary:
     if metered_at is not None and row.metered_at is not None and abs(metered_at - row.metered_at) > _STEP_S:
-        # the wall clock was set anew: what a reader counts up to now is what is billed
+        # the wall clock was set: with this time, the duration up to now is the billed one
         row = msgspec.structs.replace(row, metered_at=metered_at)
     if told is not None:
         row = msgspec.structs.replace(row, position=told[0], waiting_for=told[1])

@@ -1,15 +1,15 @@
-"""Keeps what lies in the state directory within its budget: runs' directories, payload files that nobody took, logs.
+"""Keeps the state directory within its budget: runs' directories, orphaned payload files, logs.
 
-`choose_removals` decides and touches nothing. `Retention` measures and removes in a thread, and asks the pool which
-runs are live in the pool's own thread.
+`choose_removals` decides and removes nothing itself. `Retention` measures and removes in a thread, and asks in the
+pool's own thread which runs are active.
 
-The budget counts ended runs only, newest first; from the first one that does not fit, all that are older go:
+The budget counts ended runs only, newest first; the first one that does not fit is removed, with all older ones:
 
-    keep_days    a run that ended longer ago goes
-    keep_runs    so many stay; of the cells that ran in sessions, which come by the hundred, as many beside them
-    keep_bytes   so much stays. The newest run stays even if it is larger: a budget must not eat what was just made
-    unsent       what is not in MLflow yet stays for keep_days, whatever the others say: it is nowhere else
-    always       no live run goes, and none in the first minutes after its end: somebody is about to look at it
+    keep_days    runs that ended longer ago are removed
+    keep_runs    at most this many are kept; cells in sessions, which can be hundreds, are counted separately
+    keep_bytes   at most this much is kept, but always the newest run, even if it is larger
+    unsent       runs that are not in MLflow yet are kept for keep_days regardless: they exist nowhere else
+    always       active runs are kept, and runs in the first minutes after their end: their user may still look at them
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from sgpu_magic.wire.record import is_valid_id, short
 
 JUST_ENDED_S = 300.0
 _DAY_S = 24 * 3600.0
-# a file in `uploads` is taken within seconds of its writing, or as long as its run waits in the queue
+# a file in `uploads` is needed for seconds after it was written, or while its run waits in the queue
 _UPLOAD_STALE_S = 3600.0
 _LOG_BYTES = 10_000_000
 _LOG_TAIL_BYTES = 1_000_000
-# after a run's end: nothing may compete with its result or with the next run's start
+# delay after a run's end, so as not to compete with its result or with the next run's start
 _DELAY_S = 10.0
 _CELLS_DELAY_S = 300.0
 _INTERVAL_S = 3600.0
-# a run's id follows; no command takes such a name for a run
+# followed by a run's ID; no command accepts such a name as a run
 _REMOVING = ".removing-"
 _ZYGOTE = "zygote-"
 _BLOCK_BYTES = 512
@@ -56,9 +56,9 @@ class RunOnDisk(msgspec.Struct, frozen=True):
     Args:
         run_id: The run.
         ended_at: Wall-clock time of its end.
-        bytes: What it takes on the disk.
-        is_cell: It ran in a session.
-        unsent: It is tracked, and not all of it is in its store.
+        bytes: Its size on disk.
+        is_cell: Whether it ran in a session.
+        unsent: Whether it is tracked and not yet completely in its MLflow store.
     """
 
     run_id: str
@@ -69,7 +69,7 @@ class RunOnDisk(msgspec.Struct, frozen=True):
 
 
 class Why(enum.StrEnum):
-    """The setting that a run's directory is beyond."""
+    """The setting that a run's directory exceeds."""
 
     AGE = "keep_days"
     COUNT = "keep_runs"
@@ -77,15 +77,15 @@ class Why(enum.StrEnum):
 
 
 def choose_removals(runs: Iterable[RunOnDisk], settings: Settings, now: float) -> list[tuple[str, Why]]:
-    """Return the runs whose directories are to go and why, the oldest first.
+    """Return the runs whose directories to remove and why, oldest first.
 
     Args:
-        runs: All that have ended and have a directory.
+        runs: All ended runs with a directory.
         settings: `keep_days`, `keep_runs` and `keep_bytes` are the budget.
         now: Wall-clock time.
     """
     removals: list[tuple[str, Why]] = []
-    # for runs and for cells of sessions
+    # by whether it is a cell in a session
     beyond: dict[bool, Why] = {}
     kept = {False: 0, True: 0}
     kept_bytes = 0
@@ -108,14 +108,14 @@ def choose_removals(runs: Iterable[RunOnDisk], settings: Settings, now: float) -
 
 
 class Retention:
-    """Looks after the state directory of one pool. Everything but the work on the disk is in the loop's thread.
+    """Cleans the state directory of one pool. Only disk operations run outside the loop's thread.
 
     Args:
-        settings: Where it is, and the budget.
-        is_live: Whether a run goes on, or its directory is still needed; asked in the loop's thread.
-        cells: The ids of runs that ran in sessions; asked in the loop's thread.
-        removed: Called in the loop's thread when what was beyond the budget is gone.
-        delay_s: Seconds from `schedule` to the look at the disk.
+        settings: The state directory and the budget.
+        is_live: Returns whether a run is active or its directory is still needed; called in the loop's thread.
+        cells: Returns the IDs of runs in sessions; called in the loop's thread.
+        removed: Called in the loop's thread after a cleanup.
+        delay_s: Seconds from `schedule` to the cleanup.
     """
 
     def __init__(
@@ -136,19 +136,20 @@ class Retention:
         self._timer: asyncio.TimerHandle | None = None
         self._sweep: asyncio.Task[None] | None = None
         self._closing = threading.Event()
-        # one after the other; the loop's own threads would be several after a while
+        # a single thread; the loop's default executor would start several over time
         self._thread = ThreadPoolExecutor(1, "sgpu-retention")
 
     def schedule(self, *, soon: bool = True) -> None:
-        """Look once for all calls until then. The first call comes when the pool knows which runs are live.
+        """Schedule one cleanup for all calls until then. Call it only once the pool knows which runs are active.
 
         Args:
-            soon: Else within some minutes: after a cell in a session, which many more may follow at once.
+            soon: Whether to clean up soon, else within some minutes, as after a cell in a session, since many more
+                cells may follow at once.
         """
         self._look_in(self._delay_s if soon else _CELLS_DELAY_S)
 
     def close(self) -> None:
-        """Stop. A removal that is cut short is finished by the next pool."""
+        """Stop. The next pool finishes an interrupted removal."""
         self._closing.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -167,7 +168,7 @@ class Retention:
     def _begin(self) -> None:
         self._timer = None
         if self._sweep is not None and not self._sweep.done():
-            # one after the other
+            # one cleanup at a time
             self._look_in(self._delay_s)
         else:
             self._sweep = self._loop.create_task(self._look())
@@ -177,7 +178,7 @@ class Retention:
         if sweep.cancelled():
             return
         if (error := sweep.exception()) is not None:
-            # no run needs what is done here
+            # log the error and go on: no run depends on cleanups
             self._say("".join(traceback.format_exception(error)))
         self._look_in(_INTERVAL_S)
 
@@ -186,7 +187,7 @@ class Retention:
         run_in_thread = functools.partial(self._loop.run_in_executor, self._thread)
         directories = await run_in_thread(_named, settings.runs_path, is_valid_id)
         uploads = await run_in_thread(_older, settings.state_path / "uploads", "", time.time() - _UPLOAD_STALE_S)
-        # asked before they are measured: what a run writes last tells when it ended
+        # asked before measuring: the last write of a run tells when it ended
         ended = [path for path in directories if not self._is_live(path.name)]
         orphans = [path for path in uploads if not self._is_live(path.name.lstrip(".").partition(".")[0])]
         runs = await run_in_thread(_measure_all, ended, frozenset(self._cells()))
@@ -214,13 +215,13 @@ class Retention:
                 path.unlink()
 
     def _say(self, text: str) -> None:
-        # the log may lie on the disk that is full
+        # the log's disk may be full
         with contextlib.suppress(OSError):
             sys.stderr.write(text)
 
 
 def remove_directory(runs_path: Path, run_id: str) -> bool:
-    """Remove a run's directory so that nobody ever sees half of it. False when it is gone already or can't go."""
+    """Remove a run's directory atomically. Returns False when it is already gone or can't be removed."""
     hidden = runs_path / f"{_REMOVING}{run_id}"
     try:
         os.rename(runs_path / run_id, hidden)
@@ -231,9 +232,9 @@ def remove_directory(runs_path: Path, run_id: str) -> bool:
 
 
 def measure(directory: Path) -> tuple[int, float]:
-    """Return the bytes that a directory takes on the disk, and when it or something directly in it last changed.
+    """Return a directory's size on disk in bytes, and when it or an entry directly in it last changed.
 
-    Links are not followed, and a file with several names counts once.
+    Symbolic links are not followed, and a file with several hard links counts once.
     """
     total, changed = 0, 0.0
     seen: set[tuple[int, int]] = set()
@@ -253,9 +254,9 @@ def measure(directory: Path) -> tuple[int, float]:
 
 
 def cap_log(path: Path, most_bytes: int) -> None:
-    """Begin a log that is larger than `most_bytes` anew; its last part goes to a file named `.old` beside it.
+    """Truncate a log larger than `most_bytes`; its last part is saved beside it with the suffix `.old`.
 
-    It stays the same file: a process that appends to it goes on.
+    The log stays the same file, so a process can go on appending to it.
     """
     with contextlib.suppress(OSError), open(path, "rb+") as log:
         size = log.seek(0, os.SEEK_END)
@@ -279,7 +280,7 @@ def _measure_all(directories: Iterable[Path], cells: Collection[str]) -> list[Ru
 
 
 def _older(folder: Path, prefix: str, before: float) -> list[Path]:
-    """What in a folder begins so and was changed last before that time."""
+    """Return the entries of a folder with this prefix that last changed before that time."""
     found: list[Path] = []
     for path in _named(folder, lambda name: name.startswith(prefix)):
         with contextlib.suppress(OSError):
@@ -297,7 +298,7 @@ def _named(folder: Path, fits: Callable[[str], bool]) -> list[Path]:
 def _delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(path):
-        # directories that the user's code closed or made read-only
+        # the user's code may have made directories inaccessible or read-only
         with contextlib.suppress(OSError):
             os.chmod(path, 0o700)
             for folder, folders, _ in os.walk(path):

@@ -1,4 +1,4 @@
-"""A run's events: numbered without gaps, kept on disk, sent to who follows."""
+"""A run's event log: events are numbered without gaps and stored on disk."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from sgpu_magic.wire.rank_events import DisplayPublished, MetricsLogged, OutputW
 
 _decoder = Decoder[Event](Event)
 _READ_BYTES = 1 << 20
-# what a run may have in memory while its disk takes nothing
+# the most that a run may hold in memory while the disk accepts nothing
 _MOST_UNWRITTEN_BYTES = 16 << 20
-# an event costs at least this much in memory
+# the memory that an event takes at least
 _LEAST_BYTES = 1000
-# a place in the file is remembered once in so many bytes
+# distance between remembered offsets in the file
 _MARK_BYTES = 1 << 18
 _BULK = (OutputWritten, DisplayPublished, Sampled, MetricsLogged)
 
 
 class RunLog:
-    """Appends to `events.msgpack` of a run's directory, also to what an earlier service wrote there.
+    """Appends to `events.msgpack` in a run's directory, and continues the file of an earlier service.
 
-    Events that the disk does not take stay in memory until it does. They are bounded: of the oldest, output is cut to
-    its size (the text lies in the rank's log), and displays, samples and metrics are replaced by a note.
+    Events that can't be written stay in memory until the disk accepts them. Their memory is bounded: of the oldest
+    events, output is reduced to its size (the text is in the rank's log), and displays, samples and metrics are
+    replaced by a note.
 
     Args:
-        directory: The run's directory, made here.
+        directory: The run's directory, created here.
         run_id: The run.
 
     Attributes:
         seq: Number of the newest event.
-        at: When that was, seconds since the epoch; 0 before the first.
-        numbers: By part of the run the agent's number of its newest event that is here, joined with others' or not.
-        written: The same of the newest event that is on disk.
-        ended: The run's last word; None while there is none.
-        failed_attempt: The newest attempt that failed and has no successor yet; None when there is none.
-        payload_released: Nobody reads the payload's memory any more.
-        problem: Why events are in memory only, or what was wrong with the file; "" while nothing is.
+        at: Time of the newest event, seconds since the epoch; 0 before the first.
+        numbers: By part of the run, the agent's number of its newest event in this log, merged with others or not.
+        written: By part of the run, the agent's number of its newest event on disk.
+        ended: The run's final event; None before it.
+        failed_attempt: The newest failed attempt; None when there is none, or the run has ended.
+        payload_released: Whether the payload's memory was released.
+        problem: Why events are only in memory, or what was wrong with the file; "" when nothing is.
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
@@ -62,13 +63,13 @@ class RunLog:
         self._run_id = run_id
         self._closing = False
         self._file = -1
-        # of the whole events in the file
+        # the size of the complete events in the file
         self._bytes = 0
         # (number of an event, offset after it)
         self._marks: list[tuple[int, int]] = [(0, 0)]
         self._unwritten: deque[tuple[Event, Sequence[bytes]]] = deque()
         self._unwritten_bytes = 0
-        # so many of the oldest are as small as they can be
+        # how many of the oldest unwritten events are already reduced
         self._cut = 0
         try:
             self._open()
@@ -86,11 +87,11 @@ class RunLog:
 
     @property
     def unwritten(self) -> Sequence[tuple[Event, Sequence[bytes]]]:
-        """Events that the disk has not taken, oldest first."""
+        """Events that are not on disk yet, oldest first."""
         return self._unwritten
 
     def takes(self, body: EventBody) -> bool:
-        """Whether there is room for an event: in memory bulk has none after a while, what becomes of the run has."""
+        """Whether the log accepts an event: it refuses bulk, such as output, once too much is unwritten."""
         return self._unwritten_bytes <= _MOST_UNWRITTEN_BYTES or not isinstance(body, _BULK)
 
     def offset_before(self, after: int) -> int:
@@ -99,10 +100,13 @@ class RunLog:
         return self._marks[at][1]
 
     def append(self, body: EventBody, at: float, frames: Sequence[bytes] = (), told: RunEvent | None = None) -> Event:
-        """Give the event its number and keep it.
+        """Number an event and store it.
 
         Args:
-            told: As an agent has told it; None for an event of the service.
+            body: The event's content.
+            at: Its time, seconds since the epoch.
+            frames: Its raw frames.
+            told: The agent's report of it; None for an event of the service.
         """
         self.seq += 1
         event = Event(run_id=self._run_id, seq=self.seq, at=at, body=body)
@@ -116,12 +120,12 @@ class RunLog:
         return event
 
     def skip(self, told: RunEvent) -> None:
-        """Count an agent's event that nobody needs any more."""
+        """Count an agent's event as written without storing it."""
         _count_number(self.numbers, told)
         _count_number(self.written, told)
 
     def write(self) -> bool:
-        """Write what is in memory only. Returns whether all of it is on disk now."""
+        """Write the unwritten events. Returns whether all of them are on disk now."""
         try:
             if self._unwritten and self._file < 0:
                 self._open()
@@ -143,7 +147,7 @@ class RunLog:
         return True
 
     def close(self) -> None:
-        """Nothing comes any more; what is in memory only waits for a `write` that succeeds."""
+        """Close the file, now or after the `write` that writes the last unwritten event."""
         self._closing = True
         self.write()
 
@@ -157,7 +161,7 @@ class RunLog:
             while view:
                 view = view[os.write(self._file, view) :]
         except OSError:
-            # the next event is not to follow half of this one
+            # remove a partly written event, so that the next one follows a complete one
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._bytes)
             raise
@@ -166,7 +170,7 @@ class RunLog:
     def _failed(self, error: OSError) -> None:
         self.problem = error.strerror or str(error)
         if self._file >= 0:
-            # it may have been removed: the next attempt begins with the directory
+            # it may have been removed: the next attempt starts by creating the directory
             os.close(self._file)
             self._file = -1
 
@@ -197,7 +201,7 @@ class RunLog:
             self.payload_released = True
 
     def _continue(self, file: int) -> None:
-        """Go on where a killed service stopped, which may have been in the middle of an event."""
+        """Continue the file of a killed service, which may end in the middle of an event."""
         reader = FrameReader(_decoder)
         size = 0
         try:

@@ -1,11 +1,11 @@
-"""Clients' messages in, replies and events out: a ZeroMQ router on a socket in a private directory.
+"""Receives clients' messages and sends replies and events, over a ZeroMQ router on a socket in a private directory.
 
-ZeroMQ hides a peer's death, so each client names its process and the service holds a pidfd of it. A served pool has a
-second router, for clients of other machines.
+ZeroMQ hides a peer's death, so each client reports its process ID and the service holds a pidfd for it. A served pool
+has a second router, for clients on other machines.
 
-Events of runs are sent at once, or from the run's log to a client that lags behind: one that begins to follow a run
-that has events, or reads more slowly than a run speaks. What it lacks is read in bounded parts, as fast as its
-connection takes them, from where it is.
+Events of runs are sent at once. A client that lags behind gets them from the run's log: it began to follow a run that
+already has events, or it reads more slowly than the run produces them. The missing events are read from the log in
+bounded chunks, as fast as the client's connection accepts them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_PIDFD_POLL_S = 1.0
 _SENT_AHEAD = 500
 _LINGER_MS = 500
 _SEND_AGAIN_S = 0.02
-# what a client that lags gets in a turn, then others have one
+# limits of what a lagging client gets in one turn, before other clients get theirs
 _TURN_EVENTS = 256
 _TURN_BYTES = 1 << 20
 
@@ -43,13 +43,13 @@ _Item = tuple[Event, Sequence[bytes]]
 
 
 class Server(Router):
-    """The router for clients of this machine, and what leads to the other one.
+    """The router for clients on this machine; passes messages for remote clients to `RemoteClients`.
 
     Args:
         path: The socket's path.
         on_message: Called with the client, the message and its raw frames.
-        on_gone: Called when a client's process is dead, or a client of another machine has been silent for too long.
-        listening: Where clients of other machines come in; None where none do.
+        on_gone: Called when a client's process has died, or a remote client has been silent for too long.
+        listening: Where the pool listens for clients on other machines; None when it doesn't.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Server(Router):
         on_gone: Callable[[ConnectedClient], None],
         listening: Listening | None = None,
     ) -> None:
-        # what a client that does not read has waiting in ZeroMQ; what is more waits here, or in the runs' logs
+        # ZeroMQ buffers this many messages for a client that does not read; the rest waits here or in the runs' logs
         super().__init__(received_ahead=0, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
         self._on_message = on_message
         self._on_gone = on_gone
@@ -69,10 +69,10 @@ class Server(Router):
         self._remote = None if listening is None else RemoteClients(listening, on_message, on_gone)
 
     def listen_again(self) -> None:
-        """Listen at the path, at first or since it was removed.
+        """Listen at the path: at startup, and again after the path was removed.
 
         Raises:
-            OSError: That is not possible.
+            OSError: The socket can't be bound.
         """
         try:
             self._socket.bind(f"ipc://{self._path}")
@@ -86,11 +86,11 @@ class Server(Router):
 
     @property
     def address(self) -> str:
-        """Where clients of other machines come in, "" where none do."""
+        """The address for clients on other machines; "" when the pool accepts none."""
         return self._remote.address if self._remote is not None else ""
 
     def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
-        """Send, now or when the client's connection takes it, unless the client is gone."""
+        """Send a message now, or once the client's connection accepts it; drop it when the client is gone."""
         if not client.same_host:
             if self._remote is not None:
                 self._remote.send(client, message, frames)
@@ -102,7 +102,7 @@ class Server(Router):
                 self._loop.call_later(_SEND_AGAIN_S, self._send_again, client)
 
     def offer(self, client: ConnectedClient, event: Event, frames: Sequence[bytes]) -> bool:
-        """Send an event; False when the client's connection takes nothing more for now."""
+        """Send an event; return False when the client's connection accepts no more for now."""
         if not client.same_host:
             return self._remote is None or self._remote.offer(client, event, frames)
         return not client.unsent and super().offer(client, event, frames)
@@ -116,12 +116,12 @@ class Server(Router):
         client.unsent.clear()
 
     def notify(self, text: str) -> None:
-        """Tell every client a sentence; "" takes it back."""
+        """Send a notice to every client; "" clears it."""
         for client in self.clients:
             self.send(client, Notice(text=text))
 
     def refuse(self, client: ConnectedClient, request: int, message: str, error: str = "UsageError") -> None:
-        """Tell a client that its request is not taken. `error` names the class in `errors`."""
+        """Refuse a client's request. `error` names the class in `errors`."""
         self.send(client, Refused(request=request, error=error, message=message))
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Server(Router):
             try:
                 message = codec.client_messages.decode(parts[0])
             except msgspec.DecodeError:
-                # not our protocol: whoever it is gets no answer and nothing happens
+                # not our protocol: ignore it
                 continue
             client = self._by_identity.get(identity)
             if isinstance(message, Hello):
@@ -191,7 +191,7 @@ class Server(Router):
             client.pidfd = None
 
     def drop(self, client: ConnectedClient) -> None:
-        """The client said goodbye."""
+        """Forget a client that said goodbye."""
         if client.same_host:
             self._forget(client)
         elif self._remote is not None:
@@ -207,10 +207,10 @@ class _Lag(msgspec.Struct, eq=False):
     Args:
         client: The client.
         run_id: The run.
-        seq: Number of the last event that it was sent, or had.
+        seq: Number of the last event that the client has.
         file: Reads the run's log.
-        events: Those of this reading.
-        next: An event that its connection did not take.
+        events: The events of the current pass over the log.
+        next: An event that the client's connection did not accept.
     """
 
     client: ConnectedClient
@@ -222,14 +222,14 @@ class _Lag(msgspec.Struct, eq=False):
 
 
 class EventFeed:
-    """Sends events. Used from the loop's thread only.
+    """Sends events of runs to their followers. Used from the loop's thread only.
 
     Args:
-        offer: Sends an event to a client; False when its connection takes nothing more for now.
-        log_of: The log of a run that goes on, None of one that is over.
+        offer: Sends an event to a client; returns False when its connection accepts no more for now.
+        log_of: Returns an active run's log; None for a finished run.
 
     Attributes:
-        lags: The clients that lack events, by themselves and the run.
+        lags: The clients that lack events, keyed by client and run.
     """
 
     def __init__(self, offer: Offer, log_of: Callable[[str], RunLog | None]) -> None:
@@ -240,13 +240,13 @@ class EventFeed:
         self._timer: asyncio.Handle | None = None
 
     def tell(self, clients: Sequence[ConnectedClient], event: Event, frames: Sequence[bytes], directory: Path) -> None:
-        """Send a run's newest event to who follows it; a client that lags gets it in its turn."""
+        """Send a run's newest event to its followers; a lagging client gets it later from the log."""
         for client in clients:
             if (client, event.run_id) not in self.lags and not self._offer(client, event, frames):
                 self.catch_up(client, event.run_id, directory, event.seq - 1)
 
     def catch_up(self, client: ConnectedClient, run_id: str, directory: Path, after: int) -> None:
-        """Send the run's events after number `after`, then those that come if the client follows it."""
+        """Send the run's events after number `after`, then new ones while the client follows the run."""
         lag = self.lags.get((client, run_id))
         if lag is not None:
             after = min(after, lag.seq)
@@ -257,7 +257,7 @@ class EventFeed:
             self._timer = self._loop.call_soon(self._turn)
 
     def forget(self, client: ConnectedClient, run_id: str = "") -> None:
-        """The client is gone, or no longer follows the run."""
+        """Stop sending to a client that is gone, or only one run's events when it no longer follows that run."""
         for key in [key for key in self.lags if key[0] is client and run_id in ("", key[1])]:
             del self.lags[key]
 
@@ -268,7 +268,7 @@ class EventFeed:
             try:
                 over, sent = self._go_on(lag)
             except (OSError, ValueError, msgspec.DecodeError) as error:
-                # whoever removed or spoiled the log: what is live goes on
+                # the log was removed or corrupted: live events are still sent
                 with contextlib.suppress(OSError):
                     sys.stderr.write(f"the events of run {lag.run_id} can't be read: {error}\n")
                 over, sent = True, False
@@ -281,7 +281,7 @@ class EventFeed:
             )
 
     def _go_on(self, lag: _Lag) -> tuple[bool, bool]:
-        """Send a part. Returns whether the client lacks nothing now, and whether something was sent."""
+        """Send one chunk. Returns whether the client has caught up, and whether anything was sent."""
         sent, begun = 0, lag.file.taken_bytes
         while sent < _TURN_EVENTS and lag.file.taken_bytes - begun < _TURN_BYTES:
             item = lag.next or self._next_of(lag)
@@ -302,13 +302,13 @@ class EventFeed:
         try:
             item = next(lag.events, None)
             if item is None:
-                # more may have come since this reading began
+                # more events may have been written since this pass began
                 lag.events = lag.file.new_events()
                 item = next(lag.events, None)
         except OSError:
             if log is None:
                 raise
-            # its disk takes nothing, and has nothing yet
+            # the disk accepts no writes, so no log exists yet
             item = None
         if item is None and log is not None:
             return next((item for item in log.unwritten if item[0].seq > lag.seq), None)

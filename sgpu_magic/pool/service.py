@@ -1,4 +1,4 @@
-"""The pool service: feeds the scheduler what happens and does what it says. No decision is taken here."""
+"""The pool service: feeds stimuli to the scheduler and executes its instructions. It makes no decisions itself."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.user_limits import read_limits
 
 _QUEUE_REFRESH_S = 5.0
-# a service that lives no longer meets the same fault again: no other one is started for it
+# a service that failed sooner than this would meet the same fault again, so no new one is started
 _SHORT_LIFE_S = 5.0
 
 
@@ -54,7 +54,8 @@ class PoolService:
         settings: The pool's settings.
         presence: Its lock and address.
         engine: Where its ranks run; started here.
-        listening: Where clients of other machines come in; None where none do. Such a pool is never idle.
+        listening: Where the pool listens for clients on other machines; None for a local pool. A pool that listens
+            never ends for being idle.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class PoolService:
         self._deadline: asyncio.TimerHandle | None = None
         self._begun_at = time.monotonic()
         self.finished = self._loop.create_future()
-        # set once the engine knows its nodes: until then every request waits
+        # set once the engine knows its nodes
         self.ready = asyncio.Event()
-        # why nothing can run here any more, "" while something can
+        # why no run can start here any more; "" while runs can
         self.broken_why = ""
         self._loop.set_exception_handler(self._broken)
         self._server = Server(presence.socket_path, self._heard, self._gone, listening)
@@ -136,7 +137,7 @@ class PoolService:
             self.finished.set_result(None)
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A fault that belongs to no run: leave all ranks to the next service."""
+        """Handle a fault that belongs to no run: leave all ranks to the next service."""
         error = context.get("exception")
         if error is None:
             loop.default_exception_handler(context)
@@ -146,14 +147,14 @@ class PoolService:
                 self.finished.set_exception(ServiceFault(str(error)))
 
     def leave(self) -> bool:
-        """Make way for the next service, with all ranks going on. Returns whether it may be started at once."""
+        """Release the pool for the next service and keep all ranks running. Returns whether to start it at once."""
         with contextlib.suppress(Exception):
             self._ledger.close()
         self._presence.hand_over()
         return time.monotonic() - self._begun_at > _SHORT_LIFE_S
 
     def close(self) -> None:
-        """Withdraw, tell the clients of runs that end with the pool, end the ranks."""
+        """End all runs and their ranks, tell their clients, and withdraw the pool's address."""
         self._idleness.close()
         self._retention.close()
         self._end_all(RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL)
@@ -226,11 +227,11 @@ class PoolService:
         self._guard.for_run(run_id, lambda: self._tracker.asked(run_id))
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:
-        # on the loop: the engine may say so while it is asked to launch
+        # deferred: the engine may call this from within `launch`
         self._loop.call_soon(self._guard.for_run, run_id, functools.partial(self._launches.granted, run_id, lease))
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
-        # as above
+        # deferred, as above
         self._loop.call_soon(self.feed, sched.LeaseRefused(run_id, uuids, why, time.monotonic()))
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
@@ -244,7 +245,7 @@ class PoolService:
         self._reports.nodes_lost(why)
 
     def broken(self, why: str) -> None:
-        """No agent lives: nothing can run here any more."""
+        """End all runs and the pool: no agent is left, so nothing can run here any more."""
         self.broken_why = why
         self._end_all(RunState.FAILED, why, FailureKind.NODE_LOST)
         self.stop()

@@ -1,7 +1,7 @@
-"""`python -m sgpu_magic.pool.serving ENGINE`: a pool for clients of other machines, in the foreground.
+"""`python -m sgpu_magic.pool.serving ENGINE`: a pool for clients on other machines, in the foreground.
 
-`sgpu pool serve` becomes this process, with the pool's places and name as `SGPU_*` variables. It ends by SIGTERM or
-SIGINT, and takes its ranks along; when it is killed they wait for the next one.
+`sgpu pool serve` execs this process, with the pool's directories and name as `SGPU_*` variables. On SIGTERM or SIGINT
+it ends together with its ranks; when it is killed, the ranks keep running for the next service to adopt.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from sgpu_magic.wire.client import Warm
 
 CLIENTS = "clients.toml"
 _KEY = "pool.key"
-# a client is one connection, some descriptors of runs, and files that are open for a moment
+# a client needs one connection, some descriptors for its runs, and briefly open files
 _OPEN_FILES = 65536
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _LISTEN = re.compile(r"tcp://(?:\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5}|\*)")
 ENGINES = ("local", "ray")
-"""What `sgpu pool serve --engine` takes."""
+"""The values of `sgpu pool serve --engine`."""
 
 
 def main() -> None:
@@ -62,10 +62,10 @@ def main() -> None:
 
 
 def pool_keys(state: Path) -> KeyPair:
-    """Return the pool's keys, made now if there are none.
+    """Return the pool's key pair; create it if there is none.
 
     Raises:
-        UsageError: Their file can't be trusted, or written.
+        UsageError: The key file can't be trusted or written.
     """
     return kept_key_pair(state / _KEY)
 
@@ -99,11 +99,11 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
     try:
         await service.finished
     except ServiceFault:
-        # clients come back to the same port, whatever was asked for
+        # clients reconnect to the same port, even if --listen asked for any free one
         os.environ["SGPU_LISTEN"] = service.address
         if not service.leave():
             os._exit(1)
-        # in this process's place, so that who watches it sees no end; its descriptors are closed by that
+        # exec in place, so that a supervisor sees no exit; descriptors close on exec
         sys.stderr.flush()
         os.execv(sys.executable, [sys.executable, "-m", "sgpu_magic.pool.serving", engine_name])
     finally:
@@ -152,7 +152,7 @@ def _raise_limit() -> None:
 
 
 def served_settings(settings: Settings, name: str) -> Settings:
-    """Return where a served pool of this name has its state and its sockets: below the user's own."""
+    """Return the settings of a served pool of this name: its state and sockets are below the user's own."""
     return msgspec.structs.replace(
         settings,
         pool=name,
@@ -162,10 +162,10 @@ def served_settings(settings: Settings, name: str) -> Settings:
 
 
 def checked_name(name: str) -> str:
-    """Return the name.
+    """Return the name if it is valid.
 
     Raises:
-        UsageError: It can't be a pool's.
+        UsageError: It can't name a pool.
     """
     if _NAME.fullmatch(name) is None or name.lower() == "local":
         raise UsageError(
@@ -176,10 +176,10 @@ def checked_name(name: str) -> str:
 
 
 def checked_listen(listen: str) -> str:
-    """Return the address.
+    """Return the address if it is valid.
 
     Raises:
-        UsageError: Nothing can listen there.
+        UsageError: It is no address to listen at.
     """
     match = _LISTEN.fullmatch(listen)
     if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
@@ -188,9 +188,9 @@ def checked_listen(listen: str) -> str:
 
 
 def engine_settings(name: str, settings: Settings) -> Settings:
-    """Return the settings as an engine needs them; the pool service must have the same.
+    """Return the settings that an engine needs; the pool service must use the same.
 
-    Ranks on a Ray cluster get their packages built, unless its nodes see what the notebooks see (`ray_same_files`).
+    Ranks on a Ray cluster get built packages, unless its nodes see the same files as the notebooks (`ray_same_files`).
     """
     if name == "ray" and not settings.ray_same_files:
         return msgspec.structs.replace(settings, environments="built")
@@ -198,15 +198,15 @@ def engine_settings(name: str, settings: Settings) -> Settings:
 
 
 def make_engine(name: str, settings: Settings, warm: Warm | None = None) -> Engine:
-    """Return the engine. Call it in the running loop that the pool service will have.
+    """Return the engine. Call it in the event loop that the pool service will use.
 
     Args:
         name: One of `ENGINES`.
-        settings: As `engine_settings` gives them.
-        warm: The interpreter to warm first, None for none; `ray` has no node to warm it on yet.
+        settings: As `engine_settings` returns them.
+        warm: The interpreter to warm first, None for none; `ray` ignores it, since it has no node yet.
 
     Raises:
-        UsageError: There is no such engine, what it needs is not installed, or a setting can't be understood.
+        UsageError: There is no such engine, its dependencies are not installed, or a setting is invalid.
     """
     if name == "local":
         from sgpu_magic.nodes.local import LocalAgent, LocalEngine

@@ -1,6 +1,6 @@
-"""What clients submit: checked, held here, brought before the scheduler, its packages made ready while it waits.
+"""Checks and holds submitted runs, passes them to the scheduler, and prepares their packages while they wait.
 
-`unfit` and `unstartable` say what no pool takes, whatever is free. They are pure.
+`unfit` and `unstartable` say what no pool accepts, whatever is free. They are pure.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sgpu_magic.wire.states import RunKind, RunState
 # CPU ranks may share slots, and each costs the agent several descriptors
 _MOST_RANKS = 4096
 _MAX_RETRIES = 100
-# a notebook that submits its session again after a service's death does so at once
+# after a service's death a notebook resubmits its session at once, so the cell need not wait longer
 _LOOK_AGAIN_S = 0.05
 
 
 def unfit(spec: RunSpec) -> str:
-    """Why the run is not taken, a sentence; "" when it is."""
+    """Return why the run is not accepted, a sentence; "" when it is."""
     is_session = spec.kind is RunKind.SESSION
     if spec.placement.ranks < 1:
         return f"a run needs at least one rank, not {spec.placement.ranks}."
@@ -62,7 +62,10 @@ def unfit(spec: RunSpec) -> str:
 
 
 def unstartable(submit: Submit) -> str:
-    """Why no process can be started as this asks, "" when one can: the agent has other users' ranks too."""
+    """Return why no process can be started from this message; "" when one can.
+
+    Checked here because a failure would hit the agent, which also serves other users' ranks.
+    """
     variables = submit.interpreter.variables | submit.context.environ
     words = [submit.interpreter.executable, submit.context.cwd, *submit.context.sys_path, *variables]
     if any("\0" in word for word in (*words, *variables.values())) or not all(map(_can_be_set, variables)):
@@ -75,7 +78,7 @@ def _can_be_set(variable: str) -> bool:
 
 
 def ends_with_notebook(spec: RunSpec) -> str:
-    """Why the run can't be detached, "" when it can."""
+    """Return why the run can't be detached; "" when it can."""
     if spec.kind is RunKind.SESSION:
         return f"session {spec.name or short(spec.run_id)} can't go on alone: a session ends with its notebook."
     if spec.session:
@@ -85,12 +88,12 @@ def ends_with_notebook(spec: RunSpec) -> str:
 
 
 class Submissions:
-    """Takes runs, or refuses them.
+    """Accepts or refuses submitted runs.
 
     Args:
-        pool: What all parts work with.
-        no_session: Says of a session that does not go on when and why it ended.
-        files: Keeps what runs need of their users' uploads.
+        pool: The service's shared parts.
+        no_session: Returns a sentence that says when and why a session ended.
+        files: Holds what runs need of their users' uploads.
     """
 
     def __init__(self, pool: PoolParts, no_session: Callable[[str], str], files: FileRequests) -> None:
@@ -100,13 +103,13 @@ class Submissions:
         self._loop = asyncio.get_running_loop()
 
     def submit(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> None:
-        """Take a run and bring it before the scheduler.
+        """Accept a run and pass it to the scheduler.
 
         Raises:
-            SgpuError: It is not taken.
+            SgpuError: The run is refused.
         """
         if client not in self._pool.server.clients:
-            # it would leave a run without an owner
+            # the client is gone: the run would have no owner
             return
         spec = submit.spec
         again = self._pool.active.resubmittable.get(spec.run_id)
@@ -139,14 +142,14 @@ class Submissions:
             self._pool.feed(sched.RunSubmitted(run, time.monotonic()))
 
         if spec.session:
-            # it takes no device
+            # a run in a session takes no device
             feed()
         else:
             self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, submit, feed))
             self._prepare(run)
 
     def unprepare(self, run: PoolRun) -> None:
-        """It ends in the queue: nobody needs its packages any more."""
+        """Stop preparing the packages of a run that ends in the queue."""
         environment = run.submit.environment
         if (
             environment is not None
@@ -158,19 +161,23 @@ class Submissions:
     # ------------------------------------------------------------ within
 
     def _prepare(self, run: PoolRun) -> None:
-        """A run that waits has its packages made ready meanwhile."""
+        """Prepare a waiting run's packages."""
         environment = run.submit.environment
         if environment is not None and not run.ordered and self._pool.active.get(run.run_id) is run:
             self._pool.engine.prepare(run.run_id, run.submit.interpreter, environment)
 
     def _has_session(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> bool:
-        """Whether the cell's session is there. Else it is looked for again, or the cell refused."""
+        """Whether the cell's session exists. If it may be resubmitted, the cell's submission is retried later.
+
+        Raises:
+            SessionError: There is no such session.
+        """
         session = self._pool.active.get(submit.spec.session)
         if session is not None and session.log is not None:
             return True
         if session is None and submit.spec.session not in self._pool.active.resubmittable:
             raise SessionError(self._no_session(submit.spec.session))
-        # it waited in the queue of a service that was killed, and is submitted again as well
+        # the session was queued in a service that was killed, and its notebook resubmits it as well
         again = functools.partial(self.submit, client, submit, frames)
         self._loop.call_later(_LOOK_AGAIN_S, self._pool.guard.for_client, client, submit, again)
         return False

@@ -1,7 +1,7 @@
-"""Has the pool's runs written to MLflow: says which, and tells their ranks and notebooks what became of it.
+"""Has the pool's runs written to MLflow: chooses the runs, and reports the outcome to their ranks and notebooks.
 
-Nothing here is on a run's way: processes that write are started a moment after the first tracked run, at once only when
-a rank waits for its place in MLflow. They read the runs' event logs, so that the pool sends them no more than names.
+Tracking delays no run: writer processes are started a moment after the first tracked run, or at once when a rank waits
+for its MLflow run. They read the runs' event logs themselves, so the pool only sends them orders.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from sgpu_magic.wire.tracking import (
     TrackingTroubled,
 )
 
-# after the first run that needs it: launches come in bursts, and their results first
+# delay after the first run that needs a writer: launches come in bursts, and their results have precedence
 _LATER_S = 1.0
 _LEFTOVERS_S = 15.0
-# with `track = "auto"`; a run that has ended sooner, and well, is one of many tries
+# with `track = "auto"`, runs that end sooner without failing are not tracked
 _MATTERS_S = 5.0
 _CLOSE_S = 1.5
-# these say what is written, not where and by whom
+# variables that say what is written, not where and by whom
 _OF_A_RUN = {"MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME"}
 NOT_TRACKED = "the run is not tracked"
 
@@ -48,16 +48,16 @@ _Key = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 class _Entry(msgspec.Struct):
-    """A run that is tracked.
+    """A tracked run.
 
     Args:
-        order: What its writer is told.
-        sent: It was told.
-        asked: A rank waits.
-        known: Its place, None until known.
-        problem: Why it has none, "" while nothing is in the way.
-        done: All of it is written.
-        maybe: The run, as long as it is not known whether it matters (`track = "auto"`).
+        order: The message to its writer.
+        sent: Whether the order was sent.
+        asked: Whether a rank waits for its MLflow run.
+        known: Its MLflow run, None until known.
+        problem: Why it has no MLflow run; "" while there is no problem.
+        done: Whether it is completely written.
+        maybe: The run, until it is decided whether to track it (`track = "auto"`).
         begun: Monotonic time at which it was first seen running, None before.
     """
 
@@ -72,13 +72,13 @@ class _Entry(msgspec.Struct):
 
 
 class Tracker:
-    """All tracked runs of the service, by the stores they go to. Used from the loop's thread only.
+    """All tracked runs of the service, with one writer process for each store. Used from the loop's thread only.
 
     Args:
-        settings: The pool's.
-        active: Its runs.
-        engine: Where their ranks are.
-        is_live: Whether a run goes on, or waits for its notebook to come back.
+        settings: The pool's settings.
+        active: The active runs.
+        engine: Where their ranks run.
+        is_live: Returns whether a run is active, or waits for its notebook to reconnect.
     """
 
     def __init__(self, settings: Settings, active: ActiveRuns, engine: Engine, is_live: Callable[[str], bool]) -> None:
@@ -89,15 +89,15 @@ class Tracker:
         self._loop = asyncio.get_running_loop()
         self._entries: dict[str, _Entry] = {}
         self._processes: dict[_Key, TrackerProcess] = {}
-        # troubles with runs that had ended by then: the next run for the same store has room for a sentence
+        # problems of runs that had already ended, by store: the next run for the same store reports them
         self._untold: dict[_Key, str] = {}
-        # what an earlier service left, by its store
+        # runs that an earlier service did not finish writing, by store
         self._leftovers: dict[str, list[tuple[Path, Progress]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._search: asyncio.TimerHandle | None = None
 
     def follow(self, run: PoolRun) -> None:
-        """A run was accepted. Once is enough, more do no harm."""
+        """Track an accepted run, if it is to be tracked. Further calls do nothing."""
         tracking = run.submit.tracking
         if tracking is None or not run.spec.tracked or run.run_id in self._entries:
             return
@@ -112,7 +112,7 @@ class Tracker:
         self._send_later()
 
     def wanted(self, run_id: str, tracking: Tracking) -> None:
-        """Somebody asked for the run's id in MLflow: whatever it was, it becomes an MLflow run."""
+        """Write a run to MLflow in any case, because a client asked for its MLflow run ID."""
         entry = self._entries.get(run_id)
         if entry is not None:
             entry.maybe = None
@@ -121,12 +121,12 @@ class Tracker:
             return
         directory = self._active.directory(run_id)
         if is_valid_id(run_id) and directory.is_dir() and progress.load(directory) is None:
-            # it ended before, and did not matter
+            # it ended earlier and was not tracked
             entry = self._entries[run_id] = _Entry(Track(run_id=run_id, run_dir=str(directory), tracking=tracking))
             self._send(entry)
 
     def asked(self, run_id: str) -> None:
-        """A rank waits for the run's place."""
+        """Report the run's MLflow run to a rank that waits for it, now or once it is known."""
         entry = self._entries.get(run_id)
         if entry is None:
             self._engine.tracking_known(run_id, None, NOT_TRACKED)
@@ -145,7 +145,7 @@ class Tracker:
                 self._send(entry)
 
     def over(self, run_id: str) -> None:
-        """The run's ranks are gone."""
+        """Finish the tracking of a run whose ranks are gone."""
         entry = self._entries.get(run_id)
         if entry is None or not entry.sent:
             if entry is not None and not self._matters(entry, over=True):
@@ -157,12 +157,12 @@ class Tracker:
             self._process(entry.order.tracking).over(run_id)
 
     def look_for_leftovers(self) -> None:
-        """Go on, later, with what an earlier service could not write; it is known by now which runs are live."""
+        """Schedule the writing of what an earlier service left. Call it once the active runs are known."""
         if self._search is None:
             self._search = self._loop.call_later(_LEFTOVERS_S, self._look)
 
     def close(self) -> None:
-        """End the processes; what they have not written is kept."""
+        """End the processes; what they have not written stays on disk."""
         for timer in (self._timer, self._search):
             if timer is not None:
                 timer.cancel()
@@ -191,7 +191,7 @@ class Tracker:
                 self._send_later()
 
     def _matters(self, entry: _Entry, *, over: bool = False) -> bool:
-        """Whether the run is to be in MLflow by now: it lasts, or it has failed."""
+        """Whether the run is to be tracked by now: it has run for a while, or it has failed."""
         run = entry.maybe
         if run is None:
             return True
@@ -209,7 +209,7 @@ class Tracker:
         entry.sent, entry.maybe = True, None
         session = self._entries.get(entry.order.parent_run)
         if session is not None and not session.sent:
-            # its MLflow run is the parent: a cell may ask before the session's own turn has come
+            # the session's MLflow run is the parent: a cell may need it before the session is sent
             session.order = msgspec.structs.replace(session.order, urgent=entry.order.urgent)
             self._send(session)
         self._write_opening(entry)
@@ -221,10 +221,10 @@ class Tracker:
             self._resume(directory, left, entry.order.tracking)
 
     def _write_opening(self, entry: _Entry) -> None:
-        """Leave a note in the run's directory: should all processes be killed, it says what is to be sent where."""
+        """Save in the run's directory what is to be sent where, in case all processes are killed."""
         directory = Path(entry.order.run_dir)
         if progress.load(directory) is None:
-            # a full disk is told by who writes the run's events
+            # a full disk is already reported by the run's event log
             with contextlib.suppress(OSError):
                 progress.save(directory, progress.opening(entry.order.tracking, entry.order.parent_run))
 
@@ -235,7 +235,7 @@ class Tracker:
             process = self._processes[key] = TrackerProcess(self._settings, self._said)
         return process
 
-    # ------------------------------------------------------------ what an earlier service left
+    # ------------------------------------------------------------ runs of an earlier service
 
     def _look(self) -> None:
         self._search = None
@@ -248,12 +248,12 @@ class Tracker:
         for directory, left in search.result():
             if directory.name not in self._entries and not self._is_live(directory.name):
                 self._leftovers.setdefault(left.uri, []).append((directory, left))
-        # the others wait for a run that brings the credentials, or for `sgpu sync`
+        # the others wait for a run with the credentials for their store, or for `sgpu sync`
         for directory, left in self._leftovers.pop("", ()):
             self._resume(directory, left, Tracking())
 
     def _left_untold(self, run: PoolRun, tracking: Tracking) -> str:
-        """Return why a run of the same user is not in the same store, where the service that knew it is gone."""
+        """Return why an earlier service could not write a run of the same user to the same store, or ""."""
         for directory, left in self._leftovers.get(without_user(tracking.uri), ()):
             spec = read_spec(directory) if left.problem else None
             if spec is not None and spec.owner.user == run.spec.owner.user:
@@ -304,8 +304,8 @@ class Tracker:
 
 
 def _key(tracking: Tracking) -> _Key:
-    """What runs have in common that one process writes."""
-    # the default store needs none
+    """Return the key of the process that writes a run: runs with the same key share one."""
+    # the default store needs no variables
     needed = tracking.variables if tracking.uri else {}
     variables = sorted(item for item in needed.items() if item[0] not in _OF_A_RUN)
     return tracking.uri, tracking.registry_uri, tuple(variables)

@@ -1,4 +1,4 @@
-"""One process that writes runs to one MLflow store, and the stream to it. It is replaced when it dies."""
+"""A process that writes runs to one MLflow store, and the stream to it. A new one is started when it dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgpu_magic.system import child_process
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.tracking import EndTracker, FromTracker, Hurry, RunOver, Track, TrackingDone, is_store_variable
 
-# it is given so long to import at idle priority, while the ranks may have all cores
+# time for the process to import at idle priority, while ranks may use all cores; then it is started anew
 _PATIENCE_S = 5.0
 _AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 _URGENT = "--urgent"
@@ -25,12 +25,12 @@ class TrackerProcess:
     """Keeps one process alive while it has runs to write. Used from the loop's thread only.
 
     Args:
-        settings: The pool's.
-        said: Called with what it says.
+        settings: The pool's settings.
+        said: Called with the process's messages.
     """
 
     def __init__(self, settings: Settings, said: Callable[[FromTracker], None]) -> None:
-        # on its command line; what may be secret comes with the runs
+        # passed on its command line, so without secrets; those come with the runs
         self._settings = msgspec.json.encode(replace(settings, tracking_uri="", index_url="")).decode()
         self._said = said
         self._orders: dict[str, Track] = {}
@@ -40,7 +40,7 @@ class TrackerProcess:
             codec.from_tracker,
             self._take,
             pauses_s=_AGAIN_S,
-            # it ends after an idle minute, or because it was killed
+            # it exits after an idle minute, or is killed
             wanted=lambda: bool(self._orders),
             begun=self._begun,
         )
@@ -53,7 +53,7 @@ class TrackerProcess:
         return self._child.pid
 
     def track(self, order: Track) -> None:
-        """Have the run written."""
+        """Start writing a run."""
         self._orders[order.run_id] = order
         if self._child.pid is None:
             self._child.begin()
@@ -63,25 +63,25 @@ class TrackerProcess:
             self.hurry(order.run_id)
 
     def hurry(self, run_id: str) -> None:
-        """A rank waits for the run's place."""
+        """Give a run precedence, because a rank waits for its MLflow run."""
         order = self._orders.get(run_id)
         if order is None:
             return
         self._orders[run_id] = replace(order, urgent=True)
         if not self._heard and not self._urgent:
-            # it is still importing at idle priority, which it can't leave: another one does not begin there
+            # it is still importing at idle priority, which it can't leave: start another at normal priority
             self._child.begin_again()
         else:
             self._child.send(Hurry(run_id=run_id))
 
     def over(self, run_id: str) -> None:
-        """The run's event log does not grow any more."""
+        """Tell the process that the run's event log is complete."""
         if run_id in self._orders:
             self._over.add(run_id)
             self._child.send(RunOver(run_id=run_id))
 
     def close(self, wait_s: float) -> None:
-        """End it; one that writes is given a little time for what there is."""
+        """End the process; if it has started writing, it gets `wait_s` seconds to finish."""
         self._lose_patience(None)
         self._child.end(EndTracker(), wait_s if self._heard else 0.0)
 
@@ -102,7 +102,7 @@ class TrackerProcess:
         self._lose_patience(None if self._urgent else _PATIENCE_S)
 
     def _lose_patience(self, after_s: float | None) -> None:
-        """Once, after so many seconds; None never."""
+        """Restart the process if it has not reported after so many seconds; None cancels that."""
         if self._patience is not None:
             self._patience.cancel()
         self._patience = None if after_s is None else asyncio.get_running_loop().call_later(after_s, self._too_slow)

@@ -1,14 +1,14 @@
-"""A run as the process that has submitted it sees it: submitted, followed to its end, delivered. No magics here.
+"""Runs in the process that submits them: submission, following, delivery of results. Used by magics and functions.
 
-workplace           this process's pools, views and settings, one for its magics and its Python functions
-notebook            what the kernel knows of its notebook and cell, sentences below the cell that ran last, its restart
+workplace           the pools, views and settings of this process, shared by magics and Python functions
+notebook            facts about the notebook and cell, notices below the last cell, kernel restarts
 packages            this process's packages, reported to the pool
 environment_locks   lock files of environments
-environment_report  what `%sgpu_env` shows
-pools_status        several pools in one view
-submit/             a cell or call on its way to a pool
-follow/             a run's events to its end, and its results
-sessions/           ranks that stay between cells
+environment_report  the content of `%sgpu_env`
+pools_status        the status of several pools in one view
+submit/             submission of cells and calls
+follow/             a run's events until its end, and its results
+sessions/           ranks that stay alive between cells
 choice/             the notebook's own choice of devices and packages
-replay/             a recorded run launched again
+replay/             replays of recorded runs
 """

@@ -1,4 +1,4 @@
-"""Lock files of environments: made once on this machine, each by a call of uv."""
+"""Lock files of environments, each made once per machine with uv."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from sgpu_magic.wire.attachments import Environment
 WHEELS = "wheels"
 _LOCKS = "locks"
 _WHEELS_STAY_S = 60 * 24 * 3600.0
-# a network that swallows everything is not asked again with each run
+# after a failure, the index is not asked again for this long: a dead network would delay each run
 _FAILED_STAYS_S = 600.0
 _failed: dict[str, tuple[float, Lock]] = {}
 
 
 class Ask(enum.Enum):
-    """How a lock is wanted."""
+    """How a lock file is requested."""
 
-    # only if it is there
+    # only an existing one
     KEPT = enum.auto()
-    # made if need be, while the notebook does something else
+    # made if needed, at low priority in the background
     GENTLY = enum.auto()
-    # made if need be: somebody waits
+    # made if needed, while the caller waits
     NOW = enum.auto()
 
 
 class Described(msgspec.Struct, frozen=True):
-    """An environment whose files a pool shall have.
+    """An environment whose description files are sent to a pool.
 
     Args:
-        made_of: What is installed here, or what a node was told to build.
+        made_of: A snapshot of this process's packages, or an environment that a node builds.
     """
 
     made_of: Snapshot | Environment
@@ -47,8 +47,8 @@ class Described(msgspec.Struct, frozen=True):
         return self.made_of.digest
 
     def requirements(self, lock: Lock | None) -> str:
-        """Return `requirements.txt`, with what the lock file has found out."""
-        # what writes these texts is only loaded where they are wanted
+        """Return the text of `requirements.txt`, with the details of the lock file."""
+        # imported here: only needed to write these texts
         from sgpu_magic.packages.requirement_files import environment_requirements, snapshot_requirements
 
         if isinstance(self.made_of, Environment):
@@ -56,7 +56,7 @@ class Described(msgspec.Struct, frozen=True):
         return snapshot_requirements(self.made_of, lock)
 
     def lock_of(self, ask: Ask) -> Lock | None:
-        """Return its lock file; None where it is not there, or the settings want none."""
+        """Return the environment's lock file; None if there is none, or the settings disable lock files."""
         settings = load_settings()
         if not settings.lock_environments:
             return None
@@ -75,7 +75,7 @@ class Described(msgspec.Struct, frozen=True):
         return lock
 
     def _make_lock(self, settings: Settings, *, gently: bool) -> Lock:
-        # uv is called, its output read, TOML checked: nothing that a kernel needs at its start
+        # imported here: a kernel does not need these at its start
         from sgpu_magic.packages.uv_command import index_variables
         from sgpu_magic.packages.wheels import remove_old_wheels
 

@@ -1,4 +1,4 @@
-"""What `%sgpu_env` tells: what the kernel has, how it differs from a base, and what is not used yet."""
+"""The content of `%sgpu_env`: the kernel's packages, differences to a base environment, changes not in use yet."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _MOST_CHANGES = 6
 
 
 def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "") -> EnvironmentReport:
-    """Look at this process's packages.
+    """Report this process's packages.
 
     Args:
-        settings: With the default environment, and where saved ones are.
-        sessions: Those that are connected.
-        compared_to: A base's or saved one's name, or a file; "" compares nothing.
+        settings: Settings, with the default environment and the directory of saved ones.
+        sessions: The connected sessions.
+        compared_to: Name of a base or saved environment, or a file, to compare with; "" for no comparison.
 
     Raises:
-        UsageError: There is nothing of that name.
+        UsageError: There is no such environment or file.
     """
     now = snapshot.take_snapshot()
     kinds = Counter(found.kind for found in now.distributions)
@@ -80,18 +80,18 @@ def _saved(settings: Settings) -> list[str]:
 
 
 def stale_words(now: Snapshot) -> list[str]:
-    """Which packages this process has loaded in another version than is installed, a sentence each."""
+    """Return a sentence for each package that this process has loaded in another version than the installed one."""
     first = snapshot.first_snapshot() or now
     modules = dict(sys.modules)
     return [found.words for found in stale_modules(first, now, modules, process_began_at())]
 
 
 def since_connected(now: Snapshot, sessions: Iterable[Session]) -> list[str]:
-    """Ranks of a session keep the packages that they began with."""
+    """Return a sentence for each session that was connected before packages changed: its ranks keep loaded modules."""
     lines: list[str] = []
     for session in sessions:
         if session.spec.environment_label:
-            # packages of its own, which nobody changes here
+            # the session has its own packages, which do not change here
             continue
         found = changes(versions(session.packages), versions(now))
         if found:
@@ -117,7 +117,7 @@ def _differences(settings: Settings, now: Snapshot, name: str) -> tuple[Row, ...
 
 
 def _versions_of(settings: Settings, name: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Versions and remarks by normalised name; the Python's minor version is the remark of ""."""
+    """Return versions and remarks by normalised name; the remark of "" is Python's minor version."""
     if name in BASE_NAMES:
         base = base_list(name)
         listed = {**base.public, **base.left_out}

@@ -1,4 +1,4 @@
-"""What a kernel knows of its notebook and its cell, sentences below the cell that ran last, and a kernel's restart."""
+"""Facts about the kernel's notebook and cell, notices below the last cell, and detection of kernel restarts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from sgpu_magic.payload.names import FUTURE_FLAGS
 from sgpu_magic.views.html_style import SANS, SOFT
 from sgpu_magic.wire.run import Owner
 
-# a terminal or a log keeps every line
+# a terminal or a log keeps every line, so progress is printed rarely there
 _LINE_EVERY_S = 10.0
 _DETACH_TIMEOUT_S = 1.0
-# a front end's restart interrupts first and asks for the shutdown next
+# on a restart, a front end interrupts the kernel before it requests the shutdown
 _RESTART_PATIENCE_S = 0.3
 _SHUTDOWN = "shutdown_request"
 _KERNEL_FILE = re.compile(r"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
 
 
 def owner(shell: Any, *, of_cell: bool = True) -> Owner:
-    """Describe who submits a run from here.
+    """Describe the owner of a run submitted from this process.
 
     Args:
-        shell: The IPython shell, None in a plain Python program.
-        of_cell: The cell that is running submits it.
+        shell: The IPython shell; None in a plain Python program.
+        of_cell: Whether the running cell submits the run.
     """
     if shell is None:
         return this_owner()
@@ -41,9 +41,9 @@ def owner(shell: Any, *, of_cell: bool = True) -> Owner:
 
 
 def cell_number(shell: Any) -> int | None:
-    """The number of the cell that is running, None without a shell.
+    """Return the number of the running cell, None without a shell.
 
-    Newer IPythons count up before a cell runs, older ones after it.
+    Newer versions of IPython increment the count before a cell runs, older ones after it.
     """
     if shell is None:
         return None
@@ -52,55 +52,55 @@ def cell_number(shell: Any) -> int | None:
 
 
 def cell_numbers(shell: Any) -> dict[str, int]:
-    """Cell numbers by the file name that IPython gives a cell's code; none in a plain Python program."""
+    """Return cell numbers by the file name that IPython gives a cell's code; empty in a plain Python program."""
     return getattr(getattr(shell, "compile", None), "_filename_map", {})
 
 
 def future_flags(shell: Any) -> int:
-    """Compiler flags of the `from __future__ import` of the cells that have run."""
+    """Return the compiler flags of all `from __future__ import` in the cells run so far."""
     return int(getattr(getattr(shell, "compile", None), "flags", 0)) & FUTURE_FLAGS
 
 
 def notebook_path(shell: Any) -> str:
-    """The notebook's file, where the front end tells: VS Code in the namespace, Jupyter in a variable; else ""."""
+    """Return the notebook's path, "" if unknown: VS Code sets it in the namespace, Jupyter in a variable."""
     return str(shell.user_ns.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME", ""))
 
 
 def notebook_name(shell: Any) -> str:
-    """The name of that file."""
+    """Return the file name of the notebook, "" if unknown."""
     return os.path.basename(notebook_path(shell))
 
 
 def kernel_id(shell: Any) -> str:
-    """The id that the Jupyter server knows this kernel by, "" where there is no server."""
+    """Return the Jupyter server's id of this kernel, "" without a server."""
     application = getattr(getattr(shell, "kernel", None), "parent", None)
     found = _KERNEL_FILE.fullmatch(os.path.basename(str(getattr(application, "connection_file", ""))))
     return found[1] if found is not None else ""
 
 
 def cell_id(shell: Any) -> str:
-    """The id of the cell that is running, as JupyterLab and Notebook send it with each execution; "" elsewhere."""
+    """Return the id of the running cell, which JupyterLab and Notebook send with each execution; "" elsewhere."""
     get_parent: Any = getattr(shell, "get_parent", dict)
     message: dict[str, Any] = get_parent() or {}
     return str(message.get("metadata", {}).get("cellId") or "")
 
 
 def working_directory() -> str:
-    """Return this process's working directory; `/` where that was removed, and nothing relative can be meant."""
+    """Return the working directory; `/` if it has been removed, since relative paths have no meaning then."""
     try:
         return os.getcwd()
     except OSError:
         return os.sep
 
 
-# ---------------------------------------------------------------- sentences below the cell that ran last
+# ---------------------------------------------------------------- notices below the last cell
 
 
 class NoticeBoard:
-    """Shows one notice at a time below the cell that ran last, and takes it away again.
+    """Shows and removes one notice at a time below the cell that ran last.
 
     Args:
-        shown: Whether there is a front end; without one `%sgpu_status` alone tells it.
+        shown: Whether there is a front end; without one, only `%sgpu_status` shows notices.
     """
 
     def __init__(self, shown: bool) -> None:
@@ -109,17 +109,17 @@ class NoticeBoard:
         self._lock = threading.Lock()
 
     def notice(self, text: str) -> None:
-        """Show `text`, or take away what is shown when it is "". The link's thread calls this and goes on."""
+        """Show `text`, or remove the notice if it is "". Does not block the link's thread, which calls this."""
         if self._shown and (text or self._display_id):
             threading.Thread(target=self.show, args=(text,), name="sgpu-notice", daemon=True).start()
 
     def clear(self) -> None:
-        """A run starts: whatever was said is no longer so."""
+        """Remove the notice, which is outdated once a run starts."""
         if self._display_id:
             self.show("")
 
     def show(self, text: str) -> None:
-        """As `notice`, in the thread that calls it."""
+        """As `notice`, in the calling thread."""
         # IPython declares no types here
         from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
 
@@ -135,10 +135,10 @@ class NoticeBoard:
 
 
 class SendingBoard:
-    """Shows one line that is renewed, and takes it away at the end; without a front end, lines on stderr.
+    """Shows the progress of uploads in one line, removed at the end; without a front end, in lines on stderr.
 
     Args:
-        is_notebook: There is a front end.
+        is_notebook: Whether there is a front end.
     """
 
     def __init__(self, is_notebook: bool) -> None:
@@ -146,7 +146,7 @@ class SendingBoard:
         self._due = 0.0
 
     def show(self, text: str) -> None:
-        """Show `text`, "" takes it away. Called by the thread that sends."""
+        """Show `text`; "" removes the line. Called by the sending thread."""
         if self._display is not None:
             self._display.show(text)
         elif text and time.monotonic() >= self._due:
@@ -155,27 +155,27 @@ class SendingBoard:
             sys.stderr.flush()
 
 
-# ---------------------------------------------------------------- a kernel's restart
+# ---------------------------------------------------------------- kernel restarts
 
 
 def watch_restarts(kernel: Any, pools: Pools, *, detaches: bool) -> RestartWatch | None:
-    """Return a watch over the kernel's restarts, None where there is no kernel or it does not tell."""
+    """Return a watch over the kernel's restarts; None if there is no kernel, or it does not report them."""
     if _SHUTDOWN not in getattr(kernel, "control_handlers", {}):
         return None
     return RestartWatch(kernel, pools, detaches=detaches)
 
 
 class RestartWatch:
-    """Stands before the kernel's own handling of a shutdown request.
+    """Wraps the kernel's handler of shutdown requests.
 
     Args:
         kernel: The ipykernel.
-        pools: Have the runs.
-        detaches: Detach them before the kernel ends.
+        pools: The process's pools.
+        detaches: Whether to detach the runs before the kernel ends.
 
     Attributes:
-        asked: Set when a restart has been asked for.
-        before: Called when one has been asked for, in the thread of the control channel; takes a moment at most.
+        asked: Set when a restart has been requested.
+        before: Called when a restart is requested, in the thread of the control channel; must return quickly.
     """
 
     def __init__(self, kernel: Any, pools: Pools, *, detaches: bool) -> None:
@@ -188,19 +188,19 @@ class RestartWatch:
         kernel.control_handlers[_SHUTDOWN] = self._shut_down
 
     def remove(self) -> None:
-        """Give the kernel its own handler back."""
+        """Restore the kernel's own handler."""
         if self._kernel.control_handlers.get(_SHUTDOWN) == self._shut_down:
             self._kernel.control_handlers[_SHUTDOWN] = self._original
 
     def is_asked(self) -> bool:
-        """Whether an interrupt is the beginning of a restart that detaches its runs; waits a moment for that."""
+        """Whether an interrupt belongs to a restart that detaches the runs; waits up to 0.3 s for the restart."""
         try:
             return self.detaches and self.asked.wait(_RESTART_PATIENCE_S)
         except KeyboardInterrupt:
             return False
 
     async def _shut_down(self, stream: Any, ident: Any, parent: Any) -> None:
-        """Runs in the thread of the control channel, while the main thread follows a run or does something else."""
+        """Handle a shutdown request, in the thread of the control channel while the main thread continues."""
         if parent["content"].get("restart"):
             self.asked.set()
             if self.before is not None:

@@ -1,8 +1,7 @@
-"""The packages of this process's Python: looked at in the background, told to the pool, ordered for its nodes.
+"""Snapshots this process's packages in the background and reports them to the pool and its nodes.
 
-Nothing here is on the way of a submission but `digest_for`, which reads the clock and a few `stat` calls. A run that
-comes before the packages are known goes without their digest; the pool hears it afterwards, at the latest when this
-process ends.
+A submission only calls `digest_for`, which reads the clock and makes a few `stat` calls. A run that is submitted before
+the packages are known has no digest; the pool receives it later, at the latest when this process ends.
 """
 
 from __future__ import annotations
@@ -32,22 +31,21 @@ if TYPE_CHECKING:
 REQUIREMENTS = "requirements.txt"
 PYLOCK = "pylock.toml"
 
-# nothing may compete with a run that was just submitted, nor wait for ever in a notebook that is never quiet
+# do not compete with a run that was just submitted, but do not wait forever in a busy notebook either
 _QUIET_S = 0.3
 _MOST_PATIENCE_S = 3.0
-# the lock file takes a core for a second
+# making a lock file takes one core for about 1 s
 _LOCK_QUIET_S = 2.0
 _POOL_PATIENCE_S = 30.0
-# a process that ends may wait so long for the packages of its runs to be told
+# how long an exiting process waits to report the packages of its runs
 _LAST_LOOK_S = 2.0
 _MOST_LATE_RUNS = 1000
 
 
 class Packages:
-    """What a pool is told of this process's packages. Methods may be called by any thread.
+    """Reports this process's packages to a pool. Thread-safe.
 
-    One thread looks at the packages and tells the pool at once, another one makes lock files. Each is there while it
-    has work.
+    One thread takes snapshots and reports them at once, another makes lock files. Each exists only while it has work.
 
     Args:
         pool: The pool.
@@ -60,29 +58,29 @@ class Packages:
         self._touched_at = 0.0
         self._looker: threading.Thread | None = None
         self._locker: threading.Thread | None = None
-        # this process is about to end: nothing is worth waiting for any more
+        # set when this process is about to exit: stop waiting
         self._hurries = threading.Event()
         self._closed = threading.Event()
-        # run ids that were submitted while nothing was known
+        # ids of runs that were submitted before the packages were known
         self._late: list[str] = []
-        # by digest: what the pool has to be told, and what it wants a lock file of
+        # by digest: environments to report, and those without a lock file yet
         self._wanted: dict[str, Described] = {}
         self._unlocked: dict[str, Described] = {}
-        # what the pool of this connection was told
+        # digests that were reported over the current link
         self._told: set[str] = set()
         self._told_to: object = None
-        # what went wrong last: the log says it once
+        # the last error, so that it is printed once
         self._fault = ""
 
     def begin(self) -> None:
-        """Take the snapshot in the background, unless it is there and holds."""
+        """Take a snapshot in the background, unless there is a valid one."""
         if snapshots.kept_snapshot() is None:
             self._look()
 
     def digest_for(self, run_id: str) -> str:
-        """The digest of what is installed here, for a run that is about to be submitted; "" while it is not known.
+        """Return the digest of the installed packages for a run about to be submitted; "" if not known yet.
 
-        The run's directory gets its files in either case. Never waits.
+        The run's directory receives its files in either case. Never waits.
         """
         self._touched_at = time.monotonic()
         snapshot = snapshots.kept_snapshot()
@@ -95,11 +93,11 @@ class Packages:
         return snapshot.digest
 
     def taken(self, digest: str, environment: Environment | None) -> None:
-        """A run was taken: its pool shall have the files that describe its packages. Never waits.
+        """Send the pool the description files of an accepted run's packages, in the background. Never waits.
 
         Args:
-            digest: The run's, "" when its packages were not known.
-            environment: What its node was told to build, None for what is installed here.
+            digest: The digest of the run's packages; "" if they were not known.
+            environment: The environment that its node builds; None for this process's packages.
         """
         self._touched_at = time.monotonic()
         if not digest or self._is_told(digest):
@@ -111,12 +109,12 @@ class Packages:
             self._want(Described(snapshot))
 
     def environment(self, *, torch_mine: bool = False, allow_build: bool = False) -> Ordered:
-        """What a node has to build to have what is installed here. Builds wheels and asks the package index first.
+        """Return the environment that a node builds to have this process's packages; builds wheels, queries the index.
 
         Raises:
-            EnvironmentFailed: A project can't be built, or what is in no index can't be repacked.
+            EnvironmentFailed: A project can't be built, or a package that is in no index can't be repacked.
         """
-        # what builds wheels is only loaded where packages travel
+        # imported here: only needed for pools on other machines
         from sgpu_magic.packages.order import order_of
         from sgpu_magic.packages.uv_command import index_variables
         from sgpu_magic.packages.wheels import build_project, repack
@@ -135,12 +133,12 @@ class Packages:
         )
 
     def close(self) -> None:
-        """Tell what is still owed to a run, then nothing any more.
+        """Report the packages of runs that still lack them, then stop.
 
-        A script may end before anybody has looked at its packages. Waits for that, 0.1 s as a rule and 2 s at most.
+        A script may end before its packages are known. This waits for them, usually 0.1 s and at most 2 s.
         """
         self._hurries.set()
-        # who interrupts this does not want to wait
+        # an interrupt ends the waiting
         with contextlib.suppress(KeyboardInterrupt), self._moved:
             self._moved.wait_for(lambda: not self._owes() or not _is_alive(self._looker), _LAST_LOOK_S)
         self._closed.set()
@@ -154,12 +152,12 @@ class Packages:
             self._look()
 
     def _is_told(self, digest: str) -> bool:
-        """Whether this connection's pool has its files, or will have them when they are made."""
+        """Whether the pool of the current link has the digest's files, or gets them when they are made."""
         link = self._pool.connected
         return link is not None and link is self._told_to and digest in self._told
 
     def _owes(self) -> bool:
-        """Whether a run's directory would be without its files if nothing more were told."""
+        """Whether a run's directory still lacks its files."""
         return bool(self._late or self._wanted)
 
     def _look(self) -> None:
@@ -192,21 +190,21 @@ class Packages:
         while self._wait_for_quiet(_QUIET_S):
             snapshot = snapshots.take_snapshot()
             if snapshots.kept_snapshot() is None and not self._hurries.is_set():
-                # installed this very moment, and perhaps not whole yet; who can't wait for that tells what is there
+                # an installation is under way and perhaps incomplete; an exiting process reports what is there
                 continue
             self._tell_owed(snapshot)
             if not self._hurries.is_set():
                 look_for_mismatches(snapshot)
             with self._moved:
-                # installed while the last one was told
+                # packages were installed while the last snapshot was reported
                 is_outdated = snapshots.kept_snapshot() is None and not self._hurries.is_set()
                 if not self._owes() and not is_outdated:
-                    # in one step: who has work from now on starts the next thread
+                    # under the lock: later work starts a new thread
                     self._looker = None
                     return
 
     def _tell_owed(self, snapshot: Snapshot) -> None:
-        """Tell what runs wait for."""
+        """Report the packages that runs still lack."""
         with self._lock:
             late = tuple(self._late)
             wanted = dict(self._wanted)
@@ -217,13 +215,13 @@ class Packages:
             if has_pool:
                 self._tell(described, late if digest == snapshot.digest else ())
         with self._moved:
-            # without a pool there is nobody to tell
+            # without a pool they are dropped
             self._late = [run_id for run_id in self._late if run_id not in late]
             self._wanted = {digest: each for digest, each in self._wanted.items() if digest not in wanted}
             self._moved.notify_all()
 
     def _tell(self, described: Described, runs: tuple[str, ...]) -> None:
-        """Tell `requirements.txt` at once, and again with the lock file when that is made."""
+        """Send `requirements.txt` at once, and again with the lock file when that is made."""
         lock = described.lock_of(Ask.KEPT)
         self._send(described, lock, runs)
         if lock is None:
@@ -257,12 +255,12 @@ class Packages:
             self._told.add(described.digest)
 
     def _has_pool(self) -> bool:
-        """Wait for the pool: a run that is being submitted has it started."""
+        """Wait for the pool, which the submission of a run starts."""
         _until(lambda: self._pool.connected is not None or self._hurries.is_set(), _POOL_PATIENCE_S, self._closed)
         return self._pool.connected is not None
 
     def _wait_for_quiet(self, quiet_s: float) -> bool:
-        """Wait until nothing was submitted for a while, or this process is about to end; False when this is closed."""
+        """Wait until no run was submitted for `quiet_s`, or this process is about to exit; False if closed."""
         begun = time.monotonic()
 
         def is_quiet() -> bool:
@@ -274,7 +272,7 @@ class Packages:
 
 
 def _is_alive(thread: threading.Thread | None) -> bool:
-    # none is in a process that was forked
+    # threads do not survive a fork
     return thread is not None and thread.is_alive()
 
 
@@ -291,7 +289,7 @@ _all_lock = threading.Lock()
 
 
 def of(pool: Pool) -> Packages:
-    """What the pool is told of this process's packages: one object for each pool."""
+    """Return the pool's `Packages`, one object per pool."""
     found = _all.get(pool)
     if found is None:
         with _all_lock:
@@ -300,7 +298,7 @@ def of(pool: Pool) -> Packages:
 
 
 def close(pool: Pool) -> None:
-    """The pool is told nothing any more."""
+    """Close and remove the pool's `Packages`."""
     found = _all.pop(pool, None)
     if found is not None:
         found.close()

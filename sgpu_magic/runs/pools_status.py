@@ -1,4 +1,4 @@
-"""Several pools at one look, as `%sgpu_status` and `sgpu pool status` show them."""
+"""The status of several pools in one view, for `%sgpu_status` and `sgpu pool status`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ NOT_RUNNING = "not running; the first run in it starts it"
 
 
 def ask(pools: Pools, name: str = "", *, start: bool, recent: int = RECENT) -> list[Asked]:
-    """Ask one pool, or all that are listed.
+    """Ask one pool, or all listed pools, for their status.
 
     Args:
-        pools: This process's.
-        name: Which; "" is all of them.
-        start: Start the local one if it alone is asked and does not run.
-        recent: So many of the newest runs.
+        pools: The process's pools.
+        name: The pool; "" means all.
+        start: Start the local pool if it is not running and is the only one asked.
+        recent: Number of newest runs to include.
 
     Raises:
-        SgpuError: The one pool that is asked can't be reached, or there is none of that name.
+        SgpuError: The only pool asked can't be reached, or there is no pool of that name.
     """
     entries = pools.entries() if name != LOCAL else ()
     if name and name != LOCAL:
@@ -33,14 +33,14 @@ def ask(pools: Pools, name: str = "", *, start: bool, recent: int = RECENT) -> l
     if entries:
         answers = pools.asked(entries, local=not name, recent=recent, again=bool(name))
         if name and answers[0].problem:
-            # said as any other error where it alone is wanted
+            # raise the error, since only this pool was requested
             pools.named(name).status(1, timeout_s=0.1)
         return answers
     return [Asked(LOCAL, None, pools.local.status(recent, start=start))]
 
 
 def drawn(answers: Sequence[Asked], notices: Mapping[str, str]) -> dict[str, str]:
-    """Return the pools as text and as tables with inline style; `notices` is what each wants to be known, by name."""
+    """Render the pools as text and as HTML tables with inline styles; `notices` are the pools' notices by name."""
     texts: list[str] = []
     tables: list[str] = []
     for answer in answers:

@@ -1,4 +1,4 @@
-"""What all runs of one process share: its pools, how they are shown, what becomes of them when it is restarted."""
+"""The state that all runs of one process share: pools, views, detached runs, handling of restarts."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from sgpu_magic.wire.states import RunState
 
 
 class Workplace:
-    """One process's runs: a kernel's, a terminal's or a script's.
+    """The runs of one process: a kernel, a terminal or a script.
 
     Args:
-        shell: The IPython shell, None in a plain Python program.
+        shell: The IPython shell; None in a plain Python program.
 
     Attributes:
-        settings: As they were when it was made; where the pool lives stays.
-        pools: All pools that may be used, each connected to when first needed.
-        pool: This machine's own of them; it is started when first needed.
+        settings: The settings when the object was created; the pool's directories do not change.
+        pools: All pools that may be used, each connected on first use.
+        pool: The local pool, started on first use.
         windows: Views of runs that no cell waits for.
-        follower: Runs that a program follows while it does something else.
-        detached: Runs that this process has submitted and that go on without it.
-        restarts: Tells a restart of the kernel; None where there is no kernel.
-        choice: What the notebook asks for by itself.
+        follower: Follows runs in the background while the program continues.
+        detached: Ids of runs that this process submitted and detached.
+        restarts: Detects a restart of the kernel; None if there is no kernel.
+        choice: The notebook's own choice of devices and packages.
     """
 
     def __init__(self, shell: Any = None) -> None:
@@ -70,16 +70,16 @@ class Workplace:
 
     @property
     def is_notebook(self) -> bool:
-        """Whether a front end draws HTML for the cell that runs: a Jupyter kernel's, but for consoles."""
+        """Whether the front end displays HTML: true for Jupyter kernels except in consoles."""
         return getattr(self.shell, "kernel", None) is not None and not self.live_views.is_console
 
     @property
     def namespace(self) -> dict[str, Any]:
-        """The notebook's variables; `__main__`'s in a plain program."""
+        """The notebook's variables, or those of `__main__` in a plain program."""
         return self.shell.user_ns if self.shell is not None else sys.modules["__main__"].__dict__
 
     def close(self) -> None:
-        """Close the links to the pools; they go on for others."""
+        """Stop the background work and close the links; the pools keep running for other clients."""
         if self.restarts is not None:
             self.restarts.remove()
         self.windows.close()
@@ -90,7 +90,7 @@ class Workplace:
         self.pools.close()
 
     def current_settings(self) -> Settings:
-        """Settings that `%env` may have changed since; where the pool lives stays."""
+        """Read the settings again, since `%env` may have changed them."""
         return load_settings()
 
     def pool_of(self, run: Run | Submission) -> Pool:
@@ -98,13 +98,13 @@ class Workplace:
         return self.pools.of(run.pool)
 
     def wanted_pool(self, name: str) -> str:
-        """Return the pool that a run names, else the settings; checked. "" leaves the choice to us.
+        """Return the pool named by the options, else by the settings; "" if neither names one.
 
         Args:
-            name: What the options say, "" for nothing; also `reserved` or `on-demand`.
+            name: The pool, `reserved` or `on-demand` as given in the options; "" if not given.
 
         Raises:
-            UsageError: There is none of that name.
+            UsageError: There is no pool of that name.
         """
         name = name or self.current_settings().pool
         if name not in ("", LOCAL, *KINDS):
@@ -112,7 +112,7 @@ class Workplace:
         return name
 
     def find(self, name: str, devices: Devices) -> Found:
-        """Return where a run goes; as `placing.find_place`."""
+        """As `placing.find_place`."""
         return placing.find_place(self.pools, self.current_settings(), name, devices)
 
     def pool_with(self, run: str, *, going_on: bool = False) -> Pool:
@@ -120,16 +120,16 @@ class Workplace:
         return find_run.pool_with(self.pools, self.settings, run, going_on=going_on)
 
     def attach(self, run: str) -> tuple[Run, RunState]:
-        """Follow a run of any pool; as `Pool.attach`."""
+        """Attach to a run of any pool; as `Pool.attach`."""
         return self.pool_with(run).attach(run)
 
     def followed(self, run: Run, ui: str = "auto", *, error_follows: bool = True) -> Followed:
-        """Return a run with its view, and where that is shown.
+        """Return a run with its view and the publisher that shows it.
 
         Args:
             run: The run.
             ui: `auto`, `widget`, `text` or `none`.
-            error_follows: The caller raises what the run failed with.
+            error_follows: Whether the caller raises the run's error.
         """
         view = _view(run, self.current_settings(), error_follows=error_follows)
         if ui == "auto":
@@ -147,24 +147,24 @@ class Workplace:
         into: dict[str, Any] | None = None,
         over: Callable[[RunView], None] | None = None,
     ) -> RunResult | None:
-        """Show a run of this process until it ends, set the names that it brings, and return its result.
+        """Show a run until it ends, set the names that it brings back, and return its result.
 
         Args:
-            run: The run, just submitted. It is let go of here.
-            ui: As of `followed`.
-            detach: Let it go on at once.
-            interrupts: The session's that it runs in; None for ranks of its own.
-            into: Takes the names in the notebook's place.
-            over: Called when it is over for this process, whatever came of it.
+            run: The run, just submitted. It is released here.
+            ui: As in `followed`.
+            detach: Detach the run at once.
+            interrupts: Interrupts of the session that it runs in; None for a run with its own ranks.
+            into: Receives the names instead of the notebook.
+            over: Called when this process is done with the run, whatever the outcome.
 
         Returns:
-            None when it was detached.
+            The result; None if the run was detached.
 
         Raises:
             Exception: As `outcome.bring_back`.
         """
         try:
-            # inside, for a place to show it is made here: an interrupt now must not leave a run that nobody follows
+            # inside the try, because this creates the view: an interrupt now must not leave an unfollowed run
             try:
                 followed = self.followed(run, ui)
             except KeyboardInterrupt:
@@ -181,16 +181,16 @@ class Workplace:
             let_go(self.pool_of(run), run)
 
     def open_view(self, run: Run, state: RunState, ui: str) -> None:
-        """Show a run that was attached to; the cell does not wait for its end."""
+        """Show a run that this process attached to, without waiting for its end."""
         followed = self.followed(run, ui, error_follows=False)
         self.windows.open(followed, state, live=self.live_views.is_watched and ui != "text")
 
     def unseen(self, run: Run) -> Followed:
-        """Return a run with its view, shown nowhere."""
+        """Return a run with a view that is not shown."""
         return Followed(run, _view(run, self.settings), SilentPublisher(), self.pool_of(run))
 
     def _buttons(self, run: Run) -> Buttons:
-        """What the buttons of a run's view do; they are pressed in other threads than the cell's."""
+        """Return the actions of a view's buttons, which are called in other threads than the cell's."""
 
         def cancel() -> str:
             pressed, said = stop_words(run.spec)
@@ -216,9 +216,9 @@ _current: Workplace | None = None
 
 
 def workplace() -> Workplace:
-    """This process's workplace, made when first asked for. May be called by any thread.
+    """Return this process's workplace, created on first use. Thread-safe.
 
-    It is closed when the process ends: threads that wait for the pool's messages must not meet a dying interpreter.
+    It is closed at exit, so that no thread waits for a pool's messages while the interpreter shuts down.
     """
     global _current
     with _lock:
@@ -228,7 +228,7 @@ def workplace() -> Workplace:
 
 
 def close_workplace() -> None:
-    """Close this process's workplace; the next one that is asked for is new."""
+    """Close this process's workplace; the next call of `workplace` creates a new one."""
     global _current
     with _lock:
         closing, _current = _current, None
@@ -251,6 +251,6 @@ def _close_at_exit() -> None:
 
 
 def _running_shell() -> Any:
-    """The IPython shell that this process is, None for a plain program. Does not import IPython."""
+    """Return the running IPython shell, None in a plain program. Does not import IPython."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

@@ -1,13 +1,13 @@
-"""The Jupyter server's half: runs and their pool, while the notebook's kernel is busy or dead.
+"""The Jupyter server extension: serves runs and pools to pages while the notebook's kernel is busy or dead.
 
-runs            runs folded from their events, shared by all pages that look at them
-run_places      where a run is: in this machine's own pool or in another's, and the links to those
-kernel_runs     which runs a kernel has submitted
-outputs         what a run's cell shows at the end
-run_handlers    the requests about runs
-panel_handlers  the environment panel's websocket and requests
+runs            runs folded from their events, shared by all pages that show them
+run_places      where a run is: in this machine's pool or in a remote one, and the connections to remote pools
+kernel_runs     the runs that a kernel has submitted
+outputs         the final outputs of a run's cell
+run_handlers    HTTP handlers for runs
+panel_handlers  the environment panel's websocket and HTTP handlers
 
-Reads run directories and asks the pools of the user that the server runs as, and nothing else.
+The extension reads only run directories and pools of the user that the server runs as.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def _load_jupyter_server_extension(server_app: Any) -> None:  # pyright: ignore[
 
 
 def _count_no_questions(server_app: Any) -> None:
-    """Let a front end's questions to a kernel count as nobody's work: a cell that runs meanwhile is not over then."""
+    """Exclude a front end's requests from the kernel's busy state, so that a running cell is not reported as idle."""
     types = ["sgpu_request", "sgpu_reply"]
     untracked = getattr(server_app.kernel_manager, "untracked_message_types", None)
     if untracked is None:
         return
     server_app.kernel_manager.untracked_message_types = [*untracked, *types]
-    # JupyterLab has read it when it was loaded before
+    # JupyterLab may have been loaded first and have copied the list already
     page = server_app.web_app.settings.get("page_config_data", {})
     if "untracked_message_types" in page:
         page["untracked_message_types"] = [*page["untracked_message_types"], *types]

@@ -1,4 +1,4 @@
-"""Which runs a kernel has submitted."""
+"""The runs that a kernel has submitted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 RECENT_S = 3600.0
-"""Runs that ended longer ago belong to no page that was just loaded."""
+"""A page that was just loaded shows no runs that ended longer ago."""
 _LOOKED_AT = 500
 
 
@@ -25,13 +25,13 @@ class OwnedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         run_id: The run.
-        cell: Its cell's id in the notebook, "" when the front end did not tell.
-        state: Its state's word.
+        cell: Its cell's id in the notebook, "" when the front end did not send one.
+        state: The value of its `RunState`.
         final: It has ended.
         began: When it was submitted, seconds since the epoch.
-        ended: When it ended, None while it goes on or when nobody saw it.
-        execution_count: The number of its cell's execution.
-        blocks: Its cell is running as long as it is; the one that has connected a session is not.
+        ended: When it ended; None while it runs, or when its end was not recorded.
+        execution_count: Its cell's execution count.
+        blocks: Its cell runs as long as the run does; False for a session, whose connecting cell has ended.
     """
 
     run_id: str
@@ -45,11 +45,11 @@ class OwnedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnedRuns:
-    """Finds a kernel's runs; remembers what never changes of them. Methods may be called by any thread.
+    """Finds a kernel's runs and caches their specs, which never change. Thread-safe.
 
     Args:
-        settings: Where the runs of this machine's own pool lie.
-        elsewhere: Those in the pools of others.
+        settings: Settings, for the runs of this machine's pool.
+        elsewhere: The runs in remote pools.
     """
 
     def __init__(self, settings: Settings, elsewhere: Elsewhere) -> None:
@@ -59,7 +59,7 @@ class OwnedRuns:
         self._specs: dict[str, RunSpec] = {}
 
     def of_kernel(self, kernel: str) -> list[OwnedRun]:
-        """Return the runs of a kernel that go on or ended within the last hour, newest last.
+        """Return a kernel's runs that are active or ended within the last hour, newest last.
 
         Raises:
             PoolError: The pool's ledger can't be read.
@@ -73,7 +73,7 @@ class OwnedRuns:
             for run, spec in found
             if spec is not None and spec.owner.kernel == kernel
         ]
-        # what nobody has heard of goes on, as far as anybody knows
+        # a run without a reported state is assumed to be running
         there = [
             _owned(sent.spec, sent.state or RunState.RUNNING, sent.ended_at)
             for sent in self._elsewhere.of_kernel(kernel)
@@ -88,7 +88,7 @@ class OwnedRuns:
 def _matters(run: RunSummary, now: float) -> bool:
     if not run.state.is_final:
         return True
-    # nobody saw the end of a run whose pool was killed
+    # the end of a run whose pool was killed is not recorded
     return now - (run.ended_at or run.submitted_at) < RECENT_S
 
 

@@ -1,4 +1,4 @@
-"""What a run's cell shows once the run has ended, made without its kernel and without unpickling anything."""
+"""The outputs of a finished run's cell, built without its kernel and without unpickling anything."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Output = dict[str, object]
 
 
 def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> list[Output]:
-    """Return the outputs of a run's cell in the notebook's own format, as its kernel would have left them.
+    """Return the outputs of a run's cell in the notebook format, as its kernel would have left them.
 
     Args:
-        view: The run; it has ended, or nobody can be at it any more.
+        view: The run; it has ended, or no process can be working on it any more.
         directory: The run's directory.
-        returns: Its cell has had its value or its error; a detached run's cell has not.
+        returns: Include the cell's value or error; False for a detached run, whose cell gets neither.
     """
     parts = segments(view)
     outputs: list[Output] = []
@@ -38,14 +38,14 @@ def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> lis
         bundle = mime_bundle(view, part, at == 0, at == len(parts) - 1)
         if bundle["text/html"]:
             outputs.append(_display(bundle, {}))
-    # the cell that has connected a session ended long ago
+    # the cell that connected a session ended long ago
     if returns and view.ended is not None and view.session is None:
         outputs += _last_word(view, view.ended, directory)
     return outputs
 
 
 def rich_outputs(view: RunView) -> list[Output]:
-    """Return what the ranks have displayed so far, to stand below a live view."""
+    """Return what the ranks have displayed so far, to be shown below a live view."""
     shown = [item for item in view.items if isinstance(item, DisplayItem)]
     return [_display(view.models.static(item.rank, item.bundle), item.metadata) for item in shown]
 
@@ -55,12 +55,12 @@ def _display(data: dict[str, object], metadata: dict[str, object]) -> Output:
 
 
 def _last_word(view: RunView, ended: RunEnded, directory: Path) -> Sequence[Output]:
-    """The cell's value, or its error."""
+    """Return the cell's value or its error."""
     if ended.state is RunState.SUCCEEDED:
         if view.spec.kind is not RunKind.CELL:
-            # what a function returns goes on in the cell's own code
+            # a function's value is used by the cell's own code
             return ()
-        # the values stay where they are: only their texts are needed
+        # only the values' texts are needed
         result = RunResult(view.spec, ended, [None] * len(ended.results), directory)
         value: Output = {"output_type": "execute_result", "data": {"text/plain": repr(result)}, "metadata": {}}
         return (value | {"execution_count": view.spec.cell.execution_count},)

@@ -1,6 +1,6 @@
-"""The environment panel's requests: a websocket for what changes, and REST where a proxy lets no websocket through.
+"""The environment panel's handlers: a websocket for updates, and REST where a proxy blocks websockets.
 
-`sgpu/panel`            websocket: `PanelOrder` in, `Told` out; GET: everything once
+`sgpu/panel`            websocket: `PanelOrder` in, `Told` out; GET: the whole state once
 `sgpu/panel/orders`     POST: one `PanelOrder`, answered by `Said`
 """
 
@@ -34,15 +34,15 @@ _MAX_SAID = 100
 
 
 class Outbox:
-    """Messages that wait for one page. Owned by one thread."""
+    """Messages to be sent to one page. Owned by one thread."""
 
     def __init__(self) -> None:
         self._said: deque[Said] = deque(maxlen=_MAX_SAID)
-        # the newest of each kind
+        # the newest of each type
         self._pictures: dict[type[Told], Told] = {}
 
     def put(self, told: Told) -> None:
-        """Add a message; it takes the place of one of its kind that has not been sent."""
+        """Add a message; a state message replaces an unsent one of its type."""
         if isinstance(told, Said):
             self._said.append(told)
             return
@@ -52,7 +52,7 @@ class Outbox:
         self._pictures[type(told)] = told
 
     def take(self) -> Told | None:
-        """Return the next message, None when nothing waits."""
+        """Return the next message, None when the outbox is empty."""
         if self._said:
             return self._said.popleft()
         waiting = (kind for kind in (PoolsTold, PoolTold, RunsTold) if kind in self._pictures)
@@ -60,13 +60,13 @@ class Outbox:
         return self._pictures.pop(kind) if kind is not None else None
 
     def clear(self) -> None:
-        """Nobody waits for them any more."""
+        """Discard all messages."""
         self._said.clear()
         self._pictures.clear()
 
 
 def merged(earlier: RunsTold, later: RunsTold) -> RunsTold:
-    """Return one message that tells what both tell, one after the other."""
+    """Return one message equivalent to both in order."""
     if later.whole or later.pool != earlier.pool:
         return later
     gone = set(later.gone)
@@ -82,9 +82,9 @@ _FORBIDDEN = "You may look at this server's pools and not change anything there.
 
 
 def add_panel_handlers(server_app: Any) -> None:
-    """Add the panel's requests below `sgpu/` to a server. They say themselves what is wrong with the settings."""
+    """Add the panel's handlers below `sgpu/` to a server. Invalid settings are reported in their answers."""
     watchers = Watchers()
-    # the threads look at nothing while the interpreter ends
+    # stop polling before the interpreter shuts down
     atexit.register(watchers.close)
     application = server_app.web_app
     base = application.settings["base_url"]
@@ -99,7 +99,7 @@ def add_panel_handlers(server_app: Any) -> None:
 
 
 class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
-    """`sgpu/panel`: a websocket, or the same once for a page that polls: `{"pools": .., "pool": .., "runs": ..}`."""
+    """`sgpu/panel`: a websocket, or the state once for a page that polls: `{"pools": .., "pool": .., "runs": ..}`."""
 
     auth_resource = RESOURCE
 
@@ -113,7 +113,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         self._looking: asyncio.Task[None] | None = None
 
     def set_default_headers(self) -> None:
-        """The REST answer sets its own; a websocket has none."""
+        """Set none: `answer` sets them for REST, and a websocket has none."""
 
     def get_compression_options(self) -> dict[str, Any] | None:
         return self.settings.get("websocket_compression_options", None)
@@ -147,7 +147,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.create_task(self._look(self._page))
             return
-        # the next message is heard meanwhile
+        # in a task, so that the next message is handled meanwhile
         task = asyncio.create_task(self._obey(self._page, order))
         self._obeying.add(task)
         task.add_done_callback(self._obeying.discard)
@@ -156,13 +156,13 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if self.ping_callback is not None:
             self.ping_callback.stop()
         if self._page is not None:
-            # it waits for what is being done for the page
+            # in a thread, as it waits for the page's command in progress
             self._loop.run_in_executor(THREADS, self._page.close)
         self._outbox.clear()
         super().on_close()
 
     async def _look(self, page: Page) -> None:
-        """Watch or rest as the page wanted last: files are read for that, and locks taken."""
+        """Carry out the page's latest `Watch` or `Rest` in a thread, as it reads files and takes locks."""
         while (order := self._wanted) is not None:
             self._wanted = None
             await in_thread(page.obey, order)
@@ -176,11 +176,11 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
             self._put(said)
 
     def _told(self, told: Told) -> None:
-        """Called in any thread."""
+        """Queue a message; may be called by any thread."""
         try:
             self._loop.call_soon_threadsafe(self._put, told)
         except RuntimeError:
-            # the server ends
+            # the server is shutting down
             return
 
     def _put(self, told: Told) -> None:
@@ -189,7 +189,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
             self._sending = asyncio.create_task(self._send())
 
     async def _send(self) -> None:
-        """Send what there is, one after the other: a slow page gets less often more."""
+        """Send the outbox's messages one at a time; a slow page gets fewer, merged messages."""
         while (told := self._outbox.take()) is not None:
             try:
                 await self.write_message(msgspec.json.encode(told).decode())
@@ -199,7 +199,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
     # ------------------------------------------------------------ REST
 
     async def _answer_once(self) -> None:
-        # as every answer of the server's REST: a page of another origin is not to read it
+        # as in the server's own REST API: pages of another origin can't read the answer
         if not self.check_origin():
             raise web.HTTPError(404)
         pool = self.get_query_argument("pool", "")
@@ -215,7 +215,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
 
 
 class OrdersHandler(APIHandler):
-    """`POST sgpu/panel/orders`: one order of a page that has no websocket."""
+    """`POST sgpu/panel/orders`: one command of a page without a websocket."""
 
     auth_resource = RESOURCE
 

@@ -1,4 +1,4 @@
-"""The requests: authenticated and checked like every other of the Jupyter server."""
+"""HTTP handlers for runs, authenticated and authorized like the Jupyter server's own."""
 
 # jupyter_server and tornado are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -35,17 +35,17 @@ _DROP_EVERY_MS = 15_000
 _MAX_QUESTION_BYTES = 10_000
 
 RESOURCE = "kernels"
-"""Who may see a kernel may see its runs and its pool, and who may interrupt it may cancel them."""
+"""Users who may read kernels may read their runs and pools; users who may write to kernels may cancel runs."""
 
 THREADS = ThreadPoolExecutor(max_workers=24, thread_name_prefix="sgpu-requests")
-"""Not the loop's own: what waits for a pool that can't be reached is not to hold up the rest of the server."""
+"""Separate from the event loop's executor, so that waiting for an unreachable pool does not block the server."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def add_handlers(server_app: Any) -> None:
-    """Add the requests below `sgpu/` to a server."""
+    """Add the handlers below `sgpu/` to a server."""
     try:
         settings = load_settings()
     except UsageError as error:
@@ -53,7 +53,7 @@ def add_handlers(server_app: Any) -> None:
         return
     application = server_app.web_app
     elsewhere = Elsewhere(settings, IDLE_S)
-    # the links' threads do nothing while the interpreter ends
+    # stop the connections' threads before the interpreter shuts down
     atexit.register(elsewhere.close)
     followers = Followers(settings, elsewhere)
     shared = {"runs": OwnedRuns(settings, elsewhere), "followers": followers}
@@ -72,12 +72,12 @@ def add_handlers(server_app: Any) -> None:
 
 
 async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call what may block."""
+    """Call a function that may block, in `THREADS`."""
     return await asyncio.get_running_loop().run_in_executor(THREADS, functools.partial(call, *args, **kwargs))
 
 
 def answer(handler: web.RequestHandler, record: object) -> None:
-    """Finish a request with a record as JSON."""
+    """Finish a request with a record serialized as JSON."""
     handler.set_header("Content-Type", "application/json")
     handler.set_header("Cache-Control", "no-store")
     handler.set_header("X-Content-Type-Options", "nosniff")
@@ -85,7 +85,7 @@ def answer(handler: web.RequestHandler, record: object) -> None:
 
 
 class _Handler(APIHandler):
-    """What the requests share: the followers, threads for what may block, and errors as sentences."""
+    """Base class: the followers, threads for blocking calls, and errors as readable messages."""
 
     auth_resource = RESOURCE
 
@@ -94,10 +94,10 @@ class _Handler(APIHandler):
         self.followers = followers
 
     async def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call what may block, and turn what goes wrong into an answer.
+        """Call a function that may block, and convert its errors to HTTP errors.
 
         Raises:
-            HTTPError: The run is not here, or its files can't be read.
+            HTTPError: The run is unknown here (404), or its files or its pool can't be read (500).
         """
         try:
             return await in_thread(call, *args, **kwargs)
@@ -107,7 +107,7 @@ class _Handler(APIHandler):
             raise web.HTTPError(500, str(error)) from error
 
     async def follower(self, run_id: str) -> Follower:
-        """Return the follower of a run; all requests get the same."""
+        """Return a run's follower, which all requests share."""
         return await self.in_thread(self.followers.get, run_id)
 
     def send_outputs(self, follower: Follower, outputs: list[Output]) -> None:
@@ -115,7 +115,7 @@ class _Handler(APIHandler):
 
 
 class RunsHandler(_Handler):
-    """`GET sgpu/runs?kernel=ID`: the kernel's runs that go on or ended lately, newest last."""
+    """`GET sgpu/runs?kernel=ID`: the kernel's runs that are active or ended recently, newest last."""
 
     @web.authenticated
     @authorized
@@ -127,7 +127,7 @@ class RunsHandler(_Handler):
 
 
 class NewsHandler(_Handler):
-    """`GET sgpu/runs/RUN/news?after=SEQ&lines=N`: what is new, as soon as there is something."""
+    """`GET sgpu/runs/RUN/news?after=SEQ&lines=N`: long poll, answers as soon as something is new."""
 
     @web.authenticated
     @authorized
@@ -138,7 +138,7 @@ class NewsHandler(_Handler):
         deadline = now() + min(self._number("wait", MAX_WAIT_S), MAX_WAIT_S)
         self._gone = asyncio.Event()
         while True:
-            # one thread for each run: the pages that show it wait for its pool together
+            # one thread per run: the pages that show it wait for its pool together
             async with follower.turn:
                 news = await self.in_thread(follower.news, known)
             self.followers.asked(run_id)
@@ -162,7 +162,7 @@ class NewsHandler(_Handler):
 
 
 class AskHandler(_Handler):
-    """`POST sgpu/runs/RUN/ask`: a view's question, its answer."""
+    """`POST sgpu/runs/RUN/ask`: answers a request of a view."""
 
     @web.authenticated
     @authorized
@@ -178,7 +178,7 @@ class AskHandler(_Handler):
 
 
 class OutputsHandler(_Handler):
-    """`GET sgpu/runs/RUN/outputs`: what its cell shows at the end; 409 while it goes on."""
+    """`GET sgpu/runs/RUN/outputs`: the final outputs of its cell; 409 while the run is active."""
 
     @web.authenticated
     @authorized
@@ -191,7 +191,7 @@ class OutputsHandler(_Handler):
 
 
 class DisplaysHandler(_Handler):
-    """`GET sgpu/runs/RUN/displays`: what its ranks have displayed so far."""
+    """`GET sgpu/runs/RUN/displays`: what the run's ranks have displayed so far."""
 
     @web.authenticated
     @authorized

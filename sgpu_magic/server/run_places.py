@@ -1,4 +1,4 @@
-"""Where a run is that the server looks at: in this machine's own pool, or in that of another, with a link to each."""
+"""Where a run is: in this machine's pool or in a remote one, and the connections to remote pools."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     from sgpu_magic.client.pool import Pool
     from sgpu_magic.client.pools import Pools
 
-# whether anybody can still be at it is asked of the ledger so often at most
+# minimum interval between queries to the ledger whether a run is lost
 _LEDGER_EVERY_S = 2.0
-# another machine's pool is asked for what is new so often at most, and one that can't be asked
+# minimum intervals between fetches from a remote pool: when it answers, and after an error
 _BRING_EVERY_S = 0.4
 _BRING_AGAIN_S = 3.0
-# so often in a row a pool has to say that it has no such run: it may be about to write its first event
+# a run is lost after so many answers in a row that it is unknown: the pool may not have written its first event yet
 _UNKNOWN_TIMES = 3
 
 
 class RunPlace(ABC):
-    """One run's directory, or what of it is brought here. Used by one thread at a time.
+    """One run's directory, or a mirror of a remote one. Used by one thread at a time.
 
     Args:
         spec: What was submitted.
-        pool: The pool's name here.
-        directory: Where the run's files are, or come to, on this machine.
+        pool: The pool's name on this machine.
+        directory: Where the run's files are, or are mirrored to, on this machine.
 
     Attributes:
-        silence: Why the pool can't be asked now, "" when it can.
-        bring: Brings what has come to a file of that name; None where the directory has it.
+        silence: Why the pool can't be reached now, "" when it can.
+        bring: Fetches what a file of that name has gained; None where the directory is the run's own.
     """
 
     def __init__(self, spec: RunSpec, pool: str, directory: Path) -> None:
@@ -59,27 +59,27 @@ class RunPlace(ABC):
         self.bring: Callable[[str], None] | None = None
 
     def bring_events(self, sure_bytes: int) -> None:
-        """Bring what the run has told since; of what is here, so many bytes are the same at the pool for sure."""
+        """Fetch new events; the first `sure_bytes` bytes of the local file are known to be the same as the pool's."""
         del sure_bytes
 
     @abstractmethod
     def lost(self) -> str:
-        """Return why nobody can be at the run any more, whatever its last event was; "" while somebody may be."""
+        """Return why no process can be working on the run any more, "" while one may be."""
 
     @abstractmethod
     def linked(self, wish: str = "") -> AbstractContextManager[Pool]:
-        """Return the run's pool; `wish` is what the run is wanted for where it must not have ended.
+        """Return the run's pool; a `wish` requires that the run is active, and completes the error message.
 
         Raises:
-            PoolError: It can't be asked.
+            PoolError: The pool can't be reached.
         """
 
     def cancel(self) -> str:
-        """Cancel the run and return a sentence.
+        """Cancel the run and return a sentence about it.
 
         Raises:
-            UsageError: Its pool has no such run any more.
-            PoolError: Its pool can't be asked.
+            UsageError: The pool no longer has the run.
+            PoolError: The pool can't be reached.
         """
         pressed, said = stop_words(self.spec)
         with self.linked() as pool:
@@ -87,7 +87,7 @@ class RunPlace(ABC):
         return said
 
     def stacks(self) -> Sequence[str]:
-        """Return where every rank is, as lines; for the rest see `cancel`."""
+        """Return the stacks of all ranks, as lines. Raises as `cancel` does."""
         from sgpu_magic.views.stacks import stacks_text
 
         with self.linked("whose ranks could be looked at") as pool:
@@ -96,10 +96,10 @@ class RunPlace(ABC):
 
 
 class RunHere(RunPlace):
-    """A run of this machine's own pool.
+    """A run in this machine's pool.
 
     Args:
-        settings: Where the pool and the ledger are.
+        settings: Settings, for the pool and the ledger.
         spec: What was submitted.
     """
 
@@ -110,7 +110,7 @@ class RunHere(RunPlace):
         self._over = 0
 
     def lost(self) -> str:
-        """A run whose pool and agent were killed says nothing any more; the ledger knows whether that is so."""
+        """Return what the ledger says; a run whose pool and agent were killed writes no more events."""
         if time.monotonic() <= self._looked_at + _LEDGER_EVERY_S:
             return ""
         self._looked_at = time.monotonic()
@@ -118,12 +118,12 @@ class RunHere(RunPlace):
             row = ledger.find_run(self._settings, self.spec.run_id)
         except PoolError:
             return ""
-        # it may know of an end a moment before the run's directory has it
+        # the ledger may have the end a moment before the run's directory does
         self._over = self._over + 1 if row is not None and row.state.is_final else 0
         return ledger.LOST if self._over > 1 else ""
 
     def linked(self, wish: str = "") -> AbstractContextManager[Pool]:
-        # the client's half is heavy, and few servers are ever asked
+        # imported late: the client is heavy, and most servers never need it
         from sgpu_magic.client.find_run import pool_of
         from sgpu_magic.client.pool import Pool
 
@@ -133,13 +133,13 @@ class RunHere(RunPlace):
 
 
 class RunElsewhere(RunPlace):
-    """A run in another machine's pool: its events and logs are brought to its mirror here.
+    """A run in a remote pool; its events and logs are fetched into a local mirror.
 
     Args:
         spec: What was submitted.
-        mirror: Brings its files.
-        pool: Returns its pool, of the name that follows.
-        name: The pool's name here.
+        mirror: Fetches its files.
+        pool: Returns its pool.
+        name: The pool's name on this machine.
     """
 
     def __init__(self, spec: RunSpec, mirror: Mirror, pool: Callable[[], Pool], name: str) -> None:
@@ -151,7 +151,7 @@ class RunElsewhere(RunPlace):
         self._unknown = 0
 
     def bring_events(self, sure_bytes: int) -> None:
-        """See `RunPlace`. What a killed service had half written may be other bytes the next time."""
+        """Fetch new events, as in `RunPlace`. Bytes that a killed service had half written may differ later."""
         if time.monotonic() < self._due:
             return
         silence, pause_s = "", _BRING_EVERY_S
@@ -179,24 +179,24 @@ class RunElsewhere(RunPlace):
 
 
 def run_here(settings: Settings, run_id: str) -> RunHere | None:
-    """The run of that id in this machine's own pool, None when there is no directory of it."""
-    # ids become parts of paths: nothing else may pass
+    """Return the run of that id in this machine's pool, None when it has no directory."""
+    # ids become parts of paths: accept nothing else
     if not is_valid_id(run_id) or (settings.runs_path / run_id).is_symlink():
         return None
     spec = read_spec(settings.runs_path / run_id)
     return None if spec is None else RunHere(settings, spec)
 
 
-# of the runs that have ended, so many of each pool are asked for
+# number of ended runs requested from each pool
 _NEWEST = 100
 
 
 class Elsewhere:
-    """Finds runs in other machines' pools. Methods may be called by any thread.
+    """Finds runs in remote pools. Thread-safe.
 
     Args:
-        settings: Where is noted which runs those are.
-        rest_s: Links that nobody needed for so many seconds are closed.
+        settings: Settings, for the record of runs sent to remote pools.
+        rest_s: Connections unused for this many seconds are closed.
         clock: Monotonic time in seconds.
     """
 
@@ -207,16 +207,16 @@ class Elsewhere:
         self._lock = threading.Lock()
         self._pools: Pools | None = None
         self._used_at = clock()
-        # those that have ended; replaced as a whole, never changed
+        # ended runs; replaced as a whole, never changed
         self._over: dict[str, SentRun] = {}
 
     @property
     def is_connected(self) -> bool:
-        """Whether there may be links."""
+        """Whether there may be open connections."""
         return self._pools is not None
 
     def run(self, run_id: str) -> RunElsewhere | None:
-        """The run of that id, None when none was sent from here."""
+        """Return the run of that id, None when no such run was sent from here."""
         sent = sent_run(self._settings, run_id)
         if sent is None:
             return None
@@ -229,9 +229,9 @@ class Elsewhere:
         return RunElsewhere(sent.spec, mirror, pool, sent.pool)
 
     def of_kernel(self, kernel: str) -> list[SentRun]:
-        """A kernel's runs, as their pools say they are now; where a pool can't be asked, as was heard before.
+        """Return a kernel's runs with the state that their pools report, or the last known one of an unreachable pool.
 
-        Runs that a pool has forgotten are left out. Takes 2 s at most, and asks nobody whose runs all have ended.
+        Runs that a pool no longer has are left out. Takes 2 s at most, and contacts no pool if all runs have ended.
         """
         known = self._over
         read = [known.get(run_id) or sent_run(self._settings, run_id) for run_id in sent_run_ids(self._settings)]
@@ -245,18 +245,18 @@ class Elsewhere:
         ]
 
     def rest(self) -> None:
-        """Close the links, if nobody needed one for long enough; nobody waits for that."""
+        """Close the connections in the background if they have been unused for `rest_s`."""
         if self.is_connected and self._clock() - self._used_at > self._rest_s:
             threading.Thread(target=self.close, name="sgpu-rest", daemon=True).start()
 
     def close(self) -> None:
-        """Close the links; the next question makes new ones."""
+        """Close the connections; the next request opens new ones."""
         with self._lock:
             pools, self._pools = self._pools, None
         if pools is not None:
             pools.close()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _ask(self) -> Pools:
         from sgpu_magic.client.pools import Pools
@@ -272,7 +272,7 @@ class Elsewhere:
         try:
             entries = [entry for entry in pools.entries() if entry.name in names]
         except UsageError:
-            # a run that is asked for says what is wrong with the list
+            # a request for a single run reports what is wrong with the list
             entries = []
         answers = pools.asked(entries, local=False, recent=_NEWEST)
         rows = {row.run_id: row for answer in answers if answer.status is not None for row in answer.status.runs}
@@ -283,7 +283,7 @@ class Elsewhere:
     def _as_row_says(self, sent: SentRun, row: RunSummary | None) -> SentRun:
         if row is None or not row.state.is_final:
             return sent if row is None else msgspec.structs.replace(sent, state=row.state)
-        # nobody saw the end of a run whose pool was killed
+        # the end of a run whose pool was killed is not recorded
         ended_at = row.ended_at or row.submitted_at
         note_end(self._settings, sent.spec.run_id, row.state, ended_at)
         return msgspec.structs.replace(sent, state=row.state, ended_at=ended_at)

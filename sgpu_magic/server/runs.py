@@ -1,4 +1,4 @@
-"""Runs as the server sees them: each folded once from its events, for all pages that look at it."""
+"""The server's model of runs: each run is folded once from its events, for all pages that show it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from sgpu_magic.wire.record import is_valid_id, short
 from sgpu_magic.wire.states import FailureKind, RunState
 
 IDLE_S = 60.0
-"""A run that nobody has asked about for so long is forgotten; its directory still has it."""
+"""Seconds after the last request for a run until its follower is dropped; its directory remains."""
 
 
 class RunNotHere(Exception):
-    """This machine knows no such run; the text says so to a person."""
+    """The run is unknown on this machine; the message is shown to the user."""
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """What a page knows of a run.
+    """What a page has received of a run.
 
     Args:
-        after: The number of the last `NewLines` it was told.
-        lines: Lines of all ranks it was told.
-        drawn: The number of the last snapshot it was told.
-        displays: As in `News`.
+        after: The number of the last `NewLines` it received.
+        lines: Lines of all ranks it received.
+        drawn: The number of the last snapshot it received.
+        displays: The last `News.displays` it received.
     """
 
     after: int = 0
@@ -49,15 +49,15 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new of a run to a page.
+    """What has changed of a run since a page's last request.
 
     Args:
-        snapshot: The newest, None when the page has it.
+        snapshot: The newest snapshot, None when the page has it.
         told: New lines.
         seq: The number of the last `NewLines`.
         lines: Lines of all ranks so far.
-        displays: Grows when a rank displays something or takes it away.
-        final: Nothing changes any more.
+        displays: A counter that grows when a rank displays something or clears its output.
+        final: Nothing will change any more.
     """
 
     snapshot: Snapshot | None
@@ -68,20 +68,20 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
     final: bool
 
     def is_new(self, known: Known) -> bool:
-        """Whether there is something that a page does not know."""
+        """Whether there is something that the page does not have."""
         return bool(self.snapshot or self.told or self.final or self.displays != known.displays)
 
 
 class Follower:
-    """One run, folded from its events. Methods may be called by any thread, and may block.
+    """One run, folded from its events. Thread-safe; methods may block.
 
     Args:
-        place: Where it is.
-        output_limit: As in the settings.
+        place: Where the run is.
+        output_limit: The setting `output_limit`.
 
     Attributes:
-        turn: What the requests for its news take turns by; for the server's loop alone.
-        asked_at: When somebody asked about it last, by the clock of `Followers`.
+        turn: Serializes the requests for its news; used on the server's event loop only.
+        asked_at: When it was last requested, by the clock of `Followers`.
     """
 
     def __init__(self, place: RunPlace, output_limit: int) -> None:
@@ -108,17 +108,17 @@ class Follower:
         return self._view.is_final
 
     def news(self, known: Known) -> News:
-        """Return what a page does not know yet.
+        """Return what a page does not have yet.
 
         Raises:
-            RunNotHere: The run's directory has gone.
+            RunNotHere: The run's directory no longer exists.
         """
         with self._lock:
             self._catch_up()
             snapshot = self._snapshot if self._snapshot and self._snapshot.seq > known.drawn else None
             lines = self._feed.since(known.lines)
             told = (msgspec.structs.replace(lines, seq=known.after + 1),) if lines is not None else ()
-            # the picture of the end comes with the end
+            # the end is reported together with its snapshot
             final = self.is_final and self._snapshot is not None and self._snapshot.final
             total = sum(lines.ranks) if lines is not None else known.lines
             return News(
@@ -131,20 +131,20 @@ class Follower:
             )
 
     def answer(self, question: Question) -> Answer:
-        """Answer a view's question.
+        """Answer a view's request.
 
         Raises:
-            RunNotHere: The run's directory has gone.
+            RunNotHere: The run's directory no longer exists.
         """
         with self._lock:
             self._catch_up()
         return self._answers.answer(question)
 
     def outputs(self) -> list[Output] | None:
-        """Return what the run's cell shows at the end, None while it goes on.
+        """Return the final outputs of the run's cell, None while the run is active.
 
         Raises:
-            RunNotHere: The run's directory has gone.
+            RunNotHere: The run's directory no longer exists.
         """
         with self._lock:
             self._catch_up()
@@ -154,13 +154,13 @@ class Follower:
         """Return what the ranks have displayed so far.
 
         Raises:
-            RunNotHere: The run's directory has gone.
+            RunNotHere: The run's directory no longer exists.
         """
         with self._lock:
             self._catch_up()
             return rich_outputs(self._view)
 
-    # ------------------------------------------------------------ within, under the lock
+    # ------------------------------------------------------------ called with the lock held
 
     def _catch_up(self) -> None:
         if not self.is_final:
@@ -178,10 +178,10 @@ class Follower:
             for event, frames in self._file.new_events():
                 self._apply(event, frames)
                 if self.is_final:
-                    # as in the notebook: what comes after its end is not drawn
+                    # as in the notebook: events after the end are ignored
                     return
         except FileNotFoundError:
-            # of a run elsewhere nothing was brought yet
+            # nothing of a remote run may have been fetched yet
             if self._place.bring is None:
                 raise _not_here(self.spec.run_id) from None
 
@@ -199,7 +199,7 @@ class Follower:
         self._view.apply(self._event(Noted(text=text), at))
 
     def _end_if_lost(self) -> None:
-        """A run that nobody is at any more says nothing: end it here as its notebook would."""
+        """End the run here, as its notebook would, when no process can be working on it any more."""
         message = self._place.lost()
         if not message:
             return
@@ -215,11 +215,11 @@ class Follower:
 
 
 class Followers:
-    """The runs that somebody looks at. Methods may be called by any thread.
+    """The runs that pages show. Thread-safe.
 
     Args:
-        settings: Where the runs of this machine's own pool lie.
-        elsewhere: Those in the pools of others.
+        settings: Settings, for the runs of this machine's pool.
+        elsewhere: The runs in remote pools.
         clock: Monotonic time in seconds.
     """
 
@@ -231,13 +231,13 @@ class Followers:
         self._followers: dict[str, Follower] = {}
 
     def get(self, run_id: str) -> Follower:
-        """Return the follower of a run; it reads nothing but what was submitted yet.
+        """Return a run's follower; a new one has read only the run's spec.
 
         Raises:
-            RunNotHere: This machine knows no such run.
+            RunNotHere: The run is unknown on this machine.
         """
         follower = self._followers.get(run_id)
-        # files are read without the lock, which the server's loop takes too
+        # read files without the lock, which the event loop takes too
         made = self._new(run_id) if follower is None else follower
         with self._lock:
             follower = self._followers.setdefault(run_id, made)
@@ -245,13 +245,13 @@ class Followers:
             return follower
 
     def asked(self, run_id: str) -> None:
-        """Somebody looks at it now."""
+        """Note that a page shows the run now."""
         with self._lock:
             if run_id in self._followers:
                 self._followers[run_id].asked_at = self._clock()
 
     def drop_idle(self) -> None:
-        """Forget the runs that nobody looks at any more."""
+        """Drop the followers of runs that no page has requested for `IDLE_S`, and idle connections."""
         with self._lock:
             since = self._clock() - IDLE_S
             self._followers = {run_id: each for run_id, each in self._followers.items() if each.asked_at >= since}

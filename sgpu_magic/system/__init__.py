@@ -1,9 +1,9 @@
-"""What this package needs of the operating system: processes, memory, streams between processes, sockets and keys.
+"""Operating system interfaces: processes, memory, streams between processes, sockets and keys.
 
 processes       prctl, threads and cores, descendants, peers of a socket
-child_process   programs that speak over a socket, started again when they end
-message_stream  messages over a Unix socket, with descriptors beside them; requests that wait for an answer
+child_process   child processes that exchange messages over a socket and are restarted when they exit
+message_stream  messages over a Unix socket, with file descriptors; requests that await an answer
 byte_stream     one end of a forwarded TCP connection
-secure_sockets  keys, and ZeroMQ sockets that only their holders can use
-byte_sizes      what files take, how it is written, how much memory can be taken
+secure_sockets  keys, and ZeroMQ sockets that admit only their holders
+byte_sizes      disk usage, formatting of sizes, available memory
 """

@@ -1,4 +1,4 @@
-"""Sizes in bytes: what files take, how it is written, and how much memory can still be taken here."""
+"""Sizes in bytes: disk usage of folders, formatting, and available memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def folder_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return what all files below a folder have together. Links count as themselves, hard links each time.
+    """Return the total size of all files below a folder. Symbolic links count as themselves, hard links each time.
 
-    Files that are removed meanwhile, or can't be looked at, count nothing.
+    Files that are removed meanwhile, or can't be inspected, count as 0.
     """
     total = 0
     for directory, _, files in os.walk(folder):
@@ -22,7 +22,7 @@ def folder_bytes(folder: str | os.PathLike[str]) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Return `1.2 kB`, `45.1 MB`: decimal units, one digit after the point."""
+    """Format a size like `1.2 kB` or `45.1 MB`: decimal units, one digit after the point."""
     if count < 999.5:
         return f"{count:.0f} B"
     for unit in ("kB", "MB", "GB"):
@@ -37,7 +37,7 @@ def format_bytes(count: float) -> str:
 _MEMORY_RESERVE = 1.25
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
-# limit, usage, and what `memory.stat` calls cached files that the kernel would drop first; of both versions
+# limit, usage, and the `memory.stat` field of reclaimable file cache, for cgroups v2 and v1
 _GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -45,12 +45,12 @@ _GROUP_FILES = (
 
 
 def fits_memory(size: int) -> bool:
-    """Whether a memory file of `size` bytes can be made and leaves the machine some room."""
+    """Whether a memory file of `size` bytes, and a reserve of 25 %, fits into the available memory."""
     return hasattr(os, "memfd_create") and size * _MEMORY_RESERVE < memory_available_bytes()
 
 
 def memory_available_bytes() -> int:
-    """Return the memory that can still be taken: the machine's, or what the control group leaves."""
+    """Return the available memory: the machine's, or less if a control group limits it further."""
     kilobytes = number_in(_MEMINFO, "MemAvailable:")
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kilobytes is None else kilobytes * 1024
     available = [free]
@@ -64,27 +64,27 @@ def memory_available_bytes() -> int:
 
 
 def memory_limit() -> int:
-    """Return the machine's memory in bytes, or the control group's limit where that is smaller; 0 when unknown."""
+    """Return the machine's memory in bytes, or the control group's limit if that is smaller; 0 if unknown."""
     limits = [(number_in(_MEMINFO, "MemTotal:") or 0) * 1024]
     limits += [_number(group / names[0]) or 0 for group in memory_groups() for names in _GROUP_FILES]
     return min(filter(None, limits), default=0)
 
 
 def memory_groups() -> Iterator[Path]:
-    """Yield this process's memory groups up to the root, in both versions of the interface."""
+    """Yield this process's memory control groups up to the root, for cgroups v1 and v2."""
     for line in _text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         root = _CGROUP / "memory" if controllers else _CGROUP
-        # in a container the path may be the host's, and the group is mounted at the root
+        # in a container the path may be the host's, with the group mounted at the root
         parts = [part for part in path.split("/") if part and part != ".."]
         for depth in range(len(parts), -1, -1):
             yield root.joinpath(*parts[:depth])
 
 
 def number_in(file: Path, name: str) -> int | None:
-    """Return the number behind a name at the beginning of a line, None where there is none."""
+    """Return the number after a name at the beginning of a line, None if there is none."""
     lines = _text(file).splitlines()
     return next((int(fields[1]) for line in lines if (fields := line.split())[:1] == [name]), None)
 

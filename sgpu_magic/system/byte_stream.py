@@ -1,4 +1,4 @@
-"""One end of a forwarded connection: a TCP socket here, messages to the other end. All in one asyncio loop's thread."""
+"""One end of a forwarded connection: a local TCP socket, and messages to the other end. Not thread-safe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgpu_magic.wire.files import (
 )
 from sgpu_magic.wire.record import Record
 
-# what was taken is told at every so many bytes: a message for each chunk back would be as many as there
+# acknowledge after this many bytes: one acknowledgment per chunk would double the number of messages
 _TOLD_BYTES = WINDOW_BYTES // 4
 
 Send = Callable[[Record, Sequence[bytes]], None]
@@ -27,11 +27,11 @@ class ByteStream:
     """Copies between a socket and messages until both directions have ended.
 
     Args:
-        number: The stream's.
-        reader: Of the socket.
-        writer: Of the socket; the stream owns it.
+        number: The stream's number.
+        reader: The socket's reader.
+        writer: The socket's writer; the stream owns it.
         send: Sends a message to the other end.
-        on_over: Called once when it is over here, with a sentence about what was wrong, "" when nothing was.
+        on_over: Called once when this end is finished, with the problem as a sentence, "" if there was none.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ByteStream:
         self._room = asyncio.Event()
         self._room.set()
         self._received = self._taken = self._told = 0
-        # bounded by the other end's window, which `heard` checks
+        # bounded by the window, which `heard` enforces
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._over = False
         loop = asyncio.get_running_loop()
@@ -61,7 +61,7 @@ class ByteStream:
         self._ended = 0
 
     def heard(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
-        """Take what the other end says."""
+        """Handle a message of the other end."""
         if self._over:
             return
         match message:
@@ -84,13 +84,13 @@ class ByteStream:
                 self._finish(problem)
 
     def close(self, problem: str = "") -> None:
-        """End both directions now and tell the other end."""
+        """Close both directions now and notify the other end."""
         if not self._over:
             self._send(StreamClosed(stream=self._number, problem=problem), ())
             self._finish(problem)
 
     async def _outwards(self) -> None:
-        """Socket -> messages, as far as the other end takes them."""
+        """Copy from the socket to messages, within the other end's window."""
         try:
             while True:
                 room = WINDOW_BYTES - (self._sent - self._taken_there)
@@ -110,7 +110,7 @@ class ByteStream:
         self._one_ended()
 
     async def _inwards(self) -> None:
-        """Messages -> socket; what the socket has not taken is not told as taken."""
+        """Copy from messages to the socket; acknowledge only what was written to it."""
         try:
             while (data := await self._incoming.get()) is not None:
                 self._writer.write(data)

@@ -1,4 +1,4 @@
-"""Child processes that speak over a socket: started, listened to, and started again when they end."""
+"""Child processes that exchange messages over a socket, and are restarted when they exit."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def start(
     order: bytes | None = None,
     descriptors: Sequence[int] = (),
 ) -> Started:
-    """Start a program in a session of its own; return our end of a socket pair, and the process.
+    """Start a program in a new session (setsid). Returns this end of a socket pair, and the process.
 
     Args:
-        command: What to execute; the number of the program's end of the pair follows.
-        arguments: What follows that.
-        environ: Its variables.
-        log: The file that its output goes to; None leaves its errors to those of this process.
-        order: What it reads on its standard input: everybody on the machine can read a command line.
-        descriptors: Further ones that it inherits.
+        command: The command; the descriptor number of the program's end of the pair is appended.
+        arguments: Arguments after that number.
+        environ: The program's environment.
+        log: The file for its output; None discards stdout and inherits stderr.
+        order: Data for its standard input, for what must not appear in a command line, which all users can read.
+        descriptors: Additional file descriptors that it inherits.
 
     Raises:
-        OSError: It can't be started.
+        OSError: The program can't be started.
     """
     ours, theirs = socket.socketpair()
     try:
@@ -51,7 +51,7 @@ def start(
             words = None if log is None else stack.enter_context(open(log, "ab", opener=private))
             child = subprocess.Popen(
                 [*command, str(theirs.fileno()), *arguments],
-                # keeps the working directory out of the import path; needs no switch of the interpreter
+                # keeps the working directory out of the import path, without an interpreter option
                 env={**environ, "PYTHONSAFEPATH": "1"},
                 stdin=subprocess.DEVNULL if order is None else subprocess.PIPE,
                 stdout=subprocess.DEVNULL if words is None else words,
@@ -64,30 +64,30 @@ def start(
         ours.close()
         raise
     if child.stdin is not None:
-        # one that has died already is noticed by its socket
+        # a process that has died already is detected by its socket
         with child.stdin, contextlib.suppress(BrokenPipeError):
             child.stdin.write(order or b"")
     return ours, child
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file of mode 0600."""
+    """An `opener` for `open` that creates files with mode 0600."""
     return os.open(path, flags, 0o600)
 
 
 class ChildProcess(Generic[M]):
-    """One process at a time and the stream to it. Used from the loop's thread only.
+    """A child process and the stream to it, restarted when it exits. Use it from the loop's thread only.
 
     Args:
-        start: Starts it.
-        decoder: The decoder of what it says.
+        start: Starts the process.
+        decoder: The decoder of its messages.
         said: Called with each message.
-        pauses_s: Before it is started again, by how often it has ended since it was well; the last for all that follow.
-        wanted: Whether it is started again when it has ended.
-        begun: Called when it has been started.
+        pauses_s: Seconds before each restart, by the number of exits since `well`; the last applies to all later ones.
+        wanted: Whether to restart the process after its exit.
+        begun: Called after each start.
 
     Attributes:
-        ends: How often it has ended since it was well.
+        ends: The number of exits since `well` was last called.
     """
 
     def __init__(
@@ -114,34 +114,34 @@ class ChildProcess(Generic[M]):
 
     @property
     def pid(self) -> int | None:
-        """The process's, None while there is none."""
+        """The pid of the process, None while there is none."""
         return None if self._child is None else self._child.pid
 
     def begin(self) -> None:
-        """Start it, unless it is there, or about to be started.
+        """Start the process, unless it runs or a restart is scheduled.
 
         Raises:
-            OSError: It can't be started.
+            OSError: The process can't be started.
         """
         if self._stream is None and self._timer is None:
             self._start()
 
     def begin_again(self) -> None:
-        """Put a new one in its place now."""
+        """Kill the process and start a new one now."""
         self._stop()
         self._start()
 
     def send(self, message: Record) -> None:
-        """Send, or do nothing while there is no process."""
+        """Send a message, or do nothing while there is no process."""
         if self._stream is not None:
             self._stream.send(message)
 
     def well(self) -> None:
-        """It does what it is for: should it end, the next one comes soon."""
+        """Record that the process works, so that the next restart is fast again."""
         self.ends = 0
 
     def end(self, word: Record, wait_s: float) -> None:
-        """Say a last word and wait for its end; it is killed when that takes too long. The loop need not run."""
+        """Send a final message and wait for the exit; kill the process after `wait_s`. Needs no running loop."""
         stream, child = self._taken()
         if stream is not None:
             stream.send(word)
@@ -175,7 +175,7 @@ class ChildProcess(Generic[M]):
             self._reap(child)
 
     def _taken(self) -> tuple[MessageStream[M] | None, subprocess.Popen[bytes] | None]:
-        """What there was of a process: from now on there is none, and none is on its way."""
+        """Detach the current stream and process, and cancel a scheduled restart."""
         if self._timer is not None:
             self._timer.cancel()
         taken = self._stream, self._child
@@ -188,7 +188,7 @@ class ChildProcess(Generic[M]):
 
 
 def wait_or_kill(child: subprocess.Popen[bytes], wait_s: float) -> None:
-    """Wait for a process that has been told to end, and kill it when that takes too long."""
+    """Wait for the exit of a process that was told to end; kill it after `wait_s`."""
     try:
         child.wait(wait_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Messages over a Unix stream socket, with descriptors beside them: for asyncio, and blocking; requests that wait."""
+"""Messages with file descriptors over a Unix stream socket, for asyncio and blocking; a table of pending requests."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ M = TypeVar("M")
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 _CHUNK_BYTES = 1 << 18
-# SCM_MAX_FD: the kernel takes no more with one piece
+# SCM_MAX_FD: the kernel's limit per sendmsg call
 _MAX_DESCRIPTORS = 253
-# with one order to a rank or a zygote
+# descriptors with one message to a rank or a zygote, at most
 _MOST_TO_A_RANK = 16
-# what is larger than this fills a socket's buffer by itself
+# don't join more than this: it fills a socket's buffer by itself
 _JOINED_BYTES = 1 << 17
 
 
 class MessageStream(Generic[M]):
-    """Calls back for every message and once when the other side is gone. Used from the loop's thread only.
+    """Calls back for every message, and once when the peer closes. Use it from the loop's thread only.
 
-    A message that can't be decoded, or whose callback raises, goes to the loop's exception handler, and the next one
-    follows.
+    A message that can't be decoded, or whose callback raises, is reported to the loop's exception handler; the stream
+    continues with the next one.
 
     Args:
         sock: A connected Unix stream socket; the stream owns it.
-        decoder: The decoder of what arrives.
-        on_message: Called with the message and its raw frames.
+        decoder: The decoder of incoming messages.
+        on_message: Called with each message and its raw frames.
         on_closed: Called once at end of file or error, not after `close`, and never from within `send`.
-        gathers: What is sent while one callback runs goes out together when it is over: fewer wake-ups of the reader.
+        gathers: Send the messages of one callback together when it returns: fewer wake-ups of the reader.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class MessageStream(Generic[M]):
         self._closed = False
         self._write_failed = False
         self._gathers = gathers
-        # what is sent later is sent on behalf of who made the stream, whoever's callback asks for it
+        # deferred writes run in the context of the stream's creator, not in that of a sender
         self._context = contextvars.copy_context()
         self._loop.add_reader(sock, self._readable)
 
     def send(self, message: Record, blobs: Iterable[bytes] = (), descriptors: Sequence[int] = ()) -> None:
-        """Send one message, now or when the socket takes it. Own copies of the descriptors are sent."""
+        """Send one message, now or when the socket is writable. The caller keeps its descriptors: copies are sent."""
         if self._closed or self._write_failed:
             return
         was_empty = not self._unsent
@@ -86,23 +86,23 @@ class MessageStream(Generic[M]):
             self._write()
 
     def send_all(self, within_s: float) -> None:
-        """Send what waits now, blocking: for the end, when the loop may not run any more."""
+        """Send all queued messages now, blocking: for shutdown, when the loop may not run any more."""
         if not self._closed:
             self._socket.settimeout(within_s)
             self._write()
 
     def take_descriptors(self, count: int) -> list[int]:
-        """Return the next `count` descriptors that came along; the caller owns them.
+        """Return the next `count` received descriptors; the caller owns them.
 
         Raises:
-            OSError: They did not fit into this process's table of open files.
+            OSError: They exceeded this process's limit of open files (EMFILE).
         """
         if len(self._descriptors) < count:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return [self._descriptors.popleft() for _ in range(count)]
 
     def close(self) -> None:
-        """Close the socket; what was not sent by then is lost, but for what was only gathered."""
+        """Close the socket. Unsent messages are lost; gathered ones are sent first if the socket is writable."""
         if self._closed:
             return
         if self._gathers:
@@ -124,7 +124,7 @@ class MessageStream(Generic[M]):
         self._unsent.clear()
 
     def _end_writing(self) -> None:
-        """The other side takes nothing more: what it has sent is still read, then the end of file."""
+        """Stop sending after a write error; data received before is still read, up to the end of file."""
         self._write_failed = True
         self._loop.remove_writer(self._socket)
         self._drop_unsent()
@@ -154,7 +154,7 @@ class MessageStream(Generic[M]):
         self._loop.remove_writer(self._socket)
 
     def _join_first(self) -> None:
-        """Make one piece of small ones that may be sent at once: what has no descriptors beside it."""
+        """Join queued small messages without descriptors into one, to send them with one call."""
         plain = size = 0
         while plain < len(self._unsent) and not self._unsent[plain][1] and size < _JOINED_BYTES:
             size += len(self._unsent[plain][0])
@@ -182,7 +182,7 @@ class MessageStream(Generic[M]):
                         return
                     try:
                         self._on_message(message, frames)
-                    except Exception as error:  # noqa: BLE001  one message's guard: those after it are still to come
+                    except Exception as error:  # noqa: BLE001  a failing callback must not stop the messages after it
                         self._report("The callback of a message raised an exception", error)
                 return
             except msgspec.DecodeError as error:
@@ -197,7 +197,7 @@ class MessageStream(Generic[M]):
 
     def _lost(self) -> None:
         if not self._closed:
-            # nobody reads it any more
+            # the peer reads no more: don't flush
             self._gathers = False
             self.close()
             self._on_closed()
@@ -223,11 +223,11 @@ def _close_all(descriptors: Sequence[int]) -> None:
 
 
 class Link(Generic[M]):
-    """One end of a socketpair. `send` may be called by any thread, `receive` by one.
+    """A blocking end of a socketpair. Call `send` from any thread, `receive` from one only.
 
     Args:
         sock: A connected Unix stream socket; the link owns it.
-        decoder: The decoder of what arrives.
+        decoder: The decoder of incoming messages.
     """
 
     def __init__(self, sock: socket.socket, decoder: Decoder[M]) -> None:
@@ -241,14 +241,14 @@ class Link(Generic[M]):
         return self._socket.fileno()
 
     def has_message(self) -> bool:
-        """True when `receive` returns without reading the socket."""
+        """Whether `receive` would return without reading the socket."""
         return bool(self._arrived)
 
     def send(self, message: Record, blobs: Iterable[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         """Send one message; the descriptors stay open here.
 
         Raises:
-            OSError: The other side is gone.
+            OSError: The peer has closed.
         """
         data = memoryview(frame(message, blobs))
         with self._send_lock:
@@ -258,7 +258,7 @@ class Link(Generic[M]):
             self._socket.sendall(data)
 
     def receive(self) -> tuple[M, Sequence[bytes]] | None:
-        """Return the next message and its raw frames, None when the other side is gone."""
+        """Return the next message and its raw frames, None when the peer has closed."""
         while not self._arrived:
             try:
                 data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, _MOST_TO_A_RANK)
@@ -271,7 +271,7 @@ class Link(Generic[M]):
         return self._arrived.popleft()
 
     def take_descriptors(self, count: int) -> list[int]:
-        """Return the next `count` descriptors that came along; the caller owns them."""
+        """Return the next `count` received descriptors; the caller owns them."""
         return [self._descriptors.popleft() for _ in range(count)]
 
     def close(self) -> None:
@@ -281,7 +281,7 @@ class Link(Generic[M]):
 
 
 class Pending(Generic[K, V]):
-    """What is known of each request that waits, by its key, in the order of asking. Used from one thread only."""
+    """Pending requests by key, in the order of their arrival. Use it from one thread only."""
 
     def __init__(self) -> None:
         self._waiting: dict[K, V] = {}
@@ -290,18 +290,18 @@ class Pending(Generic[K, V]):
         return iter([*self._waiting.values()])
 
     def add(self, key: K, request: V) -> None:
-        """The request waits from now on."""
+        """Add a pending request."""
         self._waiting[key] = request
 
     def get(self, key: K) -> V | None:
-        """Return the request, which goes on waiting; None when it does not."""
+        """Return the request and keep it pending; None if it is not pending."""
         return self._waiting.get(key)
 
     def take(self, key: K) -> V | None:
-        """It is answered, or given up: return the request, None when it does not wait any more."""
+        """Remove and return the request; None if it is not pending."""
         return self._waiting.pop(key, None)
 
     def take_all(self, which: Callable[[V], bool]) -> list[V]:
-        """Return those that nobody will answer any more."""
+        """Remove and return the requests for which `which` is true."""
         keys = [key for key, request in self._waiting.items() if which(request)]
         return [self._waiting.pop(key) for key in keys]

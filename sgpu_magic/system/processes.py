@@ -1,4 +1,4 @@
-"""Process plumbing that every kind of process needs: prctl, thread count, descendants."""
+"""Process utilities: prctl, thread and core counts, descendants, socket peers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _LINUX = sys.platform == "linux"
 
 
 def become_subreaper(on: bool = True) -> None:
-    """Let orphaned descendants become our children instead of init's, so that none escapes; or no longer."""
+    """Make orphaned descendants children of this process instead of init's (PR_SET_CHILD_SUBREAPER), or stop that."""
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:
-    """Get SIGKILL when the parent ends. Exits at once when it is gone already."""
+    """Get SIGKILL when the parent exits (PR_SET_PDEATHSIG). Exit at once if it has exited already."""
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -38,14 +38,14 @@ def die_with_parent(parent: int) -> None:
 
 
 class Peer(NamedTuple):
-    """Who is at the other end of a socket."""
+    """The process at the other end of a socket."""
 
     pid: int
     uid: int
 
 
 def peer_of(connection: socket.socket) -> Peer | None:
-    """Return who has connected, None where the system does not tell (SO_PEERCRED, unix(7))."""
+    """Return the peer process, None if the system does not provide it (SO_PEERCRED, unix(7))."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -54,19 +54,19 @@ def peer_of(connection: socket.socket) -> Peer | None:
 
 
 def flock_holder(path: Path) -> int:
-    """Return the process that holds a file's `flock`; 0 when that is not told (proc_locks(5))."""
+    """Return the pid of the process that holds a file's `flock`; 0 if it is unknown (proc_locks(5))."""
     try:
         inode = f":{path.stat().st_ino}"
         fields = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     except OSError:
         return 0
-    # 1: FLOCK ADVISORY WRITE 708 08:02:13 0 EOF; who waits for it has an arrow behind the number
+    # 1: FLOCK ADVISORY WRITE 708 08:02:13 0 EOF; waiting processes have `->` after the first number
     held = [line for line in fields if len(line) > 5 and line[1] == "FLOCK" and line[5].endswith(inode)]
     return int(held[0][4]) if held and held[0][4].isdigit() else 0
 
 
 def signal_name(number: int) -> str:
-    """Return `SIGKILL`; `signal 35` for one that has no name."""
+    """Return the name of a signal, such as `SIGKILL`; `signal 35` for one without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -74,7 +74,7 @@ def signal_name(number: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs. A zombie does not: in a container nobody may reap it."""
+    """Whether the process runs. A zombie does not count: in a container it may never be reaped."""
     if _LINUX:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
@@ -91,14 +91,14 @@ def is_alive(pid: int) -> bool:
 
 
 def may_be_alive(pid: int, host: str) -> bool:
-    """Whether a process of a machine may live: one of another machine (`config.host_name()`) can't be looked at."""
+    """Whether a process may be alive; assumed for other machines (`host` as in `config.host_name()`)."""
     return host != (socket.gethostname().split(".")[0] or "localhost") or is_alive(pid)
 
 
 def collapse_pages() -> None:
-    """Gather this process's memory into huge pages where Linux (6.1 or newer) can.
+    """Collapse this process's memory into huge pages (MADV_COLLAPSE, Linux 6.1 or newer).
 
-    A fork copies page tables; with huge pages there are fewer, and it takes 1.0 ms instead of 1.7 (3.1 with none).
+    A fork copies page tables. With huge pages they are smaller: it takes 1.0 ms instead of 1.7 (3.1 with none).
     """
     if not _LINUX:
         return
@@ -113,26 +113,26 @@ def collapse_pages() -> None:
             begin = -(-begin // _HUGE_PAGE) * _HUGE_PAGE
             end = end // _HUGE_PAGE * _HUGE_PAGE
             if end > begin:
-                # refused where the system has no huge pages to give: forks are then merely slower
+                # may fail if there are no free huge pages: forks are then merely slower
                 madvise(begin, end - begin, _MADV_COLLAPSE)
 
 
 def allow_huge_pages(allowed: bool) -> None:
-    """Whether memory that this process touches for the first time may come as huge pages. Linux only.
+    """Allow or forbid huge pages for memory that this process touches from now on. Linux only.
 
-    A process that only waits takes 2 MB for each corner of its heap otherwise. Pages that it has stay as they are.
+    With huge pages, an idle process takes 2 MB for each touched part of its heap. Existing pages are not changed.
     """
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, int(not allowed), 0, 0, 0)
 
 
 def core_count() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def thread_count() -> int:
-    """Threads of this process, C and C++ ones included."""
+    """The number of threads of this process, including those of C and C++ libraries."""
     if _LINUX:
         return len(os.listdir("/proc/self/task"))
     import threading
@@ -151,7 +151,7 @@ def descendants(root: int) -> list[int]:
                 contextlib.suppress(OSError, IndexError, ValueError),
                 open(f"/proc/{entry}/stat", "rb") as file,
             ):
-                # the command in parentheses may hold blanks; the parent is the second field after it
+                # the command in parentheses may contain blanks; the parent is the second field after it
                 parent = int(file.read().rpartition(b")")[2].split()[1])
                 children.setdefault(parent, []).append(int(entry))
     found: list[int] = []
@@ -163,9 +163,9 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """Kill and reap everything below this process. As a subreaper it also gets what its children leave behind.
+    """Kill and reap all descendants of this process; as a subreaper, also the orphans of its children.
 
-    Looked for anew until nothing is there: a child may be forked between the look and its parent's death.
+    Repeats until there are none: a child may be forked between the listing and its parent's death.
     """
     while pids := descendants(os.getpid()):
         for pid in pids:
@@ -174,5 +174,5 @@ def kill_descendants() -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-            # they need a moment to die
+            # give the killed processes a moment to exit
             time.sleep(_LOOK_AGAIN_S)

@@ -1,8 +1,8 @@
-"""Keys, and ZeroMQ sockets that only those who hold a listed key can use.
+"""Keys, and ZeroMQ sockets that only holders of a listed key can use.
 
-Between machines ZeroMQ speaks CurveZMQ (rfc.zeromq.org/spec/25): both sides have a key pair, every connection makes
-session keys of its own, so what was recorded can't be read later or played again. A server admits by ZAP
-(rfc.zeromq.org/spec/27), before anything of the connection reaches the program.
+Between machines ZeroMQ uses CurveZMQ (rfc.zeromq.org/spec/25): both sides have a key pair, and every connection creates
+its own session keys, so recorded traffic can't be decrypted later or replayed. A server authenticates clients by ZAP
+(rfc.zeromq.org/spec/27) before any message of the connection reaches the program.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from zmq.utils import z85
 from sgpu_magic.errors import UsageError
 
 MAX_FRAME_BYTES = 16 << 20
-"""A larger frame ends its connection. What moves files cuts them far smaller: 256 KiB."""
+"""A larger frame closes its connection. Files are sent in far smaller chunks of 256 KiB."""
 
 _HEARTBEAT_MS = 3000
-# a frame of the largest size has to get through a slow line within it
+# long enough for a frame of the largest size on a slow connection
 _HEARTBEAT_TIMEOUT_MS = 20_000
 _HANDSHAKE_MS = 5000
 _CONNECT_MS = 3000
 _ZAP_DOMAIN = b"sgpu"
 _ZAP_VERSION = b"1.0"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
-# ZeroMQ tells an IPv4 address as IPv6 does
+# ZeroMQ reports an IPv4 address as an IPv4-mapped IPv6 one
 _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 _Z85_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
@@ -46,8 +46,8 @@ class KeyPair:
     """A CURVE key pair, each half in Z85: 40 characters.
 
     Args:
-        public: Known to others.
-        secret: Known to nobody else; in no text that is shown.
+        public: The public key.
+        secret: The secret key; never part of the repr.
     """
 
     public: str
@@ -56,11 +56,11 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a pool listens.
+    """The address at which a pool listens.
 
     Args:
         address: `ipc://path` or `tcp://host:port`.
-        server_key: The pool's public key; "" where the directory's mode protects the socket.
+        server_key: The pool's public key; "" if the directory's permissions protect the socket.
     """
 
     address: str
@@ -73,32 +73,32 @@ class Endpoint:
 def new_key_pair() -> KeyPair:
     public, secret = zmq.curve_keypair()
     while public.startswith(b"-"):
-        # commands would take it for an option
+        # a leading dash would make it an option on command lines
         public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
 
 
 def is_public_key(text: str) -> bool:
-    """Whether this can be a key's half in Z85."""
+    """Whether the text is a well-formed key in Z85."""
     if _Z85_KEY.fullmatch(text) is None:
         return False
     try:
         return len(z85.decode(text.encode())) == 32
     except (ValueError, struct.error):
-        # five characters can say more than four bytes hold
+        # five characters can encode more than four bytes hold
         return False
 
 
 def write_key_pair(path: Path, pair: KeyPair, *, replace: bool = False) -> None:
-    """Write a pair into a new file of mode 0600; its directory is made with mode 0700.
+    """Write a pair to a new file of mode 0600, creating its directory with mode 0700.
 
     Args:
         path: The file.
         pair: The pair.
-        replace: One that is there makes room for it.
+        replace: Replace an existing file.
 
     Raises:
-        UsageError: There is one already, or the file can't be written.
+        UsageError: The file exists already, or can't be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     text = (
@@ -114,7 +114,7 @@ def write_key_pair(path: Path, pair: KeyPair, *, replace: bool = False) -> None:
             if replace:
                 os.replace(temporary, path)
             else:
-                # fails where a file is; nothing half written is ever seen
+                # fails if the file exists; a partly written file is never visible
                 os.link(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -129,7 +129,7 @@ def read_key_pair(path: Path) -> KeyPair:
 
     Raises:
         FileNotFoundError: There is no such file.
-        UsageError: It is another user's, others can read it, or it holds no pair.
+        UsageError: The file belongs to another user, is accessible to others, or contains no valid pair.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -158,10 +158,10 @@ def read_key_pair(path: Path) -> KeyPair:
 
 
 def kept_key_pair(path: Path) -> KeyPair:
-    """Return the pair in a file; one is made now if there is none.
+    """Return the pair in a file; create it if there is none.
 
     Raises:
-        UsageError: The file can't be trusted, or written.
+        UsageError: As for `read_key_pair`, or the file can't be written.
     """
     try:
         return read_key_pair(path)
@@ -175,28 +175,28 @@ def kept_key_pair(path: Path) -> KeyPair:
 
 
 def secure_client(socket: zmq.Socket[bytes], endpoint: Endpoint, own: KeyPair) -> None:
-    """Make a socket speak to this server and no other, before it is connected. It does not connect again by itself.
+    """Configure a socket to accept only this server, before it connects. It does not reconnect by itself.
 
     Args:
         socket: The socket.
-        endpoint: With the server's key.
-        own: Who we are.
+        endpoint: The server's address and key.
+        own: The client's key pair.
     """
     socket.setsockopt(zmq.CURVE_SERVERKEY, endpoint.server_key.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
-    # who connects has to say who it is first: each connection is made, and known, by the program
+    # a client must introduce itself first on every connection, so only the program may reconnect
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
     _set_limits(socket)
 
 
 def secure_server(socket: zmq.Socket[bytes], own: KeyPair) -> None:
-    """Make a socket admit by ZAP, before it is bound; without an `Admission` in its context it admits nobody.
+    """Configure a socket to authenticate clients by ZAP, before it binds. Without an `Admission` it admits nobody.
 
     Args:
         socket: The socket.
-        own: Who we are.
+        own: The server's key pair.
     """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
@@ -211,19 +211,19 @@ def _set_limits(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    # a peer that is cut off is given up, with what is queued for it
+    # drop a disconnected peer, with the messages queued for it
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, _HEARTBEAT_TIMEOUT_MS)
 
 
 def bound_to(socket: zmq.Socket[bytes]) -> str:
-    """Return where a socket listens, `tcp://host:port`."""
+    """Return the address that a socket is bound to, `tcp://host:port`."""
     return _MAPPED.sub(r"\1", socket.get_string(zmq.LAST_ENDPOINT))
 
 
 def reached_at(address: str, host: str) -> str:
-    """Return where others reach a server that listens at `address`: at this machine's `host`, if it is at any."""
+    """Return the address at which others reach a server; `host` replaces a wildcard address such as 0.0.0.0."""
     place = urlsplit(address)
     if place.hostname not in ("0.0.0.0", "::", "*", None):
         host = place.hostname
@@ -231,7 +231,7 @@ def reached_at(address: str, host: str) -> str:
 
 
 def sender_of(frame: zmq.Frame) -> str:
-    """Return the public key of who has sent a frame (received with `copy=False`), "" when the socket knows no keys."""
+    """Return the public key of a frame's sender, "" if the socket has no keys. Receive with `copy=False`."""
     try:
         user = frame.get("User-Id")
     except zmq.ZMQError:
@@ -243,7 +243,7 @@ class LoopSocket:
     """A ZeroMQ socket in an asyncio loop's thread: calls back for each message.
 
     Args:
-        socket: The socket, which is owned from now on.
+        socket: The socket, owned from now on.
         received: Called with the frames of each message.
     """
 
@@ -256,14 +256,14 @@ class LoopSocket:
         self._drain_soon()
 
     def send(self, parts: Sequence[bytes]) -> None:
-        """Send a message, or drop it: to whom nobody is connected, or takes no more."""
+        """Send a message; drop it if the peer is not connected or its queue is full."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart(parts, zmq.NOBLOCK)
-        # a send can swallow the edge that tells of arrived messages
+        # the descriptor is edge-triggered, and a send can consume the event of arrived messages
         self._drain_soon()
 
     def drain(self) -> None:
-        """Take what has come."""
+        """Receive all messages that have arrived."""
         self._drain_scheduled = False
         while not self._socket.closed:
             try:
@@ -283,11 +283,11 @@ class LoopSocket:
 
 
 class Admission:
-    """Answers ZAP for all servers of one context, in the loop's thread: a listed key is let in, all else is not.
+    """The ZAP handler for all servers of a context, in the loop's thread: admits clients with a listed key only.
 
     Args:
-        context: Whose servers; each context has one.
-        admits: Whether a public key (Z85) is listed; asked at each connection.
+        context: The context; it can have one handler.
+        admits: Whether a public key (Z85) is listed; called for each connection.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admits: Callable[[str], bool]) -> None:

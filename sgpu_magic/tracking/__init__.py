@@ -1,15 +1,15 @@
-"""Runs in MLflow: the one process that writes, and what a rank's own MLflow does.
+"""Tracking runs in MLflow: the one process that writes to a store, and MLflow in the ranks.
 
-__main__         the process that writes the runs of one pool to one store, or those that `sgpu sync` sends
-writer_queue     the runs of one store, and when each is looked at
-writer           writes one run, a step at a time
-runs             what a run's events are in MLflow, its ranks' and devices' samples too
-artifacts        the files of a run's directory that are kept with it
-client           a store as the writer uses it
-store            the default store
-progress         `tracking.json`: how far a run's events are written
-in_rank          a tracked cell in one of its ranks begins and ends; MLflow is changed there when it is imported
-in_rank_cell     the cell: its place in MLflow, and what its code tells MLflow on its way to the agent
-in_rank_fluent   `mlflow.start_run` and its like there
-in_rank_store    the store behind them
+__main__         the process that writes one pool's runs to one MLflow store, or sends the runs of `sgpu sync`
+writer_queue     the runs of one store, and the schedule of their steps
+writer           writes one run to its store, step by step
+runs             converts a run's events to MLflow's params, tags, metrics and system metrics
+artifacts        the files of a run's directory that are logged as artifacts
+client           the writer's client of an MLflow store
+store            the default store: SQLite and a directory of artifacts
+progress         `tracking.json`: how far a run's events have been written
+in_rank          start and end of a tracked cell in a rank; patches MLflow when it is imported
+in_rank_cell     the tracked cell: its MLflow run, and what its code logs, sent to the agent in batches
+in_rank_fluent   replacements for `mlflow.start_run` and the like in a rank
+in_rank_store    the tracking store that a rank's MLflow uses
 """

@@ -1,11 +1,11 @@
-"""`python -m sgpu_magic.tracking FD SETTINGS`: writes the runs of one pool to one MLflow store. `... sync`: runs alone.
+"""`python -m sgpu_magic.tracking FD SETTINGS`: writes the runs of one pool to one MLflow store.
 
-The pool service starts it with the first tracked run of a store, and again when it died; end of file on its socket
-ends it. It gets what to write from the runs' event logs, so that nothing is lost with it. The store's variables come
-with the first message and are nobody else's: runs with other credentials have a process of their own.
+The pool service starts it with the first tracked run of a store, and restarts it if it dies. It exits at end of file on
+its socket. It reads the runs' event logs, so nothing is lost if it dies. The store's variables come with the first
+message: runs with other credentials use another process.
 
-`python -m sgpu_magic.tracking sync` is what `sgpu sync` starts. Its standard input has one encoded `Unsent`; each run
-gives one line on standard output, an encoded `Sent`.
+`python -m sgpu_magic.tracking sync` is started by `sgpu sync`. It reads one encoded `Unsent` from standard input and
+writes one encoded `Sent` per run to standard output, a line each.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ URGENT = "--urgent"
 _NICE = 10
 _END_S = 3.0
 _CHUNK_BYTES = 1 << 16
-# `sync` waits so long for a run that the pool writes
+# how long `sync` waits for a run that the pool is writing
 _BUSY_S = 10.0
 _LOOK_S = 0.2
 
 
 class Inbox:
-    """Reads what the pool says in a thread of its own; None is the end.
+    """Receives the pool's messages in a thread.
 
     Args:
         connection: The socket to the pool.
@@ -65,12 +65,12 @@ class Inbox:
         """Return the next message, None at the end.
 
         Raises:
-            queue.Empty: There is none within the time.
+            queue.Empty: No message arrived within the timeout.
         """
         return self._messages.get(timeout=timeout_s)
 
     def send(self, message: FromTracker) -> None:
-        # a pool that is gone is told by the end of file
+        # if the pool is gone, `_read` sees the end of file
         with contextlib.suppress(OSError):
             self._connection.sendall(codec.frame(message))
 
@@ -87,7 +87,7 @@ class Inbox:
 
     def _end(self) -> None:
         self._messages.put(None)
-        # a store that hangs must not keep the process alive: what is not written is kept
+        # a store that hangs must not keep the process alive; unwritten events stay in the logs
         timer = threading.Timer(_END_S, os._exit, (0,))
         timer.daemon = True
         timer.start()
@@ -98,7 +98,7 @@ def main() -> None:
     inbox = Inbox(socket.socket(fileno=int(sys.argv[1])))
     os.nice(_NICE)
     with contextlib.suppress(OSError, AttributeError):
-        # it never takes a core from a rank that has just woken
+        # never preempt a rank that has just woken up
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     first = inbox.take(None)
     if not isinstance(first, Track):
@@ -133,7 +133,7 @@ def _work(writers: WriterQueue, inbox: Inbox) -> None:
 
 
 def sync() -> None:
-    """Send what is unsent of some runs to one store, with this process's variables."""
+    """Write the unsent events of some runs to one store, with this process's variables."""
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Unsent)
     variables = {name: value for name, value in os.environ.items() if is_store_variable(name)}
     store.stand_in(variables)
@@ -145,7 +145,7 @@ def sync() -> None:
     down = ""
     for directory in order.directories:
         writer = RunWriter(order.settings, target, Path(directory), tracking)
-        # it is over: nobody writes its events any more
+        # the run is over: its event log is final
         writer.over = True
         problem = down
         until = time.monotonic() + _BUSY_S
@@ -168,9 +168,9 @@ def sync() -> None:
 
 
 def _import(*, urgent: bool) -> None:
-    """Import what takes seconds: at idle priority, while nobody waits for it, so that it takes nothing from the run.
+    """Import MLflow, which takes seconds, at idle priority unless urgent, so that it does not slow down the run.
 
-    Only a thread has that priority. A process that had it could not get rid of it again.
+    Does so in a thread, because a process could not leave idle priority again.
     """
 
     def work() -> None:

@@ -1,7 +1,7 @@
-"""The files of a run's directory that are kept with it in MLflow.
+"""The files of a run's directory that are logged to MLflow as artifacts.
 
     cell.py  requirements.txt  pylock.toml  run.json  run.html
-    logs/rank-0.log ...     profile/...     and what the ranks themselves could not log (`artifacts/`), at its own place
+    logs/rank-0.log ...     profile/...     and artifacts that the ranks could not log (`artifacts/`), at their paths
 
 Never the payload, the run's key or its results.
 """
@@ -23,13 +23,13 @@ from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.events import Submitted
 
 MAX_BYTES = 200_000_000
-"""A larger file stays where it is."""
+"""Larger files are not logged."""
 
 _PLAIN = ("cell.py", "requirements.txt", "pylock.toml")
 OWN_NAMES = frozenset((*_PLAIN, "run.json", "run.html", "logs", "profile"))
-"""At the top of a run's artifacts; others are the user's."""
+"""Names of sgpu-magic's own files at the top of a run's artifacts; all others are the user's."""
 _OWN = "artifacts"
-# what run.json has for this machine only
+# fields of run.json that only make sense on this machine
 _LEFT_OUT = ("payload_layout",)
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
@@ -40,11 +40,11 @@ _PAGE = """<!doctype html>
 
 
 class ArtifactFile(msgspec.Struct, frozen=True):
-    """One file.
+    """A file to log.
 
     Args:
-        path: Where it lies.
-        folder: Where it goes, "" for the top.
+        path: Path on disk.
+        folder: Folder among the artifacts, "" for the top.
     """
 
     path: Path
@@ -57,12 +57,12 @@ class ArtifactFile(msgspec.Struct, frozen=True):
 
 
 def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[ArtifactFile]:
-    """Yield the files to be logged, each made just before it is yielded.
+    """Yield the files to log. Generated files are written just before they are yielded.
 
     Args:
-        directory: The run's.
-        scratch: An empty directory for those that are made here.
-        pool: The pool's name, for the picture.
+        directory: The run's directory.
+        scratch: An empty directory for generated files.
+        pool: The pool's name, shown in `run.html`.
     """
     for name in _PLAIN:
         if (directory / name).is_file():
@@ -71,7 +71,7 @@ def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[ArtifactFile
         yield ArtifactFile(scratch / "run.json")
     if _write_page(directory, scratch / "run.html", pool):
         yield ArtifactFile(scratch / "run.html")
-    # a rank that printed nothing has an empty one
+    # skip empty logs, of ranks that printed nothing
     logs = [path for path in sorted(directory.glob("rank-*.log")) if path.stat().st_size]
     yield from (ArtifactFile(path, "logs") for path in logs)
     for top, prefix in ((directory / "profile", "profile"), (directory / _OWN, "")):
@@ -82,7 +82,7 @@ def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[ArtifactFile
 
 
 def _write_record(source: Path, target: Path) -> bool:
-    """Copy `run.json` without what means nothing elsewhere. False when there is none."""
+    """Copy `run.json` without fields of this machine. Returns False if there is none."""
     try:
         record = msgspec.json.decode(source.read_bytes(), type=dict[str, msgspec.Raw])
     except (OSError, msgspec.DecodeError):
@@ -93,7 +93,7 @@ def _write_record(source: Path, target: Path) -> bool:
 
 
 def _write_page(directory: Path, target: Path, pool: str) -> bool:
-    """Draw the run's last form as its notebook shows it. False when its events do not tell."""
+    """Render the run's final view as HTML, as its notebook shows it. Returns False if the event log has no run."""
     view: RunView | None = None
     with contextlib.suppress(OSError, ValueError):
         for event, _ in EventFile(directory).new_events():

@@ -1,7 +1,7 @@
-"""One MLflow store as the writer uses it. Imports MLflow, in a process whose environment is this store's alone.
+"""The writer's client of one MLflow store. Imports MLflow, in a process whose environment belongs to this store.
 
-Every refusal becomes one of three: the store can't be reached or is at fault (`StoreTroubled`), it does not take this
-(`Rejected`), or the run or experiment is not there any more (`Gone`).
+Every error becomes one of three: the store is unreachable or failing (`StoreTroubled`), it refuses the data
+(`Rejected`), or the run or experiment was deleted (`Gone`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sgpu_magic.tracking.runs import LOGGED_TAG, RUN_TAG, Batch
 from sgpu_magic.wire.record import is_valid_id
 from sgpu_magic.wire.tracking import Tracking
 
-# of one request, which MLflow's servers take up to 1,000 things and a megabyte (mlflow.utils.validation)
+# per request: MLflow's servers accept up to 1,000 entities and a megabyte (mlflow.utils.validation)
 _METRICS, _NAMES = 800, 50
 _OLD_PARAM_LENGTH = 250
 _DELETED = "must be in the 'active' state"
@@ -35,11 +35,11 @@ _TEXT_LENGTH = 400
 
 
 class StoreTroubled(Exception):
-    """It does not work now.
+    """The store does not work now.
 
     Args:
-        text: Why, a sentence without secrets.
-        unreachable: Nothing of it works: no answer at all.
+        text: The reason, without secrets.
+        unreachable: The store did not answer at all.
     """
 
     def __init__(self, text: str, *, unreachable: bool = False) -> None:
@@ -48,19 +48,19 @@ class StoreTroubled(Exception):
 
 
 class Rejected(Exception):
-    """It does not take this, now or ever."""
+    """The store refuses the data permanently."""
 
 
 class Gone(Exception):
-    """The run or experiment was deleted there."""
+    """The run or experiment was deleted from the store."""
 
 
 class Store:
-    """Writes to one store.
+    """Client of one store.
 
     Args:
-        settings: The pool's, for the default store.
-        tracking: Where it is, with its variables.
+        settings: The pool's settings, for the default store.
+        tracking: The store's URI and variables.
     """
 
     def __init__(self, settings: Settings, tracking: Tracking) -> None:
@@ -74,7 +74,7 @@ class Store:
 
     @property
     def client(self) -> Any:
-        """MLflow's own client, whose types are only known in part."""
+        """MLflow's own client, which is only partly typed."""
         if self._client is None:
             if self.is_default:
                 store.make(self._settings)
@@ -82,11 +82,11 @@ class Store:
         return self._client
 
     def find_experiment(self, name: str) -> str:
-        """Return the id of the experiment of this name; it is made if it is not there.
+        """Return the id of the experiment of this name, created if necessary.
 
         Raises:
             StoreTroubled: The store does not work.
-            Gone: It was deleted there.
+            Gone: The experiment was deleted.
         """
         if name in self._experiments:
             return self._experiments[name]
@@ -96,7 +96,7 @@ class Store:
                 try:
                     self.client.create_experiment(name, self._artifact_location())
                 except MlflowException as error:
-                    # another pool was quicker
+                    # another pool created it first
                     if error.error_code != "RESOURCE_ALREADY_EXISTS":
                         raise
                 found = self.client.get_experiment_by_name(name)
@@ -106,11 +106,12 @@ class Store:
         return self._experiments[name]
 
     def create_run(self, experiment_id: str, experiment: str, name: str, began_ms: int, tags: Mapping[str, str]) -> Any:
-        """Make the MLflow run.
+        """Create the MLflow run.
 
         Raises:
-            StoreTroubled: The store does not work; it may have made the run all the same.
-            Gone: The experiment is not there.
+            StoreTroubled: The store does not work. It may have created the run nevertheless.
+            Gone: The experiment was deleted.
+            Rejected: The store refuses the run.
         """
         try:
             with self._translated():
@@ -120,7 +121,7 @@ class Store:
             raise
 
     def find_runs(self, experiment_id: str, run_id: str) -> list[Any]:
-        """Return the MLflow runs that were made for this run of ours, the oldest first.
+        """Return the MLflow runs that were created for this run, sorted by their MLflow id.
 
         Raises:
             StoreTroubled: The store does not work.
@@ -139,9 +140,9 @@ class Store:
             self.client.delete_run(mlflow_run_id)
 
     def prune(self) -> int:
-        """Delete the default store's runs whose directories are gone; return how many.
+        """Delete the default store's runs whose directories are gone, and return their number.
 
-        Those stay that hold what the user's code has logged, a model or any other artifact among it.
+        Keeps runs to which the user's code has logged anything, including models and other artifacts.
 
         Raises:
             StoreTroubled: The store does not work.
@@ -159,7 +160,7 @@ class Store:
             return len(gone)
 
     def _holds_nothing_more(self, run: Any) -> bool:
-        """Whether the run's directory is gone, and all that MLflow has of it came from there."""
+        """Whether the run's directory is gone and the user's code has logged nothing to it."""
         run_id, tags = run.data.tags.get(RUN_TAG, ""), run.data.tags
         if not is_valid_id(run_id) or LOGGED_TAG in tags or run.info.end_time is None:
             return False
@@ -168,7 +169,7 @@ class Store:
         return not (self._settings.runs_path / run_id).exists() and there <= OWN_NAMES
 
     def where(self, made: Any) -> dict[str, str]:
-        """Return where a run is, as `Progress` has it."""
+        """Return the fields of `Progress` that say where a run is in MLflow."""
         info = made.info
         url = f"{self.uri.rstrip('/')}/#/experiments/{info.experiment_id}/runs/{info.run_id}"
         return {
@@ -179,10 +180,10 @@ class Store:
         }
 
     def write(self, mlflow_run_id: str, batch: Batch) -> list[str]:
-        """Write a batch; what it does not take is left out. Returns the names of those.
+        """Write a batch, leaving out what the store refuses. Returns the names of what was left out.
 
         Raises:
-            StoreTroubled: The store does not work; everything may be written again.
+            StoreTroubled: The store does not work. The whole batch may be written again.
             Gone: The run was deleted.
         """
         return [name for part in in_chunks(batch, _METRICS, _NAMES) for name in self._write(mlflow_run_id, part)]
@@ -200,7 +201,7 @@ class Store:
             self.client.log_artifact(mlflow_run_id, str(file), folder or None)
 
     def _artifact_location(self) -> str | None:
-        """Where a new experiment's artifacts lie: the default store has no server that says it."""
+        """Return the artifact location of a new experiment in the default store; None lets a server choose."""
         if not self.is_default:
             return None
         return (store.artifacts_path(self._settings) / os.urandom(6).hex()).as_uri()
@@ -231,29 +232,29 @@ class Store:
             raise StoreTroubled(self._said(f"{type(error).__name__}: {error}")) from None
 
     def _raise(self, error: MlflowException, text: str, *, artifacts: bool) -> None:
-        # what is no answer of MLflow's is a proxy's or another program's, and says nothing of the run
+        # an answer not from MLflow is from a proxy or another program, and says nothing about the run
         answered = "failed with error code" not in text
         if _DELETED in text or (answered and error.error_code == "RESOURCE_DOES_NOT_EXIST"):
             raise Gone(self._said(text)) from None
         if answered and error.error_code == "INVALID_PARAMETER_VALUE":
             raise Rejected(self._said(text)) from None
         unanswered = "failed with exception" in text or "failed with timeout" in text
-        # artifacts may lie elsewhere, and what is wrong with one file is not wrong with all runs
+        # artifacts may be stored elsewhere, and a problem with one file does not affect all runs
         raise StoreTroubled(_plain(self._said(text)), unreachable=unanswered and not artifacts) from None
 
     def _said(self, text: str) -> str:
-        # SQLAlchemy adds the statement, which may be the whole of a table
+        # SQLAlchemy appends the statement, which may be very long
         plain = " ".join(text.partition("[SQL: ")[0].split())
         return without_secrets(plain, self._secrets)[:_TEXT_LENGTH]
 
 
 def _artifacts(run: Any) -> Path:
-    """Where the artifacts of a run of the default store lie."""
+    """Return the artifact directory of a run in the default store."""
     return Path(unquote(urlsplit(run.info.artifact_uri or "").path))
 
 
 def _plain(text: str) -> str:
-    """Say the commonest troubles in words."""
+    """Explain the most common errors."""
     if "Detected out-of-date database schema" in text:
         found = text.partition("found version ")[2].partition(",")[0]
         return (
@@ -266,12 +267,12 @@ def _plain(text: str) -> str:
 
 
 def in_chunks(batch: Batch, metrics: int, names: int) -> Iterator[Batch]:
-    """Yield the batch in parts that one request takes.
+    """Yield the batch in parts that fit into one request.
 
     Args:
-        batch: All of it.
-        metrics: Most metrics of a part.
-        names: Most parameters, and most tags of a part.
+        batch: The batch.
+        metrics: Maximum number of metrics in a part.
+        names: Maximum number of parameters, and of tags, in a part.
     """
     params, tags = list(batch.params.items()), list(batch.tags.items())
     parts = max(-(-len(batch.metrics) // metrics), -(-max(len(params), len(tags)) // names))
@@ -282,7 +283,7 @@ def in_chunks(batch: Batch, metrics: int, names: int) -> Iterator[Batch]:
 
 
 def _halves(part: Batch) -> list[Batch]:
-    """Return two parts of what was refused as a whole, [] when it is one thing only, or one that can be shortened."""
+    """Split a refused batch, or shorten its only parameter; [] if it is a single item that can't be shortened."""
     if len(part.params) == 1 and not part.metrics and not part.tags:
         name, value = next(iter(part.params.items()))
         return [Batch(params={name: value[:_OLD_PARAM_LENGTH]})] if len(value) > _OLD_PARAM_LENGTH else []

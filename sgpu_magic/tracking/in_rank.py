@@ -1,12 +1,13 @@
-"""A tracked run in one of its ranks: what the user's code does with MLflow reaches the run's own MLflow run.
+"""A tracked run in one of its ranks: what user code logs with MLflow goes to the run's own MLflow run.
 
-Nothing of MLflow is imported before user code imports it. A hook on that import changes two places of MLflow:
+MLflow is not imported before user code imports it. A hook on that import patches two places in MLflow:
 
-    start_run, log_metric, active_run ...      in_rank_fluent    the run is active from the start, and nobody ends it
-    the store behind them and MlflowClient     in_rank_store     what is logged to the run goes to the agent
+    start_run, log_metric, active_run ...      in_rank_fluent    the run is active from the start, and never ended here
+    the store behind them and MlflowClient     in_rank_store     what is logged to the run is sent to the agent
 
-The agent makes an event of it, and the pool's one writer sends it (`sgpu_magic.tracking`). So `log_metric` never waits
-for a server, on no rank, and what could not be sent is kept. Only who asks for the run's id, or reads, waits.
+The agent turns it into events, which the pool's writer process sends to the store (`sgpu_magic.tracking`). So
+`log_metric` never waits for a server, on any rank, and what could not be sent is kept. Only calls that read from MLflow
+or need the run's id wait.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from sgpu_magic.wire.rank import TrackingAnswered
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import Tracking
 
-# MLflow's own take 8 minutes and more with a server that is gone
+# with MLflow's defaults, calls to a dead server take 8 minutes or more
 _HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
-# ---------------------------------------------------------------- its beginning and end
+# ---------------------------------------------------------------- start and end of a cell
 
 _reports: Reports | None = None
 
@@ -39,15 +40,15 @@ def begin(
     run_dir: str,
     say: Callable[[Record], None],
 ) -> None:
-    """A tracked cell begins; the rank stands in its place already.
+    """Start a tracked cell in this rank.
 
     Args:
-        run_id: The run.
-        tracking: Where it is tracked.
+        run_id: The run's id.
+        tracking: Where the run is tracked.
         rank: This rank.
-        only: The ranks that take part; empty means all.
+        only: The ranks that run the cell; empty means all.
         run_dir: The run's directory.
-        say: Tells the agent something.
+        say: Sends a message to the agent.
     """
     global _reports
     if _reports is None:
@@ -60,7 +61,7 @@ def begin(
         os.environ["MLFLOW_REGISTRY_URI"] = tracking.registry_uri
     for name, value in (tracking.variables | _HTTP).items():
         os.environ.setdefault(name, value)
-    # in the notebook it names this run's parent
+    # in the notebook this names the parent of the run
     os.environ.pop("MLFLOW_RUN_ID", None)
     module = sys.modules.get("mlflow")
     if module is None:
@@ -70,7 +71,7 @@ def begin(
 
 
 def end() -> None:
-    """The cell is over: all that it has logged is on its way before its last word."""
+    """End the cell. Everything it has logged is sent before its final message."""
     cell = current()
     if cell is None:
         return
@@ -82,7 +83,7 @@ def end() -> None:
 
 
 def answered(message: TrackingAnswered) -> None:
-    """The agent has answered `AskTracking`."""
+    """Take the agent's answer to `AskTracking`."""
     cell = current()
     if cell is not None:
         cell.take(message)
@@ -92,7 +93,7 @@ def answered(message: TrackingAnswered) -> None:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Stands first among the finders until MLflow has been imported."""
+    """The first finder on `sys.meta_path` until MLflow has been imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
@@ -120,7 +121,7 @@ def _watch_import() -> None:
 
 
 def _change_after(loader: importlib.abc.Loader) -> None:
-    """Have MLflow changed when `loader` has executed it. Meanwhile the run's place is asked for."""
+    """Patch MLflow after `loader` has executed it. Meanwhile, ask for the run's MLflow id."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
@@ -141,7 +142,7 @@ def _change(module: ModuleType) -> None:
 
         in_rank_fluent.install()
     except (ImportError, AttributeError) as error:
-        # another MLflow than those that have these places: the user's import is not to fail for it
+        # an MLflow version without these places: the user's import must not fail
         cell = current()
         if cell is not None:
             version = getattr(module, "__version__", "of unknown version")

@@ -1,6 +1,6 @@
-"""A tracked cell on this rank: its place in MLflow, asked for once, and what the user is told of it.
+"""A tracked cell on this rank: its MLflow run, requested once, and remarks to the user about it.
 
-What its code tells MLflow goes to the agent in batches, from all threads and forked children.
+What its code logs is sent to the agent in batches, from all threads and forked children.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
 
 # a batch is sent when it is this old ...
 _INTERVAL_S = 0.1
-# ... or this large, by who has added to it: that one waits when the agent is behind
+# ... or this large, by the thread that filled it, which blocks while the agent is behind
 _MOST = 1000
-# of one message from a forked child: well below what a datagram holds, a tag may have 8,000 characters
+# per message from a forked child: well below a datagram's limit, as a tag may have 8,000 characters
 _CHILD_METRICS = 100
 _CHILD_PAIRS = 5
 _DATAGRAM_BYTES = 1 << 18
 
-# the store that has to be made first takes seconds; a server that does not answer is given up sooner
+# creating the default store takes seconds; the writer gives up a dead server sooner
 _PATIENCE_S = 20.0
 
 Pair = tuple[str, str]
@@ -38,13 +38,13 @@ T = TypeVar("T")
 
 
 class Reports:
-    """Collects, and sends about ten times a second. Used by all threads of the rank and by its forked children.
+    """Collects what is logged and sends it about ten times a second. Used by all threads and forked children.
 
-    A child must not write to the agent's connection, which its parent uses: it has a way to its parent, as datagrams,
-    which stay whole whoever sends them.
+    A forked child must not write to the agent's connection, which its parent uses. It sends datagrams to its parent,
+    which arrive whole from any number of senders.
 
     Args:
-        send: Sends to the agent; blocks while the agent is behind.
+        send: Sends a message to the agent; blocks while the agent is behind.
     """
 
     def __init__(self, send: Callable[[Record], None]) -> None:
@@ -53,9 +53,9 @@ class Reports:
         self._params: list[Pair] = []
         self._tags: list[Pair] = []
         self._lock = threading.Lock()
-        # held while a batch is on its way: batches leave in the order in which they were made
+        # held while a batch is sent: batches are sent in the order in which they were made
         self._order = threading.Lock()
-        # held from a child's datagram to its place in the batch: who flushes misses none
+        # held from receiving a child's datagram to adding it to the batch: `flush` misses none
         self._hearing = threading.Lock()
         self._work = threading.Event()
         self._running = False
@@ -67,7 +67,7 @@ class Reports:
         os.register_at_fork(after_in_child=self._become_child)
 
     def add(self, metrics: Sequence[MetricPoint] = (), params: Sequence[Pair] = (), tags: Sequence[Pair] = ()) -> None:
-        """Take this along with the next batch."""
+        """Add this to the next batch."""
         if self._is_child:
             self._send_to_parent(metrics, params, tags)
             return
@@ -78,7 +78,7 @@ class Reports:
             is_full = len(self._metrics) + len(self._params) + len(self._tags) >= _MOST
             if not self._running:
                 self._running = True
-                # as the helper: user code that lists threads need not see it
+                # invisible to user code that lists threads, like the helper thread
                 _thread.start_new_thread(self._go_on, ())
         if is_full:
             self._send_batch()
@@ -86,14 +86,14 @@ class Reports:
             self._work.set()
 
     def listen_to_children(self) -> None:
-        """Forked children may log from now on."""
+        """Start the thread that receives from forked children."""
         with self._lock:
             if not self._listening and not self._is_child:
                 self._listening = True
                 _thread.start_new_thread(self._hear_children, ())
 
     def flush(self) -> None:
-        """Send what there is, what children have sent included.
+        """Send everything collected so far, including from children.
 
         Raises:
             OSError: The agent is gone.
@@ -104,12 +104,12 @@ class Reports:
         self._send_batch()
 
     def begin(self) -> None:
-        """A cell runs from now on."""
+        """Start sending: a cell begins."""
         self._may_send = True
         self._work.set()
 
     def end(self) -> None:
-        """No cell runs after this: what threads and children tell until the next one belongs to that.
+        """Send everything and stop sending: the cell ends. What is logged until the next cell belongs to that cell.
 
         Raises:
             OSError: The agent is gone.
@@ -123,7 +123,7 @@ class Reports:
 
     def _go_on(self) -> None:
         pause = threading.Event()
-        # the agent's end is noticed by who receives
+        # a dead agent is noticed by the receiving thread
         with contextlib.suppress(OSError):
             while True:
                 self._work.wait()
@@ -168,7 +168,7 @@ class Reports:
         self._order = threading.Lock()
         self._hearing = threading.Lock()
         self._metrics, self._params, self._tags = [], [], []
-        # else the end of the parent would never be noticed
+        # otherwise the parent's death would never be noticed
         self._here.close()
 
     def _send_to_parent(self, metrics: Sequence[MetricPoint], params: Sequence[Pair], tags: Sequence[Pair]) -> None:
@@ -177,7 +177,7 @@ class Reports:
             *(MetricsReported(params=part) for part in _parts(params, _CHILD_PAIRS)),
             *(MetricsReported(tags=part) for part in _parts(tags, _CHILD_PAIRS)),
         ]
-        # the parent may be gone, and the run's ranks with it
+        # the parent may be gone
         with contextlib.suppress(ConnectionError):
             for batch in batches:
                 self._there.send(_encoder.encode(batch))
@@ -196,17 +196,17 @@ class CellHere:
     """One tracked cell on this rank.
 
     Args:
-        run_id: The run.
-        tracking: Where it is tracked; its URI is never "".
-        leads: It is the first of those that run the cell: children, models and autolog are its affair.
-        run_dir: Where artifacts stay that no store takes.
-        say: Tells the agent something.
-        reports: Takes what is logged.
+        run_id: The run's id.
+        tracking: Where the run is tracked; its URI is never "".
+        leads: Whether this is the first rank that runs the cell: only it handles child runs, models and autologging.
+        run_dir: The run's directory, which keeps artifacts that no store accepts.
+        say: Sends a message to the agent.
+        reports: Collects what is logged.
 
     Attributes:
-        alias: Stands for the MLflow run's id until that is known, or for good.
-        own: The user's code has chosen another store or experiment: MLflow does as it says.
-        over: The cell has ended.
+        alias: Placeholder for the MLflow run's id while it is unknown.
+        own: Whether user code has chosen another store or experiment, so MLflow is left alone.
+        over: Whether the cell has ended.
     """
 
     def __init__(
@@ -235,10 +235,10 @@ class CellHere:
         self._ask_lock = threading.Lock()
         self._joined = False
 
-    # ------------------------------------------------------------ the run's place in MLflow
+    # ------------------------------------------------------------ the run in MLflow
 
     def ask(self) -> None:
-        """Ask for the run's place in MLflow, once."""
+        """Ask the agent for the MLflow run, once."""
         with self._ask_lock:
             if self._asked or self.over or os.getpid() != self._pid:
                 return
@@ -246,18 +246,18 @@ class CellHere:
         self._say(AskTracking())
 
     def take(self, answer: TrackingAnswered) -> None:
-        """The answer has come (in the helper's thread)."""
+        """Take the agent's answer. Called in the helper thread."""
         if answer.run_id == self.run_id:
             self._answer = answer
             self._answered.set()
 
     @property
     def known(self) -> TrackedRun | None:
-        """The run's place as far as it is known, without waiting."""
+        """The MLflow run if it is known already, else None."""
         return self._answer.tracked if self._answer is not None else None
 
     def wait(self) -> TrackedRun | None:
-        """Return the run's place; None when it has none, which the user is told once."""
+        """Wait for the MLflow run and return it; None if there is none, which is reported to the user once."""
         if self._answer is None and os.getpid() == self._pid and not self.over:
             self.ask()
             self._answered.wait(_PATIENCE_S)
@@ -265,7 +265,7 @@ class CellHere:
                 problem = f"the pool has not told the run's MLflow id within {_PATIENCE_S:g} s"
                 self._answer = TrackingAnswered(run_id=self.run_id, problem=problem)
         if self._answer is None:
-            # a forked child has no thread that would hear the answer
+            # a forked child has no thread that could receive the answer
             return None
         if self._answer.tracked is None:
             self.remark(
@@ -277,14 +277,14 @@ class CellHere:
         return self._answer.tracked
 
     def is_this(self, run_id: object) -> bool:
-        """Whether this is the id of the run in MLflow."""
+        """Whether this is the id of the MLflow run, or its placeholder."""
         if self.over or not run_id:
             return False
         return run_id == self.alias or (self.known is not None and run_id == self.known.mlflow_run_id)
 
     @property
     def true_id(self) -> str:
-        """The MLflow run's id; its stand-in where there is none."""
+        """The MLflow run's id, or its placeholder if there is none. Waits for it."""
         tracked = self.wait()
         return tracked.mlflow_run_id if tracked is not None else self.alias
 
@@ -293,21 +293,21 @@ class CellHere:
         return os.path.join(self.run_dir, "artifacts")
 
     def may_join_once(self) -> bool:
-        """True for the first caller: a logger that makes a run of its own gets this one."""
+        """Return True on the first call: the first logger that creates a run gets this one."""
         joined, self._joined = self._joined, True
         return not joined
 
-    # ------------------------------------------------------------ words
+    # ------------------------------------------------------------ remarks
 
     def remark(self, about: str, text: str) -> None:
-        """Tell the user, once for each subject in this process."""
+        """Show the user a remark, once per subject in this process."""
         if about in _remarked or self.over or os.getpid() != self._pid:
             return
         _remarked.add(about)
         self._say(Remarked(text=text))
 
     def begin_own(self, what: str) -> None:
-        """The user's code has chosen another store or experiment."""
+        """Leave MLflow alone from now on: user code has chosen another store or experiment."""
         if self.own:
             return
         self.own = True
@@ -323,11 +323,11 @@ _current: CellHere | None = None
 
 
 def current() -> CellHere | None:
-    """The tracked cell that runs, None while none does."""
+    """Return the tracked cell that is running, or None."""
     return _current if _current is not None and not _current.over else None
 
 
 def hold(cell: CellHere | None) -> None:
-    """This cell runs from now on, or none."""
+    """Set the tracked cell that is running, or None."""
     global _current
     _current = cell

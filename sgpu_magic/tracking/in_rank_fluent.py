@@ -1,12 +1,12 @@
-"""`mlflow.start_run`, `active_run`, `end_run` and their like on a rank of a tracked run.
+"""Replacements for `mlflow.start_run`, `active_run`, `end_run` and the like on a rank of a tracked run.
 
-The run's own MLflow run is the active one of every thread of every rank, from the cell's start to its end:
+The run's own MLflow run is active in every thread of every rank, from the start of the cell to its end:
 
-    log_metric(...)              logs to it, without a start
-    start_run()                  joins it, however often
-    end_run()                    leaves it, and does not end it
-    start_run(nested=True)       makes a child on the first rank, and joins on the others
-    set_experiment, set_tracking_uri with another place: from then on MLflow does as the cell says
+    log_metric(...)              logs to it, without `start_run`
+    start_run()                  joins it, any number of times
+    end_run()                    leaves it without ending it
+    start_run(nested=True)       creates a child run on the first rank, and joins on the others
+    set_experiment, set_tracking_uri with another place: from then on MLflow behaves as usual
 """
 
 # MLflow is only partly typed
@@ -38,17 +38,17 @@ _NO_MODEL = (
     "models are logged and registered by the first rank, for the run: what the other ranks call for that does nothing "
     "and returns None."
 )
-# `cell`: the one whose run this thread has left with `end_run`
+# `cell`: the cell whose run this thread has left with `end_run`
 _left = threading.local()
 _installed = False
-# where the cell before was tracked
+# tracking URI of the previous cell
 _place = ""
-# set by user code, and not the run's
+# experiment chosen by user code, other than the run's
 _chosen_experiment = ""
 
 
 def install() -> None:
-    """Change MLflow, once, and for the cell that begins."""
+    """Patch MLflow, once, and set it up for the current cell."""
     global _installed
     if not _installed:
         _changes_it()
@@ -83,7 +83,7 @@ def _in_place_of(original: Callable[..., Any], made: Callable[..., Any]) -> Call
 
 
 def _replace(original: Any, replacement: Any) -> None:
-    """Put it in the place of the original wherever MLflow's modules have that by name."""
+    """Replace the original in all of MLflow's modules that have imported it by name."""
     name = original.__name__
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == "mlflow" and getattr(module, "__dict__", {}).get(name) is original:
@@ -96,32 +96,32 @@ def _begin_cell() -> None:
     if cell is None:
         return
     if cell.tracking.uri != _place:
-        # MLflow keeps the stores that it has opened
+        # MLflow caches the stores that it has opened
         _place = cell.tracking.uri
         in_rank_store.forget()
     cell.reports.listen_to_children()
-    # what an earlier cell of the session has chosen stays chosen
+    # the choice of an earlier cell in the session remains valid
     uri: Any = utils._tracking_uri
     if uri is not None and not in_rank_store.is_place(uri):
         cell.begin_own("MLflow's tracking URI")
     elif _chosen_experiment and fluent._active_experiment_id == _chosen_experiment:
         cell.begin_own("MLflow's experiment")
-    # the other ranks would log the same again
+    # the other ranks would log the same values again
     autologging_utils._AUTOLOGGING_GLOBALLY_DISABLED = not (cell.leads or cell.own)
 
 
 def _active_cell() -> CellHere | None:
-    """The tracked cell, None where MLflow is the user's own affair."""
+    """Return the tracked cell; None if user code has chosen another place."""
     cell = current()
     return None if cell is None or cell.own else cell
 
 
 class RunInfoHere(RunInfo):
-    """Of the cell's own MLflow run: who asks for an id waits for it.
+    """Info of the cell's own MLflow run. Reading an id waits for it.
 
     Args:
         cell: The cell.
-        waits: False gives the stand-in at once, for what is only logged.
+        waits: False returns the placeholder for the run's id at once, which is enough for logging.
     """
 
     def __init__(self, cell: CellHere, *, waits: bool) -> None:
@@ -153,7 +153,7 @@ class RunInfoHere(RunInfo):
 
 
 class RunHere(fluent.ActiveRun):
-    """The cell's own MLflow run, active."""
+    """The cell's own MLflow run as an active run."""
 
     def __init__(self, cell: CellHere, *, waits: bool = True) -> None:
         self._info = RunInfoHere(cell, waits=waits)
@@ -173,7 +173,7 @@ _runs: dict[str, RunHere] = {}
 
 
 def _run_of(cell: CellHere) -> RunHere:
-    """One for all threads: models that were logged are noted at it."""
+    """Return the run shared by all threads: logged models are recorded in it."""
     run = _runs.get(cell.alias)
     if run is None:
         _runs.clear()
@@ -182,7 +182,7 @@ def _run_of(cell: CellHere) -> RunHere:
 
 
 def _stack() -> list[Any]:
-    """This thread's active runs, without those of cells that are over or have nothing more to say."""
+    """Return this thread's active runs, without those of cells that have ended or have chosen another place."""
     stack: list[Any] = fluent._active_run_stack.get()
     cell = _active_cell()
     stack[:] = [run for run in stack if not isinstance(run, RunHere) or run.cell is cell]
@@ -193,7 +193,7 @@ def _has_only_this(stack: list[Any]) -> bool:
     return all(isinstance(run, RunHere) for run in stack)
 
 
-# ------------------------------------------------------------ in place of MLflow's own; the first argument is that
+# ------------------------------------------------------------ replacements; the first argument is the original
 
 
 def _start_run(
@@ -219,7 +219,7 @@ def _start_run(
     if cell is None or not (nested or _has_only_this(stack)):
         return original(run_id, experiment_id, nested=nested, parent_run_id=parent_run_id, **options)
     if run_id and not cell.is_this(run_id):
-        # MLflow refuses a run beside one that is active
+        # MLflow refuses a second active run unless it is nested
         return original(run_id, nested=True, **options)
     elsewhere = experiment_id is not None and not _is_its_experiment(cell, experiment_id)
     if not run_id and cell.leads and (nested or parent_run_id or elsewhere) and cell.wait() is not None:
@@ -254,7 +254,7 @@ def _end_run(original: Callable[..., Any], status: str = "FINISHED") -> None:
         fluent._last_active_run_id.set(cell.known.mlflow_run_id if cell.known is not None else cell.alias)
     elif stack:
         original(status)
-    # as in MLflow: none is active now, until something is logged
+    # as in MLflow, no run is active now until something is logged
     _left.cell = None if stack else _active_cell()
 
 
@@ -267,7 +267,7 @@ def _active_run(original: Callable[..., Any]) -> Any:
 
 
 def _get_or_start_run(original: Callable[..., Any]) -> Any:
-    """What all functions use that log to the active run: it is not waited for."""
+    """Return the active run for MLflow's logging functions, without waiting for its id."""
     stack = _stack()
     cell = _active_cell()
     if cell is None or (stack and not isinstance(stack[-1], RunHere)):
@@ -292,7 +292,7 @@ def _set_experiment(
 ) -> Any:
     cell = _active_cell()
     if cell is not None and cell.wait() is None:
-        # there is no store that could be asked; what is logged is the run's all the same
+        # there is no store to ask; what is logged still belongs to the run
         return Experiment(experiment_id or "", experiment_name or "", f"file://{cell.kept_artifacts}", "active")
     global _chosen_experiment
     experiment = original(experiment_name, experiment_id, **further)

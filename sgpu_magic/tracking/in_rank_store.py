@@ -1,7 +1,7 @@
-"""The store that a rank's MLflow gets for the place where the run is tracked.
+"""The tracking store that a rank's MLflow uses for the URI where the run is tracked.
 
-What is logged to the run goes to the agent. All else goes to the real store, which is opened when it is first needed:
-that takes most of a second, and a server may be slow.
+What is logged to the run is sent to the agent. Everything else goes to the real store, which is opened on first use:
+opening takes most of a second, and a server may be slow.
 """
 
 # MLflow's stores are only partly typed
@@ -32,17 +32,17 @@ from sgpu_magic.tracking.in_rank_cell import CellHere, current
 from sgpu_magic.tracking.progress import without_user
 from sgpu_magic.wire.tracking import MetricPoint, absolute_uri
 
-# what MLflow sets by itself on a run that it creates, and the writer has set on this one
+# tags that MLflow sets on every run it creates; the writer has set them on this run
 _SET_BY_WRITER = ("mlflow.source.", "mlflow.user")
 _NO_NAME = "lightning_logs"
-# nothing of these is to be done where nothing was logged to the real store
+# no-ops while nothing was logged to the real store
 _ASYNC_ENDS = ("flush_async_logging", "shut_down_async_logging", "end_async_logging")
 
 
 def wrapped(builder: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a builder of stores that gives a `RunStore` for the place where the cell is tracked."""
+    """Wrap a store builder: it returns a `RunStore` for the URI where the cell is tracked."""
 
-    # with the name of its module: MLflow tells its own stores from a plug-in's by that
+    # keep `__module__`, by which MLflow distinguishes its own stores from plug-ins
     @functools.wraps(builder)
     def build(store_uri: str | None = None, artifact_uri: str | None = None) -> Any:
         def open_store() -> Any:
@@ -55,7 +55,7 @@ def wrapped(builder: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_place(uri: object) -> bool:
-    """Whether a cell is tracked at this URI."""
+    """Whether the current cell is tracked at this URI."""
     cell = current()
     if cell is None or not isinstance(uri, str):
         return False
@@ -64,7 +64,7 @@ def is_place(uri: object) -> bool:
 
 
 def install() -> None:
-    """Have MLflow's registry use these builders."""
+    """Wrap the store builders in MLflow's registry."""
     registry = utils._tracking_store_registry  # pyright: ignore[reportPrivateUsage]
     for scheme, builder in list(registry._registry.items()):  # pyright: ignore[reportPrivateUsage]
         if not hasattr(builder, "_sgpu_wraps"):
@@ -72,16 +72,16 @@ def install() -> None:
 
 
 def forget() -> None:
-    """Have MLflow ask for its stores anew: another place is the run's."""
+    """Clear MLflow's cache of stores, after the tracking URI has changed."""
     type(utils._tracking_store_registry)._get_store_with_resolved_uri.cache_clear()  # pyright: ignore[reportPrivateUsage]
 
 
 class RunStore:
-    """What MLflow calls a tracking store.
+    """A tracking store for MLflow that sends what is logged to the run to the agent.
 
     Args:
-        uri: Its URI.
-        open_store: Makes the real one.
+        uri: The store's URI.
+        open_store: Opens the real store.
     """
 
     def __init__(self, uri: str | None, open_store: Callable[[], Any]) -> None:
@@ -91,7 +91,7 @@ class RunStore:
         self._opening = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the real store's; the run's stand-in becomes its id on the way."""
+        """Forward everything else to the real store, replacing the placeholder of the run's id by the id."""
         if name in _ASYNC_ENDS and self._opened is None:
             return lambda: None
         attribute = getattr(self._real, name)
@@ -120,7 +120,7 @@ class RunStore:
                 self._opened = self._open_store()
             return self._opened
 
-    # ------------------------------------------------------------ what is logged
+    # ------------------------------------------------------------ logging
 
     def log_batch(
         self, run_id: str, metrics: Sequence[Metric], params: Sequence[Param], tags: Sequence[RunTag]
@@ -166,7 +166,7 @@ class RunStore:
         return self.log_batch_async(run_id, [], [], [tag])
 
     def _log_for_models(self, cell: CellHere, metrics: Sequence[Metric]) -> bool:
-        """Metrics that belong to a logged model or a dataset as well: only the real store can say so."""
+        """Log metrics of a logged model or a dataset to the real store, which alone records that. False if it fails."""
         try:
             self._real.log_batch(run_id=cell.true_id, metrics=metrics, params=[], tags=[])
         except MlflowException as error:
@@ -179,9 +179,9 @@ class RunStore:
     def create_run(
         self, experiment_id: str, user_id: str, start_time: int, tags: Sequence[RunTag], run_name: str | None
     ) -> Run:
-        """A logger that makes a run by itself in the run's experiment gets the run's; the next ones are its children.
+        """Return the run itself to the first logger that creates a run in its experiment. Later runs become children.
 
-        Lightning's and others' loggers do so, through `MlflowClient`.
+        Lightning's and other loggers create runs through `MlflowClient`.
         """
         cell = current()
         parent = next((tag.value for tag in tags if tag.key == MLFLOW_PARENT_RUN_ID), "")
@@ -201,7 +201,7 @@ class RunStore:
         )
 
     def get_experiment_by_name(self, experiment_name: str) -> Any:
-        """Lightning's logger names this experiment where its user has named none: the run's is meant."""
+        """Return an experiment. The default name of Lightning's logger means the run's own experiment."""
         cell = current()
         tracked = cell.wait() if cell is not None and not cell.own and experiment_name == _NO_NAME else None
         if tracked is not None and is_place(self._uri):
@@ -215,7 +215,7 @@ class RunStore:
         cell.reports.add(tags=_pairs(own))
 
     def update_run_info(self, run_id: str, run_status: Any, end_time: Any, run_name: str | None) -> Any:
-        """Nobody but the writer ends the run; its name is the user's."""
+        """Rename the run. Its status and end time are ignored: only the writer ends the run."""
         cell = _cell_of(run_id)
         if cell is None:
             return self._real.update_run_info(run_id, run_status, end_time, run_name)
@@ -231,7 +231,7 @@ class RunStore:
         return in_truth(cell, self)
 
     def read_run(self, cell: CellHere) -> Run:
-        """Read the run from the real store; what is on its way comes a second later."""
+        """Read the run from the real store. What was just logged appears there about a second later."""
         cell.reports.flush()
         return self._real.get_run(cell.true_id)
 
@@ -243,7 +243,7 @@ class RunStore:
 
 
 def in_truth(cell: CellHere, store: RunStore) -> Run:
-    """The run as the store has it; where that can't be read, what is known of it."""
+    """Return the run as in the store, or what is known of it if the store can't be read."""
     if cell.wait() is not None:
         try:
             return store.read_run(cell)
@@ -258,7 +258,7 @@ def in_truth(cell: CellHere, store: RunStore) -> Run:
 
 
 def described(cell: CellHere, artifact_uri: str | None = None) -> Run:
-    """The run as far as it is known without its store."""
+    """Return the run as far as it is known without the store."""
     tracked = cell.known
     info = RunInfo(
         run_id=tracked.mlflow_run_id if tracked is not None else cell.alias,

@@ -1,4 +1,4 @@
-"""`tracking.json` in a run's directory: which MLflow run it is, and how far its events are written there."""
+"""`tracking.json` in a run's directory: its MLflow run, and how far its events have been written to it."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from sgpu_magic.wire.record import Record, is_valid_id
 from sgpu_magic.wire.tracking import TrackedRun, Tracking
 
 SYNC = "sync"
-"""Of the tracking process: it sends what is unsent, and ends."""
+"""Argument of the tracking process: send what is unsent, and exit."""
 
 _USER = re.compile(r"(?<=://)[^/]*@")
 
 
 class Progress(Record, frozen=True, kw_only=True):
-    """How far a run is in MLflow. No credentials stand here.
+    """A run's state in MLflow. Contains no credentials.
 
     Args:
-        uri: The store's, without user name and password; "" is the default store.
-        registry_uri: The registry's, the same way.
-        experiment: Its name, "" where `experiment_id` is given.
-        experiment_id: Its id, "" until known.
-        parent: The MLflow run that is the parent, "" for none.
-        parent_run: The session's run id, "" for none.
-        creating: The store was asked to make the MLflow run; it may have made one although nobody heard of it.
-        mlflow_run_id: Its id, "" until it is there.
-        artifact_uri: Where its artifacts lie.
-        url: A page that shows it, "" where the store has no server.
-        seq: Number of the newest event that is written with all before it.
+        uri: URI of the store, without user name and password; "" is the default store.
+        registry_uri: URI of the model registry, likewise.
+        experiment: Name of the experiment, "" if `experiment_id` is given.
+        experiment_id: Id of the experiment, "" until known.
+        parent: Id of the parent MLflow run, "" for none.
+        parent_run: Run id of the session, "" for none.
+        creating: The store was asked to create the MLflow run, and may have done so even without an answer.
+        mlflow_run_id: Id of the MLflow run, "" until it exists.
+        artifact_uri: URI of its artifacts.
+        url: Web page of the MLflow run, "" if the store has no server.
+        seq: Number of the last event up to which all are written.
         closed: The MLflow run has its final status.
-        artifacts: Files that are there.
-        complete: All of it is there.
-        problem: Why it is not, a sentence; "" while nothing is in the way.
+        artifacts: Files that have been logged.
+        complete: Nothing is left to write.
+        problem: Why the run could not be written, "" if there is no problem.
     """
 
     uri: str = ""
@@ -60,7 +60,7 @@ class Progress(Record, frozen=True, kw_only=True):
 
     @property
     def tracked(self) -> TrackedRun | None:
-        """Its place, None while it has none."""
+        """The MLflow run, None until it exists."""
         if not self.mlflow_run_id:
             return None
         return TrackedRun(
@@ -74,7 +74,7 @@ class Progress(Record, frozen=True, kw_only=True):
 
 
 def opening(tracking: Tracking, parent_run: str = "") -> Progress:
-    """Return what is known of a run's place before its store was asked."""
+    """Return the initial state of a run that is to be tracked."""
     return Progress(
         uri=without_user(tracking.uri),
         registry_uri=without_user(tracking.registry_uri),
@@ -86,7 +86,7 @@ def opening(tracking: Tracking, parent_run: str = "") -> Progress:
 
 
 def load(directory: Path) -> Progress | None:
-    """Return what the directory's file says, None where there is none or it can't be read."""
+    """Read a run's state from its directory, None if there is none or it can't be read."""
     try:
         return msgspec.json.decode((directory / TRACKING).read_bytes(), type=Progress)
     except (OSError, msgspec.DecodeError):
@@ -94,7 +94,7 @@ def load(directory: Path) -> Progress | None:
 
 
 def save(directory: Path, progress: Progress) -> None:
-    """Write the file; a reader sees the old one or the new one.
+    """Write the file atomically.
 
     Raises:
         OSError: The disk is full, or the directory is gone.
@@ -103,13 +103,13 @@ def save(directory: Path, progress: Progress) -> None:
 
 
 def is_unsent(directory: Path) -> bool:
-    """Whether the run is tracked and not all of it is in its store."""
+    """Whether the run is tracked but not completely written to its store."""
     found = load(directory)
     return found is not None and not found.complete
 
 
 def unsent(runs_path: Path) -> Iterator[tuple[Path, Progress]]:
-    """Yield the directories of runs of which not all is in their stores, by their ids."""
+    """Yield the directories and states of runs that are not completely written, sorted by id."""
     try:
         names = sorted(name for name in os.listdir(runs_path) if is_valid_id(name))
     except OSError:
@@ -125,16 +125,16 @@ def without_user(uri: str) -> str:
     return _USER.sub("", uri)
 
 
-# ---------------------------------------------------------------- what `sgpu sync` and its process tell each other
+# ---------------------------------------------------------------- messages between `sgpu sync` and its process
 
 
 class Unsent(Record, frozen=True):
-    """What is to be sent.
+    """Request to send runs to one store.
 
     Args:
-        settings: The pool's.
-        uri: The store's, with user name and password where the shell has it so; "" is the default store.
-        directories: The runs'.
+        settings: The settings.
+        uri: URI of the store, with user name and password if the shell's variable has them; "" is the default store.
+        directories: The runs' directories.
     """
 
     settings: Settings
@@ -143,7 +143,7 @@ class Unsent(Record, frozen=True):
 
 
 class Sent(Record, frozen=True):
-    """What became of a run; `problem` says why it is not there, "" when it is."""
+    """The result for one run; `problem` says why it was not sent, "" if it was."""
 
     run_id: str
     problem: str = ""

@@ -1,6 +1,6 @@
-"""What a run's events are in MLflow: parameters, tags, metrics, its system metrics too, and a final status. Pure.
+"""Converts a run's events to MLflow's parameters, tags, metrics, system metrics and final status. Pure functions.
 
-Names and values are brought within MLflow's limits, so that no run is refused for a long name.
+Names and values are cut to MLflow's limits, so that no run is refused for a long name.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from sgpu_magic.wire.tracking import MetricPoint
 
 RUN_TAG = "sgpu.run_id"
 LOGGED_TAG = "sgpu.logged"
-"""The user's code has logged something."""
+"""Set once user code has logged something."""
 NAME_TAG = "mlflow.runName"
 PARENT_TAG = "mlflow.parentRunId"
 
-# mlflow.utils.validation: what a key may have, and how long things may be
+# characters in keys and maximum lengths, from mlflow.utils.validation
 _NOT_IN_KEYS = re.compile(r"[^\w./: -]", re.ASCII)
 _KEY_LENGTH = 250
 _PARAM_LENGTH = 6000
 _TAG_LENGTH = 8000
-# a last line of a failure that a table of runs shows
+# length of a failure message in the table of runs
 _FAILURE_LENGTH = 1000
 
 
 def key(text: str) -> str:
-    """Return a name as MLflow takes it: other characters become `_`, no part of it is empty or `..`."""
+    """Return a name as a valid MLflow key: other characters become `_`, and parts such as `..` are removed."""
     parts = [part for part in _NOT_IN_KEYS.sub("_", text).strip().split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:_KEY_LENGTH].rstrip("/ ") or "_"
 
 
 class Batch(msgspec.Struct):
-    """What is to be written.
+    """Data to write to an MLflow run.
 
     Args:
-        metrics: In order.
-        params: By key; the first value counts.
-        tags: By key; the newest value counts.
-        seq: Number of the newest event that is in it with all before it.
+        metrics: Metrics in order.
+        params: Parameters by key; the first value counts.
+        tags: Tags by key; the newest value counts.
+        seq: Number of the last event included.
     """
 
     metrics: list[MetricPoint] = msgspec.field(default_factory=list[MetricPoint])
@@ -72,15 +72,15 @@ class RunFold:
 
     Args:
         pool: The pool's name.
-        cores: Of the node; None when not known.
-        written: Number of the newest event that is written already: it and those before it only say what the run is.
+        cores: Number of the node's CPU cores; None if unknown.
+        written: Number of the last event already written. Events up to it restore the state and add nothing to a batch.
 
     Attributes:
-        spec: What was submitted; None until its first event.
-        ended: The run's last word; None until then.
-        ended_at: When it was said, seconds since the epoch.
-        name: Of the MLflow run.
-        batch: What is to be written next.
+        spec: The run's spec; None until its first event.
+        ended: The run's final event; None until it ends.
+        ended_at: Time of the final event, seconds since the epoch.
+        name: Name of the MLflow run.
+        batch: The next batch.
     """
 
     def __init__(self, pool: str, cores: int | None, written: int = 0) -> None:
@@ -95,10 +95,10 @@ class RunFold:
         self._params: dict[str, str] = {}
 
     def apply(self, event: Event) -> None:
-        """Fold one event in."""
+        """Fold one event."""
         before = self.batch
         if event.seq <= self._written:
-            # what it would add is there already
+            # already written: discard what it adds
             self.batch = Batch()
         self._apply(event)
         if event.seq <= self._written:
@@ -106,7 +106,7 @@ class RunFold:
         self.batch.seq = event.seq
 
     def take(self) -> Batch:
-        """Return what is to be written, and begin the next batch."""
+        """Return the batch, and begin the next one."""
         taken, self.batch = self.batch, Batch(seq=self.batch.seq)
         return taken
 
@@ -119,7 +119,7 @@ class RunFold:
                 self._param("gpu_type", lease.device_type)
                 self._tags({"sgpu.host": host, "sgpu.devices": ", ".join(labels)})
                 if lease.simulated or lease.device_type == "cpu":
-                    # what is measured then is the ranks' own use of the processor
+                    # the device metrics are then the ranks' own CPU use
                     self._tags({"sgpu.simulated": "true" if lease.simulated else "", "sgpu.devices_measured": "cpu"})
             case StateChanged(state=state) if not state.is_final:
                 self._tags({"sgpu.state": str(state)})
@@ -178,12 +178,12 @@ class RunFold:
             MetricPoint(name, value, at_ms, 0) for name, value in numbers.items() if value is not None
         ]
         if self.spec is not None:
-            # one that was never placed
+            # for a run that was never placed
             self._param("gpu_type", self.spec.placement.device_type)
         self._tags(closing_tags(body))
 
     def _param(self, name: str, value: str) -> None:
-        """MLflow takes a parameter once: the first value counts."""
+        """Set a parameter, once: MLflow does not allow another value later."""
         name = key(name)
         if name not in self._params:
             self._params[name] = self.batch.params[name] = value[:_PARAM_LENGTH]
@@ -193,7 +193,7 @@ class RunFold:
 
 
 def opening_tags(spec: RunSpec, pool: str) -> dict[str, str]:
-    """Return what a run's tags are from the beginning on."""
+    """Return the tags that a run has from the start."""
     owner = spec.owner
     notebook = owner.notebook
     is_notebook = bool(notebook) and (notebook.endswith(".ipynb") or bool(owner.kernel))
@@ -218,7 +218,7 @@ def opening_tags(spec: RunSpec, pool: str) -> dict[str, str]:
 
 
 def closing_tags(ended: RunEnded) -> dict[str, str]:
-    """Return what a run's end adds to its tags."""
+    """Return the tags that are added when a run ends."""
     tags = {"sgpu.state": str(ended.state), "sgpu.reason": ended.reason, "sgpu.currency": ended.currency}
     failure = ended.failure
     if failure is not None:
@@ -241,25 +241,25 @@ _STATUS: dict[RunState, str] = {
 
 
 def status_of(spec: RunSpec | None, state: RunState) -> str:
-    """Return MLflow's word for a final state. A session that was disconnected has done what it was for."""
+    """Return MLflow's status for a final state. A disconnected session counts as finished."""
     if spec is not None and spec.kind is RunKind.SESSION and state is RunState.CANCELLED:
         return "FINISHED"
     return _STATUS.get(state, "FAILED")
 
 
-# ---------------------------------------------------------------- what its ranks and devices did
+# ---------------------------------------------------------------- system metrics
 
-# Under the keys of MLflow's own system metrics:
-#     system/node0/gpu_0_utilization_percentage     the first of the run's own devices, in rank order
+# Uses the keys of MLflow's own system metrics:
+#     system/node0/gpu_0_utilization_percentage     the run's first device, in rank order
 #     system/node0/gpu_0_memory_usage_megabytes
 #     system/node0/gpu_0_memory_usage_percentage
 #     system/node0/gpu_0_power_usage_watts
-#     system/node0/cpu_utilization_percentage       of the run's processes together, of all cores of the node
-#     system/node0/system_memory_usage_megabytes    the same of memory
-#     system/node0/rank_0_cpu_utilization_percentage, rank_0_memory_usage_megabytes      of each rank; 100 is one core
+#     system/node0/cpu_utilization_percentage       all processes of the run, as a share of all cores of the node
+#     system/node0/system_memory_usage_megabytes    all processes of the run
+#     system/node0/rank_0_cpu_utilization_percentage, rank_0_memory_usage_megabytes      each rank; 100 is one core
 #
-# In the first minute each sample is a point; later ten seconds are averaged into one, which is how often MLflow itself
-# looks. The same events make the same points however often they are read, so nothing is written twice.
+# In the first minute each sample is a point; later, samples are averaged over ten seconds, MLflow's own sampling
+# interval. The same events always give the same points, so nothing is written twice.
 
 _EACH_S = 60.0
 _WINDOW_S = 10.0
@@ -268,7 +268,7 @@ _NODE = "system/node0/"
 
 
 class SystemMetrics:
-    """Makes points of one run's samples; `cores` are the node's, None when not known."""
+    """Converts one run's samples to metric points; `cores` is the node's number of cores, None if unknown."""
 
     def __init__(self, cores: int | None) -> None:
         self._cores = cores
@@ -282,15 +282,15 @@ class SystemMetrics:
         self._at_ms = 0
 
     def placed(self, uuids: Sequence[str]) -> None:
-        """The run's devices, in rank order."""
+        """Set the run's devices, in rank order."""
         self._devices = tuple(dict.fromkeys(uuids))
 
     def started_again(self) -> None:
-        """Other processes are the ranks now; the first sample of each says again what its device is."""
+        """Forget the ranks' devices after a restart: the first sample of each new process names its device again."""
         self._uuids, self._totals = {}, {}
 
     def take(self, sampled: Sampled, at: float) -> list[MetricPoint]:
-        """Return the points that this makes; `at` is wall-clock time, seconds since the epoch."""
+        """Add samples and return the points that are due; `at` is their time in seconds since the epoch."""
         for sample in sampled.samples:
             if sample.uuid:
                 self._uuids[sample.rank] = sample.uuid
@@ -306,7 +306,7 @@ class SystemMetrics:
         return self.rest()
 
     def rest(self) -> list[MetricPoint]:
-        """Return what was gathered since the last points."""
+        """Return the points for the samples since the last points."""
         points = [
             MetricPoint(_NODE + key, round(sum(values) / len(values), 1), self._at_ms, self._step)
             for key, values in self._sums.items()

@@ -1,7 +1,7 @@
-"""The default tracking store: SQLite under the state directory, artifacts beside it. Made once, off every way.
+"""The default tracking store: a SQLite database in the state directory, with artifacts next to it.
 
-A new database takes MLflow's migrations some seconds. It is made beside its place and renamed into it when it is
-whole, by one process at a time; WAL lets notebooks, ranks and the writer use it at once.
+MLflow's migrations take some seconds for a new database. It is created under a temporary name and renamed when it is
+complete, by one process at a time. WAL mode lets notebooks, ranks and the writer use it concurrently.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def artifacts_path(settings: Settings) -> Path:
 
 
 def tracking_uri() -> str:
-    """Return the address of the store where runs go whose notebook names none: `mlflow.set_tracking_uri(...)` takes it.
+    """Return the URI of the store for runs whose notebook names none, for `mlflow.set_tracking_uri(...)`.
 
-    The default store is made if it is not there yet, which takes some seconds once.
+    Creates the default store if it does not exist, which takes some seconds once.
 
     Raises:
-        PoolError: It can't be made.
+        PoolError: The store can't be created.
     """
     settings = load_settings()
     if settings.tracking_uri:
@@ -66,7 +66,7 @@ def tracking_uri() -> str:
 
 
 def quiet() -> None:
-    """Let MLflow and what it uses neither log nor warn nor call home. Before it is imported, for a process of ours."""
+    """Silence logging, warnings and telemetry of MLflow and its libraries. Call it before importing MLflow."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"
     os.environ["MLFLOW_ENABLE_ASYNC_LOGGING"] = "false"
@@ -78,13 +78,13 @@ def quiet() -> None:
 
 
 def stand_in(variables: Mapping[str, str]) -> None:
-    """Give this process the variables of one store, and no other's. Before MLflow is imported."""
+    """Replace this process's store variables by those of one store. Call it before importing MLflow."""
     for name in list(os.environ):
         if is_store_variable(name):
             del os.environ[name]
     os.environ.update(variables)
     quiet()
-    # a request that is sent again by itself may make a second run; the writer tries again and looks first
+    # an automatic retry could create a second run; the writer searches for the run before it retries
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
     os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(REQUEST_TIMEOUT_S)
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
@@ -93,10 +93,10 @@ def stand_in(variables: Mapping[str, str]) -> None:
 
 
 def make(settings: Settings) -> None:
-    """Make the default store if it is not there. Imports MLflow.
+    """Create the default store if it does not exist. Imports MLflow.
 
     Raises:
-        OSError: The disk is full or not to be written to.
+        OSError: The disk is full or not writable.
     """
     file = store_file(settings)
     if file.exists():
@@ -109,11 +109,11 @@ def make(settings: Settings) -> None:
 
 
 def remove_runs(settings: Settings, artifacts: Mapping[str, Path]) -> None:
-    """Remove runs from the default store for good, as `mlflow gc` does, which takes seconds to import.
+    """Permanently remove runs from the default store, as `mlflow gc` does, which takes seconds to import.
 
     Args:
-        settings: Where the store is.
-        artifacts: By the runs' ids in MLflow, the directories of their artifacts.
+        settings: Gives the location of the store.
+        artifacts: Artifact directories by MLflow run id.
     """
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
@@ -134,7 +134,7 @@ def _make(file: Path, artifacts: Path) -> None:
     part = file.with_name(f".{file.name}.part")
     for leftover in (part, *(part.with_name(part.name + end) for end in ("-wal", "-shm", "-journal"))):
         leftover.unlink(missing_ok=True)
-    # MLflow keeps its connection for the next store of that name, which would be a file that is gone
+    # MLflow caches the connection by path, and this path will not exist after the rename
     store: Any = SqlAlchemyStore.__new__(SqlAlchemyStore)
     try:
         store.__init__(f"{_SCHEME}{part}", artifacts.as_uri())

@@ -1,7 +1,7 @@
-"""Writes one run to its MLflow store, a step at a time, and remembers in the run's directory how far it got.
+"""Writes one run to its MLflow store step by step, and records the progress in the run's directory.
 
-Every step may be done again: MLflow keeps equal metrics, tags and parameters once, and a run that may have been made
-unheard is looked for before another one is made.
+Every step can be repeated: MLflow stores equal metrics, tags and parameters once, and the writer searches for a run
+that may have been created without an answer before it creates another.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.tracking import Tracking
 
-# of one step: what one run has to say must not hold up the others
+# maximum per step, so that one run does not delay the others
 _STEP_METRICS = 5000
-# the lock file of packages that are new to this machine comes so late
+# how long to wait after the end for the lock file of new packages
 _LOCK_S = 15.0
 _END_UNKNOWN = "its pool ended before it was over"
 
 
 class Busy(Exception):
-    """Another process writes this run just now, or its directory is gone."""
+    """Another process is writing this run, or its directory is gone."""
 
 
 class RunWriter:
-    """One run.
+    """Writes one run.
 
     Args:
-        settings: The pool's.
-        store: Where it goes.
-        directory: The run's.
-        tracking: Its place in the store.
-        parent_run: The session's run id, "" for none.
+        settings: The pool's settings.
+        store: The store to write to.
+        directory: The run's directory.
+        tracking: The experiment and parent in the store.
+        parent_run: Run id of the session, "" for none.
 
     Attributes:
-        progress: How far it is.
-        over: Its event log does not grow any more.
+        progress: The run's state in MLflow.
+        over: Its event log is final.
         due: Monotonic time of its next step.
-        failures: How many steps have failed since the last one that did not.
-        announced: Its pool was told where it is.
-        troubled_told: Its pool was told that the store does not work.
+        failures: Number of consecutive failed steps.
+        announced: The pool was sent the MLflow run's id.
+        troubled_told: The pool was told that the store does not work.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class RunWriter:
         self._batch: Batch | None = None
 
     def step(self) -> bool:
-        """Write what is new. Returns whether there is more to be written at once.
+        """Write new events. Returns whether there is more to write immediately.
 
         Raises:
-            StoreTroubled: The store does not work; the next step begins where this one was.
-            Busy: Another process has the run.
+            StoreTroubled: The store does not work. The next step repeats this one.
+            Busy: Another process is writing the run.
         """
         with locked(self.directory, wait=False) as held:
             if not held:
                 raise Busy
             on_disk = progress.load(self.directory)
             if on_disk is not None and on_disk != self.progress:
-                # another process went on with it
+                # another process has continued it
                 self.progress = on_disk
                 self._begin_again()
             if self.progress.complete:
@@ -101,7 +101,7 @@ class RunWriter:
                 return False
 
     def trouble(self, text: str) -> None:
-        """Remember why it is not written."""
+        """Record why the run can't be written."""
         if text != self.progress.problem:
             with locked(self.directory, wait=False) as held:
                 on_disk = progress.load(self.directory)
@@ -133,7 +133,7 @@ class RunWriter:
         return False
 
     def _read(self) -> bool:
-        """Fold new events unless some wait to be written. Returns whether there is something to be written."""
+        """Fold new events unless a batch is waiting. Returns whether there is a batch to write."""
         if self._batch is not None:
             return True
         before = self._fold.batch.seq
@@ -145,13 +145,13 @@ class RunWriter:
         except FileNotFoundError:
             return False
         except (ValueError, OSError):
-            # a damaged log: what came before it is written, and nothing follows
+            # a damaged log: only the events before the damage are written
             self.over = True
         if self._fold.batch.seq > max(before, self.progress.seq) or not self._fold.batch.empty:
             self._batch = self._fold.take()
         return self._batch is not None
 
-    # ------------------------------------------------------------ what is written
+    # ------------------------------------------------------------ writing
 
     def _create(self, spec: RunSpec) -> None:
         now = self.progress
@@ -174,7 +174,7 @@ class RunWriter:
         self._keep(**self._store.where(made), creating=now.creating, problem="")
 
     def _session(self, run_id: str) -> str:
-        """Return the MLflow run of the session that the run is in, "" when it has none in this store."""
+        """Return the MLflow run id of the run's session, "" if it has none in this store."""
         if not run_id:
             return ""
         found = progress.load(self.directory.parent / run_id)
@@ -185,7 +185,7 @@ class RunWriter:
         return found.mlflow_run_id
 
     def _write(self, batch: Batch) -> None:
-        # the batch stays whole: it is written again where the store fails in between
+        # keep the batch unchanged: if the store fails midway, it is written again
         tags = {key: value for key, value in batch.tags.items() if key != NAME_TAG}
         name = batch.tags.get(NAME_TAG, "")
         refused = self._store.write(self.progress.mlflow_run_id, msgspec.structs.replace(batch, tags=tags))
@@ -196,7 +196,7 @@ class RunWriter:
             self._store.write(self.progress.mlflow_run_id, Batch(tags={"sgpu.refused": names[:500]}))
 
     def _end_unknown(self) -> None:
-        """The log ends without a last word: its pool was killed, or the disk was full."""
+        """End a run whose log has no final event, because the pool was killed or the disk was full."""
         failure = Failure(kind=FailureKind.NODE_LOST, message=_END_UNKNOWN)
         ended = RunEnded(state=RunState.FAILED, failure=failure)
         self._fold.ended, self._fold.ended_at = ended, (self.directory / "events.msgpack").stat().st_mtime
@@ -229,13 +229,13 @@ class RunWriter:
             self._keep(complete=True, problem="")
 
     def _waits_for_lock(self, spec: RunSpec) -> bool:
-        """Whether the lock file of its packages, which takes some seconds for new ones, may still come."""
+        """Whether the lock file of the run's packages may still appear; for new packages it takes some seconds."""
         if not spec.environment or not self._settings.lock_environments or (self.directory / "pylock.toml").exists():
             return False
         return time.time() - self._fold.ended_at < _LOCK_S
 
     def _drop_doubles(self, spec: RunSpec) -> None:
-        """A request that nobody heard the answer of may have made the run as well."""
+        """Delete duplicate MLflow runs, created by a request whose answer was lost."""
         for double in self._store.find_runs(self.progress.experiment_id, spec.run_id):
             if double.info.run_id != self.progress.mlflow_run_id:
                 self._store.delete_run(double.info.run_id)

@@ -1,4 +1,4 @@
-"""The runs of one store and when each is looked at: about once a second, later after trouble, at once when asked."""
+"""Schedules the runs of one store: about once a second each, with back-off after errors, immediately when urgent."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ IDLE_S = 60.0
 _FIRST_RETRY_S = 2.0
 _LAST_RETRY_S = 60.0
 _MAX_REST_S = 0.2
-# of a run that a rank waits for
+# due time of a run that a rank waits for
 _AT_ONCE = 0.0
 
 
 class WriterQueue:
-    """Takes the runs' steps in turn.
+    """Runs the writers' steps in turn.
 
     Args:
-        settings: The pool's.
-        tracking: The store's place and variables.
-        send: Tells the pool.
+        settings: The pool's settings.
+        tracking: The store's URI and variables.
+        send: Sends a message to the pool.
     """
 
     def __init__(self, settings: Settings, tracking: Tracking, send: Callable[[FromTracker], None]) -> None:
@@ -51,7 +51,7 @@ class WriterQueue:
 
     @property
     def idle(self) -> bool:
-        """Nothing has been there to be written for a minute."""
+        """Whether there has been nothing to write for a minute."""
         return not self._runs and time.monotonic() - self._used_at > IDLE_S
 
     def track(self, order: Track) -> None:
@@ -64,7 +64,7 @@ class WriterQueue:
             self.hurry(order.run_id)
 
     def hurry(self, run_id: str) -> None:
-        """A rank waits for it."""
+        """Make a run due immediately, because a rank waits for its MLflow id."""
         run = self._runs.get(run_id)
         if run is not None and not run.announced:
             run.due = _AT_ONCE
@@ -75,7 +75,7 @@ class WriterQueue:
             run.over = True
 
     def wait_s(self) -> float:
-        """Return seconds until something is due."""
+        """Return the seconds until a step is due."""
         now = time.monotonic()
         if not self._runs:
             return max(0.0, IDLE_S - (now - self._used_at)) + 0.1
@@ -83,7 +83,7 @@ class WriterQueue:
         return max(0.0, due - now) if due == _AT_ONCE else max(0.0, max(due, self._rest_until) - now)
 
     def step(self) -> None:
-        """Take the step of the run that is due first."""
+        """Run the step that is due first, if any."""
         run = min(self._runs.values(), key=lambda run: run.due, default=None)
         now = time.monotonic()
         if run is None or run.due > now:
@@ -94,19 +94,19 @@ class WriterQueue:
             run.due = self._down_until
             return
         self._take_step(run)
-        # many short cells in a row: it takes half of a core at most
+        # with many short cells in a row, use at most half a core
         ended = time.monotonic()
         self._rest_until = ended + min(ended - now, _MAX_REST_S)
 
     def prune(self) -> None:
-        """Let go of what the default store has of runs that are removed; there is nothing else to do."""
+        """Delete removed runs from the default store. Call it when idle."""
         if self._store.is_default and not self._settings.keep_tracked:
             # the next process tries again
             with contextlib.suppress(StoreTroubled):
                 self._store.prune()
 
     def close(self) -> None:
-        """Write what there is, once; the process is ended when that takes long."""
+        """Write what is left, once. The inbox kills the process if this takes too long."""
         for run in list(self._runs.values()):
             if time.monotonic() < self._down_until:
                 return

@@ -1,35 +1,35 @@
-"""What a person sees of a run and of a pool: one `RunView` folded from a run's events, drawn as text, HTML and errors.
+"""What users see of runs and pools: a run's events are folded into one `RunView`, rendered as text, HTML and errors.
 
-What a run is:
+The model of a run:
 
-fold           `RunView`, everything about a run that a view draws
-output         what its ranks have said: text to lines, and displays; cut at these
-output_buffer  lines, displays and the gap; keeps the beginning and the end
-usage          what its ranks and their devices use, as curves
-rank_models    the widgets of its ranks, and what stands for one where none is drawn
-run_notes      what it is called, and the sentences that events leave: notes, a failure in a line
+fold           `RunView`, the state that every view of a run renders
+output         what the ranks have printed and displayed, split into segments at the displays
+output_buffer  lines and displays in order; keeps the beginning and the end and counts what it drops between
+usage          utilization and memory of ranks and their devices, as curves
+rank_models    widget models created by ranks, and the static output that replaces a widget that can't be rendered
+run_notes      names of runs, and the sentences that events produce: notes, a failure in one line
 
-The same in words:
+The model in words:
 
-words          state, ranks, place, what was shipped and returned
-summary_words  what it used and costs, what a session's view says; the line of a push or a pull
-failure        how a run's failure is told: lines, stall, memory
-stacks         where the ranks are, and who has not come
+words          state, ranks, location, what was sent and returned
+summary_words  usage and cost of a run, the lines of a session's view, the line of a push or a pull
+failure        a run's failure: traceback lines, stall, memory
+stacks         stacks of the ranks, and which ranks have not reached a collective
 pool_words     a pool's devices, nodes, budget and runs
-units          numbers with their units and in columns; the time that views count by
+units          numbers with units and in columns; the clock that views use
 
-Drawn:
+Renderers:
 
-ansi           escape sequences as HTML, as colours, or dropped
-text           a run as text, and in a terminal as it goes on
+ansi           escape sequences to HTML, to colours, or removed
+text           a run as text, also updated in place in a terminal
 html           a run as static HTML, with its failure
-html_ranks     its ranks
-html_style     the colours, boxes, tables and curves they share
+html_ranks     its ranks as HTML
+html_style     the colours, boxes, tables and curves that HTML views share
 pool_tables    `%sgpu_status` and `%sgpu_env`
-progress       the bar of a sweep
-bundle         MIME bundles as they are saved in the notebook
-publisher      the outputs below a cell while a run goes on
+progress       the progress bar of a sweep
+bundle         MIME bundles as saved in the notebook
+publisher      the outputs below a cell during a run
 remote_error   the exception that a failed run raises
-help/          the pages of help that errors name
-live/          the live view, and what it asks
+help/          the help pages that errors name
+live/          the live view and its requests
 """

@@ -1,6 +1,6 @@
-"""Escape sequences in the output of ranks: colours become styled spans or stay, everything else is dropped.
+"""Escape sequences in the output of ranks: colours become styled spans or stay, everything else is removed.
 
-Sequences after ECMA-48; colours after xterm's 256-colour table, the sixteen as JupyterLab draws them.
+Sequences follow ECMA-48; colours follow xterm's 256-colour table, the first sixteen those of JupyterLab.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def plain(text: str) -> str:
 
 
 def colours_only(text: str) -> str:
-    """Return `text` for a terminal: with its colours, which end with it, without other sequences."""
+    """Return `text` for a terminal: colours are kept and reset at its end, other sequences removed."""
     if not _CONTROL.search(text):
         return text
     kept = _SEQUENCE.sub(lambda m: m[0] if m["final"] == "m" and _SGR.fullmatch(m["params"]) else "", text)
@@ -62,7 +62,7 @@ def colours_only(text: str) -> str:
 
 
 def to_html(text: str) -> str:
-    """Return `text` escaped for HTML, colours as inline styles."""
+    """Return `text` escaped for HTML, with colours as inline styles."""
     if not _CONTROL.search(text):
         return escape(text, quote=False)
     pieces: list[str] = []
@@ -78,7 +78,7 @@ def to_html(text: str) -> str:
 
 
 class _Style:
-    """The graphic rendition in force."""
+    """The current graphic rendition (SGR)."""
 
     def __init__(self) -> None:
         self._reset()
@@ -96,7 +96,7 @@ class _Style:
         if self._inverse:
             front, back = back or "#ffffff", front or "#6b7280"
         if back and front in (_BASIC[7], _BASIC[15]):
-            front = "#ffffff"  # a grey that reads on a page of either theme, but not on a coloured ground
+            front = "#ffffff"  # the grey is readable on a page of either theme, but not on a coloured background
         parts = [f"color:{front}"] if front else []
         parts += [f"background:{back}"] if back else []
         parts += self._flags.values()
@@ -146,7 +146,7 @@ class _Style:
 
 
 def _extended(codes: list[int]) -> tuple[str, int]:
-    """Return the colour of the codes after 38 or 48, "" for one unknown, and how many codes it took."""
+    """Return the colour given by the codes after 38 or 48, "" if unknown, and the number of codes used."""
     match codes:
         case [5, index, *_]:
             return _indexed(min(index, 255)), 2

@@ -1,4 +1,4 @@
-"""MIME bundles as they are saved in the notebook: of a run's segment, and of a run that was still going on."""
+"""MIME bundles as saved in the notebook: of a run's segment, and of a run that was active when saved."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sgpu_magic.wire.states import RunKind, RunState
 
 RUN_MIME = "application/vnd.sgpu.run.v1+json"
 RECORD_VERSION = 1
-"""Of the record under `RUN_MIME`; keys may be added without changing it."""
+"""Version of the record under `RUN_MIME`; keys can be added without changing it."""
 
-# a record is for programs and stands in every saved output: it stays small whatever the number of ranks
+# the record is for programs and is part of every saved output, so it stays small for any number of ranks
 _MAX_USAGE_RANKS = 64
 _MAX_LISTED = 64
 _MAX_SENTENCE_CHARS = 1000
@@ -34,16 +34,16 @@ _DURATIONS = ("queued_s", "starting_s", "running_s", "total_s")
 def mime_bundle(
     view: RunView, segment: TextSegment, first: bool = True, last: bool = True, limit: int | None = None
 ) -> dict[str, object]:
-    """Return HTML and text of a segment; the last one also carries the run as a small record.
+    """Return HTML and text of a segment; the last one also includes the run as a small record.
 
     Args:
         view: The run.
         segment: One of `segments(view)`.
-        first: It is the first of them.
-        last: It is the last of them.
+        first: It is the first segment.
+        last: It is the last segment.
         limit: Bytes allowed for the HTML of a live form; its text gets a third of that.
     """
-    # a live form's text is for few eyes: it gets a third beside the HTML
+    # few front ends show a live form's text, so it gets less space than the HTML
     text = render_segment_text(view, segment, first, last, None if limit is None else limit // 3)
     if segment.next_rank is not None:
         text = f"{text}\n[{segment.next_rank}] displays:".lstrip("\n")
@@ -57,10 +57,9 @@ def mime_bundle(
 
 
 def interrupted_bundle(view: RunView) -> dict[str, object]:
-    """Return what stands beside a live view for those who see no view: which run it is, and how to come back to it.
+    """Return the fallback of a live view for front ends that can't show it: which run it is, and how to show it again.
 
-    It is what a reader has of a notebook that was saved while the run went on, and of a page whose kernel has been
-    restarted.
+    It is shown in a notebook that was saved during the run, and in a page whose kernel was restarted.
     """
     after = f" for {format_seconds(elapsed)}" if (elapsed := view.elapsed_s()) else ""
     lines = [header_line(view), f"run {view.short_id} was {view.state}{after} when this was saved."]
@@ -82,7 +81,7 @@ def interrupted_bundle(view: RunView) -> dict[str, object]:
 
 
 def _of_session(view: RunView, command: str) -> list[str]:
-    """Return the same for a session. What it did last is not said: this is written once, and the session goes on."""
+    """Return the lines for a session. They omit its last activity, as they are written once and the session goes on."""
     began = time.strftime("%Y-%m-%d at %H:%M", time.localtime(view.spec.submitted_at or None))
     if view.spec.detach:
         return [f"It began on {began} and goes on without its notebook: {command} shows it."]
@@ -98,8 +97,8 @@ def _and_brings(view: RunView) -> str:
 
 
 def run_record(view: RunView) -> dict[str, object]:
-    """Return the run as JSON: what it was, where it ran, how long, how it ended."""
-    # a call's own name for what its function returns is nobody else's business
+    """Return the run as JSON: what it was, where and how long it ran, how it ended."""
+    # a call's internal names for its results are omitted
     outputs = view.spec.outputs if view.spec.kind is not RunKind.CALL else ()
     lease, failure, ended, shipped = view.lease, view.failure, view.ended, view.spec.shipped
     record: dict[str, object] = {
@@ -152,7 +151,7 @@ def _fields(record: object, names: Sequence[str]) -> dict[str, object]:
 
 
 def _environment(view: RunView) -> dict[str, object] | None:
-    """Return which packages the ranks have, and whether and how long they were built."""
+    """Return the ranks' environment, and whether and how long it was built."""
     spec, moved = view.spec, view.environment
     if not spec.environment and moved is None:
         return None

@@ -1,4 +1,4 @@
-"""How a run's failure is told: its traceback, where its ranks wait or waited, and what held the memory."""
+"""How views describe a run's failure: its traceback, where its ranks wait or waited, and what held the memory."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _LineKind = Literal["title", "code", "culprit", "error", "text"]
 
 
 def failure_block(view: RunView, failure: Failure, most_chars: int, most_whole_chars: int) -> FailureBlock:
-    """Return how a failure is told, the cell's own lines first; the static HTML and the live view draw it.
+    """Return a failure for the static HTML and the live view, the cell's own lines first.
 
     Args:
         view: The run.
-        failure: Its root cause, or while it is still stopping what a rank has told.
-        most_chars: Of the lines that are always shown, in each of their parts.
-        most_whole_chars: Of the whole traceback.
+        failure: Its root cause, or a rank's failure while the run is still stopping.
+        most_chars: Maximum characters of each part that is always shown.
+        most_whole_chars: Maximum characters of the whole traceback.
     """
-    # what the cell raises shows the traceback once more: then one line says it
+    # the exception that the cell raises shows the traceback, so one line is enough here
     told_again = view.error_follows and view.is_final
     whole: list[str] = []
     if failure.kind is FailureKind.USER_CODE:
@@ -64,7 +64,7 @@ def failure_block(view: RunView, failure: Failure, most_chars: int, most_whole_c
 
 
 def traceback_body(failure: Failure) -> list[str]:
-    """Return the lines of the plain traceback without IPython's rule and heading."""
+    """Return the lines of the plain traceback without IPython's separator line and heading."""
     lines = failure.traceback_text.strip("\n").split("\n") if failure.traceback_text.strip() else []
     while lines and (_RULE.fullmatch(lines[0].strip()) or _HEADING.fullmatch(lines[0].strip())):
         lines.pop(0)
@@ -86,7 +86,7 @@ def cell_excerpt(failure: Failure) -> tuple[list[str], bool]:
     blocks = [block for block in blocks if block]
     is_frame = [bool(_FRAME.match(block[0])) for block in blocks]
     is_cell = [bool(_CELL_FRAME.match(block[0])) for block in blocks]
-    # frames first, then the message: any other order is a chain of exceptions
+    # frames come first, then the message: any other order is a chain of exceptions
     if not any(is_cell) or is_frame != sorted(is_frame, reverse=True) or all(is_frame):
         return body, False
     kept = [block for block, frame, cell in zip(blocks, is_frame, is_cell, strict=True) if cell or not frame]
@@ -94,7 +94,7 @@ def cell_excerpt(failure: Failure) -> tuple[list[str], bool]:
 
 
 def place(failure: Failure, ranks: int) -> str:
-    """Return `rank 1 of 4 (this machine)`, "" when no rank is meant."""
+    """Return `rank 1 of 4 (this machine)`, "" for a failure without a rank."""
     if failure.rank is None:
         return ""
     here = "this machine" if failure.host.split(".")[0] == host_name() else failure.host
@@ -102,7 +102,7 @@ def place(failure: Failure, ranks: int) -> str:
 
 
 def cut_lines(lines: Sequence[str], most: int) -> list[str]:
-    """Return the beginning and the end of `lines`, together at most about `most` characters."""
+    """Return the beginning and the end of `lines`, about `most` characters in total."""
     if sum(map(len, lines)) + len(lines) <= most:
         return list(lines)
     joined = "\n".join(lines)
@@ -127,7 +127,7 @@ def _line(text: str, kind: _LineKind) -> FailureLine:
 
 
 def stall_lines(view: RunView) -> list[str]:
-    """Return where the ranks of a run wait in which nothing moves; empty while it moves."""
+    """Return where the ranks of a stalled run wait; empty for a run that makes progress."""
     if view.stalled is None or view.is_final or view.left:
         return []
     stacks, cell = view.stalled.stacks, view.spec.cell
@@ -137,7 +137,7 @@ def stall_lines(view: RunView) -> list[str]:
 
 
 def ending_stacks(view: RunView) -> list[str]:
-    """Return where the ranks were when the run ended: all of it when a limit ended it, a line when it had stalled."""
+    """Return where the ranks were when the run ended: several lines after a limit, one line after a stall."""
     if view.ended is None:
         return []
     if view.ended.stacks:
@@ -151,7 +151,7 @@ def ending_stacks(view: RunView) -> list[str]:
 
 
 def failure_lines(view: RunView) -> list[str]:
-    """Return the culprit with its whole traceback and the others in a line each, without the run's id."""
+    """Return the culprit with its whole traceback and the other ranks in single lines, without the run's id."""
     lines = [failed_line(view)]
     failure = view.failure
     if failure is not None:
@@ -170,7 +170,7 @@ def failure_lines(view: RunView) -> list[str]:
 
 
 def last_words(view: RunView, failure: Failure) -> list[str]:
-    """Return where a rank that died without a traceback was, and what it said last, as far as its message is silent."""
+    """Return the last Python line and output of a rank that died without a traceback, unless its message has them."""
     if failure.rank is None:
         return []
     told: list[str] = []
@@ -190,7 +190,7 @@ def last_words(view: RunView, failure: Failure) -> list[str]:
 def failed_line(view: RunView, brief: bool = False) -> str:
     """Return the first line of a failure, with the error in it when `brief` or when there is no traceback."""
     elapsed = view.elapsed_s()
-    # what was refused was never there
+    # a refused run has no duration
     after = f" after {format_seconds(elapsed)}" if elapsed >= 0.0005 else ""
     failure = view.failure
     word = limit_of(failure).word if view.state is RunState.TIMED_OUT else view.state
@@ -205,7 +205,7 @@ def failed_line(view: RunView, brief: bool = False) -> str:
 
 
 def failure_sentence(view: RunView) -> str:
-    """Return why a run whose failure has no traceback of the user's code ended."""
+    """Return why a run ended, for a failure without a traceback of the user's code."""
     failure = view.failure
     if failure is None:
         return ""
@@ -222,7 +222,7 @@ def _bounded(lines: list[str]) -> list[str]:
     return [*lines[:half], f"... {left_out:,} lines of the traceback ...", *lines[-half:]]
 
 
-# ---------------------------------------------------------------- its memory
+# ---------------------------------------------------------------- memory
 
 _MAX_RANKS = 16
 _MAX_TENSORS = 10
@@ -232,11 +232,11 @@ _BAR = "█▓▒░"
 
 
 def memory_block(view: RunView, failure: Failure | None) -> MemoryBlock | None:
-    """Return what held the memory, None for a failure that was no allocation's, or when nobody has looked.
+    """Return what held the memory; None for other failures than out of memory, or when it was not recorded.
 
     Args:
         view: The run.
-        failure: Its root cause, or while it is still stopping what a rank has told.
+        failure: Its root cause, or a rank's failure while the run is still stopping.
     """
     if failure is None or not failure.out_of_memory:
         return None
@@ -261,7 +261,7 @@ def memory_block(view: RunView, failure: Failure | None) -> MemoryBlock | None:
 
 
 def memory_lines(view: RunView, failure: Failure | None) -> list[str]:
-    """Return the same as text, with a bar of what tensors hold, torch keeps, others hold and what is free."""
+    """Return `memory_block` as text, with a bar: held by tensors, cached by torch, held by others, free."""
     block = memory_block(view, failure)
     if block is None:
         return []

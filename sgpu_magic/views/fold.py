@@ -1,4 +1,4 @@
-"""`RunView` = fold(events): the one thing that the text, the static HTML and the widget draw. No I/O."""
+"""`RunView` = fold(events): the model that text, static HTML and the widget render. No I/O."""
 
 from __future__ import annotations
 
@@ -58,42 +58,42 @@ _MAX_NOTES = 50
 
 
 class RunView:
-    """Everything about one run that a view draws.
+    """Everything about one run that views render.
 
     Args:
         spec: What was submitted.
         output_limit: Bytes of output kept: the first 40 % and the last 60 %; the middle becomes one gap.
         pool: The pool's name.
-        error_follows: The cell raises what the run failed with, traceback and all: say it in one line.
+        error_follows: The cell raises the run's error with its traceback, so the view reports it in one line.
 
     Attributes:
         state: The run's state.
-        reason: Why it is in it, "" when there is nothing to say.
-        position: Place in the queue (1 is next), None when it does not wait.
-        waiting_for: What it waits for, "" when it does not.
+        reason: Why it is in this state, "" when there is nothing to say.
+        position: Position in the queue (1 is next), None when it is not queued.
+        waiting_for: What it waits for, "" when it does not wait.
         lease: The devices, None until they are granted.
         host: Where its ranks are, "" until known.
         labels: The devices' labels in rank order, empty when there are none.
-        hourly: What they cost in an hour, in `currency`; None without a price.
-        currency: Of that, "" without a price.
+        hourly: Cost of the devices per hour, in `currency`; None without a price.
+        currency: Currency of the price, "" without one.
         warm: How the ranks were started: `standby`, `zygote`, `cold`; "" until then.
         rank_failures: The first failure of each rank, in order of time.
-        attempt: Which of its attempts goes on, from 1.
-        attempts: How many there may be.
-        stalled: Where its ranks wait while nothing moves; kept when the run ends so.
+        attempt: Number of the current attempt, from 1.
+        attempts: Maximum number of attempts.
+        stalled: Where its ranks wait during a stall; kept when the run ends stalled.
         usage: What its ranks and their devices use.
-        session: Its cells and dead ranks, None for what is no session itself.
-        directory: Where its logs are, "" when that is not known.
-        environment: How far its packages are, None while nothing has to be said of them.
-        tracked: Its place in MLflow, None until known.
-        silence: That its pool is not heard, "" as long as it is.
-        output: What its ranks have said.
-        log: The same as lines of their logs, for a live view; None where there is none.
-        models: Widgets of its ranks; of a session's cells those of the session.
-        left: Why nobody follows it here any more while it goes on, "" while somebody does.
-        ended: The run's last word, None while it goes on.
+        session: A session's cells and dead ranks, None for other runs.
+        directory: Where its logs are, "" when unknown.
+        environment: Progress of its packages, None while there is nothing to report.
+        tracked: Its run in MLflow, None until known.
+        silence: A sentence that its pool can't be reached, "" while it can.
+        output: The output of its ranks.
+        log: The newest lines of the ranks' logs, for a live view; None without one.
+        models: Widgets of its ranks; for a session's cell those of the session.
+        left: Why an active run is not followed here any more, "" while it is.
+        ended: The final event, None while the run is active.
         submitted_at: When it was submitted, by the views' clock.
-        version: Grows with every event; equal versions draw equal pictures (but for the clock).
+        version: Grows with every change; equal versions render equally, except for running times.
     """
 
     def __init__(
@@ -137,7 +137,12 @@ class RunView:
         self._cached: tuple[int, list[Item]] = (-1, [])
 
     def apply(self, event: Event, frames: Sequence[bytes] = ()) -> None:
-        """Fold one event in. `frames` are the client's business: exceptions and results, not drawn; or of widgets."""
+        """Fold in one event.
+
+        Args:
+            event: The event.
+            frames: Its raw frames; only those of widgets are used, exceptions and results are left to the client.
+        """
         self.version += 1
         match event.body:
             case OutputWritten() as body:
@@ -191,28 +196,28 @@ class RunView:
             case Tracked(tracked=tracked):
                 self.tracked = tracked
             case Submitted() | Detached() | Described() | MetricsLogged():
-                # the spec was there before the view; who follows the run says that it goes on; MLflow draws metrics
+                # the view has the spec already; the follower reports detaching; metrics are shown in MLflow
                 pass
             case RunEnded() as body:
                 self._end(body)
 
     def remark(self, sentence: str) -> None:
-        """Say something about it that no event tells."""
+        """Add a note that comes from no event."""
         self._note(sentence)
         self.version += 1
 
     def not_heard(self, sentence: str) -> None:
-        """Its pool can't be heard now, or can again (""); the run goes on either way."""
+        """Set the sentence that its pool can't be reached, or "" when it can be again; the run continues either way."""
         if sentence != self.silence:
             self.silence = sentence
             self.version += 1
 
     def leave(self, sentence: str) -> None:
-        """It goes on, but is not shown here any longer."""
+        """Note why the run, which continues, is not followed here any more."""
         self.left = sentence
         self.version += 1
 
-    # ------------------------------------------------------------ what it is
+    # ------------------------------------------------------------ properties
 
     @property
     def run_id(self) -> str:
@@ -228,7 +233,7 @@ class RunView:
 
     @property
     def ranks(self) -> int:
-        """The world size: what goes by rank number has so many places, whoever takes part."""
+        """The world size, even if not all ranks take part; sequences indexed by rank have this length."""
         return self.spec.placement.ranks
 
     @property
@@ -242,13 +247,13 @@ class RunView:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the user: what is heavy to ship, the payload's, the lease's and the run's own."""
+        """Sentences for the user about large variables, the payload, the lease and the run."""
         heavy = [f"shipping {name} costs {format_bytes(size)}" for name, size in self.spec.shipped.heavy]
         return [*heavy, *self.spec.shipped.notes, *self._notes]
 
     @property
     def failure(self) -> Failure | None:
-        """The root cause; before the run has ended none is known."""
+        """The root cause, None before the run has ended."""
         return self.ended.failure if self.ended else None
 
     @property
@@ -260,34 +265,34 @@ class RunView:
         return self.ended.results if self.ended else ()
 
     def elapsed_s(self, now: float | None = None) -> float:
-        """Return seconds the run has had its devices; it does not count the queue.
+        """Return seconds for which the run has had its devices, without time in the queue.
 
         Args:
-            now: Time by the views' clock (`steady_time`); used while the run goes on.
+            now: Time by the views' clock (`steady_time`); used while the run is active.
         """
         if self.ended:
-            # of a cell of milliseconds the pool, which hears of it, knows less than the ranks
+            # for a cell of milliseconds the ranks' own time is more precise than the pool's
             return max(self.ended.total_s - self.ended.queued_s, self.ended.running_s)
         if self._started_at is None:
             return 0.0
         return max((steady_time() if now is None else now) - self._started_at, 0.0)
 
     def metered_s(self, now: float | None = None) -> float | None:
-        """Return seconds on its meter at `now`, as in `elapsed_s`; None before it began, and of a cell in a session."""
+        """Return the metered seconds at `now`, as in `elapsed_s`; None before metering and for a cell in a session."""
         if self._metered_at is None:
             return None
         return max((steady_time() if now is None else now) - self._metered_at, 0.0)
 
     @property
     def deadline(self) -> float | None:
-        """When its time is over, by the views' clock; None before its ranks are being started."""
+        """When its time limit is reached, by the views' clock; None before its ranks are being started."""
         return self._metered_at + self.spec.timeout_s if self._metered_at is not None else None
 
-    # ------------------------------------------------------------ its output
+    # ------------------------------------------------------------ output
 
     @property
     def items(self) -> list[Item]:
-        """The output in order of arrival, bounded by `output_limit`. Not to be changed."""
+        """The output in order of arrival, bounded by `output_limit`. Do not modify the list."""
         if self._cached[0] != self.version:
             self._cached = (self.version, self.output.items)
         return self._cached[1]
@@ -298,7 +303,7 @@ class RunView:
 
     def _start_again(self, body: AttemptFailed, at: float) -> None:
         self.output.finish_lines()
-        # a rank may die before all are there
+        # a rank may die before all have started
         began = self._started_at or self._starting_at
         seconds = max(at - began, 0.0) if began is not None else 0.0
         self._note(attempt_note(body, seconds))
@@ -325,6 +330,6 @@ class RunView:
         if body.unstopped:
             self._note(unstopped_note(body.unstopped))
         if body.reason == OWNER_GONE and self.session is None:
-            # who reads this has another kernel
+            # this is read in another kernel
             self._note(f"%sgpu_attach {self.short_id} shows run {self.short_id} again")
         self.position, self.waiting_for = None, ""

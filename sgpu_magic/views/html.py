@@ -1,6 +1,6 @@
-"""The static HTML form: inline style only, text from ranks escaped, the theme's colours where it has some.
+"""Static HTML of a run: inline styles only, text from ranks escaped, the theme's colours where available.
 
-Read with all styles stripped it is still the same sentences in the same order.
+Without styles it is still the same sentences in the same order.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from sgpu_magic.wire.states import FailureKind, RunState
 _COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "bad": BAD, "warn": WARN}
 _PILL = f"border:1px solid {LINE};border-radius:9px;padding:0 7px;font-size:11px;{SOFT}"
 _MAX_LIVE_LINES = 100
-# of a segment's box, and of what is said of lines that are left out and of the display that follows
+# bytes of a segment's box, and of the lines about dropped lines and the following display
 _FRAME_BYTES = len(BOX) + len(PRE) + 200
 
 
 def render_html(view: RunView) -> str:
-    """Return the whole run; displays stand as their text, since only Jupyter's renderers may draw them."""
+    """Return the whole run; displays are included as text, since only Jupyter's renderers may render them."""
     parts = segments(view)
     drawn: list[str] = []
     for at, part in enumerate(parts):
@@ -81,10 +81,10 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
     Args:
         view: The run.
         segment: One of `segments(view)`.
-        first: It is the first of them.
-        last: It is the last of them.
-        limit: Bytes allowed for a live form, which shows the newest lines; the segment's share of
-            `view.output_limit` when left out.
+        first: It is the first segment.
+        last: It is the last segment.
+        limit: Bytes allowed for a live form, which shows the newest lines; by default the segment's share of
+            `view.output_limit`.
     """
     if is_quiet(view):
         return quiet_html(view) if first else ""
@@ -102,7 +102,7 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
 
 
 def _standing(view: RunView) -> str:
-    """Return what stands above the lines: the failure of a run that is over, else its ranks and what they wait for."""
+    """Return what is shown above the lines: the failure of an ended run, or an active run's ranks and stall."""
     if view.is_final:
         return failure_html(view) + _warnings(idle_lines(view))
     if view.left:
@@ -111,9 +111,9 @@ def _standing(view: RunView) -> str:
 
 
 def _share(view: RunView, segment: TextSegment) -> int:
-    """Return the bytes that this segment's lines, header and footer may take, by its part of all lines."""
+    """Return the bytes allowed for this segment's lines, header and footer, by its share of all lines."""
     every = sum(1 for item in view.items if not isinstance(item, DisplayItem))
-    # the first display's caption has a box of its own
+    # the first display's caption has a separate box
     frames = _FRAME_BYTES * (len(view.items) - every + 2)
     room = max(view.output_limit - len(ended_ranks_html(view).encode()) - frames, 0)
     return room * (len(segment.items) + 1) // (every + 1)
@@ -130,7 +130,7 @@ def _header(view: RunView) -> str:
     else:
         elapsed = view.elapsed_s()
         lasted = format_span(elapsed) if view.session is not None else format_seconds(elapsed)
-        # what was refused was never there
+        # a refused run has no duration
         if elapsed >= 0.0005 or not view.is_final:
             meta.append(lasted if view.is_final else format_clock(elapsed))
         meta.append(cost_text(view))
@@ -166,7 +166,7 @@ def _warnings(sentences: list[str]) -> str:
 def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
     if live and len(segment.items) > _MAX_LIVE_LINES:
         segment = replace(segment, items=_newest(segment.items))
-    # by the object that each line is: those that are kept are drawn once
+    # keyed by the line object, so that kept lines are rendered only once
     drawn = {id(item): _line(item.rank, item.text) for item in segment.items if isinstance(item, LineItem)}
     sizes = [1 + text_bytes(drawn[id(item)]) if isinstance(item, LineItem) else 0 for item in segment.items]
     lines: list[str] = []
@@ -182,7 +182,7 @@ def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
 
 
 def _newest(items: tuple[LineItem | GapItem, ...]) -> tuple[LineItem | GapItem, ...]:
-    """Return the last lines, before them one gap for the rest: a live form follows, it does not grow."""
+    """Return one gap and the last lines, as a live form shows only the newest ones."""
     kept = trim(items, [isinstance(item, LineItem) for item in items], _MAX_LIVE_LINES, head_share=0.0)
     return tuple(item for item in kept if not isinstance(item, DisplayItem))
 
@@ -216,7 +216,7 @@ def _footer(view: RunView) -> str:
 
 
 def _tracked(view: RunView) -> list[str]:
-    """Return its place in MLflow, as a link where that is a page."""
+    """Return its MLflow run, as a link if it has a web page."""
     if not view.is_final:
         return []
     link = tracked_link(view)
@@ -233,7 +233,7 @@ _NAMED = re.compile(r"[A-Za-z][\w.]*:")
 
 
 def failure_html(view: RunView) -> str:
-    """Return the culprit with the cell's own lines, "" for a run that has not failed."""
+    """Return the failure with the cell's own lines, "" for a run that has not failed."""
     failure = view.failure
     if failure is None or view.state is RunState.SUCCEEDED:
         return ""
@@ -254,7 +254,7 @@ def failure_html(view: RunView) -> str:
 
 
 def stall_html(view: RunView) -> str:
-    """Return where the ranks of a run wait in which nothing moves, "" while it moves."""
+    """Return where the ranks of a stalled run wait, "" for a run that makes progress."""
     newline = "\n"
     lines = [escape(line, quote=False) for line in cut_lines(stall_lines(view), _MAX_EXCERPT_CHARS)]
     if not lines:
@@ -281,7 +281,7 @@ def _form_line(line: FailureLine, failure: FailureKind) -> str:
             return safe
 
 
-# what tensors hold, what torch's allocator keeps besides, what others hold
+# held by tensors, cached by torch's allocator, held by others
 _BAR_OPACITIES = (0.85, 0.45, 0.2)
 _BAR_NAMES = ("used", "reserved besides", "of others")
 _TABLE = "border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;font-size:12px"
@@ -290,7 +290,7 @@ _NUMBERS = range(2, 6)
 
 
 def _memory(block: MemoryBlock | None) -> str:
-    """Return the ranks' memory as a table with bars, and the culprit's largest tensors; "" where nobody has looked."""
+    """Return the ranks' memory as a table with bars, and the failed rank's largest tensors; "" if not recorded."""
     if block is None:
         return ""
     heads = "".join(

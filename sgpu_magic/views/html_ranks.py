@@ -1,4 +1,4 @@
-"""The ranks of a run as static HTML: a grid while they run, one `<details>` each once they are done."""
+"""The ranks of a run as static HTML: a grid while they run, one `<details>` each once they have ended."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MAX_LIVE_CHARS = 160
 _SHARE = 0.6
 _MAX_LINES = 20
 _MAX_LINE_CHARS = 400
-# with fewer lines than this every rank's own are found at a glance
+# with fewer lines than this, listing the lines of each rank is not worthwhile
 _MANY_LINES = 20
 
 _drawn: WeakKeyDictionary[RunView, tuple[int, str]] = WeakKeyDictionary()
 
 
 def live_ranks_html(view: RunView) -> str:
-    """Return the grid of ranks with what each uses and has said last."""
+    """Return the grid of ranks with each rank's usage and last line."""
     said, usage = view.output.last_lines, view.usage.ranks
     dead = view.session.dead if view.session is not None else ()
     if view.state is not RunState.RUNNING or not (said or view.rank_failures or usage or dead):
@@ -70,9 +70,9 @@ def live_ranks_html(view: RunView) -> str:
 
 
 def ended_ranks_html(view: RunView) -> str:
-    """Return one `<details>` for each rank of a run that is over, at most 60 % of its `output_limit`.
+    """Return one `<details>` for each rank of an ended run, at most 60 % of its `output_limit`.
 
-    "" with one rank, and when neither use nor enough lines are there to look at a rank alone.
+    Returns "" for one rank, and without measured usage when there are only few lines.
     """
     known = _drawn.get(view)
     if known is None or known[0] != view.version:
@@ -104,14 +104,14 @@ def _ended(view: RunView) -> str:
 
 
 def _host_row(host: str) -> str:
-    """Return the name of the node that the ranks below it are on."""
+    """Return a row with the name of the node of the ranks below it."""
     if not host:
         return ""
     return f'<div style="grid-column:1/-1;padding:3px 12px 1px;font-size:11.5px;{FAINT}">{escape(host)}</div>'
 
 
 def _most_urgent(view: RunView) -> list[int]:
-    """Return the ranks that are listed when there is no room for all: the culprit, those that stand out, the first."""
+    """Return the ranks in order of importance: the culprit, other failed or idle ranks, then by number."""
     culprit = view.failure.rank if view.failure is not None else None
     outstanding = {rank for rank, usage in view.usage.ranks.items() if is_low(usage)}
     outstanding |= {other.rank for other in view.others if other.rank is not None and not other.is_consequence}
@@ -120,7 +120,7 @@ def _most_urgent(view: RunView) -> list[int]:
 
 
 class _Parts:
-    """What is said of one rank, but for its lines.
+    """The parts of one rank's entry, except its lines.
 
     Args:
         view: The run.
@@ -170,7 +170,7 @@ class _Parts:
 
 
 def _state(view: RunView, rank: int) -> tuple[str, str]:
-    """Return how the rank ended where that is not how the run did, and the style of its name."""
+    """Return how the rank ended, "" if as the run did, and the style of its name."""
     if view.failure is not None and view.failure.rank == rank:
         return f'<span style="color:{BAD}">✕ failed</span>', f";color:{BAD}"
     other = next((other for other in view.others if other.rank == rank), None)
@@ -180,7 +180,7 @@ def _state(view: RunView, rank: int) -> tuple[str, str]:
 
 
 def _log(view: RunView, rank: int) -> str:
-    """Return where all that the rank has printed is."""
+    """Return where the rank's whole log is."""
     command = f"sgpu logs {view.short_id} --rank {rank}"
     if not view.directory:
         return f"whole log: {command}"
@@ -188,7 +188,7 @@ def _log(view: RunView, rank: int) -> str:
 
 
 def _last_lines(view: RunView, ranks: Iterable[int], room: int) -> dict[int, list[str]]:
-    """Return the last lines of each rank as HTML, at most `room` bytes of each."""
+    """Return the last lines of each rank as HTML, at most `room` bytes per rank."""
     newest: dict[int, deque[str]] = {rank: deque(maxlen=_MAX_LINES) for rank in ranks}
     for item in view.items:
         if isinstance(item, LineItem) and item.rank in newest:
@@ -196,7 +196,7 @@ def _last_lines(view: RunView, ranks: Iterable[int], room: int) -> dict[int, lis
     found: dict[int, list[str]] = {}
     for rank, texts in newest.items():
         lines = [_line(text) for text in texts]
-        # what is said of lines that are left out takes its place too
+        # leave 200 bytes for the line about dropped lines
         fitting = count_fitting((len(line.encode()) + 1 for line in reversed(lines)), room - 200)
         found[rank] = lines[len(lines) - fitting :]
     return found

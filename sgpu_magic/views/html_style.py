@@ -1,4 +1,4 @@
-"""Pieces of static HTML: colours, boxes, tables, curves. Inline style only, in the theme's colours where it has any."""
+"""Building blocks of static HTML: colours, boxes, tables, curves. Inline styles only, with the theme's colours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.units import Row
 from sgpu_magic.views.usage import thinned
 
-# greys that are right on light and dark alike need no theme; the rest asks JupyterLab, then VS Code
+# the greys suit light and dark themes; the other colours come from JupyterLab's theme, else from VS Code's
 LINE = "rgba(128,128,128,.28)"
 PANEL = "rgba(128,128,128,.07)"
 SANS = "font-family:var(--jp-ui-font-family,var(--vscode-font-family,system-ui,sans-serif))"
@@ -26,16 +26,16 @@ BOX = f"border:1px solid {LINE};border-radius:6px;overflow:hidden;{SANS};font-si
 
 
 def safe(text: str) -> str:
-    """Return a text of whatever origin as HTML.
+    """Return untrusted text as HTML.
 
-    JupyterLab takes what stands between two dollar signs of one text for mathematics, sums of money too: each sign is
-    a text of its own here.
+    JupyterLab renders text between two dollar signs as mathematics, even amounts of money, so each sign gets its own
+    element.
     """
     return escape(ansi.plain(text)).replace("$", "<span>$</span>")
 
 
 def table(heads: Row, rows: Sequence[Row], right: tuple[int, ...] = ()) -> str:
-    """Return heads and rows as an HTML table with inline style; the columns of `right` to the right."""
+    """Return heads and rows as an HTML table with inline style; the columns in `right` are right-aligned."""
 
     def cells(row: Row, tag: str, style: str) -> str:
         drawn = ""
@@ -58,7 +58,7 @@ def table(heads: Row, rows: Sequence[Row], right: tuple[int, ...] = ()) -> str:
 
 
 def titled_box(title: str, beside: str, body: str, style: str = SOFT) -> str:
-    """Return a box of HTML with a title, a few words of that style beside it, and `body`, which is HTML, below."""
+    """Return an HTML box with a title, the text `beside` it in `style`, and `body`, which is HTML, below."""
     edge = f";border-bottom:1px solid {LINE}" if body else ""
     return (
         f'<div style="display:inline-block;min-width:420px;max-width:100%;border:1px solid {LINE};'
@@ -69,24 +69,24 @@ def titled_box(title: str, beside: str, body: str, style: str = SOFT) -> str:
 
 
 def sentences(lines: Iterable[str], style: str = "") -> str:
-    """Return lines for a box, one below the other."""
+    """Return lines for a box, one below another."""
     return "".join(f'<div style="padding:3px 12px{";" * bool(style)}{style}">{safe(line)}</div>' for line in lines)
 
 
 WIDTH = 132
 HEIGHT = 18
 _MAX_POINTS = 44
-# the picture's own units, so that whole numbers are exact enough
+# height in the SVG's coordinates, so that integer coordinates are precise enough
 _UNITS = 2 * HEIGHT
 _PAD = 3.0
 
 
 def sparkline(values: Sequence[float | None], top: float | None, title: str, colour: str) -> str:
-    """Return the curve; a reader whose renderer draws no SVG is left with the title's text.
+    """Return the curve as SVG; renderers without SVG show the title's text.
 
     Args:
-        values: Oldest first, evenly spaced; None where nothing was told.
-        top: What the axis ends at; None takes the largest value.
+        values: Oldest first, evenly spaced; None where nothing was reported.
+        top: End of the axis; None for the largest value.
         title: What it shows, in words.
         colour: A CSS colour, which may be a variable.
     """
@@ -98,7 +98,7 @@ def sparkline(values: Sequence[float | None], top: float | None, title: str, col
     for first, stretch in _stretches(points):
         xs = [(first + at) * step for at in range(len(stretch))]
         if len(stretch) == 1:
-            # one value alone is a short level line, not a dot that nobody sees
+            # a single value is a short horizontal line, as a dot would be invisible
             xs, stretch = [max(xs[0] - step / 2, 0.0), min(xs[0] + step / 2, WIDTH)], stretch * 2
         drawn = " ".join(f"{x:.0f},{_height(value, top):.0f}" for x, value in zip(xs, stretch, strict=True))
         lines.append(f"M{drawn}")
@@ -114,7 +114,7 @@ def sparkline(values: Sequence[float | None], top: float | None, title: str, col
 
 
 def _stretches(points: Sequence[float | None]) -> list[tuple[int, list[float]]]:
-    """Cut the points where nothing was told: the number of each stretch's first point, and its values."""
+    """Split the points where values are missing; return each stretch's first index and its values."""
     cut: list[tuple[int, list[float]]] = []
     before_was_told = False
     for at, value in enumerate(points):

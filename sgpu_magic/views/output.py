@@ -1,4 +1,4 @@
-"""What the ranks of a run have said, folded from its events: text as lines, and displays; cut at these. No I/O."""
+"""The output of a run's ranks, folded from its events: lines and displays, split into segments at displays. No I/O."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MAX_LINE_CHARS = 16_384
 class LineAssembler:
     """Assembles the text of one stream of one rank into lines.
 
-    `\\r` begins the line again, so that a progress bar stays one line; `\\b` steps back; `\\r\\n` is a
+    `\\r` restarts the line, so that a progress bar stays one line; `\\b` steps back; `\\r\\n` is a
     newline. Colour codes stay in the lines.
 
     Attributes:
-        was_rewritten: True when the unfinished line was begun again by `\\r`: it is a progress bar.
+        was_rewritten: The unfinished line was restarted by `\\r`, as progress bars do.
     """
 
     __slots__ = ("_partial", "was_rewritten")
@@ -34,7 +34,7 @@ class LineAssembler:
         self.was_rewritten = False
 
     def feed(self, text: str) -> list[str]:
-        """Return the lines that `text` finishes."""
+        """Add text; return the lines that it completes."""
         if self._partial:
             text = self._partial + text
         if "\r" in text or "\b" in text or "\x1b[A" in text:
@@ -52,16 +52,16 @@ class LineAssembler:
 
     @property
     def partial(self) -> str:
-        """The unfinished line as it stands, "" when there is none."""
+        """The current unfinished line, "" when there is none."""
         return self._partial.rstrip("\r\b")
 
     def flush(self) -> str:
-        """Return the unfinished line and forget it."""
+        """Return the unfinished line and start a new one."""
         line, self._partial, self.was_rewritten = self.partial, "", False
         return line
 
     def _feed_controls(self, text: str) -> list[str]:
-        # nested bars of tqdm go one line up and down again: that is the start of the same line
+        # nested bars of tqdm move one line up and down again, which amounts to the start of the same line
         lines = text.replace("\x1b[A\n", "\r").replace("\r\n", "\n").split("\n")
         last = lines.pop()
         returned = last.endswith("\r")
@@ -72,13 +72,13 @@ class LineAssembler:
 
 
 def collapse(line: str) -> str:
-    """Return what a terminal shows of a line that `\\r` begins again and `\\b` steps back in."""
+    """Return what a terminal shows of a line with `\\r` and `\\b`."""
     line = line.rstrip("\r").rsplit("\r", 1)[-1]
     return _step_back(line) if "\b" in line else line
 
 
 def _step_back(line: str) -> str:
-    """Apply the backspaces of a line; those that nothing has overwritten yet stay at its end."""
+    """Apply the backspaces of a line; trailing ones stay, as later text may overwrite characters."""
     cells: list[str] = []
     at = 0
     for char in line:
@@ -106,7 +106,7 @@ class RunOutput:
         limit: Bytes kept: the first 40 % and the last 60 %; the middle becomes one gap.
 
     Attributes:
-        rank_lines: Lines that ranks have finished, kept or not, by rank, of those that have finished any.
+        rank_lines: Number of finished lines of each rank, including dropped ones; ranks without any are absent.
     """
 
     def __init__(self, limit: int) -> None:
@@ -120,12 +120,12 @@ class RunOutput:
 
     @property
     def total_lines(self) -> int:
-        """Lines that ranks have finished, kept or not."""
+        """Number of finished lines of all ranks, including dropped ones."""
         return self.rank_lines.total()
 
     @property
     def items(self) -> list[Item]:
-        """The output in order of arrival, within the limit. Not to be changed."""
+        """The output in order of arrival, within the limit. Do not modify the list."""
         return self._store.items()
 
     @property
@@ -143,13 +143,13 @@ class RunOutput:
 
     @property
     def last_lines(self) -> dict[int, str]:
-        """What each rank has said last: its unfinished line, else its last finished one."""
+        """The last line of each rank: its unfinished line, else its last finished one."""
         return dict(sorted({**self._last_finished, **self.live_lines}.items()))
 
     def take_items(self) -> list[Item]:
         """Return the items since the last call; the first call returns all that are kept.
 
-        An update of a display comes again as an item of its own.
+        An update of a display appears as a separate item.
         """
         taken = list(self.items) if self._fresh is None else self._fresh
         self._fresh = []
@@ -161,7 +161,7 @@ class RunOutput:
         assembler = self._assembler(rank, body.stream)
         text = body.text
         if body.skipped_lines:
-            # what was left out begins in the unfinished line and ends in the first line of the text
+            # the skipped text starts in the unfinished line and ends in the first line of the text
             assembler.flush()
             self._store.add_skip(rank, body.skipped_lines)
             self.rank_lines[rank] += body.skipped_lines
@@ -189,7 +189,7 @@ class RunOutput:
             self._clear_if_due(body.rank)
 
     def finish_lines(self) -> None:
-        """Nothing comes to the lines that were begun: they are whole."""
+        """Finish all unfinished lines, as no more output will come."""
         for (rank, stream), assembler in sorted(self._assemblers.items(), key=lambda pair: pair[0]):
             line = assembler.flush()
             if ansi.plain(line).strip():
@@ -230,12 +230,12 @@ _BEFORE_FIRST = -1
 
 
 class TextSegment(msgspec.Struct, frozen=True):
-    """Lines (and perhaps the gap) between two displays, or the first display's caption.
+    """Lines, and possibly the gap, between two displays, or the first display's caption.
 
     Args:
         items: Lines and at most one gap.
         after: The serial of the display before it, 0 for the first segment, -1 for the first display's caption.
-        next_rank: The rank whose display follows, None when none does or there is one rank only.
+        next_rank: The rank whose display follows, None when none follows or there is only one rank.
     """
 
     items: tuple[LineItem | GapItem, ...]
@@ -244,10 +244,10 @@ class TextSegment(msgspec.Struct, frozen=True):
 
 
 def segments(view: RunView) -> list[TextSegment | DisplayItem]:
-    """Cut a run's output at its displays. The first and the last are text, for the header and the footer.
+    """Split a run's output at its displays. The first and the last part are text, for the header and the footer.
 
-    The first display's caption is a segment of its own. A live view stands where the first text will stand, the caption
-    below it; so a run is cut alike whether its displays were shown while it went on or not.
+    The first display's caption is a separate segment: a live view takes the place of the first text, with the caption
+    below it. So a run is split the same way whether or not its displays were shown during the run.
     """
     cut: list[TextSegment | DisplayItem] = []
     lines: list[LineItem | GapItem] = []

@@ -1,4 +1,4 @@
-"""What a run's output is made of, in order of arrival, and what keeps it within bounds: the middle is counted."""
+"""A run's output in order of arrival, kept within bounds by dropping and counting lines in the middle."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class LineItem(NamedTuple):
 
 
 class DisplayItem(msgspec.Struct, frozen=True):
-    """Something rich that a rank displayed.
+    """A rich output that a rank displayed.
 
     Args:
         rank: The rank.
         bundle: The MIME bundle, for Jupyter's own renderers only.
         metadata: Its metadata.
-        display_id: The rank's id for updates, "" when none.
-        serial: Unique in the run, 1, 2, 3 ...; stays when an update replaces the bundle. 0 before it has one.
+        display_id: The rank's id for updates, "" for none.
+        serial: Unique in the run: 1, 2, 3 ...; kept when an update replaces the bundle. 0 before one is assigned.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class DisplayItem(msgspec.Struct, frozen=True):
 
 
 class GapItem(NamedTuple):
-    """What is left out: lines of so many ranks (they are in the log), old displays (they are not)."""
+    """Dropped output: `lines` of so many `ranks`, which are in the log, and old `displays`, which are not."""
 
     lines: int
     ranks: int
@@ -52,13 +52,13 @@ Item = LineItem | DisplayItem | GapItem
 
 
 def display_text(item: DisplayItem) -> str:
-    """Return the plain form of a display, or its types where it has none."""
+    """Return a display's plain text, or its MIME types when it has none."""
     text = item.bundle.get("text/plain")
     return text if isinstance(text, str) and text else f"<{', '.join(item.bundle) or 'an empty display'}>"
 
 
 def gap_lines(gap: GapItem, short_id: str) -> list[str]:
-    """Return the sentences that stand for what a gap leaves out."""
+    """Return the sentences shown in place of a gap."""
     told: list[str] = []
     if gap.lines:
         lines = f"{gap.lines:,} line{'' if gap.lines == 1 else 's'}"
@@ -70,13 +70,13 @@ def gap_lines(gap: GapItem, short_id: str) -> list[str]:
 
 
 def trim(items: Sequence[Item], sizes: Sequence[int], limit: int, head_share: float = HEAD_SHARE) -> list[Item]:
-    """Return `items` of at most `limit` bytes: the middle's lines join the one gap.
+    """Return items of at most `limit` bytes; lines in the middle are merged into the gap.
 
     Args:
         items: Lines and at most one gap; no displays.
-        sizes: Bytes of each as drawn.
+        sizes: Rendered size of each in bytes.
         limit: Bytes allowed.
-        head_share: The share of `limit` that the beginning gets; 0 keeps only the end.
+        head_share: The share of `limit` for the beginning; 0 keeps only the end.
     """
     if sum(sizes) <= limit:
         return list(items)
@@ -95,7 +95,7 @@ def trim(items: Sequence[Item], sizes: Sequence[int], limit: int, head_share: fl
 
 
 def count_fitting(sizes: Iterable[int], limit: int) -> int:
-    """Return how many of `sizes`, from the first on, fit into `limit`."""
+    """Return how many of `sizes`, from the first one, fit into `limit`."""
     count = 0
     for total in accumulate(sizes):
         if total > limit:
@@ -105,7 +105,7 @@ def count_fitting(sizes: Iterable[int], limit: int) -> int:
 
 
 def text_bytes(text: str) -> int:
-    """Return the bytes of a text; ASCII is the rule, so that measuring costs nothing."""
+    """Return a text's size in UTF-8; for ASCII, the common case, without encoding it."""
     return len(text) if text.isascii() else len(text.encode())
 
 
@@ -119,7 +119,7 @@ _MERGE_BYTES = 4096
 
 
 class _Lines(msgspec.Struct):
-    """Consecutive lines of one stream of one rank: a batch costs one object, not one per line."""
+    """Consecutive lines of one stream of one rank, as one object for a whole batch."""
 
     rank: int
     stream: str
@@ -132,7 +132,7 @@ _Chunk = _Lines | int
 
 
 class OutputStore:
-    """Holds head, gap and tail. Displays outlive the lines around them.
+    """Holds head, gap and tail. Displays are kept longer than the lines around them.
 
     Args:
         limit: Bytes of lines kept: 40 % for the head, the rest for the tail.
@@ -143,16 +143,16 @@ class OutputStore:
         self._tail_limit = limit - self._head_limit
         self._reset()
         self._serial = 0
-        # by their serials, the oldest first, each with its bytes
+        # by serial, the oldest first, each with its size in bytes
         self._displays: dict[int, tuple[DisplayItem, int]] = {}
         self._display_bytes = 0
 
     def _reset(self) -> None:
-        # once it is sealed, only displays that leave the tail come to the head
+        # once sealed, the head gets only displays that leave the tail
         self._head: list[_Chunk] = []
         self._head_size = 0
         self._sealed = False
-        # of each rank the lines that are left out
+        # number of dropped lines of each rank
         self._gap: Counter[int] = Counter()
         self._gap_displays = 0
         self._tail: deque[_Chunk] = deque()
@@ -181,7 +181,7 @@ class OutputStore:
         self._evict()
 
     def add_skip(self, rank: int, lines: int) -> None:
-        """Count lines that never came here; what the tail has of this rank lies before them and goes too."""
+        """Count lines that never arrived, and drop the rank's earlier lines in the tail with them."""
         self._sealed = True
         for chunk in self._tail:
             if isinstance(chunk, _Lines) and chunk.rank == rank:
@@ -191,15 +191,15 @@ class OutputStore:
         self._gap[rank] += lines
 
     def display(self, shown: DisplayItem, size: int, *, update: bool) -> list[DisplayItem]:
-        """Take a display, or replace what its id shows of its rank, wherever it stands; an unknown id changes nothing.
+        """Add a display, or replace the rank's displays with the same id; updating an unknown id changes nothing.
 
         Args:
-            shown: The display; its serial is given here.
-            size: Its bytes.
-            update: It replaces others.
+            shown: The display; its serial is assigned here.
+            size: Its size in bytes.
+            update: It replaces earlier displays.
 
         Returns:
-            What has changed.
+            The displays that were added or changed.
         """
         if update:
             whose = (shown.rank, shown.display_id)
@@ -221,7 +221,7 @@ class OutputStore:
         return changed
 
     def clear(self, rank: int) -> None:
-        """Forget everything of one rank (`clear_output`)."""
+        """Remove all output of one rank (`clear_output`)."""
         self._forget([serial for serial, (item, _) in self._displays.items() if item.rank == rank])
         self._head = [chunk for chunk in self._head if isinstance(chunk, int) or chunk.rank != rank]
         self._head_size = sum(chunk.size for chunk in self._head if isinstance(chunk, _Lines))
@@ -232,7 +232,7 @@ class OutputStore:
             self._reset()
 
     def items(self) -> list[Item]:
-        """Return the kept items; exactly one gap stands where something is left out."""
+        """Return the kept items, with exactly one gap if anything was dropped."""
         items: list[Item] = []
         for chunk in self._head:
             self._expand(chunk, items)
@@ -286,6 +286,6 @@ def _size(lines: Sequence[str]) -> int:
 
 
 def _covering(lines: Sequence[str], excess: int) -> int:
-    """Return how many of the first lines must go to free `excess` bytes, which is more than none of them have."""
+    """Return how many of the first lines must be dropped to free `excess` bytes; `excess` is positive."""
     freed = accumulate(map(line_bytes, lines))
     return next((count for count, size in enumerate(freed, 1) if size >= excess), len(lines))

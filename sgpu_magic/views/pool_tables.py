@@ -32,23 +32,23 @@ from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunKind, RunState
 
-# of a session's cells so many newest are listed
+# number of newest cells that are listed for a session
 _MAX_CELLS = 3
-# as `AskStatus.recent` is when nobody says otherwise
+# the default of `AskStatus.recent`
 _RECENT = 20
 _BELOW = "└ "
-# so many runs, the newest
+# number of newest runs that are listed
 _MAX_TOPS = 60
-# of a queue so many are told of, the first ones
+# number of queued runs that are listed, from the first
 _MAX_WAITING = 20
 
 
 _Table = tuple[list[Row], tuple[int, ...]]
-"""Rows below their heads, and the columns that stand at the right."""
+"""The heads and the rows, and the right-aligned columns."""
 
 
 class _Drawn(NamedTuple):
-    """What is shown of a pool: a line, further sentences, those that are loud, its devices or nodes, its runs."""
+    """What is shown of a pool: a headline, sentences, warnings, its devices or nodes, its runs."""
 
     headline: str
     quiet: list[str]
@@ -61,9 +61,9 @@ def status_text(status: PoolStatus, now: float | None = None, notice: str = "") 
     """Return the pool as text.
 
     Args:
-        status: What the pool said.
-        now: Wall-clock time, seconds since the epoch; the present when left out.
-        notice: What the pool wants to be known, "" when nothing.
+        status: The pool's status.
+        now: Wall-clock time, seconds since the epoch; by default the present.
+        notice: A notice from the pool, "" for none.
     """
     drawn = _drawn(status, now, notice)
     lines = [drawn.headline, *drawn.quiet, *drawn.loud]
@@ -93,17 +93,17 @@ def _drawn(status: PoolStatus, now: float | None, notice: str) -> _Drawn:
 
 
 def away_text(name: str, why: str) -> str:
-    """Return a pool that has told nothing, as text.
+    """Return a pool without a status as text.
 
     Args:
-        name: The pool's.
-        why: A sentence.
+        name: The pool's name.
+        why: A sentence about why there is no status.
     """
     return f"{name} · {why}"
 
 
 def away_html(name: str, why: str) -> str:
-    """Return a pool that has told nothing as `status_html` would; arguments as for `away_text`."""
+    """Return a pool without a status as HTML; arguments as for `away_text`."""
     return titled_box(name, why, "", f"color:{WARN}")
 
 
@@ -153,7 +153,7 @@ def _has_nodes(status: PoolStatus) -> bool:
 
 
 def _devices(status: PoolStatus) -> _Table:
-    """Return a row for each device; of a pool with nodes a row for each of these."""
+    """Return a row for each device, or for each node in a pool with nodes."""
     if _has_nodes(status):
         return [NODE_HEADS, *node_rows(status)], NODE_RIGHT
     return [("device", "use", "memory", "run"), *_device_rows(status)], (1, 2)
@@ -188,7 +188,7 @@ def _memory(device: Device) -> str:
 
 
 def _run_rows(status: PoolStatus, now: float) -> list[Row]:
-    """Return a row for each run; those in a session stand below it, the newest few of them."""
+    """Return a row for each run; the newest few runs of a session are listed below it."""
     sessions = {run.run_id for run in status.runs if run.kind is RunKind.SESSION}
     cells: dict[str, list[RunSummary]] = {}
     for run in status.runs:
@@ -197,15 +197,15 @@ def _run_rows(status: PoolStatus, now: float) -> list[Row]:
     told_all = len(status.runs) < _RECENT
     rows: list[Row] = []
     by_id = {run.run_id: run for run in status.runs}
-    # a session stands where its newest cell does
+    # a session is placed by its newest cell
     tops = dict.fromkeys(run.session if run.session in sessions else run.run_id for run in status.runs)
     for run in [by_id[run_id] for run_id in [*tops][:_MAX_TOPS]]:
         rows.append(_run_row(run, now, cells.get(run.run_id, [])))
-        # those under way, however old they are, and then the newest
+        # active ones first, however old they are, then the newest
         below = sorted(cells.get(run.run_id, []), key=lambda cell: (cell.state.is_final, -cell.submitted_at))
         rows += [_run_row(cell, now, is_below=True) for cell in below[:_MAX_CELLS]]
         if len(below) > _MAX_CELLS:
-            # only the newest runs of all are told: then nobody knows how many more there are
+            # the number of others is unknown if the status has only the newest runs
             more = len(below) - _MAX_CELLS
             rows.append(("", f"{_BELOW}and {count_of(more, 'more cell') if told_all else 'more cells'}", *[""] * 6))
     if len(tops) > _MAX_TOPS:
@@ -214,7 +214,7 @@ def _run_rows(status: PoolStatus, now: float) -> list[Row]:
 
 
 def _with_heads(rows: Sequence[Row], *, users: bool) -> _Table:
-    """Return the rows with their heads, users and costs only where there are any."""
+    """Return the rows with their heads; the columns of users and costs only if there are any."""
     heads: Row = ("run", "name", "user", "ranks", "state", "for", "cost", "")
     left_out = {"user": not users, "cost": not any(row[heads.index("cost")] for row in rows)}
     columns = [column for column, head in enumerate(heads) if not left_out.get(head)]
@@ -229,7 +229,7 @@ def _name(run: RunSummary) -> str:
 
 
 def _state(run: RunSummary, cells: Sequence[RunSummary], now: float) -> str:
-    """Return a run's state; of a session what it does, or since when it does nothing."""
+    """Return a run's state; for a session what it runs, or since when it is idle."""
     if run.kind is not RunKind.SESSION:
         return str(run.state)
     if run.state is RunState.QUEUED:
@@ -251,7 +251,7 @@ def _run_row(run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, i
     since = run.started_at if run.started_at is not None else run.submitted_at
     duration = format_clock(now - since) if run.ended_at is None else format_seconds(run.ended_at - since)
     if is_below:
-        # the session's own row has the devices
+        # the devices are in the session's row
         ranks = ""
     name = f"{_BELOW if is_below else ''}{_name(run)}"
     cost = cost_so_far(run, now)
@@ -270,10 +270,10 @@ class EnvironmentReport(msgspec.Struct, frozen=True):
     Args:
         title: Python and its version.
         facts: Short texts beside the title.
-        lines: Sentences that nobody has to act on.
+        lines: Sentences that need no action.
         pending: What is installed but not used yet, with the remedy.
         broken: What will not work, with the remedy.
-        compared_to: What the differences are to, "" when nothing was compared.
+        compared_to: The environment that was compared with, "" for none.
         differences: Rows of package, its version here, its version there, and a remark.
     """
 

@@ -1,4 +1,4 @@
-"""What every view of a pool says of its devices, nodes, budget and runs, from the pool's own status. Pure."""
+"""A pool's devices, nodes, budget and runs in words, from the pool's status; shared by all views of a pool. Pure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunState
 
 HOLDING = (RunState.PREPARING, RunState.STARTING, RunState.RUNNING, RunState.CANCELLING)
-"""States in which a run has devices."""
+"""States in which a run holds devices."""
 
-# only then is it worth a line
+# the end of an idle pool is shown when it is this near
 _SOON_S = 900.0
 _MAX_FAILURE = 100
-# of a budget: then it is loud
+# share of a budget from which on it is shown as a warning
 _LITTLE_LEFT = 0.8
 
 
 def device_holders(status: PoolStatus) -> dict[str, tuple[RunSummary, int]]:
-    """Return by a device's uuid the run that holds it and the rank that it belongs to."""
-    # a session's devices are its own, whatever runs on them
+    """Return a map from a device's uuid to the run that holds it and the rank that uses it."""
+    # a session holds its devices, whatever runs on them
     holding = sorted((run for run in status.runs if run.state in HOLDING), key=lambda run: not run.session)
     return {uuid: (run, rank) for run in holding for rank, uuid in enumerate(run.uuids)}
 
@@ -37,17 +37,17 @@ def device_name(device: Device) -> str:
 
 
 def outside_words(device: Device) -> str:
-    """Return why nobody in the pool gets it, "" when it may be given away."""
+    """Return why the pool can't grant the device, "" when it can."""
     return f"in use outside the pool: {device.outside_use}" if device.outside_use else ""
 
 
 def problem_words(status: PoolStatus) -> list[str]:
-    """Return what is wrong with the node's driver and the pool's ledger."""
+    """Return problems of the node's driver and of the pool's ledger."""
     return [problem for problem in (status.inventory.problem, status.problem) if problem]
 
 
 def budget_words(status: PoolStatus, *, nearly_used: bool) -> list[str]:
-    """Return `budget: $12.40 of $50.00 in 30 d`, among what is loud when little is left of it."""
+    """Return `budget: $12.40 of $50.00 in 30 d` if at least 80 % is used; with `nearly_used=False` if less is used."""
     budget = status.budget
     if budget is None or nearly_used != (budget.spent >= _LITTLE_LEFT * budget.limit):
         return []
@@ -56,27 +56,27 @@ def budget_words(status: PoolStatus, *, nearly_used: bool) -> list[str]:
 
 
 def idle_words(status: PoolStatus, now: float) -> list[str]:
-    """Return when the idle pool gives its processes back, if that is soon; `now` in seconds since the epoch."""
+    """Return when the idle pool stops, if that is within 15 min; `now` in seconds since the epoch."""
     if status.idle_ends_at is None or status.idle_ends_at - now > _SOON_S:
         return []
     return [f"idle: gives its processes back in {_rough(status.idle_ends_at - now)}"]
 
 
 def failure_line(run: RunSummary) -> str:
-    """Return the first line of why a run ended, not too long, "" for nothing."""
+    """Return the first line of a run's failure, at most 100 characters, "" for none."""
     failure = ansi.plain(run.failure.strip().split("\n", 1)[0])
     return failure if len(failure) <= _MAX_FAILURE else failure[:_MAX_FAILURE] + " ..."
 
 
 def _rough(seconds: float) -> str:
-    """Return whole minutes where there are some: nobody waits for the second."""
+    """Return whole minutes from 90 s on, else seconds."""
     return f"{round(seconds / 60)} min" if seconds >= 90 else format_seconds(max(seconds, 0.0))
 
 
 NODE_HEADS: Row = ("node", "devices", "free", "use", "runs")
 NODE_RIGHT = (2, 3)
 
-# nobody reads more; those with something free stand first
+# the most nodes that are listed
 _MAX_NODES = 16
 _MAX_RUNS = 3
 
@@ -85,12 +85,12 @@ class _Node(msgspec.Struct):
     """One node's devices.
 
     Args:
-        host: Its name, for people.
-        kinds: Devices by their labels.
-        free: Devices that somebody could have now.
-        outside: Devices that are in use outside the pool.
-        used_pct: What the driver says of each that it says anything of.
-        runs: How many devices each run has.
+        host: Its host name.
+        kinds: Number of devices by label.
+        free: Number of free devices.
+        outside: Number of devices in use outside the pool.
+        used_pct: Utilization of each device that reports it.
+        runs: Number of devices that each run holds.
     """
 
     host: str
@@ -123,7 +123,7 @@ def type_words(status: PoolStatus) -> list[str]:
 
 
 def node_rows(status: PoolStatus) -> list[Row]:
-    """Return a row for each node, those with most free first, and one that counts those left out."""
+    """Return a row for each node, in a large pool those with most free first, and one for the nodes left out."""
     holders = device_holders(status)
     nodes = {node.node: _Node(node.host) for node in status.inventory.nodes}
     for device in status.inventory.devices:
@@ -138,7 +138,7 @@ def node_rows(status: PoolStatus) -> list[Row]:
         else:
             node.free += 1
     slots = {node.node: node.cpu_slots for node in status.inventory.nodes}
-    # in a large pool what can be had is looked for; in a small one, where a node is
+    # sort a large pool by free devices; keep the order of a small one
     order = list(nodes) if len(nodes) <= _MAX_NODES else sorted(nodes, key=lambda name: -nodes[name].free)
     rows = [_row(nodes[name], slots.get(name, 0)) for name in order[:_MAX_NODES]]
     if left := [nodes[name] for name in order[_MAX_NODES:]]:

@@ -1,4 +1,4 @@
-"""How far a sweep is: one line, with a bar in a notebook and over itself in a terminal."""
+"""The progress of a sweep: one line, with a bar in a notebook, and updated in place in a terminal."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _BAR_CHARS = 24
 
 
 class SweepPicture(msgspec.Struct, frozen=True):
-    """What is drawn of a sweep.
+    """What is shown of a sweep.
 
     Args:
         name: The function's name.
-        done: Items that have a result.
-        running: Items whose ranks run.
-        failed: Items that failed.
-        total: How many there are, None while that is not known.
-        seconds: Since it began.
+        done: Number of items that have a result.
+        running: Number of items whose ranks run.
+        failed: Number of items that failed.
+        total: Number of all items, None while unknown.
+        seconds: Seconds since its start.
         failures: A line for each of the first failures.
-        ending: Why it is over although not all is done, "" when it goes on or all is done.
-        is_final: It is over.
+        ending: Why it ended early, "" while it runs or when all items are done.
+        is_final: It has ended.
     """
 
     name: str
@@ -65,14 +65,14 @@ def progress_line(picture: SweepPicture) -> str:
 
 
 def failure_list(picture: SweepPicture) -> list[str]:
-    """Return a line for each failure, and how many more there are."""
+    """Return a line for each of the first failures, and one with the number of others."""
     shown = [ansi.plain(line) for line in picture.failures[:_MAX_FAILURES]]
     more = picture.failed - len(shown)
     return [*shown, *([f"and {count_of(more, 'more failure')}: .failures has them all"] if more > 0 else [])]
 
 
 def progress_html(picture: SweepPicture) -> str:
-    """Return the bar, the line and the failures as HTML of their own."""
+    """Return the bar, the line and the failures as HTML."""
     total = max(picture.total or picture.done + picture.failed + picture.running, 1)
 
     def part(count: int, colour: str) -> str:
@@ -91,11 +91,11 @@ def progress_html(picture: SweepPicture) -> str:
 
 
 class SweepProgress:
-    """Shows a sweep while it goes on; its last form stays.
+    """Shows the progress of a sweep; its final form stays.
 
     Args:
         stream: Where text goes.
-        is_notebook: A front end is there that draws HTML.
+        is_notebook: There is a front end that renders HTML.
         ui: `none` shows nothing, `text` no HTML.
     """
 
@@ -110,15 +110,15 @@ class SweepProgress:
         self._drawn: SweepPicture | None = None
 
     def is_due(self, now: float) -> bool:
-        """Whether something may be drawn again: 4 times a second, and nothing in the first 100 ms."""
+        """Whether an update is due: at most 4 times a second, and not in the first 100 ms."""
         self._began = now if self._began is None else self._began
         return now - self._began >= _FIRST_AFTER_S and now - self._drawn_at >= _INTERVAL_S
 
     def show(self, picture: SweepPicture, now: float) -> None:
-        """Draw it, unless nothing but the clock has moved within a second.
+        """Show the progress; if only the time has changed, at most once a second.
 
         Args:
-            picture: How far it is.
+            picture: The progress.
             now: Monotonic time in seconds.
         """
         same = self._drawn is not None and replace(picture, seconds=self._drawn.seconds) == self._drawn
@@ -134,7 +134,7 @@ class SweepProgress:
         over = "\r\x1b[K" if self._is_terminal else ""
         line = ansi.plain(progress_line(picture))
         if self._is_terminal and not picture.is_final:
-            # a line that wraps could not be written over
+            # a wrapped line could not be overwritten
             columns = shutil.get_terminal_size().columns - 1
             self._stream.write(over + f"{_bar(picture)} {line}"[:columns])
         else:

@@ -1,4 +1,4 @@
-"""Where a run is shown while it goes on: in outputs below the cell, or nowhere; `terminal` is beside it."""
+"""Shows an active run in outputs below the cell, or nowhere. `TerminalPublisher` is in `text`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CLOCK_S = 1.0
 
 
 class Publisher(Protocol):
-    """Shows a view. Call `tick` whenever events were applied and about every 50 ms."""
+    """Shows a view. Call `tick` after events were applied and about every 50 ms."""
 
     def tick(self, now: float, final: bool = False) -> None:
-        """Bring what is shown up to date.
+        """Update what is shown.
 
         Args:
             now: Monotonic time in seconds.
-            final: The run is over, or will not be followed further: show the final form. Once.
+            final: Show the final form, as the run has ended or is not followed further. Pass True only once.
         """
         ...
 
@@ -43,13 +43,13 @@ class SilentPublisher:
 
 
 def publisher_for(ui: str, view: RunView, stream: TextIO, notebook: bool) -> Publisher:
-    """Return the publisher of `--ui`: `none`, `text`, `streams`, or what suits the place (`auto`, `widget`).
+    """Return the publisher for `--ui`: `none`, `text`, `streams`, or the one that suits the front end.
 
     Args:
-        ui: The option's value.
+        ui: The option's value; `auto` and `widget` choose by `notebook`.
         view: The run.
         stream: Where text goes.
-        notebook: Whether the kernel has a front end that draws HTML.
+        notebook: The kernel has a front end that renders HTML.
     """
     if ui == "none":
         return SilentPublisher()
@@ -61,15 +61,15 @@ def publisher_for(ui: str, view: RunView, stream: TextIO, notebook: bool) -> Pub
 
 
 class NotebookPublisher:
-    """Shows a run as outputs of the cell: text and displays in place, each updated by its display id.
+    """Shows a run as outputs of the cell: text and displays in order, each updated by its display id.
 
-    Nothing appears in the first 100 ms unless the run has ended. While it goes on there are at most 10
-    messages a second of at most 64 kB; at the end every output takes its final form.
+    Nothing appears in the first 100 ms unless the run has ended. An active run sends at most 10 messages a second of
+    at most 64 kB; at the end every output gets its final form.
 
     Args:
         view: The run.
-        slots: Its outputs, when something stands there already.
-        pace: When messages may go out, when some have.
+        slots: Its outputs, if some were published already.
+        pace: Limits the rate of messages, if some were sent already.
 
     Attributes:
         remark: A sentence below the live form that is not about the run, "" for none.
@@ -102,19 +102,19 @@ class NotebookPublisher:
 
 
 class Pace:
-    """When the next messages may go out: not in the first 100 ms, and then at most 10 a second."""
+    """Limits the rate of messages: none in the first 100 ms, then at most 10 a second."""
 
     def __init__(self) -> None:
         self._next_at: float | None = None
 
     def is_due(self, now: float) -> bool:
-        """Whether something may be sent now; the first call begins the 100 ms."""
+        """Whether a message may be sent now; the first call starts the 100 ms."""
         if self._next_at is None:
             self._next_at = now + FIRST_AFTER_S
         return now >= self._next_at
 
     def sent(self, now: float, messages: int) -> None:
-        """So many messages went out now."""
+        """Note that `messages` messages were sent now."""
         self._next_at = now + MESSAGE_INTERVAL_S * max(messages, 1)
 
 
@@ -122,11 +122,12 @@ Part = TextSegment | DisplayItem
 
 
 class OutputSlots:
-    """Publishes a run's parts, each in an output of its own that is updated by its display id.
+    """Publishes a run's parts, each in its own output that is updated by its display id.
 
     Args:
         view: The run.
-        bundle: Returns what is published of a display, given whether the run has ended; by default nothing live.
+        bundle: Returns the MIME bundle to publish for a display, given whether the run has ended; by default the
+            static form.
     """
 
     def __init__(self, view: RunView, bundle: Callable[[DisplayItem, bool], dict[str, object]] | None = None) -> None:
@@ -134,19 +135,19 @@ class OutputSlots:
         self._bundle = bundle or self._static
         # the same run may be shown in two cells
         self._token = secrets.token_hex(4)
-        # what each output shows now, and its metadata
+        # the current bundle and metadata of each output
         self._shown: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
 
     def draw(self, budget: int | None = None, limit: int | None = None, remark: str = "") -> tuple[int, bool]:
-        """Publish what differs from what is shown.
+        """Publish the outputs that have changed.
 
         Args:
-            budget: Messages allowed; None for all.
+            budget: Messages allowed; None for no limit.
             limit: Bytes of HTML allowed for a live form's segment; None for the final form.
             remark: A sentence below the first text, "" for none.
 
         Returns:
-            The number of messages, and whether all was said.
+            The number of messages, and whether everything was published.
         """
         parts = self._fold_strays(segments(self._view))
         if limit is not None:
@@ -160,7 +161,7 @@ class OutputSlots:
             if isinstance(part, DisplayItem):
                 sent += self._show_display(part, final=limit is None)
             else:
-                # a display that comes next moves the footer on: at the end only one segment has it
+                # a following display moves the footer to a later segment, so that only one has it at the end
                 bundle = mime_bundle(self._view, part, first, last, limit)
                 if first and remark:
                     bundle["text/html"] = f'{bundle["text/html"]}<div style="{SOFT};{SANS}">{escape(remark)}</div>'
@@ -170,11 +171,11 @@ class OutputSlots:
         return sent + self._empty_others(parts), True
 
     def open(self, bundle: dict[str, object]) -> None:
-        """Publish a live view where the run's first text will stand."""
+        """Publish a live view in the place of the run's first text."""
         self._show(0, bundle)
 
     def draw_displays(self, budget: int) -> tuple[int, bool]:
-        """Publish displays, their captions and places for the text between them, below a live view that is open.
+        """Publish displays, their captions and empty outputs for the text between them, below an open live view.
 
         Args:
             budget: Messages allowed.
@@ -195,16 +196,16 @@ class OutputSlots:
         return sent + self._empty_others([live, *parts]), True
 
     def _without_bare_end(self, parts: list[Part]) -> list[Part]:
-        """Leave out a last text that has no line yet, so that the text before it has the footer.
+        """Leave out a last text without lines, so that the text before it has the footer.
 
-        Of one rank nothing stands between two displays that follow each other: its output would stay there, empty.
+        With one rank there is no text between adjacent displays, so its output would stay there, empty.
         """
         end = parts[-1]
         is_bare = isinstance(end, TextSegment) and not end.items and _slot(end) not in self._shown
         return parts[:-1] if is_bare and len(parts) > 1 and len(self._view.rank_numbers) == 1 else parts
 
     def _fold_strays(self, parts: list[Part]) -> list[Part]:
-        """Join text that would need a new output before one that is already there to the text before it."""
+        """Merge text that would need a new output above an existing one into the text before it."""
         there = [at for at, part in enumerate(parts) if _slot(part) in self._shown]
         last_shown = there[-1] if there else -1
         kept: list[Part] = []
@@ -220,7 +221,7 @@ class OutputSlots:
         return kept
 
     def _empty_others(self, parts: Sequence[Part]) -> int:
-        """Empty outputs whose part is gone; return the number of messages."""
+        """Clear outputs whose part no longer exists; return the number of messages."""
         wanted = {_slot(part) for part in parts}
         return sum(self._show(slot, {"text/plain": ""}) for slot in self._shown.keys() - wanted)
 
@@ -231,7 +232,7 @@ class OutputSlots:
         return self._show(_slot(item), self._bundle(item, final), item.metadata)
 
     def _show(self, slot: int, data: dict[str, object], metadata: dict[str, object] | None = None) -> int:
-        """Publish or update one output; return the number of messages that took."""
+        """Publish or update one output; return the number of messages sent."""
         # IPython declares no types here
         from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
 
@@ -245,5 +246,5 @@ class OutputSlots:
 
 
 def _slot(part: Part) -> int:
-    """Return a number for an output that stays its own: displays odd, the text after each even."""
+    """Return an output's stable number: odd for displays, even for the text after each."""
     return 2 * part.serial - 1 if isinstance(part, DisplayItem) else 2 * part.after

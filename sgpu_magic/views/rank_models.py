@@ -1,4 +1,4 @@
-"""The widgets of a run's ranks, folded from what they said: their state, and what stands for one that is gone."""
+"""The widgets of a run's ranks, folded from their comm messages: their state, and a static form without a kernel."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sgpu_magic.views.html_style import SANS
 from sgpu_magic.wire.rank_events import CommMessage, CommsMoved
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
-# state of all widgets of a run, or of a session
+# limit for the state of all widgets of a run or a session
 _MOST_BYTES = 64 << 20
 _MOST_DEPTH = 100
 REFERENCE = "IPY_MODEL_"
-"""A widget refers to another by this and that one's id."""
+"""Prefix of a reference to another widget, followed by its id."""
 
 _BAR_CHARS = 10
 _MOST_BOXES = 20
@@ -30,19 +30,19 @@ _TAG = re.compile(r"<[^>]*>")
 Path = tuple[str | int, ...]
 State = dict[str, Any]
 ModelKey = tuple[int, str]
-"""The rank, and the comm's id there."""
+"""The rank, and the comm's id in it."""
 
 
 class Model(msgspec.Struct):
     """One widget of a rank, or another comm.
 
     Args:
-        target: Its target's name.
-        state: Its traits.
-        buffers: What is binary of them, by where it belongs.
-        rest: The data that it was opened with beside them.
-        metadata: The same of its metadata.
-        size: Bytes, at most.
+        target: The comm's target name.
+        state: The widget's traits.
+        buffers: Their binary values by path.
+        rest: The other data of the opening message.
+        metadata: The metadata of the opening message.
+        size: Size in bytes, an upper bound.
     """
 
     target: str
@@ -53,20 +53,20 @@ class Model(msgspec.Struct):
     size: int = 0
 
     def update(self, state: Mapping[str, Any], buffers: Mapping[Path, bytes]) -> None:
-        """Take new values of some traits."""
+        """Set new values of some traits."""
         self.buffers = {path: part for path, part in self.buffers.items() if path[0] not in state} | dict(buffers)
         self.state.update(state)
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """What became of a model.
+    """A change of a model.
 
     Args:
-        key: Which.
+        key: The model.
         kind: `open`, `update`, `custom` or `close`.
-        content: The new values of an update, the data of another message.
-        parts: What is binary of an update, by where it belongs.
-        buffers: Those of another message.
+        content: The new values of an update, or the data of a custom message.
+        parts: The binary values of an update by path.
+        buffers: The buffers of a custom message.
     """
 
     key: ModelKey
@@ -77,10 +77,10 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class RankModels:
-    """The widgets of the ranks of a run, or of a session. Methods may be called by any thread.
+    """The widgets of the ranks of a run or a session. Thread-safe.
 
     Attributes:
-        moved: Called with each change, by the thread that has folded it in.
+        moved: Called with each change, in the thread that applied it.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class RankModels:
         return self._models.get(key)
 
     def apply(self, body: CommsMoved, frames: Sequence[bytes]) -> None:
-        """Fold in what a rank's widgets said. What is no comm message of a widget is left out."""
+        """Fold in the comm messages of a rank's widgets. Invalid messages are skipped."""
         rest = list(frames)
         with self.lock:
             for message in body.messages:
@@ -110,7 +110,7 @@ class RankModels:
             return Moved(key, "close")
         try:
             data, metadata = _object(message.data), _object(message.metadata)
-            # what is no widget has neither
+            # other comms have neither
             state = _dict(data.pop("state", {}))
             parts = _by_path(data.pop("buffer_paths", [[at] for at in range(len(buffers))]), buffers)
         except (ValueError, TypeError, RecursionError):
@@ -127,7 +127,7 @@ class RankModels:
         if data.get("method") in ("update", "echo_update"):
             model.update(state, parts)
             self._grew(key, size)
-            # an echo says what the front end has said itself
+            # an echo repeats what the front end has sent
             return Moved(key, "update", state, parts) if data["method"] == "update" else None
         return Moved(key, "custom", data, buffers=buffers)
 
@@ -144,7 +144,7 @@ class RankModels:
             self._bytes -= model.size
 
     def static(self, rank: int, bundle: Mapping[str, object]) -> dict[str, object]:
-        """Return what a rank has displayed without a live widget in it: the widget's values now as text and HTML."""
+        """Return a rank's display with a live widget replaced by its current values as text and HTML."""
         view = bundle.get(WIDGET_MIME)
         rest = {mime: data for mime, data in bundle.items() if mime != WIDGET_MIME}
         if not isinstance(view, dict):
@@ -157,16 +157,16 @@ class RankModels:
             try:
                 return {**rest, **static_form(self._models, key)}
             except (TypeError, ValueError, AttributeError, LookupError):
-                # traits that no such widget has: a rank may send anything
+                # unexpected traits: a rank can send anything
                 return rest
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    """Return a JSON object that is nested no deeper than a widget's state.
+    """Parse a JSON object of limited nesting depth.
 
     Raises:
-        ValueError: It is deeper, or no JSON.
-        TypeError: It is no object.
+        ValueError: It is nested too deeply, or not valid JSON.
+        TypeError: It is not an object.
     """
     value = json.loads(text)
     level: list[Any] = [value]
@@ -198,7 +198,7 @@ def _by_path(paths: object, buffers: Sequence[bytes]) -> dict[Path, bytes]:
 
 
 def static_form(models: Mapping[ModelKey, Model], key: ModelKey) -> dict[str, object]:
-    """Return the MIME types that stand for one of these widgets; none where nothing is known of its kind."""
+    """Return a static MIME bundle for one of these widgets; empty for an unsupported widget type."""
     model = models.get(key)
     if model is None:
         return {}
@@ -212,7 +212,7 @@ def static_form(models: Mapping[ModelKey, Model], key: ModelKey) -> dict[str, ob
 
 
 def _drawn(models: Mapping[ModelKey, Model], key: ModelKey, depth: int) -> tuple[str, str] | None:
-    """Return a widget as text and as HTML, None when nothing is known of its kind."""
+    """Return a widget as text and as HTML, None for an unsupported widget type."""
     model = models.get(key)
     if model is None or depth == 0:
         return None
@@ -250,7 +250,7 @@ def _box(models: Mapping[ModelKey, Model], rank: int, state: State, between: str
     drawn = [_drawn(models, key, depth - 1) or ("", "") for key in keys]
     inline = between != "\n"
     if inline and [name.endswith("ProgressModel") for name in names] == [False, True, False]:
-        # as tqdm makes it: its own words say how far it is
+        # the layout of tqdm, whose labels state the progress
         bar = models[keys[1]].state
         text = f"{drawn[0][0]}{_bar(bar)}{drawn[2][0]}"
     else:
@@ -260,7 +260,7 @@ def _box(models: Mapping[ModelKey, Model], rank: int, state: State, between: str
 
 
 def _plain(value: object) -> str:
-    """The text of a trait that may have HTML in it."""
+    """Return the text of a trait that may contain HTML."""
     # tqdm writes figure spaces
     return html.unescape(_TAG.sub("", str(value or ""))).replace("\u2007", " ").strip("\xa0")
 
@@ -299,7 +299,7 @@ def _chosen(labels: list[object], state: State) -> str:
 
 
 def _outputs(outputs: Sequence[State]) -> tuple[str, str]:
-    """What an `Output` widget has captured."""
+    """Render what an `Output` widget has captured."""
     texts: list[str] = []
     markups: list[str] = []
     for output in outputs:
@@ -314,7 +314,7 @@ def _outputs(outputs: Sequence[State]) -> tuple[str, str]:
 
 
 def _figure(model: Model) -> dict[str, object] | None:
-    """Return a plotly figure by its own MIME type; None for what is none."""
+    """Return a plotly figure under plotly's MIME type; None for other widgets."""
     data, layout = (model.state.get(name) for name in ("_widget_data", "_widget_layout"))
     if not isinstance(data, list) or not isinstance(layout, dict):
         return None
@@ -328,7 +328,7 @@ _TYPES.update(float32="f4", float64="f8")
 
 
 def _filled(value: Any, buffers: Mapping[Path, bytes], path: Path) -> Any:
-    """Return plotly's JSON with arrays written out as plotly.js reads them: type, shape and base64."""
+    """Return plotly's JSON with arrays in the form that plotly.js reads: type, shape and base64."""
     if isinstance(value, list):
         return [_filled(each, buffers, (*path, at)) for at, each in enumerate(cast("list[Any]", value))]
     if not isinstance(value, dict):
@@ -344,5 +344,5 @@ def _filled(value: Any, buffers: Mapping[Path, bytes], path: Path) -> Any:
 
 
 def refers(value: object) -> bool:
-    """Whether it is another widget."""
+    """Whether the value is a reference to another widget."""
     return isinstance(value, str) and value.startswith(REFERENCE)

@@ -1,4 +1,4 @@
-"""The exception that a failed run raises in the notebook, with its hints, and how IPython shows it."""
+"""The exception that a failed run raises in the notebook, with hints, and how IPython shows it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 
 
 class _Drawing(msgspec.Struct, frozen=True):
-    """What `_render_traceback_` of one exception object returns. Picklable, as the exception must stay."""
+    """The `_render_traceback_` of one exception object. Picklable, so that the exception stays picklable."""
 
     lines: tuple[str, ...]
 
@@ -40,15 +40,15 @@ def run_exception(
     """Return the exception to raise for a failed run.
 
     Args:
-        view: The run. Of its traceback no more than its `output_limit` is shown.
-        ended: Its last word.
+        view: The run. About `output_limit` characters of its traceback are shown at most.
+        ended: Its final event.
         failure: The root cause in it.
-        exception: The user's own exception object, unpickled; None when it could not travel.
+        exception: The user's own exception object, unpickled; None when it could not be pickled.
         notebook_names: Names that exist in the notebook, for the hint on a NameError.
 
     Returns:
-        `exception` itself with `.rank`, `.run_id` and `.remote_traceback`, or one of `errors` with the same.
-        One that would end a kernel (SystemExit and its like) comes as `RemoteError`.
+        `exception` itself with `.rank`, `.run_id` and `.remote_traceback`, or an exception of `errors` with the same
+        attributes. An exception that would end a kernel, such as SystemExit, is replaced by `RemoteError`.
     """
     run, cell, stacks = f"run {view.short_id}", view.spec.cell, ended.stacks
     plain = "\n".join(cut_lines(failure.traceback_text.strip("\n").split("\n"), view.output_limit))
@@ -67,11 +67,11 @@ def run_exception(
             raised = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")
         where = f"rank {failure.rank} of {view.ranks}" if failure.rank is not None else f"{view.ranks} ranks"
         heading = f"{where} on {failure.host} · {run}" if failure.host else f"{where} · {run}"
-        # colours are never cut in the middle
+        # a coloured traceback is shown whole or not at all
         coloured = failure.traceback_ansi.strip("\n") if len(failure.traceback_ansi) <= view.output_limit else ""
         trace = coloured or plain or error_line(failure)
         lines = (heading, trace, hint, more)
-        # outside IPython the notes are all that a plain traceback shows of the rank
+        # outside IPython a plain traceback shows nothing of the rank but these notes
         note = "\n".join(filter(None, (heading, plain, hint, more)))
         known = getattr(raised, "__notes__", None)
         attributes["__notes__"] = [*known, note] if isinstance(known, list) else [note]
@@ -88,11 +88,11 @@ def run_exception(
 
 
 def _dressed(exception: Exception, attributes: dict[str, object]) -> Exception:
-    """Set the attributes on the object; where its type forbids that, on a type of the same name below it."""
+    """Set the attributes on the object; if its type forbids that, on a subclass of the same name."""
     refused: dict[str, object] = {}
     for name, value in attributes.items():
         try:
-            # past a __setattr__ of the user's, such as a frozen dataclass's
+            # bypass the user's __setattr__, such as that of a frozen dataclass
             BaseException.__setattr__(exception, name, value)
         except (AttributeError, TypeError):
             refused[name] = value
@@ -111,7 +111,7 @@ def _one_line(text: str) -> str:
 
 
 def _message(failure: Failure, seconds: float, ranks: int, words: Sequence[str], more: str, run: str) -> str:
-    """Return one paragraph: what happened, where it was, who else, which run."""
+    """Return one paragraph: what happened and where, the other ranks, and the run."""
     after = format_seconds(seconds)
     match failure.kind:
         case FailureKind.TIMEOUT:
@@ -121,7 +121,7 @@ def _message(failure: Failure, seconds: float, ranks: int, words: Sequence[str],
         case FailureKind.NODE_LOST | FailureKind.INTERNAL:
             parts = [f"failed after {after} · {death_sentence(failure, ranks)}", more]
         case _:
-            # these speak for themselves: what can't be shipped, placed or started, and the remedy
+            # these messages are complete: what can't be shipped, placed or started, and the remedy
             return failure.message.strip() or f"the run failed: {failure.kind} · {run}"
     return " · ".join(part for part in (*parts, run) if part)
 
@@ -136,8 +136,8 @@ def _name_hint(failure: Failure, notebook_names: Container[str]) -> str:
     return f"`{name}` exists in the notebook but the cell's code does not show that it is used: add --in {name}"
 
 
-# cudaError_t in the CUDA runtime's reference: the errors after which "the process must be terminated and relaunched",
-# by what cudaGetErrorString says. torch, Triton, CuPy and NCCL pass that text on, in a line that has CUDA in it.
+# The errors of cudaError_t after which "the process must be terminated and relaunched" (CUDA runtime's reference),
+# as worded by cudaGetErrorString. torch, Triton, CuPy and NCCL include that text in a line that contains CUDA.
 _WORDS = (
     "an illegal memory access was encountered",
     "device-side assert triggered",
@@ -157,24 +157,24 @@ _HARDWARE_WORDS = (
 )
 _DESTROYS_CONTEXT = re.compile(rf"cuda[^\n]*({'|'.join(map(re.escape, (*_WORDS, *_HARDWARE_WORDS)))})", re.IGNORECASE)
 _FROM_HARDWARE = re.compile("|".join(map(re.escape, _HARDWARE_WORDS)), re.IGNORECASE)
-# torch built without CUDA, and with it on a machine without a GPU
+# messages of torch without CUDA, and of torch with CUDA on a machine without a GPU
 _NO_CUDA = (
     "Torch not compiled with CUDA enabled",
     "Found no NVIDIA driver on your system",
     "No CUDA GPUs are available",
     "Cannot access accelerator device when none is available",
 )
-# the text is in the first line, and a message may have any length
+# the text is in the first line; messages can have any length
 _MOST_CHARS = 4_000
 
 
 def destroys_context(failure: Failure) -> bool:
-    """Whether the failure is a CUDA error after which its process can't use its GPU any more."""
+    """Whether the failure is a CUDA error after which the process can't use its GPU any more."""
     return _DESTROYS_CONTEXT.search(failure.message[:_MOST_CHARS]) is not None
 
 
 def no_cuda_hint(failure: Failure) -> str:
-    """Return what helps code that asks for CUDA on ranks without a GPU, "" for any other failure."""
+    """Return a hint for code that requires CUDA on ranks without a GPU, "" for any other failure."""
     if failure.rank is None or not any(words in failure.message[:_MOST_CHARS] for words in _NO_CUDA):
         return ""
     return (
@@ -184,11 +184,11 @@ def no_cuda_hint(failure: Failure) -> str:
 
 
 def context_hint(failure: Failure, others: Iterable[Failure], spec: RunSpec) -> str:
-    """Return what a destroyed CUDA context means and what to do, "" for any other failure.
+    """Return a hint about a destroyed CUDA context, "" for any other failure.
 
     Args:
         failure: The root cause, raised by user code.
-        others: Further ranks' failures; they may be of the same kind.
+        others: Failures of other ranks, which may be of the same kind.
         spec: The run.
     """
     if failure.rank is None or not destroys_context(failure):
@@ -204,7 +204,7 @@ def context_hint(failure: Failure, others: Iterable[Failure], spec: RunSpec) -> 
         parts.append(f"`%sgpu_restart --rank {numbers}` starts {new}; what {who} had in GPU memory is lost.")
     else:
         parts.append("Fix the code and run it again: the next run gets new processes.")
-    # it is read when the context is made, which the ranks of a session, and those kept for it, have behind them
+    # the variable is read when the context is created, which ranks of a session and its standby ranks have done already
     blocking = "with `--env CUDA_LAUNCH_BLOCKING=1`"
     if spec.session:
         blocking = "in a session connected with `%sgpu_connect --env CUDA_LAUNCH_BLOCKING=1`"

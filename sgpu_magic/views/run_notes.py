@@ -1,4 +1,4 @@
-"""What a run is called, where its session is, and the sentences that its events leave: notes and failures. No I/O."""
+"""A run's name, a session's state, and the sentences that events produce: notes and failures. No I/O."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_name(spec: RunSpec | RunSummary) -> str:
 
 
 def stop_words(spec: RunSpec | RunSummary) -> tuple[str, str]:
-    """Return the reason why its view's button ends it, and what to say to who has pressed it."""
+    """Return the reason recorded when a view's button stops the run, and the sentence shown to the user."""
     if spec.kind is RunKind.SESSION:
         return "Disconnect was pressed", f"{run_name(spec)} is being disconnected"
     return "Cancel was pressed", f"run {short(spec.run_id)} is being stopped"
@@ -38,9 +38,9 @@ class SessionState:
     """A session's cells and ranks.
 
     Attributes:
-        cells: Cells that have run in it so far, those under way included.
-        running: The names of those under way.
-        dead: Ranks that are dead and wait for `%sgpu_restart`.
+        cells: Number of cells started in it so far.
+        running: The names of running cells.
+        dead: Dead ranks, which need `%sgpu_restart`.
         idle_at: When its last cell ended, seconds since the epoch; None while one runs, and before the first.
     """
 
@@ -51,7 +51,7 @@ class SessionState:
         self.idle_at: float | None = None
 
     def moved(self, body: SessionMoved, at: float) -> None:
-        """Take where it is; `at` is when that was."""
+        """Apply an event that happened at `at`."""
         if body.running:
             self.idle_at = None
         elif body.cells and (self.running or body.cells != self.cells):
@@ -59,12 +59,12 @@ class SessionState:
         self.cells, self.running, self.dead = body.cells, body.running, body.dead
 
     def restarted(self, body: RanksRestarted) -> None:
-        """These ranks live again."""
+        """Remove restarted ranks from the dead ones."""
         self.dead = tuple(rank for rank in self.dead if rank not in body.ranks)
 
 
 def renewal_note(body: GroupRenewed) -> str:
-    """Return what became of the process groups, and of what hangs on them."""
+    """Return a sentence about renewed process groups and the objects that use them."""
     kept = body.lost or "models in DDP and FSDP, and groups of your own, go on"
     return f"the process groups were connected anew: {body.reason}; {kept}"
 
@@ -83,7 +83,7 @@ def restart_command(ranks: tuple[int, ...]) -> str:
 
 
 def unstopped_note(ranks: tuple[int, ...]) -> str:
-    """Return which ranks still run a cell that was to stop, and what to do."""
+    """Return a sentence about ranks that still run a stopped cell, and what to do."""
     one = len(ranks) == 1
     it, has, runs = ("it", "has", "runs") if one else ("them", "have", "run")
     return (
@@ -99,7 +99,7 @@ _MAX_MESSAGE = 300
 
 
 class Limit(NamedTuple):
-    """A limit that ended a run: what the run is then, and what stands above where its ranks were."""
+    """A limit that ended a run: the word for its state, and the heading above the stacks of its ranks."""
 
     word: str
     then: str
@@ -113,7 +113,7 @@ _COSTS = {
 
 
 def limit_of(failure: Failure | None) -> Limit:
-    """Return which limit ended a run whose state is `TIMED_OUT`: of its time, of its cost, or its pool's budget."""
+    """Return which limit ended a run whose state is `TIMED_OUT`: its time, its cost, or its pool's budget."""
     message = failure.message if failure is not None else ""
     return next((limit for start, limit in _COSTS.items() if message.startswith(start)), _TIME)
 
@@ -163,7 +163,7 @@ def death_sentence(failure: Failure, ranks: int) -> str:
 
 
 def other_lines(others: Iterable[Failure], culprit: int | None = None) -> list[str]:
-    """Return one line for each way in which further ranks ended, ranks of the same way together."""
+    """Return lines about how the other ranks ended, one for all ranks that ended in the same way."""
     ways: dict[str, list[int]] = {}
     for other in others:
         if other.rank is not None and other.rank != culprit:
@@ -191,7 +191,7 @@ def _way(other: Failure) -> str:
     if other.is_consequence:
         return f"released from {other.where}{at}" if other.where else f"released{at}"
     if last_part(other.type_name) == "KeyboardInterrupt":
-        # what the stop path sends to those that a collective does not hold
+        # the stop path interrupts ranks that are not blocked in a collective
         return f"stopped{at}"
     if other.kind is FailureKind.WORKER_DIED:
         first, _, _ = other.message.strip().partition("\n")

@@ -1,4 +1,4 @@
-"""Where the ranks are: their stacks, those that say the same together, and who has not come to a collective."""
+"""Stacks of the ranks: grouped by what ranks are doing, and which ranks have not reached a collective."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import CellSource
 
 _CELL_FILE = re.compile(r"<ipython-input-(\d+)-")
-# code that is not a function: a cell, a module, a class body seen from outside
+# names of code outside functions: a module or a cell
 _NO_FUNCTION = ("<module>", "<cell line: 0>", "")
-# torch.distributed's functions that return when the other ranks have come
+# functions of torch.distributed that return when the other ranks have called them too
 _MEETINGS = re.compile(
     r"(monitored_)?barrier|(all_)?reduce(_coalesced)?|broadcast(_object_list)?|(all_)?gather(_object|_into_tensor)?|"
     r"scatter(_object_list)?|reduce_scatter(_tensor)?|all_to_all(_single)?|send|recv|(send|recv)_object_list|"
@@ -30,15 +30,15 @@ _MAX_GROUPS = 16
 
 
 class Sources:
-    """Tells the notebook's own lines in a stack.
+    """Maps frames of a stack to the notebook's lines.
 
     Args:
-        cell: The run's cell; also the other cells whose functions came along.
+        cell: The run's cell, with the sources of other cells whose functions were shipped.
     """
 
     def __init__(self, cell: CellSource) -> None:
         self._number = cell.execution_count
-        # as a rank runs it: the magic's line stands first, unless another magic must
+        # line numbers as in a rank: the magic's line comes first, unless the body starts with another magic
         inner = cell.body.lstrip().startswith("%%")
         above = [] if inner or not cell.magic_line else [cell.magic_line]
         self._cell = [*above, *cell.body.splitlines()]
@@ -63,7 +63,7 @@ class Sources:
         return text if len(text) <= _MAX_SOURCE else f"{text[:_MAX_SOURCE]} ..."
 
     def entry(self, frame: StackFrame) -> list[str]:
-        """Return a frame as a traceback has it: its place, and the line where that is the notebook's."""
+        """Return a frame as in a traceback: its place, and its source line if it is in the notebook."""
         where = "" if frame.function in _NO_FUNCTION else f", in {frame.function}"
         source = self.source(frame)
         head = f"{self._file(frame, f'File {frame.file}')}, line {frame.line}{where}"
@@ -87,10 +87,10 @@ class Activity(msgspec.Struct, frozen=True):
     """What a rank is doing.
 
     Args:
-        name: Such as `all_reduce #41` or `load_batch`; "" when its stack could not be had.
-        waits: It is where the ranks meet.
-        collective: The flight recorder's entry that says so; None when the stack does.
-        frame: The notebook's innermost line, else the innermost of all.
+        name: Such as `all_reduce #41` or `load_batch`; "" when its stack is not available.
+        waits: It waits in a collective.
+        collective: The flight recorder's entry of it; None when it was inferred from the stack.
+        frame: The notebook's innermost frame, else the innermost of all.
     """
 
     name: str
@@ -103,11 +103,11 @@ class StackGroup(msgspec.Struct, frozen=True):
     """Ranks that are at the same point.
 
     Args:
-        ranks: In order.
-        activity: What they do.
+        ranks: The ranks in ascending order.
+        activity: What they are doing.
         place: Such as `Cell In[7], line 15`; "" when unknown.
-        source: The notebook's line there.
-        stack: Of the first of them, as a traceback, the most recent call last.
+        source: The notebook's source line there.
+        stack: The first rank's stack as a traceback, the most recent call last.
         problem: Why there is no stack.
     """
 
@@ -129,11 +129,11 @@ class StackGroup(msgspec.Struct, frozen=True):
 
 
 def activity_of(stack: RankStack, sources: Sources) -> Activity:
-    """Decide what a rank is in.
+    """Return what a rank is doing.
 
-    The flight recorder's pending collective comes first: it is right when autograd's threads are in it, which the
-    main thread's stack does not show. Then the outermost function of torch that the notebook's innermost line has
-    called, then the innermost function of the notebook's own code.
+    A pending collective in the flight recorder takes precedence: it is also right when a thread of autograd is in it,
+    which the main thread's stack does not show. Next comes the outermost torch function called by the notebook's
+    innermost line, then the innermost function of the notebook's own code.
     """
     frames = stack.frames
     at = next((at for at, frame in enumerate(frames) if sources.is_notebook(frame)), None)
@@ -149,12 +149,12 @@ def activity_of(stack: RankStack, sources: Sources) -> Activity:
         return Activity(torch_function, _MEETINGS.fullmatch(torch_function) is not None, None, frame)
     if frame.function not in _NO_FUNCTION:
         return Activity(frame.function, False, None, frame)
-    # the cell's top level says nothing; the function it called does
+    # at the cell's top level name the function that it called
     return Activity(next((each.function for each in called), "the cell"), False, None, frame)
 
 
 def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGroup]:
-    """Put ranks that are at the same point together: same activity, same lines of the notebook.
+    """Group ranks that are at the same point: the same activity and the same lines of the notebook.
 
     Args:
         stacks: One for each rank.
@@ -188,7 +188,7 @@ def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGro
 
 
 def group_lines(groups: Sequence[StackGroup]) -> list[str]:
-    """Return a line for each of the first groups, in columns, and how many there are more."""
+    """Return a line for each of the first groups, in columns, and one for the ranks of all others."""
     shown = groups[:_MAX_GROUPS]
     rows = [(format_ranks(group.ranks), group.doing, group.place, group.source) for group in shown]
     lines = aligned(rows)
@@ -197,7 +197,7 @@ def group_lines(groups: Sequence[StackGroup]) -> list[str]:
 
 
 def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
-    """Return who has not come to a collective that others wait in; empty when the recorder does not tell."""
+    """Return which ranks have not reached a collective that others wait in; empty without recorder entries."""
     sources = Sources(cell)
     waiting: dict[tuple[str, int], dict[str, list[int]]] = {}
     for stack in stacks:
@@ -221,11 +221,11 @@ def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
 
 
 def stack_lines(frames: Sequence[StackFrame], cell: CellSource) -> list[str]:
-    """Return a stack as a traceback has it, the most recent call last, from the notebook's first line on."""
+    """Return a stack as in a traceback, the most recent call last, starting at the notebook's first line."""
     sources = Sources(cell)
     entries = [sources.entry(frame) for frame in reversed(sources.own_frames(frames))]
     if (left_out := len(entries) - _MAX_FRAMES) > 0:
-        # recursion: its beginning and its end tell
+        # recursion: its beginning and its end are enough
         half = _MAX_FRAMES // 2
         entries = [*entries[:half], [f"... {left_out:,} more frames ..."], *entries[-half:]]
     return [line for entry in entries for line in entry]
@@ -243,7 +243,7 @@ def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
 
 
 def summary(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
-    """Return the groups and the verdict, as the view of a stalled run has them."""
+    """Return the groups and the verdict, as in the view of a stalled run."""
     groups = [f"  {line}" for line in group_lines(group_stacks(stacks, cell))]
     return [ansi.plain(line) for line in (*groups, *verdict(stacks, cell))]
 
@@ -261,7 +261,7 @@ def stacks_text(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
 
 
 def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> str:
-    """Return the same as HTML: the groups as a table, each whole stack behind its line."""
+    """Return the same as HTML: one line for each group, which expands to its whole stack."""
     groups = group_stacks(stacks, cell)
     rows = ""
     for group in groups:
@@ -289,7 +289,7 @@ def _numbered(collective: Collective) -> str:
 
 
 def _is_torch(frame: StackFrame) -> bool:
-    # its logging and gradient-mode wrappers are no function that a person has called
+    # exclude torch's logging and gradient-mode wrappers, which users do not call
     return f"{os.sep}torch{os.sep}" in frame.file and frame.function not in ("wrapper", "decorate_context")
 
 
@@ -297,7 +297,7 @@ def _has_not_come(stack: RankStack, group: str, number: int, name: str, sources:
     entry = stack.collective
     if entry is not None and entry.group == group:
         return entry.seq < number
-    # who belongs to a group other than the default one is not known
+    # the members of other groups than the default one are unknown
     if group or stack.problem:
         return False
     return activity_of(stack, sources).name != name.partition(" ")[0]

@@ -1,4 +1,4 @@
-"""What a run used, what it costs, and what is said of a session, in words and as a record."""
+"""Usage and cost of a run, and the lines of a session's view, in words and as a record."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from sgpu_magic.wire.rank_events import IDLE_GPU_PCT
 from sgpu_magic.wire.run import OutputName
 from sgpu_magic.wire.states import RunKind, RunState
 
-# shorter idleness is how a run begins
+# shorter idle times are normal at the start of a run
 _IDLE_S = 60.0
-# a GPU that was mostly busy has had its pauses: only a low mean is worth a sentence
+# pauses of a mostly busy GPU are normal: only a low mean is reported
 _LOW_MEAN_PCT = 25.0
 _DIGITS = {"%": 0, "W": 0, "°C": 0}
 _IN_RECORD = ("utilization_pct", "own_utilization_pct", "power_w", "temperature_c", "cpu_cores")
 
 
 def busy_text(usage: RunUsage) -> str:
-    """Return `GPUs busy 91 %`, "" where no GPU tells it."""
+    """Return `GPUs busy 91 %`, "" when no GPU reports it."""
     busy = usage.busy_pct
     if busy is None:
         return ""
@@ -36,7 +36,7 @@ def busy_text(usage: RunUsage) -> str:
 
 
 def whole_text(usage: RankUsage) -> str:
-    """Return `94 % · 18.2 GB`: the mean of what it did and the most memory in use; "" when nothing was told."""
+    """Return `94 % · 18.2 GB`, mean utilization and peak memory; "" when nothing was reported."""
     latest = usage.latest
     if latest is None:
         return ""
@@ -60,7 +60,7 @@ def curve_text(drawn: Drawn) -> str:
 
 
 def measured_lines(usage: RankUsage) -> list[str]:
-    """Return everything that was measured of a rank, a line each."""
+    """Return everything that was measured for a rank, one line each."""
     latest = usage.latest
     if latest is None:
         return []
@@ -74,7 +74,7 @@ def measured_lines(usage: RankUsage) -> list[str]:
 
 
 def idle_sentences(usage: RunUsage) -> list[str]:
-    """Return which GPUs did little: `rank 3's GPU was under 5 % for 3 min 10 s`."""
+    """Return sentences about idle GPUs of an ended run: `rank 3's GPU was under 5 % for 3 min 10 s`."""
     idle: dict[int, float] = {}
     for rank in sorted(usage.ranks):
         seconds = _idle_s(usage.ranks[rank])
@@ -89,24 +89,24 @@ def idle_sentences(usage: RunUsage) -> list[str]:
 
 
 def idle_lines(view: RunView) -> list[str]:
-    """Return which GPUs stand out by doing little, or did; those of a session may: its cells say when they do."""
+    """Return sentences about GPUs that are or were idle; none for a session, whose cells report them."""
     if view.session is not None:
         return []
     return idle_sentences(view.usage) if view.is_final else view.usage.idle_sentences
 
 
 def is_low(usage: RankUsage) -> bool:
-    """Whether its GPU did little of what it could."""
+    """Whether its GPU's mean utilization is low."""
     mean = usage.mean_utilization_pct
     return mean is not None and mean < _LOW_MEAN_PCT
 
 
 def usage_record(usage: RunUsage, most: int) -> dict[str, object]:
-    """Return means and peaks as JSON: a list by rank of each, units in the keys, null where nobody tells.
+    """Return means and peaks as JSON: lists by rank, with units in the keys and null for values not reported.
 
     Args:
-        usage: Of a run.
-        most: Ranks that are told of, from the first.
+        usage: A run's usage.
+        most: Maximum number of ranks, from the first.
     """
     ranks = [usage.ranks[rank] for rank in sorted(usage.ranks)[:most]]
     record: dict[str, object] = {"gpus_busy_pct": _rounded(usage.busy_pct), "ranks": [rank.rank for rank in ranks]}
@@ -138,16 +138,16 @@ def _value(value: float, unit: str) -> str:
     return f"{value:.{_DIGITS.get(unit, 1)}f} {unit}"
 
 
-# of a cell the part of its session's cost is worth a word from here on
+# the smallest share of its session's cost that a cell shows
 _LEAST_SHARE = 0.005
-# and the time of devices without a price, in seconds
+# the shortest device time that is shown without a price, in seconds
 _LEAST_S = 36.0
-# less is told in seconds
+# shorter device times are shown in seconds
 _IN_HOURS_S = 360.0
 
 
 def cost_text(view: RunView, now: float | None = None) -> str:
-    """Return what a run that goes on has cost so far: `$0.37`, `$0.37 (simulated)`, `$0.05 of session work`.
+    """Return what an active run has cost so far: `$0.37`, `$0.37 (simulated)`, `$0.05 of its session`.
 
     Args:
         view: The run.
@@ -163,7 +163,7 @@ def cost_text(view: RunView, now: float | None = None) -> str:
 
 
 def billed_text(view: RunView) -> str:
-    """Return what a run that has ended was billed: `$0.60 for 0.24 GPU h`, without a price `0.24 GPU h`."""
+    """Return what an ended run was billed: `$0.60 for 0.24 GPU h`, without a price `0.24 GPU h`."""
     ended = view.ended
     if ended is None:
         return ""
@@ -177,7 +177,7 @@ def billed_text(view: RunView) -> str:
 
 
 def device_time(view: RunView, seconds: float) -> str:
-    """Return `0.24 GPU h`, `8 GPU s`: devices' seconds of all together; CPU slots are named so."""
+    """Return `0.24 GPU h`, `8 GPU s`, or the same for CPU slots; `seconds` is the sum over all devices."""
     device = "slot" if view.lease is not None and view.lease.device_type == CPU else "GPU"
     if seconds < _IN_HOURS_S:
         return f"{seconds:.0f} {device} s"
@@ -191,12 +191,12 @@ def device_hours(seconds: float, device: str = "GPU") -> str:
 
 
 def mark(view: RunView) -> str:
-    """Return that nothing is paid for the devices, where they are simulated."""
+    """Return ` (simulated)` for simulated devices, whose cost is not paid, else ""."""
     return " (simulated)" if view.lease is not None and view.lease.simulated else ""
 
 
 def _share(view: RunView, now: float | None = None) -> str:
-    """What runs in a session costs nothing of its own: return its part of what the session costs."""
+    """Return a run's share of its session's cost; the run itself costs nothing."""
     if view.hourly is None:
         return ""
     seconds = view.elapsed_s(now)
@@ -211,7 +211,7 @@ def session_meta(view: RunView, now: float | None = None) -> list[str]:
     """Return further words for a session's header.
 
     Args:
-        view: The session's.
+        view: The session's view.
         now: Time of day in seconds since the epoch; the present when left out.
     """
     session = view.session
@@ -226,7 +226,7 @@ def session_meta(view: RunView, now: float | None = None) -> list[str]:
 
 
 def standing_warnings(view: RunView) -> list[str]:
-    """Return what is wrong as long as it is: a link that is silent, which ranks are dead and how they come back."""
+    """Return warnings about current problems: an unreachable pool, dead ranks and how to restart them."""
     silence = [view.silence] if view.silence and not view.is_final else []
     if view.session is None or view.is_final or not view.session.dead:
         return silence
@@ -240,13 +240,13 @@ def standing_warnings(view: RunView) -> list[str]:
 
 
 def session_summary(view: RunView) -> str:
-    """Return a session's last line: how long it was there, how many cells it ran, what it used, why it ended."""
+    """Return a session's last line: how long it lasted, its number of cells, its usage, and why it ended."""
     lasted = f"{view.name} ended after {format_span(view.elapsed_s())}"
     return " · ".join([lasted, *session_meta(view), *filter(None, [tracked_text(view)]), f"run {view.short_id}"])
 
 
 def _gpu_hours(view: RunView) -> str:
-    """Return `0.82 GPU h`: the time for which the session held its GPUs, of all together; "" on CPU slots."""
+    """Return `0.82 GPU h`, the time for which the session held its GPUs, summed over them; "" on CPU slots."""
     lease = view.lease
     if lease is None or lease.device_type == "cpu":
         return ""
@@ -261,14 +261,14 @@ def _cost(view: RunView) -> str:
 
 
 def why_ended(view: RunView) -> str:
-    """Return why it ended, where that is not a failure."""
+    """Return why it ended, "" for a failure."""
     if view.ended is None or view.state not in (RunState.CANCELLED, RunState.SUCCEEDED):
         return ""
     return view.ended.reason or view.reason
 
 
 def idle_since(at: float | None, now: float | None = None) -> str:
-    """Return `idle since 14:05`, the day before it when that was not today; "" for None."""
+    """Return `idle since 14:05`, with the date after 20 hours; "" for None."""
     if at is None:
         return ""
     now = time.time() if now is None else now
@@ -282,7 +282,7 @@ def _idle_end(view: RunView) -> str:
 
 
 def is_quiet(view: RunView) -> bool:
-    """Whether a line is all that is to be said of it: it is a push or a pull that has not gone wrong."""
+    """Whether the view is a single line: a push or a pull that has not failed."""
     badly = view.is_final and view.state is not RunState.SUCCEEDED
     return view.spec.kind in (RunKind.PUSH, RunKind.PULL) and not badly and not view.left
 
@@ -302,7 +302,7 @@ def quiet_line(view: RunView) -> str:
 
 
 def quiet_html(view: RunView) -> str:
-    """Return the same as HTML."""
+    """Return `quiet_line` as HTML."""
     return f'<div style="{SANS};font-size:12px;{SOFT};padding:1px 0">{safe(quiet_line(view))}</div>'
 
 

@@ -1,4 +1,4 @@
-"""The text forms: for headless runs, for the text/plain of every saved output, and for terminals as a run goes on."""
+"""Text renderers: for headless runs, for `text/plain` of every saved output, and for terminals during a run."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from sgpu_magic.wire.states import RunState
 
 
 def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
-    """Return one segment: the first has the header and the notes, the last the summary.
+    """Return one segment as text: the first has the header and the notes, the last the summary.
 
     Args:
         view: The run.
         segment: One of `segments(view)`.
-        first: It is the first of them.
-        last: It is the last of them.
+        first: It is the first segment.
+        last: It is the last segment.
         limit: Bytes allowed for a live form, which shows the newest lines.
     """
     if is_quiet(view):
@@ -69,7 +69,7 @@ def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: 
 
 
 def summary_line(view: RunView) -> str:
-    """Return the run's last line, or where it stands while it goes on."""
+    """Return the run's last line, or `live_line` while it is active."""
     if not view.is_final:
         return live_line(view)
     if is_quiet(view):
@@ -84,7 +84,7 @@ def summary_line(view: RunView) -> str:
 
 
 def live_line(view: RunView) -> str:
-    """Return one line about a run that goes on: its place in the queue, or its state and time."""
+    """Return one line about an active run: its position in the queue, or its state and time."""
     if view.left:
         return view.left
     if is_quiet(view):
@@ -97,7 +97,7 @@ def live_line(view: RunView) -> str:
     elapsed = view.elapsed_s()
     since = f" for {format_seconds(elapsed)}" if elapsed else ""
     if view.session is not None:
-        # it is there for longer than it is in this state
+        # no "for": the time counts from its start, not from this state
         since = f" · {format_span(elapsed)}" if elapsed else ""
     words = (
         f"{word}{since}",
@@ -133,17 +133,17 @@ def _ending(view: RunView) -> list[str]:
 
 
 def _unfinished(view: RunView) -> list[str]:
-    """Return the line that each rank has begun."""
+    """Return the unfinished line of each rank."""
     return [f"[{rank}] {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
 
 
 def _last_words(view: RunView) -> list[str]:
-    """Return what a run that has not succeeded was billed, and how it is found again."""
+    """Return what an unsuccessful run was billed, and its identifiers."""
     return [*filter(None, [billed_text(view)]), *_name_words(view)]
 
 
 def _name_words(view: RunView) -> list[str]:
-    """Return how the run is found again: in MLflow, and here."""
+    """Return the run's identifiers in MLflow and here."""
     return [*filter(None, [tracked_text(view)]), f"run {view.short_id}"]
 
 
@@ -152,7 +152,7 @@ HEADER_AFTER_S = 0.1
 
 
 class _Line(NamedTuple):
-    """A line to write, and whether a rank has printed it to its standard output."""
+    """A line to write, and whether a rank printed it to its standard output."""
 
     text: str
     is_output: bool = False
@@ -161,15 +161,15 @@ class _Line(NamedTuple):
 class TerminalPublisher:
     """Writes a run to a text stream.
 
-    The header comes once, then finished lines and the text of displays, each with its rank, last the summary.
+    It writes the header once, then finished lines and the text of displays, each with its rank, and the summary last.
     On a terminal each rank's unfinished line is drawn below and erased again; elsewhere it is written when
     it is finished.
 
     Args:
         view: The run.
-        stream: A terminal, a file, a notebook's stdout.
-        errors: Takes what ranks write to standard error and what is said about the run, where `stream` is for what
-            they print alone; None where both go to one place.
+        stream: A terminal, a file, or a notebook's stdout.
+        errors: Receives the ranks' standard error and messages about the run, so that `stream` gets only the ranks'
+            standard output; None to write everything to `stream`.
     """
 
     def __init__(self, view: RunView, stream: TextIO, errors: TextIO | None = None) -> None:
@@ -182,7 +182,7 @@ class TerminalPublisher:
         self._began: float | None = None
         self._has_header = False
         self._notes = 0
-        # by what it is about, what was said last
+        # the last lines written about each topic
         self._said: dict[str, list[str]] = {}
         self._finished = False
         self._pending = _fresh_lines(view)
@@ -192,7 +192,7 @@ class TerminalPublisher:
 
         Args:
             now: Monotonic time in seconds.
-            final: The run is over: also write unfinished lines and the summary. Once.
+            final: Also write unfinished lines and the summary, as the run has ended. Pass True only once.
         """
         if self._finished:
             return
@@ -249,7 +249,7 @@ class TerminalPublisher:
         return [*map(_Line, lines), *printed, *map(_Line, after)]
 
     def _has_changed(self, about: str, lines: list[str]) -> bool:
-        """Whether something else is to be said of this than the last time."""
+        """Whether the lines about a topic differ from the last ones."""
         before, self._said[about] = self._said.get(about, []), lines
         return lines != before
 
@@ -269,13 +269,13 @@ class TerminalPublisher:
 def _terminal_size(stream: TextIO) -> os.terminal_size:
     try:
         size = os.get_terminal_size(stream.fileno())
-    except OSError:  # no descriptor (io.UnsupportedOperation is one) or none of a terminal
+    except OSError:  # no file descriptor (io.UnsupportedOperation is an OSError), or not a terminal
         return os.terminal_size((80, 24))
     return os.terminal_size((size.columns or 80, size.lines or 24))
 
 
 def _fit(line: str, columns: int) -> str:
-    """Cut a line to the terminal's width: one that wraps could not be erased again."""
+    """Cut a line to the terminal's width, as a wrapped line could not be erased again."""
     line = line.replace("\t", "    ")
     if line.isascii():
         return line[:columns]
@@ -288,7 +288,7 @@ def _fit(line: str, columns: int) -> str:
 
 
 def _fresh_lines(view: RunView) -> list[_Line]:
-    """Return the lines that were finished since the last call, prefixed `[0] `; displays as their text."""
+    """Return the lines finished since the last call, with the prefix `[0] `; displays as their text."""
     lines: list[_Line] = []
     for item in view.output.take_items():
         match item:

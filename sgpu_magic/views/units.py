@@ -1,8 +1,8 @@
-"""Numbers with their units and in columns, as every view writes them, and the clock that views count by.
+"""Numbers with units and in columns, and the clock that views use.
 
-What a run has cost so far, how long it has run and what is left of its time are differences between now and an event's
-time. Both are told by this clock, which goes on with the monotonic one: a step of the wall clock is in none of them. An
-event from before a step that is heard after it, as by `%sgpu_attach`, still counts by the wall clock.
+Running costs, durations and remaining times are differences between now and an event's time. Both are given by this
+clock, which advances with the monotonic clock, so a step of the wall clock affects none of them. Exception: for an
+event from before a step that is received after it, as by `%sgpu_attach`, the wall clock counts.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Iterable, Sequence
 from sgpu_magic.views import ansi
 
 TIMES = "\u00d7"  # the multiplication sign of a number of devices
-# what two readings of clocks differ by that were not set
+# two clocks that were not set differ by less than this between two readings
 _STEP_S = 0.01
 
 _began = time.time() - time.monotonic()
 
 
 def steady_time() -> float:
-    """Return the seconds since the epoch, as the wall clock had them when this process began to count."""
+    """Return seconds since the epoch that advance with the monotonic clock; steps of the wall clock are ignored."""
     return _began + time.monotonic()
 
 
 def heard_at(at: float) -> float:
-    """Return an event's wall-clock time by the steady clock. To be asked when the event is heard."""
+    """Convert an event's wall-clock time to the steady clock. Call it when the event is received."""
     set_by = time.time() - steady_time()
     return at if abs(set_by) < _STEP_S else at - set_by
 
 
 def format_gb(count: float) -> str:
-    """Return `18.2 GB`, `0.4 GB`: always in one unit, for numbers that change while they are read."""
+    """Return `18.2 GB`, `0.4 GB`: always in the same unit, for numbers that keep changing."""
     return f"{count / 1e9:.1f} GB"
 
 
@@ -52,12 +52,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_span(seconds: float) -> str:
-    """Return `31 s`, `12 min`, `1 h 05 min`: how long something was there, which nobody reads to the second."""
+    """Return `31 s`, `12 min`, `1 h 05 min`: a duration without seconds from 100 s on."""
     return f"{round(seconds / 60)} min" if 100 <= seconds < 3570 else format_seconds(seconds)
 
 
 def format_clock(seconds: float) -> str:
-    """Return `02:14`, above an hour `1:02:14`: for numbers that run."""
+    """Return `02:14`, from an hour on `1:02:14`: for running times."""
     whole = int(max(seconds, 0))
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60:02d}:{rest % 60:02d}"
@@ -89,7 +89,7 @@ Row = tuple[str, ...]
 
 
 def aligned(rows: Sequence[Row], right: tuple[int, ...] = ()) -> list[str]:
-    """Return the rows with their columns below each other, those in `right` at the right."""
+    """Return the rows with aligned columns; those in `right` are right-aligned."""
     rows = [tuple(ansi.plain(cell) for cell in row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -1,4 +1,4 @@
-"""What ranks and their devices use, folded from a run's events into bounded curves and said in words. Pure."""
+"""Usage of ranks and their devices, folded from a run's events into bounded curves, and described in words. Pure."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from sgpu_magic.views.units import format_gb, format_ranks, format_seconds
 from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, RankSample, Sampled
 
 MAX_POINTS = 120
-"""Points of one curve."""
+"""Maximum number of points of a curve."""
 
 
 class Series:
     """A value over time at even steps. When it is full, neighbours are averaged and the step doubles.
 
     Args:
-        began_s: When it begins: seconds since the ranks started.
-        step_s: Seconds between two points at first.
-        digits: Digits after the point of what it shows; more would only make messages longer.
+        began_s: Start of the series, seconds since the ranks started.
+        step_s: Initial seconds between two points.
+        digits: Decimal places of the values; more would only make messages longer.
     """
 
     def __init__(self, began_s: float = 0.0, step_s: float = 1.0, digits: int = 1) -> None:
         self.began_s = round(max(began_s, 0.0), 3)
         self.step_s = step_s
         self._digits = digits
-        # of each step: the integral over what was told, and for how many seconds something was
+        # for each step: the integral of the reported values, and the seconds that they cover
         self._sums: list[float] = []
         self._told_s: list[float] = []
 
     def add(self, begin_s: float, end_s: float, value: float | None) -> None:
-        """Take what was measured from `begin_s` to `end_s` (seconds since the ranks started); None is not told."""
+        """Add a value measured from `begin_s` to `end_s` (seconds since the ranks started); None if not reported."""
         begin_s, end_s = begin_s - self.began_s, end_s - self.began_s
         if end_s <= max(begin_s, 0.0):
             return
         while end_s > MAX_POINTS * self.step_s:
             self._halve()
         first, last = int(max(begin_s, 0.0) / self.step_s), min(int(end_s / self.step_s), MAX_POINTS - 1)
-        # a sliver of a step would be a point that flickers
+        # a point for less than half a step would flicker
         if last > first and end_s - last * self.step_s < self.step_s / 2:
             last -= 1
         missing = last + 1 - len(self._sums)
@@ -55,7 +55,7 @@ class Series:
 
     @property
     def values(self) -> tuple[float | None, ...]:
-        """Oldest first; None where nothing was told."""
+        """The points, oldest first; None where nothing was reported."""
         return tuple(
             round(total / told, self._digits) if told else None
             for total, told in zip(self._sums, self._told_s, strict=True)
@@ -63,13 +63,13 @@ class Series:
 
     @property
     def mean(self) -> float | None:
-        """Over all that was told; None when nothing was."""
+        """The mean over the reported time; None when nothing was reported."""
         told_s = sum(self._told_s)
         return sum(self._sums) / told_s if told_s else None
 
     @property
     def peak(self) -> float | None:
-        """The largest of `values`; None when nothing was told."""
+        """The largest of `values`; None when nothing was reported."""
         return max((value for value in self.values if value is not None), default=None)
 
     def _halve(self) -> None:
@@ -83,7 +83,7 @@ _NOT_FOR_SLICES = "told for the whole GPU only, not for a MIG slice of it"
 
 
 def thinned(values: Sequence[float | None], most: int) -> tuple[list[float | None], int]:
-    """Return at most `most` points of a curve, each the mean of as many as is returned beside them."""
+    """Return at most `most` points of a curve, and how many original points each of them averages."""
     every = max(-(-len(values) // most), 1)
     points: list[float | None] = []
     for at in range(0, len(values), every):
@@ -93,7 +93,7 @@ def thinned(values: Sequence[float | None], most: int) -> tuple[list[float | Non
 
 
 class Drawn(NamedTuple):
-    """A curve as it is drawn: `name`, `unit`, its `series` in that unit, and `top`, the end of its axis if known."""
+    """A curve to render: `name`, `unit`, its `series` in that unit, and `top`, the end of its axis if known."""
 
     name: str
     unit: str
@@ -106,11 +106,11 @@ class RankUsage:
 
     Attributes:
         rank: The rank.
-        latest: What was told last, None before anything was.
-        idle: Why its GPU stands out, None when it does not.
-        peak_used_bytes: Most memory in use on the device; on CPU most that the rank's processes held.
-        peak_own_bytes: Most that this run's own processes had of it; None when nobody tells.
-        series: What was measured over time, by the sample's field; bytes in GB.
+        latest: The last sample, None before the first.
+        idle: The event that its GPU is idle, None when it is not.
+        peak_used_bytes: Peak memory in use on the device; on CPU, peak memory of the rank's processes.
+        peak_own_bytes: Peak device memory of this run's own processes; None when not reported.
+        series: The measured curves by the sample's field; bytes are in GB.
     """
 
     def __init__(self, rank: int) -> None:
@@ -124,10 +124,10 @@ class RankUsage:
         self.series: dict[str, Series] = {}
 
     def sampled(self, sample: RankSample, begin_s: float, end_s: float, at: float) -> None:
-        """Take a sample of the time from `begin_s` to `end_s`, told `at`."""
+        """Add a sample of the time from `begin_s` to `end_s`, reported at `at`."""
         before = self.latest
         if before is not None:
-            # what does not change is told once
+            # constant values are reported once
             total_bytes = before.total_bytes if sample.total_bytes is None else sample.total_bytes
             sample = msgspec.structs.replace(sample, uuid=sample.uuid or before.uuid, total_bytes=total_bytes)
         self.latest, self._now = sample, at
@@ -143,17 +143,17 @@ class RankUsage:
                 self.series[field].add(begin_s, end_s, value / 1e9 if value is not None and is_gb else value)
 
     def turned_idle(self, idle: DeviceIdle | None, at: float) -> None:
-        """Its GPU stands out from now on, or (None) no more."""
+        """Mark its GPU as idle, or as busy again (None)."""
         self.idle, self._idle_at, self._now = idle, at, max(at, self._now)
 
     @property
     def idle_s(self) -> float:
-        """Seconds for which its GPU has been idle by now."""
+        """Seconds for which its GPU has been idle."""
         return self.idle.seconds + max(self._now - self._idle_at, 0.0) if self.idle is not None else 0.0
 
     @property
     def idle_text(self) -> str:
-        """`GPU under 5 % for 60 s: it waits in the DataLoader`, "" when its GPU does not stand out."""
+        """`GPU under 5 % for 60 s: it waits in the DataLoader`, "" when its GPU is not idle."""
         if self.idle is None:
             return ""
         cause = f": it waits in {self.idle.waits_in}" if self.idle.waits_in else ""
@@ -161,20 +161,20 @@ class RankUsage:
 
     @property
     def mean_utilization_pct(self) -> float | None:
-        """Of its GPU over the whole attempt, 0 to 100; None on CPU and on MIG slices."""
+        """Mean utilization of its GPU over the attempt, 0 to 100; None on CPU and on MIG slices."""
         return self.mean("utilization_pct")
 
     def mean(self, field: str) -> float | None:
-        """Return the mean of one of the sample's fields; None when nobody tells it."""
+        """Return the mean of one of the sample's fields; None when it is not reported."""
         return self.series[field].mean if field in self.series else None
 
     def curves(self) -> list[Drawn]:
-        """What there is to draw. The first is for the grid: GPU use; memory of a MIG slice; cores on CPU."""
+        """Return the curves. The first is for the grid: GPU utilization, memory of a MIG slice, or cores on CPU."""
         if self.latest is None:
             return []
         tops = {"utilization_pct": 100.0, "own_utilization_pct": 100.0}
         if self.latest.total_bytes:
-            # what a CPU rank may use is the whole machine's: against that nothing would be seen
+            # not on CPU: on the scale of the whole machine's memory the curve would be flat
             tops |= dict.fromkeys(("used_bytes", "own_bytes"), self.latest.total_bytes / 1e9)
         order = _CPU_CURVES if self.latest.kind == "cpu" else _GPU_CURVES
         return [
@@ -185,23 +185,24 @@ class RankUsage:
 
 
 class RunUsage:
-    """What the ranks of a run use: `RankUsage` by rank, of the attempt that goes on or was the last."""
+    """What the ranks of a run use: `RankUsage` by rank, of the current or last attempt."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, RankUsage] = {}
         self._until_s = 0.0
 
     def apply(self, body: Sampled | DeviceIdle | DeviceBusy, at: float, started_at: float | None) -> None:
-        """Fold one event in.
+        """Fold in one event.
 
         Args:
-            at: When it was told, wall-clock seconds.
-            started_at: When the ranks had started.
+            body: The event.
+            at: When it was reported, by the views' clock.
+            started_at: When the ranks started; None when unknown.
         """
         match body:
             case Sampled(seconds=seconds, samples=samples):
                 end_s = at - (started_at if started_at is not None else at - seconds)
-                # a clock that is set back leaves no hole and no overlap
+                # leave no hole and no overlap when the clock is set back
                 begin_s = max(end_s - seconds, self._until_s)
                 end_s = self._until_s = max(end_s, begin_s + seconds)
                 for sample in samples:
@@ -212,24 +213,24 @@ class RunUsage:
                 self._of(rank).turned_idle(None, at)
 
     def start_again(self) -> None:
-        """The group is started again: what its ranks used is another matter."""
+        """Discard everything, as a new attempt starts."""
         self.ranks, self._until_s = {}, 0.0
 
     def ended(self) -> None:
-        """The run is over: no GPU stands out any more."""
+        """Clear the idle marks, as the run has ended."""
         for usage in self.ranks.values():
             usage.idle = None
 
     @property
     def busy_pct(self) -> float | None:
-        """Mean use of the run's GPUs, 0 to 100; None where no GPU tells it."""
+        """Mean utilization of the run's GPUs, 0 to 100; None when no GPU reports it."""
         means = [usage.mean_utilization_pct for usage in self.ranks.values()]
         told = [mean for mean in means if mean is not None]
         return sum(told) / len(told) if told else None
 
     @property
     def idle_sentences(self) -> list[str]:
-        """One sentence for all GPUs that stand out for one cause: `rank 3's GPU has been under 5 % for 60 s: ...`."""
+        """One sentence for each cause of idle GPUs: `rank 3's GPU has been under 5 % for 60 s: ...`."""
         groups: dict[str, list[RankUsage]] = {}
         for rank in sorted(self.ranks):
             usage = self.ranks[rank]
@@ -242,11 +243,11 @@ class RunUsage:
 
 
 def use_text(sample: RankSample) -> str:
-    """Say in a few words what a rank uses: `94 % · 18.2 GB`, `MIG · 4.1 GB`, `CPU 1.9 cores · 0.4 GB`."""
+    """Return a rank's usage in short: `94 % · 18.2 GB`, `MIG · 4.1 GB`, `CPU 1.9 cores · 0.4 GB`."""
     if sample.kind == "cpu":
         memory = sample.rss_bytes
         cores = None if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores"
-        # also where CPU stands in for a GPU it is said to be CPU
+        # a simulated GPU is shown as CPU too
         return " ".join(["CPU", *filter(None, [_joined(cores, memory)])]) if cores or memory is not None else ""
     if sample.problem:
         return "can't be read"
@@ -263,7 +264,7 @@ def device_line(sample: RankSample) -> str:
 
 
 def detail_lines(sample: RankSample) -> list[str]:
-    """Say everything that was measured, a line each; what nobody tells is said as absent."""
+    """Return everything that was measured, one line each; values that are not reported are marked as absent."""
     cores = "not known" if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores"
     if sample.kind == "cpu":
         held = _memory(sample.rss_bytes, sample.total_bytes, "not known")
@@ -284,7 +285,7 @@ def detail_lines(sample: RankSample) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------- within
+# ---------------------------------------------------------------- internals
 
 # the sample's field, its name, the curve's unit
 _GPU_CURVES = (

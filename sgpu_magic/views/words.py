@@ -1,4 +1,4 @@
-"""A run in words: state, name, ranks, nodes, what was shipped and returned, its packages and its MLflow run."""
+"""A run in words: state, name, ranks, nodes, shipped and returned variables, packages and MLflow run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunKind, RunState
 
 AUTO = "auto"
-"""Marks a plain cell that `%sgpu_auto` has sent."""
+"""Marks a plain cell that `%sgpu_auto` submitted."""
 
 
 def header_line(view: RunView) -> str:
@@ -31,7 +31,7 @@ def header_line(view: RunView) -> str:
 
 
 def mark_text(view: RunView) -> str:
-    """Return `auto` for a cell that was sent by `%sgpu_auto`, else ""."""
+    """Return `auto` for a cell that `%sgpu_auto` submitted, else ""."""
     return AUTO if view.spec.auto else ""
 
 
@@ -52,9 +52,9 @@ def session_text(view: RunView) -> str:
 
 
 def place_words(view: RunView) -> list[str]:
-    """Return which ranks and where, for the headers of the static HTML and the live view.
+    """Return the ranks and their location, for the headers of the static HTML and the live view.
 
-    A cell in a session names that; where the session is, its own view says.
+    A cell in a session names the session, whose own view shows its location.
     """
     if view.spec.in_session:
         return [ranks_text(view), session_text(view)]
@@ -68,7 +68,7 @@ def backend(lease: Lease) -> str:
 
 
 def device_words(view: RunView) -> str:
-    """Return `4 ranks · cpu, gloo` or `4 x A10, nccl`, and that they are simulated: the header's words."""
+    """Return `4 ranks · cpu, gloo` or `4 x A10, nccl` for the header, also saying whether devices are simulated."""
     lease = view.lease
     if lease is None:
         return ranks_text(view)
@@ -86,7 +86,7 @@ def device_text(lease: Lease) -> str:
 
 
 def shipped_text(view: RunView) -> str:
-    """Return `shipped model, loader, cfg (45.1 MB in 38 ms)`, "" when nothing was."""
+    """Return `shipped model, loader, cfg (45.1 MB in 38 ms)`, "" when nothing was shipped."""
     shipped = view.spec.shipped
     if not shipped.names:
         return ""
@@ -95,7 +95,7 @@ def shipped_text(view: RunView) -> str:
 
 
 def returned_text(view: RunView) -> str:
-    """Return `returned history (1.2 kB)`, "" when nothing was asked for."""
+    """Return `returned history (1.2 kB)`, "" when nothing was requested or the run has not succeeded."""
     if view.state is not RunState.SUCCEEDED:
         return ""
     if view.spec.kind is RunKind.CALL:
@@ -106,13 +106,13 @@ def returned_text(view: RunView) -> str:
 
 
 def values_left_there(view: RunView) -> list[str]:
-    """Return why ranks' last values could not come back."""
+    """Return why the last values of ranks could not be returned."""
     problems = [result for result in view.results if result.value_problem]
     return [f"rank {each.rank}'s last value stayed there: {each.value_problem}" for each in problems[:4]]
 
 
 def returned_bytes(view: RunView) -> int:
-    """Return the bytes of what was brought back: the first rank's, or every rank's when one name is asked of all."""
+    """Return the size of the returned values: the first rank's, or every rank's if a name is requested from all."""
     everywhere = view.spec.kind is RunKind.CALL or any(name.all_ranks for name in view.spec.outputs)
     first = view.rank_numbers[0]
     payloads = [result.payload for result in view.results if everywhere or result.rank == first]
@@ -125,7 +125,7 @@ def attempt_text(view: RunView) -> str:
 
 
 def names_text(names: Iterable[str], most: int = 8) -> str:
-    """Return `model, loader, cfg`, of many the first and how many more."""
+    """Return `model, loader, cfg`; for many names the first ones and the number of others."""
     listed = list(names)
     if len(listed) <= most:
         return ", ".join(listed)
@@ -153,19 +153,19 @@ _MAX_CHARS = 60
 
 
 def new_host(view: RunView, ranks: Sequence[int], at: int) -> str:
-    """Return the node of the rank that is listed at this place, "" when the one before it is there too."""
+    """Return the node of the rank listed at this position, "" when the one before it is on the same node."""
     hosts = _hosts(view)
     if not hosts or view.lease is None:
         return ""
     ends = list(accumulate(share.ranks for share in view.lease.shares))
-    # by number: two nodes may have one name
+    # compare numbers, as two nodes may have the same name
     node = bisect_right(ends, ranks[at])
     is_new = at == 0 or bisect_right(ends, ranks[at - 1]) != node
     return hosts[node] if is_new and node < len(hosts) else ""
 
 
 def hosts_text(view: RunView) -> str:
-    """Return `2 nodes: ml-1, ml-2`, of many only how many, "" for one."""
+    """Return `2 nodes: ml-1, ml-2`, only the number for many nodes, "" for one."""
     hosts = _hosts(view)
     if not hosts:
         return ""
@@ -174,13 +174,13 @@ def hosts_text(view: RunView) -> str:
 
 
 def _hosts(view: RunView) -> list[str]:
-    """Return the nodes' names in the order of their ranks; none where all ranks are on one."""
+    """Return the nodes' names in the order of their ranks; empty when all ranks are on one node."""
     shares = view.lease.shares if view.lease is not None else ()
     return [ansi.plain(share.host)[:_MAX_CHARS] for share in shares] if len(shares) > 1 else []
 
 
 class StateWord(NamedTuple):
-    """What stands first in a run's header."""
+    """The first part of a run's header."""
 
     text: str
     tone: Tone
@@ -209,7 +209,7 @@ _MAX_NAME = 40
 
 
 def state_word(view: RunView) -> StateWord:
-    """Return the word for where a run is."""
+    """Return the word for a run's state."""
     if view.left:
         return _LEFT
     if view.state is RunState.TIMED_OUT:
@@ -234,14 +234,14 @@ _BEFORE_RANKS = (RunState.QUEUED, RunState.PREPARING)
 
 
 def label_text(view: RunView) -> str:
-    """Return `packages ai-4`: whose packages the ranks have, "" for the notebook's own."""
+    """Return `packages ai-4`, the environment of the ranks; "" for the notebook's own packages."""
     return f"packages {view.spec.environment_label}" if view.spec.environment_label else ""
 
 
 def packages_text(view: RunView) -> str:
-    """Return how far a run's packages are: `packages: installing, 41 of 80 · 12.0 s · gpu-node-2`.
+    """Return the progress of a run's packages: `packages: installing, 41 of 80 · 12.0 s · gpu-node-2`.
 
-    "" where nothing is made, and once there are ranks.
+    Returns "" when nothing is installed, and once the ranks have started.
     """
     moved = view.environment
     if moved is None or view.is_final or view.state not in (*_BEFORE_RANKS, RunState.STARTING):
@@ -258,7 +258,7 @@ def packages_text(view: RunView) -> str:
 
 
 def tracked_link(view: RunView) -> Link | None:
-    """Return the page of the MLflow run; None where its store has no server, or nothing is known of it."""
+    """Return a link to the MLflow run; None when its store has no server, or the run is unknown."""
     tracked = view.tracked
     if tracked is None or not _is_page(tracked.url):
         return None
@@ -267,7 +267,7 @@ def tracked_link(view: RunView) -> Link | None:
 
 
 def tracked_text(view: RunView) -> str:
-    """Return `MLflow run http://...`, without a server `MLflow run digits/0a1b2c...`; "" where it is not tracked."""
+    """Return `MLflow run http://...`, without a server `MLflow run digits/0a1b2c...`; "" when it is not tracked."""
     tracked = view.tracked
     if tracked is None:
         return ""
@@ -278,7 +278,7 @@ def tracked_text(view: RunView) -> str:
 
 
 def _is_page(url: str) -> bool:
-    """Only what a browser fetches from a server is a link; `javascript:` and the like are not."""
+    """Whether the URL is a web page; `javascript:` and similar URLs are not."""
     if len(url) > _MAX_URL_CHARS or not url.isprintable() or any(char.isspace() for char in url):
         return False
     try:

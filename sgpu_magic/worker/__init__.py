@@ -1,9 +1,9 @@
-"""What runs in the notebook's own Python beside it: the zygote, and the ranks it forks.
+"""The worker processes, which run with the notebook's Python interpreter: the zygote, and the ranks that it forks.
 
-standalone  a run again outside the notebook, under torchrun
+standalone  reruns a run outside the notebook, under torchrun
 
-process/    a rank as a process: forked, taking its place, hearing orders, writing, leaving
-cell/       a cell in it: run, shown, described where it failed, what it brings back
-group/      its process groups
-ray/        the Ray cluster of a run
+process/    a rank as a process: fork, setup, orders, output, exit
+cell/       a cell on a rank: execution, display, failures, results
+group/      a rank's process groups
+ray/        the run's own Ray cluster
 """

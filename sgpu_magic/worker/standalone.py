@@ -1,4 +1,4 @@
-"""A run again outside the notebook: what `_air.py` in a run's directory calls on every rank under torchrun."""
+"""Rerun a run outside the notebook: the run directory's `_air.py` calls this on every rank under torchrun."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -21,7 +21,7 @@ from sgpu_magic.worker.cell.cell_run import source_of
 
 
 class _Recorded(msgspec.Struct):
-    """The part of `run.json` that is needed here."""
+    """The fields of `run.json` that `run` reads."""
 
     spec: RunSpec
     payload_layout: PackedLayout
@@ -30,13 +30,15 @@ class _Recorded(msgspec.Struct):
 
 
 def run(directory: Path) -> None:
-    """Execute the run's cell on this rank, with torchrun's variables around it.
+    """Execute the run's cell on this rank, under torchrun.
 
-    Prints the last expression's value as a terminal would, and what a called function returned. Ends the process with
-    status 1 when the cell raises.
+    Prints the value of the last expression, as in a terminal, and the return value of a called function.
+
+    Args:
+        directory: The run's directory.
 
     Raises:
-        SystemExit: The payload was not kept, or torchrun is not around.
+        SystemExit: The payload was not kept, the process was not started by torchrun, or the cell raised (status 1).
     """
     recorded = msgspec.json.decode((directory / "run.json").read_bytes(), type=_Recorded)
     if not recorded.payload_kept:
@@ -57,7 +59,7 @@ def run(directory: Path) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     shell = InteractiveShell.instance()
-    # as in a rank: prompts say that a person is there
+    # as in a rank: libraries take the prompts as a sign of an interactive session
     del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
     rank = runtime.get_global_rank()
     shell.user_ns.update(
@@ -70,7 +72,7 @@ def run(directory: Path) -> None:
     shell.compile.flags |= recorded.spec.cell.future_flags
     outcome = shell.run_cell(source_of(recorded.spec.cell), store_history=False)
     if outcome.success and recorded.spec.kind is RunKind.CALL:
-        # there is no notebook that it could travel to
+        # there is no notebook to return it to
         for output in recorded.spec.outputs:
             sys.stdout.write(f"rank {rank} returned {shell.user_ns.get(output.name)!r}\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A real agent without a pool service: this process orders runs and hears what becomes of them."""
+"""A real agent without a pool service: this process sends the orders and receives the events."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def launch_order(
     names: Mapping[str, object] | None = None,
     **spec: Any,
 ) -> tuple[Launch, bytes]:
-    """Return the order to start a run, and its payload; as `AgentProcess.launch`."""
+    """Return the order to start a run, and its payload. Arguments as of `AgentProcess.launch`."""
     run_id = spec.pop("run_id", "") or new_id()
     interpreter = spec.pop("interpreter", None) or this_interpreter()
     packed = pack_namespace(dict(names or {}), {}, _KEY)
@@ -85,15 +85,15 @@ def launch_order(
 
 
 class AgentProcess:
-    """One agent, its zygote and its ranks, in directories of their own.
+    """One agent, its zygote and its ranks, in their own directories.
 
     Args:
         planted: The file that arms a fault in it (see `planted_faults`); None plants none.
-        path: Where all its directories are; None makes a place.
-        options: Of the pool.
+        path: The parent of all its directories; None makes one.
+        options: The pool's options.
 
     Attributes:
-        events: What happened, by run, in order.
+        events: Events by run, in order.
         gone: Runs whose ranks are gone, or idle again.
     """
 
@@ -139,9 +139,9 @@ class AgentProcess:
             body: The cell.
             ranks: World size.
             kind: A run, or a session.
-            names: The namespace that it brings.
+            names: The namespace to ship.
             locks: Descriptors of device locks.
-            damage: Fields of the order that it does not have by its declaration.
+            damage: Fields of the order to replace with invalid values.
             spec: Further fields of the `RunSpec`.
         """
         launch, payload = launch_order(self.path / "state", body, ranks=ranks, kind=kind, names=names, **spec)
@@ -162,7 +162,7 @@ class AgentProcess:
         self._link.send(KillRanks(run_id=run_id))
 
     def restart(self, session: str, ranks: tuple[int, ...]) -> str:
-        """Replace ranks; return the problem."""
+        """Replace ranks; return the problem, "" for none."""
         self._link.send(RestartSessionRanks(request=1, session=session, ranks=ranks))
         return self._until(lambda: self._take(SessionRanksRestarted), "ranks that are restarted").problem
 
@@ -189,7 +189,7 @@ class AgentProcess:
         self._until(lambda: run_id in self.gone, f"the end of {run_id}")
 
     def printed(self, run_id: str) -> dict[int, str]:
-        """What each rank has printed."""
+        """Return what each rank has printed."""
         texts: dict[int, str] = {}
         for event in self.events.get(run_id, ()):
             if isinstance(event, OutputWritten):
@@ -197,7 +197,7 @@ class AgentProcess:
         return texts
 
     def close(self) -> None:
-        """End it; its processes end with it."""
+        """End the agent and its processes."""
         self._link.send(EndAgent())
         self.process.wait(_PATIENCE_S)
         self._link.close()
@@ -230,9 +230,9 @@ class AgentSession:
     """A connected session.
 
     Args:
-        agent: Where.
-        run_id: Its run.
-        ranks: Its world size.
+        agent: The agent that it runs on.
+        run_id: The session's run.
+        ranks: The session's world size.
     """
 
     def __init__(self, agent: AgentProcess, run_id: str, ranks: int) -> None:
@@ -245,7 +245,7 @@ class AgentSession:
         return self.agent.launch(body, ranks=self.ranks, session=self.run_id, **spec)
 
     def run(self, body: str, **spec: Any) -> tuple[RunEnded, dict[int, str]]:
-        """Run a cell to its end; return its last word and what each rank printed."""
+        """Run a cell to its end; return its final event and what each rank printed."""
         run_id = self.begin(body, **spec)
         ended = self.agent.wait_for(run_id, RunEnded)
         self.agent.wait_until_gone(run_id)

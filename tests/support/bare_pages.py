@@ -1,7 +1,7 @@
-"""A widget of a kernel in Chromium with no server and no JupyterLab: a page gives it what anywidget gives.
+"""A kernel's widget in Chromium without a server and JupyterLab, on a page that provides anywidget's interface.
 
-A page of JupyterLab costs ten seconds of processor, this one a tenth of that. What the views are in JupyterLab and
-Notebook is for tests/e2e/test_browser_*.py.
+A JupyterLab page takes ten seconds of CPU time, this one a tenth of that. tests/e2e/test_browser_*.py cover the views
+in JupyterLab and Notebook.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class BarePage:
     """A page that draws one widget.
 
     Args:
-        browser: Opens it.
-        kernel: The widget's; its messages reach the page while they are taken, as `Cell.until` does.
+        browser: The browser that opens the page.
+        kernel: The widget's kernel; its messages reach the page while they are taken, as `Cell.until` does.
         view: The widget.
 
     Attributes:
-        errors: What went wrong in the page.
+        errors: Errors in the page.
     """
 
     def __init__(self, browser: Browser, kernel: Kernel, view: LiveView) -> None:
@@ -75,7 +75,7 @@ class BarePage:
         self.page.evaluate("state => draw(state)", state)
 
     def texts(self, selector: str) -> list[str]:
-        """What stands in all elements that there are now, and nobody waits for any."""
+        """Return the texts of all elements that exist now, without waiting for any."""
         found = "selector => [...document.querySelectorAll(selector)].map((each) => each.innerText)"
         return self.page.evaluate(found, selector)
 
@@ -83,7 +83,7 @@ class BarePage:
         return "\n".join(self.texts(selector))
 
     def press(self, cell: Cell, role: Any, name: str) -> None:
-        """Click what has this role and begins so, once it may be clicked; the cell's messages are taken meanwhile."""
+        """Click the first element of this role and name once it is enabled, taking the cell's messages meanwhile."""
         found = self.page.get_by_role(role, name=re.compile(rf"^{re.escape(name)}\b"))
         try:
             cell.until(lambda: found.count() and found.first.is_enabled(), 60, f"{role} {name}")
@@ -92,7 +92,7 @@ class BarePage:
         found.first.click()
 
     def picture(self, name: str) -> None:
-        """Keep a screenshot for whoever wants to look at it."""
+        """Save a screenshot for people to look at."""
         ARTEFACTS.mkdir(exist_ok=True)
         self.page.screenshot(path=Path(ARTEFACTS, f"bare-{name}.png"))
 

@@ -1,4 +1,4 @@
-"""Notebooks in Debian's Chromium, with a picture of what a person sees."""
+"""Notebooks in Debian's Chromium, with screenshots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOAD_MS = 60_000
 
 @contextlib.contextmanager
 def chromium(**options: Any) -> Iterator[Browser]:
-    """Debian's Chromium, headless."""
+    """Yield Debian's Chromium, headless."""
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--js-flags=--expose-gc", *options.pop("args", [])]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments, **options)
@@ -33,18 +33,18 @@ def chromium(**options: Any) -> Iterator[Browser]:
 
 
 class OpenNotebook:
-    """A notebook in a page of its own.
+    """A notebook in its own page.
 
     Args:
-        server: Where it is.
-        browser: Opens the page.
+        server: The notebook's server.
+        browser: The browser that opens the page.
         name: The notebook's file name.
-        size: Of the window in pixels.
-        dark: With the dark theme.
+        size: Width and height of the window in pixels.
+        dark: Use the dark theme.
         is_lab: The server is JupyterLab's, else Notebook 7's.
 
     Attributes:
-        errors: What went wrong in the page, with where.
+        errors: Errors in the page, with their places.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class OpenNotebook:
             self.errors.append(f"{error}\n{error.stack}")
 
     def load(self) -> None:
-        """Load the page (again) and wait until the notebook stands there."""
+        """Load the page (again) and wait until the notebook is shown."""
         # a workspace of its own: JupyterLab opens again what was open before
         place = f"lab/workspaces/{self._stem}/tree" if self._is_lab else "notebooks"
         self.page.goto(f"{self.server.url}/{place}/{self.name}?token={self.server.token}")
         self.ready()
 
     def reload(self) -> None:
-        """What the browser's reload button does."""
+        """Reload the page, as the browser's reload button does."""
         self.page.reload()
         self.ready()
 
@@ -98,7 +98,7 @@ class OpenNotebook:
         self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=LOAD_MS)
 
     def kernel_ready(self, timeout_s: float = 60.0) -> None:
-        """Wait until the page is connected to its kernel, which does nothing."""
+        """Wait until the page is connected to its kernel and the kernel is idle."""
         self.page.wait_for_selector(
             ".jp-Notebook-ExecutionIndicator[data-status=idle]", state="attached", timeout=timeout_s * 1000
         )
@@ -110,7 +110,7 @@ class OpenNotebook:
         return self.cell(number).locator(".jp-OutputArea").first
 
     def start(self, number: int) -> None:
-        """Run a cell without waiting for its end; a page that has just come up may not take the keys yet."""
+        """Start a cell without waiting for its end; a page that has just loaded may not accept keys yet."""
         editor = self.cell(number).locator(".cm-content").first
         prompt = self.cell(number).locator(".jp-InputPrompt").first
         before = prompt.inner_text()
@@ -176,10 +176,10 @@ class OpenNotebook:
         return int(used)
 
     def save(self, has: str = "") -> dict[str, Any]:
-        """Save the notebook and return what lies on the disk.
+        """Save the notebook and return the file's content.
 
         Args:
-            has: What is in it by now: the page itself may have been saving an earlier state when it was told to.
+            has: Text that the file must contain: the page may still be saving an earlier state.
         """
         path = self.server.home.work / self.name
         before = path.stat().st_mtime_ns

@@ -25,18 +25,18 @@ PATIENCE_S = 60.0
 
 
 def environment_of(*requirements: str, **fields: Any) -> Environment:
-    """An environment with these lines, for this Python and platform."""
+    """Return an environment with these requirement lines, for this Python and platform."""
     fields = {"python": own_python(), "platform": own_platform(), "packages": len(requirements)} | fields
     digest = hashlib.sha256(repr((requirements, sorted(fields.items()))).encode()).hexdigest()[:32]
     return Environment(digest=digest, requirements=requirements, **fields)
 
 
 class Nodes:
-    """The environments of a node and its uv cache, in folders of a test.
+    """A node's environments and uv cache, in a test's folders.
 
     Args:
-        folder: A folder of the test's own.
-        index_url: Where packages come from.
+        folder: The test's own folder.
+        index_url: The package index.
     """
 
     def __init__(self, folder: Path, index_url: str = "") -> None:
@@ -49,7 +49,7 @@ class Nodes:
         return folder_name(environment, layer_tag())
 
     def begin(self, environment: Environment, **options: Any) -> Build:
-        """Start to build; options go into the order."""
+        """Start a build; the options go into the order."""
         fields: dict[str, Any] = {"limit_bytes": 15_000_000_000, "budget_bytes": 50_000_000_000}
         order = BuildOrder(
             environment=environment,
@@ -60,7 +60,7 @@ class Nodes:
         return Build(order, {"UV_CACHE_DIR": str(self.cache)})
 
     def build(self, environment: Environment, **options: Any) -> BuildReady | BuildRefused:
-        """Build and wait for the last word and the end of the process."""
+        """Build, and wait for the final message and the end of the process."""
         return self.begin(environment, **options).wait()
 
     def run(self, environment: Environment, code: str) -> str:
@@ -76,7 +76,7 @@ class Nodes:
         return done.stdout.strip()
 
     def left(self) -> set[str]:
-        """What lies in the folder beside finished environments and the sizes that are known."""
+        """Return what is in the folder besides finished environments and the file of known sizes."""
         if not self.root.exists():
             return set()
         names = set(self.store.names())
@@ -102,7 +102,7 @@ class Build:
         self.news: list[BuildMoved] = []
 
     def wait(self) -> BuildReady | BuildRefused:
-        """Its last word; it has ended then."""
+        """Wait for the process to end and return its final message."""
         assert self.process.stdout is not None
         last: BuildReady | BuildRefused | None = None
         for line in self.process.stdout:
@@ -116,14 +116,14 @@ class Build:
         return last
 
     def ended(self) -> int:
-        """Wait for its end, and for that of all that it started."""
+        """Wait for the end of the process and of all that it has started."""
         status = self.process.wait(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return status
 
     def uv_pid(self, index: SmallIndex) -> int:
-        """The pid of the uv that installs, once it waits for the closed `index`: others come before it."""
+        """Return the pid of the installing uv, once it waits for the held `index`; other uv processes run before it."""
         assert index.kept_waiting.wait(20), "nobody asks the index"
 
         def found() -> int | None:
@@ -134,7 +134,7 @@ class Build:
         return int(eventually(found, 20, "a uv process"))
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Kill the builder alone; what it has started has to end by itself."""
+        """Kill only the builder; its children must end by themselves."""
         family = below({self.process.pid}, process_table())
         self.process.send_signal(number)
         self.ended()

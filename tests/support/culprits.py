@@ -1,4 +1,4 @@
-"""A culprit that fails when all others wait for it, and not before: what is said of them is the same each time."""
+"""A rank that fails only once all others wait for it, so that the report about them is the same each time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgpu_magic.errors import RunUnknown
 
 
 class Culprit:
-    """A cell whose culprit waits for a word.
+    """A cell in which one rank fails when the test says so.
 
     Args:
         kernel: Its kernel.
@@ -34,7 +34,7 @@ class Culprit:
         self._cell = self._kernel.start(f"%%distributed {options} --name {self._name}\n{body}")
 
     def fails(self, when: str) -> Reply:
-        """Let it fail once the run's stacks say `when`; return the cell's reply, its seconds counted from then."""
+        """Let it fail once the run's stacks contain `when`; return the cell's reply, its seconds counted from then."""
         home = self._kernel.home
         run_id = eventually(lambda: home.run_named(self._name), 20, "it does not start")
         settings = load_settings(home.environ)

@@ -1,4 +1,4 @@
-"""This project's own notebooks, run from top to bottom in a home of their own, as their tests read them."""
+"""This project's own notebooks, executed from top to bottom in a separate home, for their tests."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Shown:
 
     Args:
         section: The heading above it.
-        fails: It is tagged as one that does.
-        text: All that is below it, an error's traceback last.
-        errors: Names of the errors that are shown.
+        fails: It is tagged `raises-exception`.
+        text: All text below it, an error's traceback last.
+        errors: Names of the errors shown.
     """
 
     section: str
@@ -40,7 +40,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Executed:
-    """An executed notebook's code cells, and the seconds that it took."""
+    """An executed notebook's code cells, and its duration in seconds."""
 
     cells: tuple[Shown, ...]
     seconds: float
@@ -50,7 +50,7 @@ class Executed:
 
 
 def headings(notebook: Path) -> list[str]:
-    """The headings of its sections, in order."""
+    """Return the headings of the notebook's sections, in order."""
     return [
         line.removeprefix("## ")
         for cell in nbformat.read(notebook, as_version=4).cells
@@ -61,12 +61,12 @@ def headings(notebook: Path) -> list[str]:
 
 
 def introduction(notebook: Path) -> str:
-    """The text of its first cell."""
+    """Return the text of the notebook's first cell."""
     return nbformat.read(notebook, as_version=4).cells[0].source
 
 
 def execute(notebook: Path, home: Home) -> Executed:
-    """Run a notebook without a front end; its working directory is the home's, its kernel this Python's."""
+    """Execute a notebook without a front end, in the home's working directory with this Python's kernel."""
     folder = Path(home.environ["JUPYTER_DATA_DIR"]) / "kernels" / "python3"
     folder.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -85,12 +85,12 @@ def execute(notebook: Path, home: Home) -> Executed:
 
 
 def saved(notebook: Path) -> list[Shown]:
-    """Its code cells with the outputs that lie in the file."""
+    """Return the notebook's code cells with the outputs saved in the file."""
     return list(shown(nbformat.read(notebook, as_version=4)))
 
 
 def shown(made: nbformat.NotebookNode) -> Iterator[Shown]:
-    """The code cells of a notebook as a reader sees them."""
+    """Yield a notebook's code cells as a reader sees them."""
     section = ""
     for cell in made.cells:
         if cell.cell_type == "markdown":

@@ -1,7 +1,7 @@
-"""Ports for servers that are told theirs: none of those that the system gives to connections.
+"""Free ports for servers with a given port, outside the range that the system assigns to connections.
 
-One that was found with `bind(0)` can be taken when the server begins, or begins again: any connection of any process
-may have been given it meanwhile. ipykernel then stays alive and never answers.
+A port found with `bind(0)` may be taken by the time the server starts or restarts, since the system may have assigned
+it to a connection of any process. ipykernel then stays alive and never answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _random = random.SystemRandom()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at the moment."""
+    """Return ports that are free at the moment."""
     found: list[int] = []
     while len(found) < count:
         port = _random.choice(_PORTS)
@@ -26,7 +26,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One of them."""
+    """Return a port that is free at the moment."""
     return free_ports(1)[0]
 
 

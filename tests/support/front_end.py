@@ -1,7 +1,7 @@
-"""What a browser does with a run's live view, as far as a kernel can tell: the tests' front end.
+"""A stand-in for a browser's side of a run's live view, as the kernel sees it.
 
-FrontEnd   the models of one kernel's widgets, and the ways to ask about them
-LiveView   one model: the last snapshot, the lines it was told, the answers it was given
+FrontEnd   the models of one kernel's widgets, and the channels to send questions about them
+LiveView   one model: the last snapshot, the lines and the answers that it has received
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ASK_LINES = 500
 
 @dataclass
 class Sent:
-    """One message that the kernel sent to a model, at that time of day."""
+    """A message from the kernel to a model, with its time of day."""
 
     kind: str
     data: dict[str, Any]
@@ -35,11 +35,11 @@ class LiveView:
     Args:
         model_id: Its comm's id.
         state: The synced traits.
-        opened_at: When its comm came, monotonic.
+        opened_at: When its comm was opened, monotonic.
 
     Attributes:
-        told: The number of the first line of each message of new lines, and how many those were.
-        hears: Called with each message as well: a page that draws it.
+        told: The first line's number and the line count of each message of new lines.
+        hears: Also called with each message, for a page that draws the widget.
     """
 
     model_id: str
@@ -61,7 +61,7 @@ class LiveView:
 
     @property
     def text(self) -> str:
-        """All that is drawn, as text."""
+        """Return all that is drawn, as text."""
         now = self.snapshot
         if not now:
             return ""
@@ -76,7 +76,7 @@ class LiveView:
         return "\n".join([header, *words, *lines, *failure, *now["footer"]])
 
     def take(self, data: Mapping[str, Any], size: int, at: float) -> str:
-        """Take a message of the kernel; return the kind of a custom one."""
+        """Handle a message from the kernel; return the kind of a custom one."""
         if self.hears is not None:
             self.hears(data)
         if data["method"] == "update":
@@ -91,7 +91,7 @@ class LiveView:
         return content["kind"]
 
     def take_content(self, content: dict[str, Any]) -> None:
-        """Take what was told, or an answer."""
+        """Handle new content or an answer."""
         if content["kind"] == "lines":
             self.seqs.append(content["seq"])
             self.told.append((content["first"], self._put(content["first"], content["rows"])))
@@ -105,7 +105,7 @@ class LiveView:
                 self.state["snapshot"] = content["snapshot"]
 
     def _put(self, first: int, rows: list[list[Any]]) -> int:
-        """Keep lines; return how many they are with those that were skipped."""
+        """Keep lines; return their number including skipped ones."""
         began = first
         for row in rows:
             rank, _, text = row
@@ -121,7 +121,7 @@ class LiveView:
 
 @dataclass
 class Model:
-    """A widget that is no live view, such as one that a rank has made: its state, and whether it is open."""
+    """A widget other than a live view, such as one created on a rank: its state, and whether it is open."""
 
     model_id: str
     state: dict[str, Any]
@@ -133,8 +133,8 @@ class FrontEnd:
     """The models of one kernel's widgets.
 
     Args:
-        client: Its started `jupyter_client` client.
-        greets: Says hello to each view over the control channel, as JupyterLab does.
+        client: The kernel's started `jupyter_client` client.
+        greets: Whether to greet each view over the control channel, as JupyterLab does.
     """
 
     def __init__(self, client: Any, *, greets: bool = True) -> None:
@@ -149,13 +149,13 @@ class FrontEnd:
 
     @property
     def view(self) -> LiveView:
-        """The newest."""
+        """Return the newest live view."""
         return list(self.views.values())[-1]
 
     # ------------------------------------------------------------ taking
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Take one iopub message."""
+        """Handle one iopub message."""
         kind, content = message["msg_type"], message["content"]
         if not kind.startswith("comm_"):
             return
@@ -187,7 +187,7 @@ class FrontEnd:
                 model.updates += 1
 
     def set(self, model: Model, over: str = "shell", **state: Any) -> None:
-        """Change traits of a model, as a user does who moves a slider.
+        """Change traits of a model, as when a user moves a slider.
 
         Args:
             model: The model.
@@ -198,7 +198,7 @@ class FrontEnd:
         self._send(model.model_id, {"method": "update", "state": state, "buffer_paths": []}, over)
 
     def say(self, model: Model | LiveView, content: dict[str, Any], over: str = "shell") -> None:
-        """Send a custom message, as a button does that is pressed."""
+        """Send a custom message, as a pressed button does."""
         self._send(model.model_id, {"method": "custom", "content": content}, over)
 
     def _send(self, model_id: str, data: dict[str, Any], over: str) -> None:
@@ -208,7 +208,7 @@ class FrontEnd:
         self.client.shell_channel.send(message)
 
     def take_replies(self) -> None:
-        """Take what has come over the control channel."""
+        """Handle the messages received on the control channel."""
         while True:
             try:
                 message = self.client.get_control_msg(timeout=0)
@@ -227,12 +227,12 @@ class FrontEnd:
     # ------------------------------------------------------------ asking
 
     def ask(self, view: LiveView, question: dict[str, Any], over: str = "control") -> int:
-        """Send a question; its answer will be in `view.answers` under the number that this returns.
+        """Send a question. Returns its number, under which the answer will be in `view.answers`.
 
         Args:
             view: The view.
-            question: Without its number.
-            over: `control`, `subshell`, or `shell` (a front end that knows of no subshells).
+            question: The question without its number.
+            over: `control`, `subshell`, or `shell` (a front end without subshells).
         """
         self._number += 1
         question = {**question, "n": self._number}
@@ -247,13 +247,13 @@ class FrontEnd:
 
     @property
     def subshell(self) -> str:
-        """The subshell that JupyterLab would have for widgets; made when it is first asked for."""
+        """Return the subshell that JupyterLab would use for widgets; created on first use."""
         if not self._subshell:
             self._subshell = self.control("create_subshell_request", {})["subshell_id"]
         return self._subshell
 
     def drop_subshell(self) -> None:
-        """Delete the subshell, as JupyterLab does when the notebook is closed."""
+        """Delete the subshell, as JupyterLab does when it closes the notebook."""
         if self._subshell:
             self.control("delete_subshell_request", {"subshell_id": self._subshell})
             self._subshell = ""
@@ -263,14 +263,14 @@ class FrontEnd:
         return self.begin_control(kind, content)(timeout_s)
 
     def begin_control(self, kind: str, content: dict[str, Any]) -> Callable[[float], dict[str, Any]]:
-        """Send a control message and return what waits so many seconds for its reply's content."""
+        """Send a control message and return a function that waits the given seconds for its reply's content."""
         message = self.client.session.msg(kind, content)
         self.client.control_channel.send(message)
         msg_id = message["header"]["msg_id"]
         return lambda timeout_s: self.until(lambda: self._control.pop(msg_id, None), timeout_s, f"the reply to {kind}")
 
     def until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-        """Take control replies until the condition holds."""
+        """Handle control replies until the condition holds."""
         end = time.monotonic() + timeout_s
         while not (value := condition()):
             assert time.monotonic() < end, f"not within {timeout_s:g} s: {what}"

@@ -14,14 +14,14 @@ _KERNEL = "sgpu-test"
 
 
 def notebook(*cells: str) -> nbformat.NotebookNode:
-    """A notebook with these code cells."""
+    """Return a notebook with these code cells."""
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     made.metadata["kernelspec"] = {"name": _KERNEL, "display_name": "test", "language": "python"}
     return made
 
 
 def install_kernel(home: Home) -> None:
-    """Let `notebook`'s kernel be this Python; this process's variables have to be the home's."""
+    """Make this Python the kernel of `notebook`. This process's variables must be the home's."""
     folder = Path(home.environ["JUPYTER_DATA_DIR"]) / "kernels" / _KERNEL
     folder.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]

@@ -1,4 +1,4 @@
-"""A pool's directories away from every other, and every process that belongs to it."""
+"""A pool's own directories, separate from every other pool's, and every process that belongs to it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Row(NamedTuple):
-    """What the ledger says of a run."""
+    """A run's row in the ledger."""
 
     state: str
     failure: str
@@ -60,10 +60,10 @@ class Row(NamedTuple):
 
 
 class Home:
-    """Directories of one pool, away from every other, and the processes that belong to it.
+    """One pool's own directories, and the processes that belong to it.
 
     Args:
-        variables: Further environment variables of everything in it.
+        variables: Further environment variables of its processes.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
@@ -117,7 +117,7 @@ class Home:
 
     @property
     def runs(self) -> list[str]:
-        """Ids of this module's runs that have a directory, oldest first."""
+        """Return the ids of this module's runs that have a directory, oldest first."""
         folder = self.state / "runs"
         began: dict[str, int] = {}
         for entry in folder.iterdir() if folder.is_dir() else ():
@@ -131,7 +131,7 @@ class Home:
         return self.state / "runs" / run_id
 
     def ledger(self) -> dict[str, Row]:
-        """The row of each of this module's runs in the ledger, oldest first."""
+        """Return the ledger's rows of this module's runs, oldest first."""
         path = self.state / "ledger.sqlite3"
         if not path.exists():
             return {}
@@ -142,18 +142,18 @@ class Home:
         return {run_id: Row(*rest) for run_id, *rest in rows if run_id not in self._old_runs}
 
     def run_named(self, name: str) -> str:
-        """The id of the run that was started with this `--name`, "" while there is none."""
+        """Return the id of the run that was started with this `--name`, "" while there is none."""
         return next((run_id for run_id, row in self.ledger().items() if row.name == name), "")
 
     def log(self, run_id: str, rank: int) -> str:
-        """What a rank has printed so far."""
+        """Return what a rank has printed so far."""
         try:
             return (self.run_dir(run_id) / f"rank-{rank}.log").read_text()
         except FileNotFoundError:
             return ""
 
     def begin_module(self) -> None:
-        """Forget the runs and files of the modules before: names come again."""
+        """Forget the runs and files of earlier test modules, since names repeat."""
         self._old_runs |= {*self.ledger(), *self.runs}
         for entry in self.work.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -164,7 +164,7 @@ class Home:
     # ------------------------------------------------------------ processes
 
     def pool_pid(self) -> int | None:
-        """The living pool's pid."""
+        """Return the pid of the running pool."""
         try:
             pid = int(json.loads((self.runtime / "pool.json").read_bytes())["pid"])
         except (OSError, ValueError, KeyError):
@@ -172,10 +172,10 @@ class Home:
         return pid if is_alive(pid) else None
 
     def processes(self) -> dict[int, Process]:
-        """Every process of this home.
+        """Return every process of this home.
 
-        That are those with its paths in their environment, command or output, all below them, and all that were
-        seen here before, whose parents may be dead.
+        These are the processes with its paths in their environment, command or output, their descendants, and those
+        that were found earlier, whose parents may be dead.
         """
         table = process_table(self._strangers)
         found = {pid for pid, process in table.items() if self._is_marked(process)}
@@ -204,16 +204,16 @@ class Home:
         )
 
     def agent_pids(self) -> list[int]:
-        """Agents; one that was adopted is nobody's child here."""
+        """Return the pids of agents. An adopted agent's parent is not in this home."""
         return _those(_is_agent, self.processes())
 
     def zygote_pids(self) -> list[int]:
         return _those(_is_zygote, self.processes())
 
     def rank_pids(self) -> list[int]:
-        """Ranks of runs, and their orphans.
+        """Return the pids of runs' ranks and of their orphans.
 
-        Those that stand by are not among them (they have no working directory yet).
+        Standby ranks are left out (they have no working directory yet).
         """
         zygotes = self.zygote_pids()
         return [pid for pid, p in self.processes().items() if p.parent in zygotes and p.cwd != "/"]
@@ -223,7 +223,7 @@ class Home:
         return [pid for pid, p in self.processes().items() if p.parent in zygotes and p.cwd == "/"]
 
     def unexpected(self) -> dict[int, str]:
-        """Processes that nobody needs while no run goes on: pid and what it is."""
+        """Return pid and description of processes that are not needed while no run is active."""
         return self._unexpected_of(self.processes())
 
     def _unexpected_of(self, processes: Mapping[int, Process]) -> dict[int, str]:
@@ -239,7 +239,7 @@ class Home:
     # ------------------------------------------------------------ leaks
 
     def has_settled(self, pid: int) -> None:
-        """What the process has now is what it may have after every test; threads that are just starting count too."""
+        """Wait until no more threads start, and record the process's level, which must hold after every test."""
         seen = [level(pid)]
 
         def same() -> bool:
@@ -250,7 +250,7 @@ class Home:
         self._levels[pid] = seen[-1]
 
     def check_leaks(self) -> None:
-        """Wait until nothing is left of what ran; fail if something stays."""
+        """Wait until nothing is left of the test's runs; fail if something stays."""
         processes: dict[int, Process] = {}
 
         def nothing_goes_on() -> bool:
@@ -312,7 +312,7 @@ class Home:
         eventually(nobody_listens, 5, lambda: f"the pool, the agent or a zygote listens: {found}")
 
     def close(self) -> None:
-        """Stop the pool and check that everything of this home is gone, then remove its directories."""
+        """Stop the pool, check that all of this home's processes are gone, and remove its directories."""
         pool = self.pool_pid()
         problem = ""
         try:
@@ -329,14 +329,14 @@ class Home:
         assert not problem, problem
 
     def _fault(self) -> str:
-        """What the pool or its agent stumbled over, however well it went on: a fault may hide behind a retry."""
+        """Return an internal error of the pool or its agent, even one that a retry has hidden."""
         log = self.state / "pool.log"
         text = log.read_text(errors="replace") if log.is_file() else ""
         return f"faults in the pool's log:\n{text[-4000:]}" if "Traceback (most recent call last)" in text else ""
 
 
 def _oldest_file(folder: Path) -> int:
-    """When the first file of its own came, in nanoseconds; a linked one may be older than the folder."""
+    """Return the time in nanoseconds of the folder's first own file; a linked file may be older than the folder."""
     times = [folder.stat().st_mtime_ns]
     for entry in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -355,7 +355,7 @@ def _is_agent(process: Process) -> bool:
 
 
 def _is_servant(process: Process) -> bool:
-    """Of the pool: what speaks to MLflow, or to Ray."""
+    """Whether this is one of the pool's helper processes for MLflow or Ray."""
     return "-m sgpu_magic.tracking " in process.command or "-m sgpu_magic.nodes.ray " in process.command
 
 

@@ -1,4 +1,4 @@
-"""Exceptions that do harm when somebody describes them: sources of cells, each of which raises one of them."""
+"""Exceptions that do harm when they are described: sources of cells, each of which raises one of them."""
 
 from __future__ import annotations
 

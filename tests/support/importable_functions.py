@@ -1,4 +1,4 @@
-"""Functions of a module that ranks can import, for tests: decorated ones stand here under their functions' names."""
+"""Functions of a module that ranks can import; the decorated ones have the names of their functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FACTOR = 3
 
 
 def logged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator of the user's own."""
+    """Decorate a function, as a user's own decorator does."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def decorated(x: int, rank: int) -> tuple[int, int]:
 
 @distributed(gpus=4)
 def helper(x: int) -> int:
-    """Decorated too: on a rank it is the plain function."""
+    """Also decorated; on a rank it is the plain function."""
     return times(x)
 
 

@@ -47,7 +47,7 @@ print(json.dumps({{
 
 
 def call(*command: str | Path, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> str:
-    """Run a command that has to succeed and return what it printed."""
+    """Run a command that must succeed and return its output."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("VIRTUAL_ENV", "PYTHONPATH"))}
     environ |= index_variables("") | dict(variables or {})
     done = subprocess.run(
@@ -77,11 +77,11 @@ def site_packages(python: Path) -> Path:
 
 
 def snapshot_of(python: Path | str, *, cwd: Path | None = None, path: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """What a snapshot in another interpreter says.
+    """Return the snapshot that another interpreter takes.
 
     Args:
         python: The interpreter.
-        cwd: Where it stands.
+        cwd: Its working directory.
         path: Entries at the beginning of its `sys.path`.
     """
     code = f"import sys\nsys.path[:0] = {[str(entry) for entry in path]}\n" + _TELL.format(repository=str(REPOSITORY))
@@ -93,7 +93,7 @@ def by_name(told: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def make_project(folder: Path, name: str, version: str = "0.1", source: str = "WHO = 'project'\n") -> Path:
-    """Write a project that hatchling builds."""
+    """Write a project with hatchling as its build backend."""
     package = folder / name.replace("-", "_").replace(".", "_").lower()
     package.mkdir(parents=True)
     (folder / "pyproject.toml").write_text(PYPROJECT.format(name=name, version=version))
@@ -102,7 +102,7 @@ def make_project(folder: Path, name: str, version: str = "0.1", source: str = "W
 
 
 def make_wheel(folder: Path, name: str, version: str = "1.0", files: Mapping[str, str] | None = None) -> Path:
-    """Write a wheel; `files` beside a module of the wheel's name."""
+    """Write a wheel with a module of its name and further `files`."""
     module = name.replace("-", "_")
     info = f"{module}-{version}.dist-info"
     members = {f"{module}/__init__.py": f"VERSION = {version!r}\n", **(files or {})}
@@ -123,7 +123,7 @@ def _hash(text: str) -> str:
 
 
 def make_repository(folder: Path, project: Path) -> str:
-    """Put a project into a bare repository that any web server can serve; returns the commit."""
+    """Commit a project to a bare repository that any web server can serve. Returns the commit."""
     git = functools.partial(call, "git", "-c", "user.name=test", "-c", "user.email=test@example.org")
     git("init", "--quiet", cwd=project)
     git("add", "-A", cwd=project)
@@ -141,7 +141,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve a folder; yields its address."""
+    """Serve a folder over HTTP. Yields its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever, name="served-folder")
     thread.start()

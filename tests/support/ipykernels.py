@@ -16,10 +16,10 @@ CACHE = Path(tempfile.gettempdir()) / f"sgpu-test-ipykernels-{os.getuid()}"
 
 
 def variables_for(version: str) -> dict[str, str]:
-    """Environment variables with which a kernel runs on this version; skip the test when it can't be had.
+    """Return environment variables with which a kernel uses this version; skip the test if it can't be installed.
 
     Args:
-        version: Such as `6.31.0`.
+        version: A version such as `6.31.0`.
     """
     if importlib.metadata.version("ipykernel") == version:
         return {}

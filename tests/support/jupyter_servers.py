@@ -1,4 +1,4 @@
-"""Real Jupyter servers in a home, with this tree's extensions, whatever is installed."""
+"""Real Jupyter servers in a home, with the extensions of this source tree in place of installed ones."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _OTHERS = (
 
 
 class Answer(NamedTuple):
-    """What a server answers to a request."""
+    """A server's response to a request."""
 
     status: int
     body: Any
 
 
 class JupyterServer:
-    """A Jupyter server whose files are the home's working directory.
+    """A Jupyter server whose root directory is the home's working directory.
 
     Args:
-        home: Its home; kernels of the server run runs there.
+        home: Its home; the server's kernels use the home's pool.
         application: The module that is started: `jupyter_server`, `jupyterlab` or `notebook`.
-        token: What a request has to show; a fresh one when left out, "" lets everybody in.
-        base_url: Below what all its paths are.
-        command: Starts an application with the extensions that are installed for it; this tree's, when left out, are
-            those of `application`.
+        token: The server's token; a new one if left out, "" for no authentication.
+        base_url: The prefix of all its paths.
+        command: Starts an application with its installed extensions; if left out, `application` starts with this
+            tree's.
     """
 
     def __init__(
@@ -90,22 +90,22 @@ class JupyterServer:
         return self._process.pid
 
     def log(self) -> str:
-        """All that it has said."""
+        """Return the server's log."""
         return Path(self._log.name).read_text(errors="replace")
 
     def get(self, path: str, *, token: str | None = None) -> Answer:
-        """Ask for a path below the server's URL."""
+        """GET a path below the server's URL."""
         return self._request("GET", path, None, token)
 
     def post(self, path: str, body: object, *, token: str | None = None) -> Answer:
-        """Send `body` as JSON to a path below the server's URL."""
+        """POST `body` as JSON to a path below the server's URL."""
         return self._request("POST", path, json.dumps(body).encode(), token)
 
     def delete(self, path: str) -> Answer:
         return self._request("DELETE", path, None, None)
 
     def close(self) -> None:
-        """End the server, and its kernels with it."""
+        """Stop the server and its kernels."""
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(30)
@@ -136,7 +136,7 @@ class JupyterServer:
 
 
 def new_notebook(path: Path, *cells: str) -> None:
-    """Write a notebook with these code cells; their ids are `cell-0`, `cell-1` ..."""
+    """Write a notebook with these code cells, whose ids are `cell-0`, `cell-1` ..."""
     notebook = nbformat.v4.new_notebook(
         metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     )
@@ -145,9 +145,9 @@ def new_notebook(path: Path, *cells: str) -> None:
 
 
 def _laid_out(folder: Path, application: str) -> dict[str, str]:
-    """Put this tree's extensions where `pip install` puts them, below a folder; the variables that name it.
+    """Lay out this tree's extensions below a folder as `pip install` does, and return the variables that name it.
 
-    A server without pages has no other extension: those that are installed take it two seconds of processor.
+    A server without pages gets no other extension: the installed ones take two seconds of CPU time.
     """
     places = folder / application
     labextensions = places / "share" / "jupyter" / "labextensions" / "@sgpu-magic"

@@ -1,7 +1,7 @@
-"""Real kernels in a home of their own, for the end-to-end tests.
+"""Real kernels in their own home, for the end-to-end tests.
 
-Home      a pool's directories in a short temporary place, and every process that belongs to it
-Kernel    one ipykernel in a home, driven as a front end does
+Home      a pool's directories in a temporary folder with a short path, and every process that belongs to it
+Kernel    one ipykernel in a home, driven as by a front end
 Cell      a cell that was sent
 Reply     what a cell's execution sent back
 eventually   wait for a condition with a deadline
@@ -63,13 +63,13 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def plain(text: str) -> str:
-    """The text without colours."""
+    """Return the text without colours."""
     return _ANSI.sub("", text)
 
 
 @dataclass
 class Output:
-    """One output below a cell, in its last form: `stream`, `display` or `result`; `view` is the widget in it."""
+    """One output of a cell, in its final form: `stream`, `display` or `result`; `view` is the widget in it."""
 
     kind: str
     data: dict[str, Any]
@@ -92,10 +92,10 @@ class Reply:
 
     Args:
         status: `ok`, `error` or `aborted`; "" while it runs.
-        ename, evalue, traceback: The error, the traceback without colours as one text.
-        outputs: In the order in which they stand below the cell, each in its last form.
-        seconds: From sending the request to the end.
-        completed: Other messages of interest, by their type.
+        ename, evalue, traceback: The error; the traceback is one text without colours.
+        outputs: The outputs in their order below the cell, each in its final form.
+        seconds: The time from the request to the end.
+        completed: Other messages of interest, by type.
     """
 
     status: str = ""
@@ -109,17 +109,17 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """Everything that a reader sees below the cell as text, except the error."""
+        """Return all text that a reader sees below the cell, except the error."""
         return "\n".join(output.text.rstrip("\n") for output in self.outputs if output.text)
 
     @property
     def streams(self) -> str:
-        """What was printed by the kernel itself."""
+        """Return what the kernel itself has printed."""
         return "".join(output.text for output in self.outputs if output.kind == "stream")
 
     @property
     def displays(self) -> list[dict[str, Any]]:
-        """Data of every display, in order."""
+        """Return the data of every display, in order."""
         return [output.data for output in self.outputs if output.kind == "display"]
 
     @property
@@ -128,17 +128,17 @@ class Reply:
 
     @property
     def result(self) -> str:
-        """The `Out[]` text, "" without one."""
+        """Return the `Out[]` text, "" if there is none."""
         return next((output.text for output in self.outputs if output.kind == "result"), "")
 
     def lines(self, rank: int) -> list[str]:
-        """The lines that are shown with this rank's prefix."""
+        """Return the lines that are shown with this rank's prefix."""
         mark = f"[{rank}] "
         return [line[len(mark) :] for line in self.text.splitlines() if line.startswith(mark)]
 
     @property
     def story(self) -> str:
-        """All that can help to understand a failed check."""
+        """Return all that helps to understand a failed check."""
         return f"{self.status} after {self.seconds:.2f} s\n{self.text}\n{self.traceback or self.evalue}"
 
 
@@ -149,10 +149,10 @@ class Kernel:
         home: Its home.
         load: Run `%load_ext sgpu_magic` first.
         variables: Further environment variables.
-        wait: Wait until it is ready; else `ready` has to be called before anything is run.
-        python: Whose kernel it is.
-        server_id: What a Jupyter server would know it by; "" for one that no server has started.
-        greets: Its front end says hello to live views, as one that can draw them does.
+        wait: Wait until it is ready; else call `ready` before running anything.
+        python: The Python that runs the kernel.
+        server_id: Its id in a Jupyter server; "" for a kernel that no server has started.
+        greets: Its front end greets live views, as one that can draw them does.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Kernel:
             self.ready()
 
     def ready(self) -> None:
-        """Connect to the process that was started."""
+        """Connect to the started process and wait until it is ready."""
         self._connect()
         # ipykernel closes the pipes of threads that have ended every 10 s, as long as a leak check waits at most
         self.value("setattr(get_ipython().kernel.iopub_thread, '_event_pipe_gc_seconds', 0.3)")
@@ -233,13 +233,13 @@ class Kernel:
         return self.start(code, stop_on_error=stop_on_error).wait(timeout_s)
 
     def check(self, code: str, timeout_s: float = 60.0) -> Reply:
-        """Run a cell that has to succeed."""
+        """Run a cell that must succeed."""
         reply = self.run(code, timeout_s)
         assert reply.status == "ok", reply.story
         return reply
 
     def value(self, expression: str) -> Any:
-        """The expression's value in the notebook (what JSON can hold)."""
+        """Return the value of an expression in the notebook, which must be representable in JSON."""
         wrapped = f"__import__('json').dumps({expression})"
         msg_id = self.client.execute("", silent=True, user_expressions={"value": wrapped})
         while True:
@@ -250,24 +250,24 @@ class Kernel:
                 return json.loads(ast.literal_eval(found["data"]["text/plain"]))
 
     def complete(self, code: str) -> list[str]:
-        """What the completer offers at the end of `code`."""
+        """Return the completer's matches at the end of `code`."""
         return self.client.complete(code, len(code), reply=True, timeout=30)["content"]["matches"]
 
     # ------------------------------------------------------------ life
 
     def interrupt(self) -> None:
-        """What the stop button does."""
+        """Interrupt the kernel, as the stop button does."""
         self._manager.interrupt_kernel()
 
     def restart(self) -> None:
-        """What the restart button does; the extension is not loaded afterwards."""
+        """Restart the kernel, as the restart button does, without loading the extension."""
         self.client.stop_channels()
         self.home.kernel_pids.discard(self.pid)
         self._manager.restart_kernel(now=False)
         self._connect()
 
     def kill(self) -> None:
-        """SIGKILL, as the system does when memory is short."""
+        """Send SIGKILL, as the system does when memory is short."""
         os.kill(self.pid, signal.SIGKILL)
         self._manager.provisioner.process.wait(10)
 
@@ -287,7 +287,7 @@ class Kernel:
     # ------------------------------------------------------------ messages
 
     def _pump(self, timeout_s: float) -> str:
-        """Take one message from iopub to its reply; return the request's id when it is done with."""
+        """Add one iopub message to its reply; return the request's id when the request is complete."""
         try:
             message = self.client.get_iopub_msg(timeout=timeout_s)
         except Empty:
@@ -333,7 +333,7 @@ class Cell:
     idle: bool = False
 
     def wait(self, timeout_s: float = 60.0) -> Reply:
-        """Return its reply when it is over."""
+        """Wait for the end of the cell and return its reply."""
         self._pump_until(lambda: self.idle, timeout_s, "the cell's end")
         if not self.reply.status:
             self.kernel._finish(self.msg_id, self.reply)
@@ -341,11 +341,11 @@ class Cell:
         return self.reply
 
     def until_shown(self, text: str, timeout_s: float = 30.0) -> None:
-        """Wait until `text` is below the cell."""
+        """Wait until `text` is shown below the cell."""
         self._pump_until(lambda: text in self.reply.text, timeout_s, f"{text!r} below the cell")
 
     def until(self, condition: Callable[[], Any], timeout_s: float = 30.0, what: str = "") -> None:
-        """Wait for a condition while the cell's messages are taken."""
+        """Wait for a condition while handling the cell's messages."""
         self._pump_until(condition, timeout_s, what or "the condition")
 
     def _pump_until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> None:

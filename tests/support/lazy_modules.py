@@ -1,4 +1,4 @@
-"""Modules that take seconds to import: imported when a test first uses them, so that collecting does not wait."""
+"""Modules that take seconds to import, imported when a test first uses them to keep collection fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class LazyModule:
-    """Stands for a module, which is imported when one of its names is first asked for."""
+    """A stand-in for a module, which is imported when one of its names is first used."""
 
     def __init__(self, name: str) -> None:
         self._name = name

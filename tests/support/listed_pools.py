@@ -16,16 +16,16 @@ from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair, write_key_pa
 
 
 def listed(home: Home) -> Path:
-    """The file with the list."""
+    """Return the path of the list."""
     return home.path / "pools.toml"
 
 
 def list_pools(home: Home, pools: Iterable[tuple[str, ServedPool, dict[str, Any]]]) -> KeyPair:
-    """Give a home's user a key that these pools let in, and list them.
+    """Give a home's user a key that these pools accept, and add the pools to the user's list.
 
     Args:
-        home: Theirs.
-        pools: Each pool's name here, the pool, and what its entry has beside address and key.
+        home: The user's home.
+        pools: Each pool's name in the list, the pool, and what its entry has besides address and key.
     """
     keys = new_key_pair()
     write_key_pair(home.path / "client.key", keys)
@@ -36,7 +36,7 @@ def list_pools(home: Home, pools: Iterable[tuple[str, ServedPool, dict[str, Any]
 
 
 def list_nowhere(home: Home, name: str) -> PoolEntry:
-    """List a pool where nothing listens."""
+    """Add a pool to the list at whose address nothing listens."""
     entry = PoolEntry(name, f"tcp://127.0.0.1:{free_port()}", new_key_pair().public)
     add_pool(entry, listed(home))
     return entry

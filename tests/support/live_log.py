@@ -1,4 +1,4 @@
-"""Ranks that write logs and say so in events as an agent does, and what must come of it at a front end."""
+"""Ranks that write logs and report them in events as an agent does, and the lines that a front end must show."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LiveRun:
     """A run's view and feed, and its logs in a directory.
 
     Args:
-        directory: Where the logs are.
-        ranks: How many.
+        directory: The directory of the logs.
+        ranks: World size.
         spec: Further fields of the run's spec.
     """
 
@@ -78,9 +78,9 @@ class LiveRun:
         )
 
     def write(self, rank: int, data: bytes, skip: int = 0, stream: str = "stdout") -> LiveRun:
-        """A rank writes: to its log, and then to the pool without the first `skip` bytes.
+        """Write to a rank's log, and report the bytes after the first `skip` to the pool.
 
-        All of them are left out only when they end with a newline, as an agent does it.
+        As in an agent, all bytes are left out only if they end with a newline.
         """
         skip = min(skip, len(data) if data.endswith(b"\n") else len(data) - 1)
         with open(self.directory / f"rank-{rank}.log", "ab") as log:
@@ -115,7 +115,7 @@ class LiveRun:
         return path.read_bytes() if path.exists() else b""
 
     def log_lines(self, rank: int) -> list[str]:
-        """The log as a person reads it, made the simple way."""
+        """Return the log's lines as a reader sees them, computed in the simplest way."""
         lines = self.log(rank).split(b"\n")
         return [line_text(line.decode("utf-8", "replace")) for line in lines[: None if lines[-1] else -1]]
 
@@ -125,13 +125,13 @@ class LiveRun:
 
 
 def lines_of(reader: LogReader, rank: int, first: int, count: int) -> list[str]:
-    """Return `count` lines from number `first` on, fewer where the log ends."""
+    """Return `count` lines from number `first` on, fewer at the end of the log."""
     with closing(reader.lines_from(rank, first)) as found:
         return list(islice(found, count))
 
 
 class FrontEnd:
-    """Takes what it is told and asks for what it was not."""
+    """A front end that keeps the lines it receives and requests missing ones."""
 
     def __init__(self, run: LiveRun) -> None:
         self.run = run

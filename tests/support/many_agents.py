@@ -1,8 +1,8 @@
-"""A pool of several nodes on this machine: a service whose engine has an agent for each, with an address of its own.
+"""A pool of several nodes on this machine: a service whose engine has an agent for each node, with its own address.
 
     python tests/support/many_agents.py [far] <address>[@<network namespace>] ...
 
-is such a service, of the home that its environment names. `ManyAgents` starts it for a test.
+runs such a service for the home that its environment names. `ManyAgents` starts it for a test.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AgentHere(LocalAgent):
     """An agent on this machine whose link can be cut."""
 
     def cut(self) -> None:
-        """It lives on, and the next one who looks finds it."""
+        """Cut the link. The agent lives on, and the next service that looks finds it."""
         if self._stream is not None:
             self._stream.close()
         self._socket.close()
@@ -52,9 +52,9 @@ class AgentChannel:
     """A `NodeChannel` to an agent on this machine.
 
     Args:
-        node: Which.
-        agent: There.
-        slow: Nodes of which no file crosses the network: that the pool has a part of one is never said.
+        node: The node's name.
+        agent: Its agent.
+        slow: Nodes whose files do not cross the network: the pool never confirms a part of one.
     """
 
     def __init__(self, node: str, agent: AgentHere, slow: Collection[str]) -> None:
@@ -71,12 +71,12 @@ class AgentChannel:
 
 
 class NodesHere(Engine):
-    """Nodes `node-0`, `node-1` ... of which each is an agent on this machine.
+    """Nodes `node-0`, `node-1` ..., each an agent on this machine.
 
     Args:
         settings: The pool's settings.
-        places: Each node's address, with its network namespace after an `@` where it has one of its own.
-        far: They do not see the pool's files.
+        places: Each node's address, followed by `@` and its network namespace if it has one.
+        far: The nodes do not see the pool's files.
     """
 
     come_back_s = 3.0
@@ -140,7 +140,7 @@ class NodesHere(Engine):
         agent.listen(said, lost)
 
     def _reap(self) -> None:
-        """What a dead agent leaves becomes this process's; agents that live are waited for by who started them."""
+        """Reap the orphans of dead agents; living agents are waited for by the code that started them."""
         known = {agent.pid for agent in self._agents.values()}
         for pid in processes.descendants(os.getpid()):
             if pid not in known:
@@ -149,7 +149,7 @@ class NodesHere(Engine):
         self._loop.call_later(_REAP_S, self._reap)
 
     def obey(self, line: str) -> None:
-        """`cut`, `lose` or `bring` a node, or let its files be `slow` or `quick`."""
+        """Execute an order: `cut`, `lose` or `bring` a node, or make its files `slow` or `quick`."""
         order, node = line.split()
         match order:
             case "slow":
@@ -178,13 +178,13 @@ class NodesHere(Engine):
 
 
 class ManyAgents:
-    """The service of a home, as a process of its own.
+    """The service of a home, in its own process.
 
     Args:
-        home: Its home; a client there finds the pool that is running.
-        nodes: How many nodes, at 127.0.0.1, 127.0.0.2 ...
-        far: They do not see the pool's files: all comes and goes over their channels.
-        places: As of `NodesHere`, in place of `nodes`.
+        home: Its home; a client there finds the running pool.
+        nodes: Number of nodes, at 127.0.0.1, 127.0.0.2 ...
+        far: The nodes do not see the pool's files: all files are transferred over their channels.
+        places: As in `NodesHere`, instead of `nodes`.
     """
 
     def __init__(self, home: Home, nodes: int = 2, *, far: bool = False, places: Sequence[str] = ()) -> None:
@@ -216,9 +216,10 @@ class ManyAgents:
         return json.loads((self.home.state / NODE_PIDS).read_bytes())[f"node-{node}"]
 
     def order(self, what: str, node: int) -> None:
-        """`cut` a node's link, `lose` the node altogether, or `bring` it (back), with its agent if that lives.
+        """`cut` a node's link, `lose` the node, or `bring` it (back), with its agent if that is alive.
 
-        `slow`: its files do not cross the network until it is `quick` again and its agent comes, or another service.
+        `slow`: its files do not cross the network until it is `quick` again and its agent, or another service,
+        connects.
         """
         assert self.process.stdin is not None
         self.process.stdin.write(f"{what} node-{node}\n".encode())
@@ -228,12 +229,12 @@ class ManyAgents:
         os.kill(self.agent_pid(node), signal.SIGKILL)
 
     def kill(self) -> None:
-        """KILL the service; its agents stay."""
+        """Send SIGKILL to the service; its agents stay."""
         self.process.kill()
         self._wait()
 
     def restart(self) -> None:
-        """Start it again."""
+        """Start the service again."""
         self.process = self._start()
 
     def close(self) -> None:
@@ -249,7 +250,7 @@ class ManyAgents:
 
 @contextlib.contextmanager
 def _inside(namespace: str) -> Generator[None]:
-    """What is started now is in this network namespace; nothing else may happen in this thread meanwhile."""
+    """Start processes of the block in this network namespace; the thread must do nothing else meanwhile."""
     if not namespace:
         yield
         return
@@ -264,7 +265,7 @@ def _inside(namespace: str) -> Generator[None]:
 
 
 def _obey(engine: NodesHere) -> None:
-    """Orders are short, and come whole."""
+    """Execute orders from the test. They are short and arrive in one piece."""
     text = os.read(0, 4096).decode()
     for line in text.splitlines():
         engine.obey(line)

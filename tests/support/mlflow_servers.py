@@ -1,7 +1,7 @@
-"""MLflow servers for tests: the real one, its REST application alone, and a gateway before either that misbehaves.
+"""MLflow servers for tests: the real one, its REST application alone, and a misbehaving gateway before either.
 
-`RestServer` is MLflow's own server application with MLflow's own database store, served by werkzeug: what runs behind
-`mlflow server`, without its pages and its job runner. `full_server_python` installs the whole package `mlflow`.
+`RestServer` is MLflow's server application with MLflow's database store, served by werkzeug: `mlflow server` without
+its pages and its job runner. `full_server_python` installs the complete package `mlflow`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ START_S = 60.0
 
 
 class RestServer:
-    """A server on a port of its own that can be killed and started again on the same data.
+    """A server on its own port that can be killed and started again on the same data.
 
     Args:
-        folder: Where its database and artifacts are.
-        empty_store: What its database begins as: making one takes seconds.
-        python: An interpreter that has the whole `mlflow`; "" serves the REST application with this one.
+        folder: The folder of its database and artifacts.
+        empty_store: An empty database that it starts with, since making one takes seconds.
+        python: An interpreter with the complete `mlflow`; "" serves the REST application with this interpreter.
     """
 
     def __init__(self, folder: Path, empty_store: Path, python: str = "") -> None:
@@ -57,7 +57,7 @@ class RestServer:
         return f"sqlite:///{self._folder / 'server.db'}"
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         artifacts = self._folder / "served-artifacts"
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "SGPU_"))} | {
             "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -82,7 +82,7 @@ class RestServer:
         eventually(self._answers, START_S, lambda: (self._folder / "server.log").read_text()[-2000:])
 
     def kill(self) -> None:
-        """SIGKILL, with all its workers."""
+        """Send SIGKILL to the server and all its workers."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(10)
@@ -102,16 +102,16 @@ class RestServer:
 
 
 class Gateway:
-    """Passes requests on to a server, as a proxy or an authentication gate does, and misbehaves when told to.
+    """Forwards requests to a server, as a proxy or an authentication gateway does, and misbehaves on request.
 
     Args:
-        port: The server's.
+        port: The server's port.
 
     Attributes:
-        delay_s: Before it passes a request on.
-        answers_after: It passes the request on and then waits so long before it hands the answer back.
-        status: It answers so itself; 0 passes on.
-        authorization: What it asks for in the header of this name; "" for nothing.
+        delay_s: Delay in seconds before it forwards a request.
+        answers_after: Delay in seconds before it returns the response to a forwarded request.
+        status: Status that it responds with itself; 0 forwards the request.
+        authorization: The required value of the Authorization header; "" for none.
         seen: (method and path, Authorization header) of every request.
     """
 
@@ -176,7 +176,7 @@ class Gateway:
 
 
 def full_server_python(folder: Path) -> str:
-    """Install the whole `mlflow`, of the version at hand, into a new environment; return its interpreter."""
+    """Install the complete `mlflow`, in this environment's version, into a new environment; return its interpreter."""
     environ = dict(os.environ)
     index = environ.get("PIP_INDEX_URL", "")
     if index and "UV_DEFAULT_INDEX" not in environ and "UV_INDEX_URL" not in environ:

@@ -1,6 +1,6 @@
-"""Default MLflow stores without MLflow's migrations: one is made as a user's first one is, all others are its copies.
+"""Default MLflow stores without MLflow's migrations: one is made as a user's first one is, all others are copies of it.
 
-Making one takes four seconds of processor. `empty_store` in tests/conftest.py has the one of a test run.
+Making one takes four seconds of CPU time. `empty_store` in tests/conftest.py has a test run's store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def make_store(state: Path) -> Path:
 
 
 def lay_store(made: Path, state: Path) -> Path:
-    """Lay an empty default store into a state directory; return its database."""
+    """Copy an empty default store into a state directory; return its database."""
     database = _database(state)
     artifacts = database.parent / "artifacts"
     for folder in (state, database.parent, artifacts):
@@ -41,12 +41,12 @@ def lay_store(made: Path, state: Path) -> Path:
 
 
 def copy_store(made: Path, database: Path, artifacts: str) -> None:
-    """Copy an empty store whose artifacts lie elsewhere.
+    """Copy an empty store, with another location for artifacts.
 
     Args:
-        made: The database of the empty store; nobody writes there.
-        database: Where the copy is to be.
-        artifacts: The address that artifacts of the copy lie below.
+        made: The database of the empty store; not written to.
+        database: The path of the copy.
+        artifacts: The URI below which the copy's artifacts are.
     """
     shutil.copy(made, database)
     database.chmod(0o600)

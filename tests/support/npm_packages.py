@@ -1,4 +1,4 @@
-"""A copy of the front end's sources with the packages of its lock file, which are kept for the next time."""
+"""A copy of the front end's sources with the packages of its lock file, kept for later test runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NO_REGISTRY = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ETIMEDOUT", "ENOTCACH
 
 
 def copy_front_end(kept: Path, only: tuple[str, ...] = ()) -> Path:
-    """Copy the sources and install their packages, unless a former time has; skip where that can't be done.
+    """Copy the sources and install their packages, unless an earlier run has; skip the test if that is not possible.
 
     Args:
-        kept: The folder of all copies; each lock file has its own in it.
-        only: These packages alone, in the versions of the lock file: a twentieth of the time.
+        kept: The folder of all copies, one for each lock file.
+        only: Install only these packages, in the versions of the lock file, which takes a twentieth of the time.
 
     Returns:
         The copy of `labextension`.
@@ -55,7 +55,7 @@ def copy_front_end(kept: Path, only: tuple[str, ...] = ()) -> Path:
 
 
 def _alone(copy: Path, only: tuple[str, ...]) -> list[str]:
-    """Leave nothing but these packages to be installed; return what to tell npm."""
+    """Remove all other packages from the ones to install; return npm's arguments."""
     locked = json.loads((copy / "package-lock.json").read_text())["packages"]
     manifest = json.loads((copy / "package.json").read_text())
     kept = {"name": manifest["name"], "type": manifest["type"], "scripts": manifest["scripts"]}

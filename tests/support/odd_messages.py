@@ -1,4 +1,4 @@
-"""Messages of a protocol that are well formed and mean nothing, for servers that must bear them."""
+"""Well-formed messages of a protocol with meaningless content, which servers must tolerate."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DEEPEST = 6
 
 
 def odd_messages(union: Any, count: int, seed: int) -> Iterator[bytes]:
-    """Yield encoded messages of a union's types in turn, with fields that nobody would send.
+    """Yield encoded messages of a union's types in turn, with meaningless fields.
 
     Args:
-        union: As a decoder has it.
-        count: So many.
-        seed: The same one gives the same messages.
+        union: The union of message types, as for a decoder.
+        count: The number of messages.
+        seed: Seed of the random numbers; equal seeds give equal messages.
     """
     chance = random.Random(seed)
     info = inspect.type_info(union)

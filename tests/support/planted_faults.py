@@ -1,7 +1,7 @@
 """An agent with faults planted in its callbacks: `python planted_faults.py ARMED FD`, else as `-m sgpu_magic.agent FD`.
 
-The file ARMED holds `CALLBACK once RUN` or `CALLBACK always RUN`: the callback raises when it works for the run, or for
-whatever where RUN is `-`. The file goes when the fault has struck, for `always` when the test removes it.
+The file ARMED holds `CALLBACK once RUN` or `CALLBACK always RUN`: the callback raises when it works for that run, or
+for any if RUN is `-`. The fault removes the file when it strikes; with `always`, the test removes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Planted(RuntimeError):
 
 
 def arm(armed: Path, callback: str, run: str = "-", mode: str = "once") -> None:
-    """Let a callback of the agent raise."""
+    """Make a callback of the agent raise."""
     part = armed.with_suffix(".part")
     part.write_text(f"{callback} {mode} {run}")
     part.replace(armed)
@@ -53,7 +53,7 @@ def _planted(armed: Path, callback: str, plain: Callable[..., Any]) -> Callable[
 
 
 def _run_of(part: Any, depth: int = 3) -> str:
-    """The run that a part of the agent, or a message, belongs to; "" when it tells none."""
+    """Return the run that a part of the agent, or a message, belongs to; "" if it has none."""
     if isinstance(part, str):
         return part
     for name in ("run_id", "_run_id"):

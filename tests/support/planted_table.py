@@ -1,4 +1,4 @@
-"""The callbacks of the agent in which faults are planted, by what strikes them."""
+"""The callbacks of the agent in which faults are planted, by what triggers them."""
 
 FRESH = (
     "service:Agent._launch",

@@ -1,4 +1,4 @@
-"""A real pool with real ranks, asked by this process as a kernel asks it, without a notebook."""
+"""A real pool with real ranks, used by this process as a kernel does, without a notebook."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PATIENCE_S = 30.0
 
 
 class PoolClient:
-    """This process as a client of a home's pool; its variables are the home's until it is closed.
+    """This process as a client of a home's pool; it has the home's environment variables until `close`.
 
     Args:
-        home: The pool's, or of a client of a pool on another machine.
-        pool: Such a pool; None is the home's own.
+        home: The pool's home, or that of a client of a pool on another machine.
+        pool: A pool on another machine; None for the home's own.
     """
 
     def __init__(self, home: Home, pool: Pool | None = None) -> None:
@@ -51,7 +51,7 @@ class PoolClient:
         out: Sequence[str] = (),
         **fields: Any,
     ) -> ClientRun:
-        """Submit a run; `out` as in `--out`, `along` is what goes with it."""
+        """Submit a run; `out` as in `--out`, `along` are its attachments."""
         key = new_key()
         along = fields.pop("along", Attachments())
         packed = pack_namespace(dict(names or {}), {}, key)
@@ -74,13 +74,13 @@ class PoolClient:
         return ClientRun(self, self.pool.submit(spec, packed, key, dict(self.home.environ), along))
 
     def connect(self, ranks: int = 2, **fields: Any) -> ClientSession:
-        """Begin a session and wait until its ranks are there."""
+        """Start a session and wait until its ranks are ready."""
         run = self.begin(ranks=ranks, kind=RunKind.SESSION, name=fields.pop("name", "work"), **fields)
         run.wait_for(RanksStarted)
         return ClientSession(self, run, ranks)
 
     def find_again(self, run: Run) -> None:
-        """Go on with the pool's successor; the link may not have noticed the death yet."""
+        """Connect to the pool's successor; the link may not have noticed the death yet."""
 
         def found() -> bool:
             try:
@@ -97,17 +97,17 @@ class PoolClient:
 
 
 def set_environ(variables: Mapping[str, str]) -> None:
-    """Let these be this process's environment variables."""
+    """Replace this process's environment variables."""
     wanted = dict(variables)
     os.environ.clear()
     os.environ.update(wanted)
 
 
 class ClientRun:
-    """A run that was submitted, and what it has said.
+    """A submitted run and its events.
 
     Attributes:
-        events: What happened so far.
+        events: The events so far.
     """
 
     def __init__(self, client: PoolClient, run: Run) -> None:
@@ -118,7 +118,7 @@ class ClientRun:
         self._frames: Sequence[bytes] = ()
 
     def wait_for(self, kind: type[Any], count: int = 1, within_s: float = PATIENCE_S) -> Any:
-        """Return its first (or `count`th) event of a kind."""
+        """Wait for the run's first (or `count`th) event of a kind, and return it."""
         deadline = time.monotonic() + within_s
         while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
             left = deadline - time.monotonic()
@@ -133,13 +133,13 @@ class ClientRun:
         return found[count - 1]
 
     def ended(self, within_s: float = PATIENCE_S) -> RunEnded:
-        """Wait for its last word."""
+        """Wait for the run's final event."""
         ended: RunEnded = self.wait_for(RunEnded, within_s=within_s)
         return ended
 
     @property
     def printed(self) -> dict[int, str]:
-        """What each rank has printed."""
+        """Return what each rank has printed."""
         texts: dict[int, str] = {}
         for event in self.events:
             if isinstance(event, OutputWritten):
@@ -148,11 +148,11 @@ class ClientRun:
 
     @property
     def values(self) -> list[object]:
-        """The last expression's value by rank."""
+        """Return the last expression's value by rank."""
         return [rank.value for rank in self.run.load_results(self.ended(), self._frames, {})]
 
     def names(self) -> list[dict[str, object]]:
-        """The names of `out`, by rank."""
+        """Return the names of `out` by rank."""
         return [rank.names for rank in self.run.load_results(self.ended(), self._frames, {})]
 
 
@@ -160,7 +160,7 @@ class ClientSession:
     """A connected session.
 
     Args:
-        client: Whose.
+        client: The session's client.
         run: The session's own run.
         ranks: Its world size.
     """

@@ -1,7 +1,7 @@
-"""Faults in the pool service: a method that raises once, when the test says so.
+"""Faults in the pool service: a method that raises once, when the test arms it.
 
-The service is a process of its own, so what plants them is a `sitecustomize` on its PYTHONPATH. A fault waits in a
-file of the method's name, which has the id of the run whose call is to raise, or nothing for any call.
+The service runs in its own process, so a `sitecustomize` on its PYTHONPATH plants them. A fault is armed by a file of
+the method's name, which holds the id of the run whose call raises, or nothing for any call.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Plants:
     """Methods of the pool service that can be made to raise.
 
     Args:
-        folder: Empty; goes on the PYTHONPATH of the home.
-        methods: Each as `module:Class.method`, the module below `sgpu_magic.pool`.
+        folder: An empty folder, to be put on the home's PYTHONPATH.
+        methods: Methods as `module:Class.method`, with the module below `sgpu_magic.pool`.
     """
 
     def __init__(self, folder: Path, methods: list[str]) -> None:
@@ -75,12 +75,12 @@ class Plants:
         (folder / "sitecustomize.py").write_text(_SITE.format(plants=plants))
 
     def arm(self, method: str, run_id: str = "") -> None:
-        """Let the next call raise, or the next that concerns a run."""
+        """Make the next call raise, or the next one for a run."""
         path = self.folder / method.split(":")[1]
         path.with_suffix(".part").write_text(run_id)
         path.with_suffix(".part").replace(path)
 
     def struck(self, method: str) -> None:
-        """Wait until it has raised."""
+        """Wait until the fault has been raised."""
         path = self.folder / method.split(":")[1]
         eventually(lambda: not path.exists(), 10, f"{method} was not called")

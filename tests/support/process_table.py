@@ -1,4 +1,4 @@
-"""What the system tells of processes: the table, their descriptors, threads and listening sockets."""
+"""Processes as the system reports them: the table, their descriptors, threads and listening sockets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Process:
     """One row of the process table.
 
     Args:
-        start: Clock ticks since boot at which it began: a pid that was given again has another.
-        stdout: What its standard output is.
+        start: Its start in clock ticks since boot, which differs when a pid is reused.
+        stdout: The target of its standard output.
     """
 
     pid: int
@@ -48,10 +48,10 @@ class Process:
 
 
 def process_table(strangers: Mapping[int, int] | None = None) -> dict[int, Process]:
-    """All processes of this machine; zombies have neither command nor environment.
+    """Return all processes of this machine; zombies have neither command nor environment.
 
     Args:
-        strangers: Pid and start of processes of which nothing but their parent is asked: the rest takes its time.
+        strangers: Pid and start of processes of which only the parent is read, to save time.
     """
     strangers = strangers or {}
     found: dict[int, Process] = {}
@@ -83,7 +83,7 @@ def process_table(strangers: Mapping[int, int] | None = None) -> dict[int, Proce
 
 
 def below(roots: Iterable[int], table: Mapping[int, Process]) -> set[int]:
-    """Pids below `roots`."""
+    """Return the pids of the descendants of `roots`."""
     children: dict[int, list[int]] = {}
     for pid, process in table.items():
         children.setdefault(process.parent, []).append(pid)
@@ -109,7 +109,7 @@ def wait_gone(pid: int, deadline_s: float = 10.0) -> None:
 
 
 def stop_process(pid: int, number: int, deadline_s: float) -> None:
-    """Signal a process that is not our child and wait for its end."""
+    """Signal a process that is not a child of this one, and wait for its end."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -123,7 +123,7 @@ def stop_process(pid: int, number: int, deadline_s: float) -> None:
 
 
 def waits_of(root: int) -> str:
-    """What every thread of a process, and of those below it, waits in: one line each."""
+    """Return what every thread of a process and of its descendants waits in, one line each."""
     table = process_table()
     lines: list[str] = []
     for pid in (root, *sorted(below([root], table))):
@@ -141,7 +141,7 @@ def waits_of(root: int) -> str:
 
 
 def descriptors(pid: int) -> dict[int, str]:
-    """Open descriptors of a process and what they are."""
+    """Return the open descriptors of a process with their targets."""
     found: dict[int, str] = {}
     with contextlib.suppress(OSError):
         for entry in os.listdir(f"/proc/{pid}/fd"):
@@ -151,7 +151,7 @@ def descriptors(pid: int) -> dict[int, str]:
 
 
 def watched_pids(pid: int) -> set[int]:
-    """Living processes that the process has a pidfd of."""
+    """Return the pids of living processes that the process has a pidfd of."""
     found: set[int] = set()
     for fd, link in descriptors(pid).items():
         if "pidfd" in link:
@@ -169,7 +169,7 @@ def thread_count(pid: int) -> int:
 
 
 def library_count(pid: int) -> int:
-    """Shared libraries that the process has loaded."""
+    """Return the number of shared libraries that the process has loaded."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
@@ -178,10 +178,10 @@ def library_count(pid: int) -> int:
 
 
 def listening(pids: Iterable[int] | None = None) -> dict[int, str]:
-    """TCP sockets that listen: inode and `address:port`, as the system writes it.
+    """Return listening TCP sockets: inode and `address:port`, as the system writes it.
 
     Args:
-        pids: Only those that these processes hold open; None for all of this machine.
+        pids: Only sockets that these processes hold open; None for all of this machine.
     """
     found: dict[int, str] = {}
     for name in ("tcp", "tcp6"):
@@ -198,9 +198,9 @@ def listening(pids: Iterable[int] | None = None) -> dict[int, str]:
 
 
 def level(pid: int) -> dict[str, int]:
-    """What must not grow: descriptors (less those of ranks, clients and payloads), threads, memory files.
+    """Return what must not grow: descriptors (without those of ranks, clients and payloads), threads, memory files.
 
-    `most fds` is the same as `fds` if no rank had its socket yet.
+    `most fds` equals `fds` if no rank has its socket yet.
     """
     links = list(descriptors(pid).values())
     watched = sum("pidfd" in link for link in links)
@@ -221,23 +221,23 @@ def level(pid: int) -> dict[str, int]:
 
 
 def memory_files(pid: int) -> int:
-    """Those of runs; a rank's stack file is counted with the rank."""
+    """Return the number of runs' memory files; a rank's stack file is counted with the rank."""
     links = descriptors(pid).values()
     return sum(link.startswith("/memfd:sgpu") and not link.startswith("/memfd:sgpu-stack") for link in links)
 
 
 def resident_bytes(pid: int | None) -> int:
-    """Memory that a process holds."""
+    """Return the resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def no_more(now: Mapping[str, int], before: Mapping[str, int], slack: int = 2) -> bool:
-    """Whether a process has kept its level.
+    """Whether a process's level has not grown.
 
     Args:
         now: `level` of the process.
         before: Its level before.
-        slack: What may come and go: a second zygote, a timer's thread.
+        slack: Allowed growth: a second zygote, a timer's thread.
     """
     limits = before | {"fds": before["most fds"]}
     return all(now[name] <= limits[name] + slack for name in before if name != "most fds")

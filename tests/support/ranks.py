@@ -1,4 +1,4 @@
-"""Ranks of a real zygote, spoken to over the wire as the agent does."""
+"""Ranks of a real zygote, controlled over the wire as by an agent."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Zygote:
         return received
 
     def fork(self, order: Fork, descriptors: Sequence[int]) -> int:
-        """Returns the rank's pid."""
+        """Fork a rank and return its pid."""
         self.link.send(order, (), descriptors)
         while True:
             message, _ = self.receive(10)
@@ -86,7 +86,7 @@ class Zygote:
             self._note(message)
 
     def wait(self, pid: int, deadline_s: float = 10) -> int:
-        """How the rank ended."""
+        """Wait for the end of the rank and return how it ended."""
         while pid not in self.exits:
             self._note(self.receive(deadline_s)[0])
         return self.exits[pid]
@@ -101,7 +101,7 @@ class Zygote:
 
 
 class Rank:
-    """One rank: its link and what it has printed."""
+    """One rank: its connection and its output."""
 
     def __init__(self, zygote: Zygote, order: Fork, store_fd: int, scratch: Path) -> None:
         ours, theirs = socket.socketpair()
@@ -136,7 +136,7 @@ class Rank:
         self.link.send(message, blobs, descriptors)
 
     def expect(self, *kinds: type[R], deadline_s: float = 30) -> R:
-        """The next message of these kinds; displays and remarks before it are kept."""
+        """Return the next message of these kinds; displays and remarks before it are kept."""
         return self.expect_with_frames(*kinds, deadline_s=deadline_s)[0]
 
     def expect_with_frames(self, *kinds: type[R], deadline_s: float = 30) -> tuple[R, Sequence[bytes]]:
@@ -179,7 +179,7 @@ class Rank:
         assert self.zygote.wait(self.pid) == -signal.SIGKILL
 
     def close(self) -> None:
-        """Also waits until the rank is gone."""
+        """Close the connection and wait until the rank is gone."""
         self.link.close()
         self.zygote.wait(self.pid)
         for reader in self._readers:
@@ -188,11 +188,11 @@ class Rank:
 
 
 class Session:
-    """N ranks that stay, in the place of their agent.
+    """A session of N ranks, with this object as their agent.
 
     Args:
-        zygote: Who forks them.
-        ranks: How many.
+        zygote: The zygote that forks them.
+        ranks: World size.
         environ: The kernel's environment.
     """
 
@@ -264,7 +264,7 @@ class Session:
         tracking: Tracking | None = None,
         profile: bool = False,
     ) -> None:
-        """Send a cell; `results` or `failures` wait for what comes of it."""
+        """Send a cell; `results` or `failures` wait for its outcome."""
         self.cells += 1
         packed = pack.pack_namespace(names or {}, names or {}, KEY)
         data = packed.to_bytes()
@@ -295,7 +295,7 @@ class Session:
             os.close(payload)
 
     def result(self, rank: int, deadline_s: float = 60) -> dict[str, Any]:
-        """`names` and `value` of the rank's result, and its `text`."""
+        """Return `names`, `value` and `text` of the rank's result."""
         message, frames = self.ranks[rank].expect_with_frames(Finished, deadline_s=deadline_s)
         assert message.grouped
         found: dict[str, Any] = {"names": {}, "value": None, "text": message.result.value_repr}
@@ -328,7 +328,7 @@ class Session:
                 rank.send(Release(fds=ends.get(rank.pid, ())))
 
     def renew(self, replaced: Sequence[int] = ()) -> list[str]:
-        """Connect all anew, `replaced` ranks being new processes; return what each survivor says is lost."""
+        """Reconnect all ranks, of which `replaced` are new processes; return what each survivor reports as lost."""
         store = os.memfd_create("store")
         for rank in replaced:
             self.ranks[rank].close()
@@ -346,7 +346,7 @@ class Session:
         return [answer.lost for answer in answers]
 
     def leave(self) -> None:
-        """End the ranks in order."""
+        """End the ranks with `Leave`."""
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 rank.send(Leave())

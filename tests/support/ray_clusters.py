@@ -1,4 +1,4 @@
-"""Ray clusters of this machine for tests: fake nodes of one machine, and raylets with addresses of their own."""
+"""Ray clusters on this machine: fake nodes of one machine, and raylets with their own addresses."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _STARTS = 4
 
 
 class FakeCluster:
-    """A head without GPUs and fake nodes, all raylets of this machine with this machine's address.
+    """A head without GPUs, and fake nodes, all raylets on this machine with this machine's address.
 
     Args:
         gpus: GPUs of each node.
         cpus: CPUs of each node.
-        label: Their `ray.io/accelerator-type`; "" declares the resource `accelerator_type:` instead.
+        label: Label `ray.io/accelerator-type` of the nodes; "" declares the resource `accelerator_type:` instead.
         resource: See `label`.
     """
 
@@ -52,7 +52,7 @@ class FakeCluster:
         self._looker: subprocess.Popen[str] | None = None
 
     def add(self, gpus: int, cpus: int = 4, label: str = "A10G", resource: str = "") -> Any:
-        """Add a node, as an autoscaler would."""
+        """Add a node, as an autoscaler does."""
         node = self._add(
             num_cpus=cpus,
             num_gpus=gpus,
@@ -63,7 +63,7 @@ class FakeCluster:
         return node
 
     def _add(self, **arguments: Any) -> Any:
-        """Ray gives what a raylet starts 15 s to import what it needs, and then raises something that has no type."""
+        """Add a node, with retries: Ray gives a raylet's processes 15 s for imports, then raises a plain exception."""
         for left in reversed(range(_STARTS)):
             before, here = set(_ray_pids()), dict(os.environ)
             # else the node would look like a part of the home that a test is in
@@ -83,31 +83,31 @@ class FakeCluster:
         raise AssertionError("not reached")
 
     def left_nothing(self, pool: str) -> None:
-        """Wait until no actor and no placement group of a pool is in the cluster."""
+        """Wait until the cluster has no actor and no placement group of a pool."""
         eventually(lambda: self.left(pool) == {}, 30, lambda: f"left in the cluster: {self.left(pool)}", poll_s=1.0)
 
     def kill(self, node: Any) -> None:
-        """The machine is gone from one moment to the next."""
+        """Kill all processes at once, as when a machine fails."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._cluster.remove_node(node, allow_graceful=False)
         self.nodes.remove(node)
 
     def left(self, pool: str) -> dict[str, list[str]]:
-        """Living actors and placement groups of a pool."""
+        """Return the living actors and placement groups of a pool."""
         actors, groups = self._ask({"left": pool})
         return {kind: names for kind, names in (("actors", actors), ("groups", groups)) if names}
 
     def free_gpus(self) -> float:
-        """As Ray's scheduler sees it, which is a little later than a group's end."""
+        """Return the free GPUs as Ray's scheduler sees them, a little later than a placement group's end."""
         return self._ask({"free": True})
 
     def hold(self, bundles: list[dict[str, float]]) -> None:
-        """Take devices, as another user of the cluster does."""
+        """Occupy devices, as another user of the cluster does."""
         self._ask({"hold": bundles})
 
     def release(self) -> None:
-        """Give back what `hold` took."""
+        """Release the devices that `hold` occupied."""
         self._ask({"release": True})
 
     def _ask(self, question: dict[str, Any]) -> Any:
@@ -123,7 +123,7 @@ class FakeCluster:
         raise AssertionError("the driver that looks has ended")
 
     def _look(self) -> subprocess.Popen[str]:
-        """A driver of its own: this process must not be one, its fork handlers and threads would be in every test."""
+        """Query Ray in a separate driver, whose fork handlers and threads would otherwise be in every test."""
         code = f"""
 import json, sys, ray
 ray.init(address={self.address!r}, namespace="looker", log_to_driver=False, logging_level="ERROR")
@@ -169,14 +169,14 @@ for line in sys.stdin:
 
 
 def _rays() -> list[str]:
-    """Raylets, and what else must not outlive a cluster, below this process."""
+    """Return descendants of this process that must not outlive a cluster, such as raylets."""
     table = process_table()
     names = ("raylet", "gcs_server", "ray::", "sgpu_magic.agent", "go_between")
     return [str(table[pid]) for pid in _ray_pids() if pid in table and any(name in str(table[pid]) for name in names)]
 
 
 def _ray_pids() -> list[int]:
-    """All of Ray below this process."""
+    """Return the pids of all of Ray's processes among this process's descendants."""
     table = process_table()
     found = below([os.getpid()], table)
     return [pid for pid in found if table[pid].state != "Z" and "ray" in table[pid].command]
@@ -196,10 +196,10 @@ def _is_agent_of(pool: str, process: Process) -> bool:
 
 
 class RayPool:
-    """A pool service on a cluster, with directories of its own; clients of this machine reach it by `home`.
+    """A pool service on a cluster, with its own directories; clients on this machine reach it through `home`.
 
     Args:
-        address: The cluster's.
+        address: The cluster's address.
         variables: Further settings, `SGPU_...`.
         home: Its home; None makes one.
     """
@@ -227,7 +227,7 @@ class RayPool:
         return self.home.state / "pool.log"
 
     def node_processes(self) -> dict[int, Process]:
-        """What this pool has on nodes of this machine: its agents and all below them. Ray starts them, no home does."""
+        """Return this pool's agents and their descendants on this machine's nodes; Ray starts them, not the home."""
         table = process_table()
         agents = {pid for pid, process in table.items() if _is_agent_of(self.name, process)}
         return {pid: table[pid] for pid in agents | below(agents, table) if table[pid].state != "Z"}
@@ -236,13 +236,13 @@ class RayPool:
         return [pid for pid, process in self.node_processes().items() if _is_agent_of(self.name, process)]
 
     def rank_pids(self) -> list[int]:
-        """Ranks of runs; those that stand by have no directory of their own yet."""
+        """Return the pids of runs' ranks; standby ranks have no working directory yet."""
         found, agents = self.node_processes(), self.agent_pids()
         zygotes = {pid for pid, process in found.items() if _ZYGOTE in process.command and process.parent in agents}
         return [pid for pid, process in found.items() if process.parent in zygotes and process.cwd != "/"]
 
     def node_files(self) -> list[str]:
-        """Directories of this pool on nodes of this machine."""
+        """Return the directories of this pool on this machine's nodes."""
         return [str(path) for path in Path("/tmp").glob(f"sgpu-{os.getuid()}-{self.name}-*")]
 
     def start(self) -> None:
@@ -265,7 +265,7 @@ class RayPool:
             self.process.wait(60)
 
     def close(self) -> None:
-        """End it; nothing of it is left on the nodes."""
+        """Stop the service and check that nothing of it is left on the nodes."""
         try:
             self.stop()
             eventually(lambda: not self.node_processes(), 20, lambda: f"left on nodes: {self.node_processes()}")

@@ -33,15 +33,15 @@ def _session(pid: int) -> int:
 
 
 class RayNode:
-    """`ray start --block`: a raylet and what belongs to it, in a session of its own.
+    """`ray start --block`: a raylet and its processes, in their own session.
 
     Args:
-        arguments: Further ones of `ray start`.
-        ip: Its address.
-        log: Where its words go.
-        environ: Of its processes.
-        inside: What the command begins with, such as `ip netns exec NAME`.
-        gpus: GPUs that do not exist.
+        arguments: Further arguments of `ray start`.
+        ip: The node's address.
+        log: The file for its output.
+        environ: The environment of its processes.
+        inside: Prefix of the command, such as `ip netns exec NAME`.
+        gpus: Number of simulated GPUs.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class RayNode:
         return self.process.poll() is None
 
     def below(self) -> dict[int, str]:
-        """What it has started, with all below; the node is a session of its own, and its orphans are still of it."""
+        """Return the node's processes with their descendants; orphans are found by the node's session."""
         table = process_table()
         found = {pid for pid in table if _session(pid) == self.process.pid}
         found |= below({self.process.pid, *found}, table) | {self.process.pid}
         return {pid: str(table[pid]) for pid in found if pid in table and table[pid].state != "Z"}
 
     def kill(self) -> None:
-        """The machine is gone from one moment to the next."""
+        """Kill all processes at once, as when a machine fails."""
         # nobody of them sees another one's end
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in self.below():
@@ -101,7 +101,7 @@ class RayNode:
         self.process.wait()
 
     def close(self) -> None:
-        """End it; nothing of it stays."""
+        """Stop the node and wait until all of its processes are gone."""
         left = self.below()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -112,18 +112,18 @@ class RayNode:
 
 
 class RayHead:
-    """A cluster's head, with two GPUs that do not exist.
+    """A cluster's head, with two simulated GPUs by default.
 
     Args:
         ip: Its address.
-        token: Whether it wants a token, and has its dashboard.
-        gpus: How many GPUs.
+        token: Whether it requires a token and has a dashboard.
+        gpus: Number of simulated GPUs.
 
     Attributes:
-        token: What its clients must know.
+        token: The token for its clients.
         dashboard: `http://127.0.0.1:PORT`.
-        variables: For clients of it.
-        home: The home directory of everything in it.
+        variables: Environment variables for its clients.
+        home: The home directory of all of its processes.
     """
 
     def __init__(self, ip: str = "127.0.0.1", *, token: bool = True, gpus: int = 2) -> None:
@@ -164,11 +164,11 @@ class RayHead:
             return False
 
     def below(self) -> dict[int, str]:
-        """Processes of the cluster."""
+        """Return the processes of the cluster."""
         return self.node.below()
 
     def close(self) -> None:
-        """End it; nothing of it stays."""
+        """Stop the head and remove its directory."""
         try:
             self.node.close()
         finally:

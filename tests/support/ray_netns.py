@@ -1,4 +1,4 @@
-"""A Ray cluster whose nodes have addresses of their own: raylets in network namespaces, on a bridge. Needs root."""
+"""A Ray cluster whose nodes have their own addresses: raylets in network namespaces, on a bridge. Needs root."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _NODE = "10.201.7.{}"
 
 
 class NetnsCluster:
-    """A head without GPUs at the bridge, and nodes with two each.
+    """A head without GPUs on the bridge, and nodes with two GPUs each.
 
     Args:
-        nodes: How many.
+        nodes: Number of nodes.
 
     Attributes:
-        address: The cluster's.
-        nodes: In order of their addresses.
+        address: The cluster's address.
+        nodes: The nodes in order of their addresses.
     """
 
     def __init__(self, nodes: int = 2) -> None:
@@ -43,12 +43,12 @@ class NetnsCluster:
             raise
 
     def node_at(self, address: str) -> NetnsNode:
-        """The node with this address."""
+        """Return the node with this address."""
         (found,) = [node for node in self.nodes if node.ip == address]
         return found
 
     def close(self) -> None:
-        """End it; no process, namespace or interface stays."""
+        """Stop the cluster and remove its processes, namespaces and interfaces."""
         self._made.close()
 
 
@@ -56,9 +56,9 @@ class NetnsNode:
     """A raylet in a namespace.
 
     Args:
-        head: Of its cluster.
-        bridge: The bridge that its interface is at.
-        number: 0, 1 ...
+        head: The cluster's head.
+        bridge: The bridge of its interface.
+        number: Its number, from 0.
     """
 
     def __init__(self, head: RayHead, bridge: str, number: int) -> None:
@@ -81,15 +81,15 @@ class NetnsNode:
         )
 
     def cut(self) -> None:
-        """Pull the plug of its network."""
+        """Disconnect the node's network."""
         _ip("link", "set", self._outside, "down")
 
     def mend(self) -> None:
-        """Put it in again."""
+        """Reconnect the node's network."""
         _ip("link", "set", self._outside, "up")
 
     def kill(self) -> None:
-        """The machine is gone from one moment to the next."""
+        """Kill the node at once, as when a machine fails."""
         self.node.kill()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run's own Ray cluster leaves on a machine, or does not."""
+"""Checks of what a run's own Ray cluster leaves behind on a machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FF
 
 
 def ray_processes(home: Home, name: str = "") -> dict[int, str]:
-    """Living processes of Ray in this home: pid and command.
+    """Return pid and command of living Ray processes in this home.
 
     Args:
-        home: Its home.
-        name: Only those with this in their command.
+        home: The pool's home.
+        name: Only processes with this in their command.
     """
     return {
         pid: process.command
@@ -28,7 +28,7 @@ def ray_processes(home: Home, name: str = "") -> dict[int, str]:
 
 
 def pid_of(home: Home, name: str) -> int:
-    """The one process with this in its command's first word."""
+    """Return the pid of the one process with this in the first word of its command."""
     return eventually(
         lambda: next(
             (pid for pid, command in ray_processes(home).items() if command.split()[0].endswith(name)),
@@ -40,17 +40,17 @@ def pid_of(home: Home, name: str) -> int:
 
 
 def open_to_others(home: Home) -> list[str]:
-    """Sockets of Ray's processes here, as `address:port` in hexadecimal, which other machines can reach."""
+    """Return the sockets of Ray's processes that other machines can reach, as `address:port` in hexadecimal."""
     return [where for where in listening(ray_processes(home)).values() if not where.startswith(_LOOPBACK)]
 
 
 def object_files() -> set[str]:
-    """Names of Ray's object stores in shared memory."""
+    """Return the names of Ray's object stores in shared memory."""
     return {entry.name for entry in _SHM.iterdir() if entry.name.startswith("plasma")}
 
 
 def directories(home: Home) -> list[str]:
-    """Directories of Ray clusters in the home."""
+    """Return the directories of Ray clusters in the home."""
     found = [
         *home.runtime.glob("ray-*"),
         *(home.path / "tmp").glob("*ray*"),
@@ -62,11 +62,11 @@ def directories(home: Home) -> list[str]:
 
 
 def check_gone(home: Home, ports: dict[int, str] | None = None) -> None:
-    """Wait until no process, directory or port of a Ray cluster is left here.
+    """Wait until no process, directory or port of a Ray cluster is left on this machine.
 
     Args:
-        home: The pool's.
-        ports: What listened while the run went on, by inode.
+        home: The pool's home.
+        ports: The sockets that listened during the run, by inode.
     """
     eventually(lambda: not ray_processes(home), 20, lambda: f"Ray's processes are left: {ray_processes(home)}")
     eventually(lambda: not directories(home), 10, lambda: f"directories are left: {directories(home)}")

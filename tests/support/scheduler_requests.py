@@ -1,4 +1,4 @@
-"""What the scheduler is given, and what it answers, in the words of its tests."""
+"""Requests to the scheduler and its answers, in short forms for its tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Pools that are really served on a TCP port, and clients of other machines.
+"""Pools served on a TCP port, and clients on other machines.
 
-The pool has a home of its own; each client too, and sees nothing of the pool's but its port.
+The pool and each client have their own homes; clients see nothing of the pool but its port.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class ServedHome(Home):
 
 
 class ServedPool:
-    """`sgpu pool serve`, as its own process group in the foreground.
+    """`sgpu pool serve` in the foreground, in its own process group.
 
     Args:
         variables: Further settings of the pool.
         engine: `local` or `ray`.
-        listen: Where; port `*` is a free one.
-        inside: What its command begins with, such as `ip netns exec NAME`.
-        arguments: Further options of `sgpu pool serve`. With `--same-files` ranks run this very Python; the default.
+        listen: The address to listen on; port `*` is a free one.
+        inside: Prefix of the command, such as `ip netns exec NAME`.
+        arguments: Further options of `sgpu pool serve`. With `--same-files`, the default, ranks run this Python.
 
     Attributes:
         home: Its directories and processes.
-        entry: As a client's `pools.toml` has it.
+        entry: Its entry for a client's `pools.toml`.
         words: What it printed when it was ready.
     """
 
@@ -97,7 +97,7 @@ class ServedPool:
         return self.process.pid
 
     def start(self) -> None:
-        """Start it, and wait until it listens."""
+        """Start the pool, and wait until it listens."""
         log = self.home.path / "served.log"
         with open(log, "a") as stderr:
             self.process = subprocess.Popen(
@@ -124,13 +124,13 @@ class ServedPool:
             raise AssertionError(f"the pool did not start: {log.read_text()}")
 
     def kill(self) -> None:
-        """As the kernel does when memory is out; its ranks and its agent go on."""
+        """Send SIGKILL, as the system does when memory is out; the ranks and the agent go on."""
         assert self.process is not None
         self.process.kill()
         self._reap()
 
     def stop(self) -> int:
-        """End it in order, as systemd does; return its exit code."""
+        """Stop the pool as systemd does; return its exit code."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return self._reap()
@@ -143,7 +143,7 @@ class ServedPool:
         return code
 
     def command(self, *arguments: str) -> str:
-        """What `sgpu pool ACTION ...` prints on the pool's machine."""
+        """Return what `sgpu pool ACTION ...` prints on the pool's machine."""
         done = subprocess.run(
             [SGPU, "pool", *arguments, "--name", self.home.name],
             env=self.home.environ, capture_output=True, text=True, check=False,
@@ -154,14 +154,14 @@ class ServedPool:
     def user(
         self, name: str, *, admin: bool = False, address: str = "", key: str = "", listed: bool = True
     ) -> RemoteUser:
-        """A user on a machine of their own.
+        """Return a new user on another machine.
 
         Args:
-            name: Who.
-            admin: May end everybody's runs.
-            address: Where they think the pool is; "" is where it is.
-            key: What they think its key is; "" is the right one.
-            listed: Their key is let in.
+            name: The user's name.
+            admin: The user may end all users' runs.
+            address: The pool's address in the user's list; "" for the right one.
+            key: The pool's key in the user's list; "" for the right one.
+            listed: The pool accepts the user's key.
         """
         made = RemoteUser(name, replace(self.entry, address=address or self.entry.address, key=key or self.entry.key))
         self._clients.append(made)
@@ -170,11 +170,11 @@ class ServedPool:
         return made
 
     def check_leaks(self) -> None:
-        """As `Home.check_leaks`."""
+        """Check the pool's home by `Home.check_leaks`."""
         self.home.check_leaks()
 
     def close(self) -> None:
-        """End the clients, then the pool; nothing stays."""
+        """Close the clients, then the pool, and check that nothing stays."""
         try:
             for client in self._clients:
                 client.leave()
@@ -200,14 +200,14 @@ class RemoteUser:
     """A user of a served pool, with a home on another machine.
 
     Args:
-        name: Who.
-        entry: The pool as their `pools.toml` has it.
+        name: The user's name.
+        entry: The pool's entry in the user's `pools.toml`.
 
     Attributes:
-        home: Theirs; its variables are what a kernel of theirs has.
-        keys: Theirs.
-        notices: What the pool wanted to be known.
-        sendings: What was said of long uploads.
+        home: The user's home, whose variables the user's kernels have.
+        keys: The user's keys.
+        notices: Notices from the pool.
+        sendings: Messages about long uploads.
     """
 
     def __init__(self, name: str, entry: PoolEntry) -> None:
@@ -223,15 +223,15 @@ class RemoteUser:
 
     @property
     def client(self) -> PoolClient:
-        """This process as a client of theirs."""
+        """Return this process as a client of the user's."""
         if self._client is None:
             self._client = self.new_client()
         return self._client
 
     def new_client(self, address: str = "") -> PoolClient:
-        """Another one, over `address` if given; the caller closes it.
+        """Return a further client, connected to `address` if given; the caller closes it.
 
-        This process's own variables stay as they are: users are many.
+        This process's environment variables are not changed, since there may be several users.
         """
         before = dict(os.environ)
         try:
@@ -251,7 +251,7 @@ class RemoteUser:
         )  # fmt: skip
 
     def leave(self) -> None:
-        """Say goodbye."""
+        """Close the user's client."""
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -259,7 +259,7 @@ class RemoteUser:
 
 @contextlib.contextmanager
 def served_pool(variables: Mapping[str, str] | None = None, **options: object) -> Iterator[ServedPool]:
-    """`ServedPool`, closed at the end."""
+    """Yield a `ServedPool`, and close it at the end."""
     made = ServedPool(variables, **options)  # type: ignore[arg-type]
     try:
         yield made

@@ -1,4 +1,4 @@
-"""Kernels of a Jupyter server as a notebook's page drives them, and cells that run in them while the page looks."""
+"""Kernels of a Jupyter server driven as by a notebook's page, and cells that run in them meanwhile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ rank * 10
 
 
 class ServerKernel:
-    """A kernel of a Jupyter server, driven over its websocket as a notebook's page does."""
+    """A kernel of a Jupyter server, driven over its websocket as by a notebook's page."""
 
     def __init__(self, server: JupyterServer) -> None:
         self._server = server
@@ -79,7 +79,7 @@ class ServerKernel:
         return message["header"]["msg_id"]
 
     def finish(self, message_id: str) -> list[dict[str, Any]]:
-        """Return the outputs that a cell has at its end, as a notebook saves them."""
+        """Return a cell's final outputs, as a notebook saves them."""
         outputs: list[dict[str, Any]] = []
         shown: dict[str, dict[str, Any]] = {}
         missing = {"idle", "reply"}
@@ -111,7 +111,7 @@ class ServerKernel:
 
 @contextmanager
 def loaded_kernel(server: JupyterServer, options: str = "") -> Generator[ServerKernel]:
-    """A kernel with the magics loaded and a pool that has run a cell with these options."""
+    """Yield a kernel with the magics loaded, whose pool has run a cell with these options, and close it at the end."""
     made = ServerKernel(server)
     made.run("%load_ext sgpu_magic")
     made.run(f"%%distributed -n 2 {options} --ui none\npass")
@@ -120,14 +120,14 @@ def loaded_kernel(server: JupyterServer, options: str = "") -> Generator[ServerK
 
 
 class RunningCell:
-    """A cell that runs until it is told to end; its kernel is busy meanwhile.
+    """A cell that runs until the test ends it; its kernel is busy meanwhile.
 
     Args:
         place: The home of its server.
-        kernel: Runs it.
-        name: Of the run.
-        options: More options of its magic.
-        runs_in: The home whose pool has the run; the server's when left out.
+        kernel: The kernel that runs it.
+        name: The run's name.
+        options: Further options of its magic.
+        runs_in: The home whose pool has the run; the server's if left out.
     """
 
     def __init__(
@@ -143,17 +143,17 @@ class RunningCell:
         self.path = f"sgpu/runs/{self.run_id}"
 
     def end(self) -> list[dict[str, Any]]:
-        """Let it end, and return the outputs that the kernel has given it."""
+        """Let the cell end, and return its outputs from the kernel."""
         self._word.touch()
         return self.wait()
 
     def wait(self) -> list[dict[str, Any]]:
-        """Wait for the end that it comes to by itself."""
+        """Wait until the cell ends by itself."""
         return self._kernel.finish(self._message)
 
 
 def same(of_server: list[dict[str, Any]], of_kernel: list[dict[str, Any]]) -> None:
-    """Compare the outputs of a cell, part by part: the whole of two pages of HTML says nothing."""
+    """Compare the outputs of a cell part by part: a difference of two whole HTML pages would be unreadable."""
     assert [output["output_type"] for output in of_server] == [output["output_type"] for output in of_kernel]
     for ours, theirs in zip(of_server, of_kernel, strict=True):
         for key in {**ours, **theirs}:

@@ -1,7 +1,7 @@
-"""Homes with a pool and a kernel that the modules of one test process share: each costs five seconds of processor.
+"""Homes with a pool and a kernel that the modules of one test process share, as each takes five seconds of CPU time.
 
 SharedHomes   one home for all modules with the same `HOME_VARIABLES`
-SharedKernel  its kernel, as it was before after each test
+SharedKernel  its kernel, whose state is restored after each test
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SharedKernel:
         self._kernel: Kernel | None = None
 
     def get(self) -> Kernel:
-        """The kernel; another one when a test has ended the last."""
+        """Return the kernel, a new one if a test has ended the last."""
         if self._kernel is not None and not self._kernel.is_alive():
             self.close()
         if self._kernel is None:
@@ -65,7 +65,7 @@ class SharedKernel:
         return self._kernel
 
     def restore(self) -> None:
-        """Undo what a test has changed of the kernel's environment, import path and directory."""
+        """Undo a test's changes to the kernel's environment, import path and directory."""
         self._do_if_it_can(_RESTORE)
 
     def forget(self) -> None:
@@ -97,14 +97,14 @@ class SharedKernel:
 
 
 class SharedHomes:
-    """One home for all modules with the same variables. The last ones stay until others are asked for."""
+    """One home for all modules with the same variables. A home stays until one with other variables is requested."""
 
     def __init__(self) -> None:
         self._homes: dict[frozenset[tuple[str, str]], Home] = {}
         self._kernels: dict[Home, SharedKernel] = {}
 
     def get(self, variables: Mapping[str, str] | None) -> Home:
-        """The home with these variables for another module, without anything that a failed test left in it."""
+        """Return the home with these variables for another module, without remains of a failed test."""
         key = frozenset((variables or {}).items())
         home = self._homes.pop(key, None)
         if home is not None and home.unexpected():
@@ -123,13 +123,13 @@ class SharedHomes:
         return home
 
     def kernel(self, home: Home) -> SharedKernel | None:
-        """The home's kernel, None where the home is not one of these."""
+        """Return the home's kernel, None if the home is not one of these."""
         if home not in self._homes.values():
             return None
         return self._kernels.setdefault(home, SharedKernel(home))
 
     def close(self) -> None:
-        """Close all and check that nothing is left of them."""
+        """Close all homes and check that nothing is left of them."""
         faults: list[BaseException] = []
         for home in self._homes.values():
             try:

@@ -1,4 +1,4 @@
-"""Inventories of many nodes, and a scheduler that hands out their devices: nothing of it needs a machine."""
+"""Inventories of many nodes, and a scheduler that hands out their devices, without real machines."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def cluster(
     """Return an inventory.
 
     Args:
-        nodes: By name, the type of its devices, their number, and their memory in GB where that matters.
+        nodes: By node name, the type of its devices, their number, and their memory in GB where it matters.
         slots: CPU slots of each node.
-        elastic: What an autoscaler may bring.
-        coming: What it is bringing.
+        elastic: Nodes that an autoscaler may add.
+        coming: Nodes that it is adding.
     """
     devices = [
         Device(
@@ -91,15 +91,15 @@ def spec(
 
 
 class Driven:
-    """A scheduler whose runs come and go; its clock moves by a second with each.
+    """A scheduler driven with arriving and ending runs, each of which advances the clock by a second.
 
     Args:
-        scheduler: What is driven.
+        scheduler: The scheduler.
 
     Attributes:
-        launched: Runs in the order in which they got something.
-        leases: By run, what it has.
-        refused: By run, why it was not taken.
+        launched: Runs in the order in which they got a lease.
+        leases: Leases by run.
+        refused: Reasons of rejected runs, by run.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -148,9 +148,9 @@ class Driven:
         return found
 
     def reason(self, run_id: str) -> str:
-        """What a run that waits is told."""
+        """Return the reason that a waiting run is given."""
         return self.scheduler.waiting()[run_id][1]
 
     def parts(self, run_id: str) -> list[tuple[str, int]]:
-        """(node, ranks) of a run's lease."""
+        """Return (node, ranks) of each part of a run's lease."""
         return [(share.node, share.ranks) for share in self.leases[run_id].shares]

@@ -17,7 +17,7 @@ class SmallDisk:
     """A file system mounted at a directory; needs root.
 
     Args:
-        path: Where it is mounted.
+        path: The mount point.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,23 +40,23 @@ class SmallDisk:
                 (self.path / "fillers" / str(number)).touch()
 
     def make_room(self) -> None:
-        """Take back what `fill` and `use_up_inodes` did."""
+        """Undo `fill` and `use_up_inodes`."""
         (self.path / "filler").unlink(missing_ok=True)
         shutil.rmtree(self.path / "fillers", ignore_errors=True)
 
     def grow(self, megabytes: int) -> None:
-        """Make a tmpfs larger."""
+        """Enlarge a tmpfs."""
         _run("mount", "-o", f"remount,size={megabytes}m", str(self.path))
 
     def freeze(self, on: bool) -> None:
-        """Let no file be made in the directories of an ext4, or let it again; root is held by nothing less."""
+        """Forbid new files in the directories of an ext4, or allow them again, in a way that also binds root."""
         folders = [str(self.path), *(str(entry) for entry in self.path.iterdir() if entry.is_dir())]
         subprocess.run(["chattr", "+i" if on else "-i", *folders], check=on, capture_output=True)
 
 
 @contextlib.contextmanager
 def small_disk(path: Path, kind: str = "ext4", *, megabytes: int = 40, inodes: int = 0) -> Iterator[SmallDisk]:
-    """Mount an `ext4` image by a loop device, or a `tmpfs`, at a directory; skip the test where that may not be."""
+    """Mount an `ext4` image by a loop device, or a `tmpfs`, at a directory; skip the test if that is not permitted."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("needs root and mount(8)")
     image = path.with_name(f"{path.name}.img")

@@ -1,4 +1,4 @@
-"""A package index of a test's own: small wheels over HTTP, which may be made to wait."""
+"""A test's own package index: small wheels over HTTP, with answers that can be held back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 
 
 def small_wheel(name: str, version: str, *, needs: Iterable[str] = (), body: str = "", blob: int = 0) -> bytes:
-    """A pure wheel with one module, which has `__version__`.
+    """Return a pure wheel with one module, which has `__version__`.
 
     Args:
-        name: Of distribution and module.
+        name: The name of distribution and module.
         version: Its version.
         needs: `Requires-Dist` lines.
         body: Further lines of the module.
-        blob: Bytes of a file beside it that can't be compressed.
+        blob: Size in bytes of an incompressible file beside the module.
     """
     info = f"{name}-{version}.dist-info"
     needed = "".join(f"Requires-Dist: {line}\n" for line in needs)
@@ -50,19 +50,19 @@ def wheel_name(name: str, version: str) -> str:
 
 
 def write_wheel(folder: Path, name: str, version: str, **options: object) -> Path:
-    """The wheel as a file."""
+    """Write the wheel to a file."""
     path = folder / wheel_name(name, version)
     path.write_bytes(small_wheel(name, version, **options))  # type: ignore[arg-type]
     return path
 
 
 class SmallIndex:
-    """Serves wheels as PEP 691 says, with their sizes.
+    """Serves wheels as in PEP 691, with their sizes.
 
     Attributes:
-        asked: Paths that were asked for.
-        open: Answers do not wait; see `hold`.
-        kept_waiting: Since then somebody waits.
+        asked: Requested paths.
+        open: Set while answers are not held back; see `hold`.
+        kept_waiting: Set once a request waits.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class SmallIndex:
         self._thread.start()
 
     def hold(self) -> None:
-        """Let every answer wait until `open` is set again."""
+        """Hold back every answer until `open` is set again."""
         self.kept_waiting.clear()
         self.open.clear()
 
@@ -128,7 +128,7 @@ class SmallIndex:
         self._wheels.setdefault(name, {})[wheel_name(name, version)] = wheel
 
     def downloads(self) -> list[str]:
-        """File names of the wheels that were fetched."""
+        """Return the file names of the downloaded wheels."""
         return [path.rpartition("/")[2] for path in self.asked if path.startswith("/files/")]
 
     def close(self) -> None:

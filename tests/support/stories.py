@@ -1,4 +1,4 @@
-"""Stories of runs, told to a view event by event: for tests of what is drawn of them."""
+"""Stories of runs, applied to a view event by event, for tests of how they are drawn."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ValueError: NaN in batch 118
 
 
 class Run:
-    """A view that is told a run's story."""
+    """A view to which a run's events are applied."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Run:
         )
 
     def sample(self, seconds: int, *, idle_ranks: tuple[int, ...] = (), kind: str = "gpu", at: float = 100.0) -> Run:
-        """A sample of every rank each second: GPUs that are 85 to 95 % busy, those of `idle_ranks` 1 to 3 %."""
+        """Add a sample of every rank each second: GPUs are 85 to 95 % busy, those of `idle_ranks` 1 to 3 %."""
         for second in range(seconds):
             wave = math.sin(second / 3)
             samples = [
@@ -338,7 +338,7 @@ LABELS = tuple(f"A10 · {index}" for index in range(4))
 
 
 def cell_in_session(only: tuple[int, ...] = (), shipped: Shipped = NONE_SHIPPED, **options: object) -> Run:
-    """A cell in the ranks of session `work`; `start` begins it."""
+    """Return a cell on the ranks of session `work`; `start` starts it."""
     return Run(shipped=shipped, session=SESSION_ID, session_name="work", only=only, **options)
 
 
@@ -404,7 +404,7 @@ def called() -> Run:
 
 
 def session(name: str = "work", **options: object) -> Run:
-    """A session that is not there yet."""
+    """Return a session that has not started yet."""
     return Run(run_id=SESSION_ID, name=name, kind=RunKind.SESSION, shipped=NONE_SHIPPED, pool="team", **options)
 
 

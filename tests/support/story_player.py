@@ -1,4 +1,4 @@
-"""Plays a story of `stories` in a kernel's live view, for tests of what a browser makes of it."""
+"""Plays a story of `stories` in a kernel's live view, for tests in a browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgpu_magic.wire.run import RunSpec
 
 
 def told(name: str) -> tuple[RunSpec, list[Event]]:
-    """Return what the run of a story is, and its events as if the last of them were of this moment."""
+    """Return the run of a story, and its events with times shifted so that the last one is now."""
     events: list[Event] = []
     apply = RunView.apply
 
@@ -35,12 +35,12 @@ def told(name: str) -> tuple[RunSpec, list[Event]]:
 
 
 def play(name: str, go: Path, ended: str = "") -> None:
-    """Show a story until the file `go` is there, then its final form.
+    """Show a story until the file `go` exists, then its final form.
 
     Args:
         name: The story.
         go: The file.
-        ended: A longer story of the same run whose further events come then; "" for none.
+        ended: A longer story of the same run, whose further events follow then; "" for none.
     """
     spec, events = told(name)
     directory = Path.cwd() / f"log-{name}"

@@ -1,4 +1,4 @@
-"""Who should get nothing of a pool: programs that say what they like to its sockets."""
+"""Unauthorized programs that send anything to a pool's sockets, and must get nothing from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgpu_magic.wire.record import Record
 
 
 class Bomb:
-    """Unpickling it leaves a mark."""
+    """An object that leaves a mark when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -29,12 +29,12 @@ class Bomb:
 
 
 class Stranger:
-    """A ZeroMQ client of its own making.
+    """A raw ZeroMQ client.
 
     Args:
         address: The pool's socket.
-        server_key: What it takes for the pool's key; "" speaks without any.
-        own: Its keys.
+        server_key: The key that it uses as the pool's; "" connects without encryption.
+        own: Its own keys.
     """
 
     def __init__(self, address: str, server_key: str = "", own: KeyPair | None = None) -> None:
@@ -65,7 +65,7 @@ class Stranger:
         return answer
 
     def answer(self, timeout_ms: int = 5000) -> object:
-        """The next message, None when none came."""
+        """Return the next message, None if none arrives."""
         if not self._socket.poll(timeout_ms):
             return None
         return codec.pool_messages.decode(self._socket.recv_multipart()[0])
@@ -76,7 +76,7 @@ class Stranger:
 
 
 def junk(bomb: bytes) -> list[Sequence[bytes]]:
-    """Messages that are none, or nearly."""
+    """Return invalid and nearly valid messages."""
     return [
         [bomb],
         [b"", bomb],
@@ -91,15 +91,15 @@ def junk(bomb: bytes) -> list[Sequence[bytes]]:
 
 
 def zmtp_greeting(mechanism: bytes = b"CURVE") -> bytes:
-    """The first 64 bytes of ZMTP 3.1 (rfc.zeromq.org/spec/37)."""
+    """Return the first 64 bytes of ZMTP 3.1 (rfc.zeromq.org/spec/37)."""
     return b"\xff" + b"\0" * 8 + b"\x7f" + b"\x03\x01" + mechanism.ljust(20, b"\0") + b"\0" * 32
 
 
 def say_raw(connection: socket.socket, data: bytes, patience_s: float = 10.0) -> bytes:
-    """Send bytes and return what comes back until the other side ends the connection.
+    """Send bytes and return the received bytes, until the other side closes the connection.
 
     Raises:
-        TimeoutError: It does not.
+        TimeoutError: The other side does not close it.
     """
     connection.settimeout(patience_s)
     got = b""
@@ -113,7 +113,7 @@ def say_raw(connection: socket.socket, data: bytes, patience_s: float = 10.0) ->
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Whether the other side has ended it."""
+    """Whether the other side has closed the connection."""
     connection.setblocking(False)
     try:
         while connection.recv(4096):

@@ -1,4 +1,4 @@
-"""Real signals to real processes of a home, and what is looked at afterwards."""
+"""Real signals to real processes of a home, and checks afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sgpu_magic.wire.events import EventBody, RanksStarted
 
 
 def pid_of(home: Home, role: str) -> int:
-    """The living pid of the pool, the agent or the zygote."""
+    """Return the pid of the living pool, agent or zygote."""
     found = {
         "pool": lambda: [home.pool_pid()],
         "agent": home.agent_pids,
@@ -30,7 +30,7 @@ def pid_of(home: Home, role: str) -> int:
 
 
 def send(number: int, *pids: int) -> None:
-    """Send a signal; who is gone already gets none."""
+    """Send a signal; processes that are already gone are skipped."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -41,7 +41,7 @@ def kill(*pids: int) -> None:
 
 
 def all_gone(pids: Iterable[int], deadline_s: float) -> None:
-    """Wait until none of these runs any more."""
+    """Wait until none of these processes runs any more."""
     eventually(
         lambda: not any(map(is_alive, pids)),
         deadline_s,
@@ -50,7 +50,7 @@ def all_gone(pids: Iterable[int], deadline_s: float) -> None:
 
 
 def events_of(home: Home, run_id: str) -> list[EventBody]:
-    """All that has happened to a run."""
+    """Return all events of a run."""
     try:
         return [event.body for event, _ in EventFile(home.run_dir(run_id)).new_events()]
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def events_of(home: Home, run_id: str) -> list[EventBody]:
 
 
 def ranks_of(home: Home, run_id: str) -> list[int]:
-    """The pids of a run's ranks in its newest attempt, in rank order; empty before they have started."""
+    """Return the pids of a run's ranks in its newest attempt, in rank order; empty before they have started."""
     started = [body.pids for body in events_of(home, run_id) if isinstance(body, RanksStarted)]
     return list(started[-1]) if started else []
 

@@ -1,4 +1,4 @@
-"""A line between two programs that can be cut, silenced and listened to."""
+"""A connection between two programs that can be cut, silenced and recorded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import time
 
 
 class Proxy:
-    """Passes TCP connections on to a port of 127.0.0.1.
+    """Forwards TCP connections to a port of 127.0.0.1.
 
     Args:
         target: The port.
-        keeps: What clients send is kept in `sent`.
+        keeps: Keep the clients' data in `sent`.
 
     Attributes:
-        port: Where it listens.
-        address: The same as clients take it.
-        connections: How many it has had.
-        sent: Of each connection, what its client has sent, in pieces as they came.
-        sent_bytes: How much clients have sent together.
+        port: The port that it listens on.
+        address: The same as an address for clients.
+        connections: Number of connections so far.
+        sent: The client's data of each connection, in pieces as received.
+        sent_bytes: Number of bytes from all clients.
     """
 
     def __init__(self, target: int, *, keeps: bool = True) -> None:
@@ -56,33 +56,33 @@ class Proxy:
         return listener
 
     def hold(self) -> None:
-        """Pass nothing on any more, and end nothing: a line that swallows everything."""
+        """Forward nothing any more without closing anything: a connection that swallows everything."""
         with self._lock:
             self._held = True
 
     def slow(self, bytes_per_s: int) -> None:
-        """Pass on no more than so much of what the client says."""
+        """Limit the rate at which the client's data is forwarded."""
         self._bytes_per_s = bytes_per_s
 
     def hold_answers(self) -> None:
-        """Pass on what the client says, and swallow what it is answered."""
+        """Forward the client's data, and swallow the answers."""
         with self._lock:
             self._answers_held = True
 
     def cut(self) -> None:
-        """End all connections, and pass nothing on of new ones until `mend`."""
+        """Close all connections, and forward nothing of new ones until `mend`."""
         with self._lock:
             self._held = self._refusing = True
         self._waker.send(b"x")
 
     def reset(self) -> None:
-        """End all connections; new ones are passed on."""
+        """Close all connections; new ones are forwarded."""
         with self._lock:
             self._refusing = True
         self._waker.send(b"r")
 
     def mend(self) -> None:
-        """Pass on again what comes. What was swallowed stays lost, as its connections are ended."""
+        """Forward data again. Swallowed data stays lost, since its connections are closed."""
         with self._lock:
             self._held, self._answers_held, self._refusing = False, False, True
         self._waker.send(b"r")

@@ -1,4 +1,4 @@
-"""The writer's process without a pool, run directories whose events a test writes, and what MLflow says of them."""
+"""The tracking writer's process without a pool, run directories with a test's events, and MLflow's view of the runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PATIENCE_S = 60.0
 
 @contextmanager
 def quiet_mlflow() -> Iterator[Any]:
-    """MLflow, whose own warnings are not ours to mend."""
+    """Import MLflow without its own warnings."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -55,17 +55,17 @@ def quiet_mlflow() -> Iterator[Any]:
 
 
 class Runs:
-    """What a store has.
+    """The runs in a store.
 
     Args:
-        uri: The store's.
+        uri: The store's URI.
     """
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
 
     def of(self, run_id: str, experiment: str = "nb") -> list[Any]:
-        """The MLflow runs that carry this run's id; deleted ones are not among them."""
+        """Return the MLflow runs with this run's id, without deleted ones."""
         return [run for run in self.all(experiment) if run.data.tags.get("sgpu.run_id") == run_id]
 
     def one(self, run_id: str, experiment: str = "nb") -> Any:
@@ -74,7 +74,7 @@ class Runs:
         return found[0]
 
     def get(self, mlflow_run_id: str) -> Any:
-        """The MLflow run, None while the store has none: its id is known before."""
+        """Return the MLflow run, None while the store has none; its id is known earlier."""
         with quiet_mlflow() as mlflow:
             try:
                 return mlflow.MlflowClient(self.uri).get_run(mlflow_run_id)
@@ -97,7 +97,7 @@ class Runs:
             return runs
 
     def history(self, mlflow_run_id: str, key: str) -> list[tuple[int, float]]:
-        """(step, value) of every point of a metric."""
+        """Return (step, value) of every point of a metric."""
         with quiet_mlflow() as mlflow:
             points = mlflow.MlflowClient(self.uri).get_metric_history(mlflow_run_id, key)
         return sorted((point.step, point.value) for point in points)
@@ -114,11 +114,11 @@ class Runs:
 
 
 class ToldRun:
-    """A run whose events a test tells.
+    """A run whose events a test writes.
 
     Args:
-        settings: The pool's.
-        fields: Of its `RunSpec`.
+        settings: The pool's settings.
+        fields: Fields of its `RunSpec`.
     """
 
     def __init__(self, settings: Settings, **fields: Any) -> None:
@@ -158,7 +158,7 @@ class ToldRun:
             (self.directory / f"rank-{rank}.log").write_text(f"rank {rank}\n")
 
     def metric(self, rank: int, key: str, *values: float, step: int = 0) -> None:
-        """A rank logs values at the steps from `step` on."""
+        """Log a rank's values at the steps from `step` on."""
         at_ms = int(time.time() * 1000)
         points = tuple(MetricPoint(key, value, at_ms, step + number) for number, value in enumerate(values))
         self.tell(rank_events.MetricsLogged(rank=rank, metrics=points))
@@ -177,14 +177,14 @@ class ToldRun:
 
 
 class WriterProcess:
-    """`python -m sgpu_magic.tracking` and this side of its socket.
+    """`python -m sgpu_magic.tracking`, and the pool's side of its socket.
 
     Args:
-        settings: The pool's.
-        environ: Its environment.
+        settings: The pool's settings.
+        environ: The process's environment.
 
     Attributes:
-        heard: What it has said.
+        heard: Messages from the process.
     """
 
     def __init__(self, settings: Settings, environ: dict[str, str] | None = None) -> None:
@@ -214,7 +214,7 @@ class WriterProcess:
         return self._process.pid
 
     def start_if_ended(self) -> None:
-        """Start another one where it has ended, as after a minute without work, and without a word."""
+        """Start a new process if the last one has ended silently, as after a minute without work."""
         if self._process.poll() is not None:
             assert self.said() == ""
             self.start()
@@ -228,7 +228,7 @@ class WriterProcess:
         self._socket.sendall(codec.frame(RunOver(run_id=run.run_id)))
 
     def take(self, timeout_s: float = 0.0) -> None:
-        """Read what it has said."""
+        """Read the received messages."""
         while select.select([self._socket], [], [], timeout_s)[0]:
             data = self._socket.recv(1 << 16)
             assert data, f"the writer ended: {self.said()}"
@@ -236,7 +236,7 @@ class WriterProcess:
             timeout_s = 0.0
 
     def until(self, condition: Callable[[], object], what: str = "") -> None:
-        """Take what it says until a condition holds."""
+        """Read messages until a condition holds."""
 
         def holds() -> bool:
             self.take()
@@ -249,7 +249,7 @@ class WriterProcess:
         self.until(lambda: wanted <= {said.run_id for said in self.of(TrackingDone)}, "done")
 
     def of(self, kind: type[Any], run: ToldRun | None = None) -> list[Any]:
-        """What it has said of a kind."""
+        """Return the messages of a kind."""
         return [said for said in self.heard if isinstance(said, kind) and (run is None or said.run_id == run.run_id)]
 
     def started(self, run: ToldRun) -> list[TrackingStarted]:
@@ -264,7 +264,7 @@ class WriterProcess:
         self._close()
 
     def end(self) -> str:
-        """Close this side; return what it has printed."""
+        """Close this side of the socket; return what the process has printed."""
         # it may have ended by itself
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

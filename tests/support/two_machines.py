@@ -1,7 +1,7 @@
-"""Two machines, played by two Pythons with different packages, two state folders, and a network namespace.
+"""Two simulated machines: two Pythons with different packages, two state folders, and a network namespace.
 
-Machine 1 has the notebook; machine 2 has the pool, whose nodes do not see the notebook's packages. What they share is
-the folder of the pool's socket. Needs root (network namespaces).
+Machine 1 has the notebook; machine 2 has the pool, whose nodes do not see the notebook's packages. They share the
+folder of the pool's socket. Needs root (network namespaces).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _PINS = "from importlib.metadata import distributions\nfor one in distributions(
 
 
 def light_venv(folder: Path, *requirements: str, without: Sequence[str] = _LEFT_OUT) -> Path:
-    """A virtual environment with these packages and links to torch, sgpu-magic and what they need.
+    """Make a virtual environment with these packages, and links to torch, sgpu-magic and their requirements.
 
     Args:
-        folder: Where.
-        requirements: Lines that uv installs.
+        folder: The environment's folder.
+        requirements: Requirement lines that uv installs.
         without: Names that are not linked.
 
     Returns:
-        Its Python.
+        The environment's Python.
     """
     _uv("venv", "--quiet", "--python", getattr(sys, "_base_executable", sys.executable), str(folder))
     python = folder / "bin" / "python"
@@ -57,9 +57,9 @@ class TwoMachines:
     """Machine 1 with a kernel, machine 2 with a pool.
 
     Args:
-        folder: For their virtual environments.
-        notebook: Requirements that machine 1 has.
-        node: Requirements that machine 2 has.
+        folder: The folder for their virtual environments.
+        notebook: Requirements installed on machine 1.
+        node: Requirements installed on machine 2.
         variables: Further settings of both.
     """
 
@@ -83,7 +83,7 @@ class TwoMachines:
 
     @property
     def node_environ(self) -> dict[str, str]:
-        """Variables of machine 2. Its packages come from uv's cache: the namespace has no way out."""
+        """Return machine 2's variables. Its packages come from uv's cache, as its namespace has no network access."""
         return self.home.environ | {
             "SGPU_STATE_DIR": str(self.node_state),
             "SGPU_ENVIRONMENTS": "built",
@@ -106,11 +106,11 @@ class TwoMachines:
         return int(eventually(self.home.pool_pid, _START_S, "machine 2's pool"))
 
     def kernel(self, **options: object) -> Kernel:
-        """A kernel on machine 1."""
+        """Return a new kernel on machine 1."""
         return Kernel(self.home, python=str(self.notebook_python), **options)
 
     def fill_cache_for_notebook(self) -> None:
-        """Let uv's cache have what machine 1 has, for machine 2 to build from: what a mirror of the index would be."""
+        """Put machine 1's packages into uv's cache, from which machine 2 builds as from a mirror of the index."""
         # Python's own look: newer versions of uv leave out what is linked
         pins = subprocess.run([self.notebook_python, "-c", _PINS], capture_output=True, text=True, check=True).stdout
         self._cache(*(pin for pin in pins.split() if not is_from_node(pin.partition("==")[0])))
@@ -128,11 +128,11 @@ class TwoMachines:
         shutil.rmtree(scratch)
 
     def network_of(self, pid: int) -> str:
-        """The network namespace that a process is in."""
+        """Return the network namespace of a process."""
         return os.readlink(f"/proc/{pid}/ns/net")
 
     def close(self) -> None:
-        """End machine 2, then the home; nothing stays."""
+        """Stop machine 2, close the home, and check that nothing stays."""
         try:
             pool = self.home.pool_pid()
             if pool is not None:
@@ -151,7 +151,7 @@ class TwoMachines:
 
 @contextlib.contextmanager
 def two_machines(folder: Path, **options: object) -> Iterator[TwoMachines]:
-    """`TwoMachines`, closed at the end."""
+    """Yield `TwoMachines`, and close them at the end."""
     machines = TwoMachines(folder, **options)  # type: ignore[arg-type]
     try:
         yield machines

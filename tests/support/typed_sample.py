@@ -1,5 +1,5 @@
 # pyright: strict, reportUnusedExpression=false
-"""The public API as a program with types uses it. `test_functions.py` has pyright read it; nothing here is run."""
+"""A typed program that uses the public API. `test_functions.py` checks it with pyright; it is never run."""
 
 from __future__ import annotations
 

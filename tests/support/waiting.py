@@ -1,4 +1,4 @@
-"""Waiting for a condition with a deadline: no test sleeps."""
+"""Waiting for a condition with a deadline, instead of sleeping."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def eventually(
     """Return the condition's value once it is true.
 
     Args:
-        condition: Asked again and again.
-        deadline_s: Seconds after which the test fails on a machine of its own; where others want the processors too,
-            as many times later as there are processes for each.
-        what: What is waited for; a callable is asked for the text at the end.
-        poll_s: Seconds between two questions.
+        condition: Called repeatedly.
+        deadline_s: Seconds after which the test fails on an otherwise idle machine; multiplied by the number of
+            runnable processes per processor on a busy one.
+        what: A description of the condition; a callable that returns it is called at the end.
+        poll_s: Seconds between two calls.
     """
     begin = time.monotonic()
     while True:

@@ -1,5 +1,5 @@
-"""What the notebook sent along with a launch, brought to this node.
+"""Inputs of launches: the notebook's payload, code, wheels and uploads, fetched to this node.
 
-launch_inputs  brings it together: the payload into memory, code and wheels into files; local code, unpacked
-blobs          blobs of the pool's store on this node, and the folders and files that are put together of them
+launch_inputs  assembles a launch's inputs: the payload in memory, code and wheels in files; unpacks local code
+blobs          fetches blobs from the pool's store, and assembles uploaded folders and files from them
 """

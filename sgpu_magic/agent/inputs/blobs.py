@@ -1,7 +1,7 @@
-"""Blobs of the pool's store on this node, and the folders and files that are put together of them, each once.
+"""Blobs of the pool's store on this node, and the uploaded folders and files that are assembled from them, each once.
 
-A blob is read where the pool keeps it, or fetched from there and kept for a while. A folder stays while a run uses it.
-Where the node sees the notebook's files, folders and files are those themselves.
+A blob is read from the pool's store on the pool's machine; elsewhere it is fetched and cached for a while. A folder
+stays while a run uses it. Where the node sees the notebook's files, uploads are used in place.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from sgpu_magic.wire.files import (
 )
 from sgpu_magic.wire.node import Launch
 
-# so many blobs come at once: one is hashed while another comes
+# blobs fetched at once: one is hashed while another arrives
 _AT_ONCE = 2
 
 
 class BlobMissing(Exception):
-    """A blob can't be had; the message is the reason."""
+    """A blob can't be fetched; the message is the reason."""
 
 
 class BlobCache:
-    """All blobs that runs of this agent need. Used in the loop's thread.
+    """Provides the blobs that runs of this agent need. Used in the loop's thread.
 
     Args:
-        settings: Where the pool's stores are, on this machine, and this node's own cache is.
-        send: Sends to the pool service of now.
+        settings: The pool's settings.
+        send: Sends to the current pool service.
     """
 
     def __init__(self, settings: Settings, send: Send) -> None:
@@ -66,15 +66,15 @@ class BlobCache:
         self._users: dict[str, set[str]] = {}
 
     async def path(self, launch: Launch, digest: str, size: int) -> Path:
-        """Where a blob lies on this node; it comes first if need be. Once, whoever asks.
+        """Return a blob's path on this node, and fetch the blob if necessary. Concurrent callers share one transfer.
 
         Args:
-            launch: Who needs it, until `leave`.
-            digest: The blob's.
+            launch: The launch that needs the blob until `leave`.
+            digest: The blob's digest.
             size: Its size in bytes.
 
         Raises:
-            BlobMissing: It can't be had.
+            BlobMissing: The blob can't be fetched.
             OSError: It can't be written.
         """
         if not launch.far:
@@ -87,11 +87,11 @@ class BlobCache:
         if coming is None:
             coming = self._coming[digest] = asyncio.ensure_future(self._fetched(launch.store, digest, size))
             coming.add_done_callback(lambda _: self._coming.pop(digest, None))
-        # whoever gives up does not stop it for the others
+        # a cancelled caller does not stop the transfer for the others
         return await asyncio.shield(coming)
 
     def leave(self, run_id: str) -> None:
-        """The run has what it needs, or is over."""
+        """Release the run's blobs and cancel transfers that no other run needs."""
         for digest, users in list(self._users.items()):
             users.discard(run_id)
             if not users:
@@ -100,7 +100,7 @@ class BlobCache:
                     coming.cancel()
 
     def fetched(self, answer: BlobFetched, frames: Sequence[bytes]) -> None:
-        """A part has come."""
+        """Handle the pool's answer with a part of a blob or file."""
         _, part = self._asked.pop(answer.request, (None, None))
         if part is None or part.done():
             return
@@ -110,7 +110,7 @@ class BlobCache:
             part.set_result(frames[0])
 
     def service_came(self) -> None:
-        """What the last service was asked for and has not sent, the one of now is asked for."""
+        """Send all unanswered requests to the new service."""
         for question, _ in self._asked.values():
             self._send(question)
 
@@ -135,10 +135,10 @@ class BlobCache:
         return path
 
     async def run_file(self, launch: Launch, file: RunFile) -> None:
-        """Bring a file of the run's directory at the pool into its directory on this node.
+        """Fetch a file of the run's directory at the pool into its directory on this node.
 
         Raises:
-            BlobMissing: It can't be had.
+            BlobMissing: The file can't be fetched.
             OSError: It can't be written.
         """
         path = Path(launch.run_dir, *parts_of(file.name))
@@ -147,7 +147,7 @@ class BlobCache:
             with appearing(path, 0o700 if file.executable else 0o600) as target:
                 question = functools.partial(FetchRunFile, run_id=launch.spec.run_id, name=file.name)
                 await self._fetch_into(target.fileno(), file.size, question)
-                # by its time it is known that the ranks have not written it anew
+                # a later modification time shows that the ranks have written the file
                 os.utime(target.fileno(), (file.changed_at, file.changed_at))
 
     async def _fetch_into(self, file: int, size: int, question: Callable[..., FetchBlob | FetchRunFile]) -> None:
@@ -175,7 +175,7 @@ class BlobCache:
         return part
 
     def _make_room(self, size: int) -> None:
-        """Remove the longest unused ones beyond the budget that no run waits for."""
+        """Remove the least recently used blobs beyond the budget, except those that runs use."""
         kept: list[tuple[float, int, Path]] = []
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -183,7 +183,7 @@ class BlobCache:
                 kept.append((status.st_mtime, status.st_size, path))
 
         def remove(path: Path) -> bool:
-            # one that is coming has a name before it is there: `.<digest>-...`
+            # a blob being fetched has a temporary name: `.<digest>-...`
             if path.name.lstrip(".")[: 2 * DIGEST_BYTES] in self._users:
                 return False
             path.unlink(missing_ok=True)
@@ -192,33 +192,33 @@ class BlobCache:
         evict(kept, self._most_bytes - size, remove)
 
 
-# ---------------------------------------------------------------- folders and files, for reading only
+# ---------------------------------------------------------------- folders and files, read-only
 
-# a file that a rank has changed all the same has another time
+# modification time of assembled files; another time shows that a rank has changed the file
 FIXED_TIME = 946_684_800
 _WAITING_AT_ONCE = 64
 
 
 class Uploaded:
-    """The node's copies, in `uploads/<digest of the manifest>`, locked while a run of this agent uses them.
+    """The node's copies of uploads, in `uploads-here/<manifest digest>`, locked while a run of this agent uses them.
 
     Args:
-        settings: Where they are, and how many bytes they may have.
-        blobs: Where their parts come from.
+        settings: The pool's settings.
+        blobs: Provides the uploads' blobs.
     """
 
     def __init__(self, settings: Settings, blobs: BlobCache) -> None:
         self._kept = KeptFolders(settings.state_path / "uploads-here", settings.blobs_bytes)
         self._blobs = blobs
-        # used in the loop's thread
+        # only accessed in the loop's thread
         self._of: dict[str, dict[str, Upload]] = {}
 
     async def arrive(self, launch: Launch) -> Launch:
-        """Return the launch with uploads that lie on this node until `release`.
+        """Return the launch with its uploads' paths on this node, where they stay until `release`.
 
         Raises:
-            BlobMissing: A part can't be had, or the upload is not what it says that it is.
-            OSError: There is no room.
+            BlobMissing: A blob can't be fetched, or a manifest is invalid.
+            OSError: There is not enough space.
         """
         here: list[Upload] = []
         for upload in launch.uploads:
@@ -227,7 +227,7 @@ class Uploaded:
         return msgspec.structs.replace(launch, uploads=tuple(here))
 
     def placed(self, launch: Launch) -> Launch:
-        """Return the launch whose ranks know where its uploads are, and those of its session's earlier cells."""
+        """Tell the launch's ranks the paths of its uploads and of those of the session's earlier cells."""
         spec = launch.spec
         known = dict(self._of.get(spec.session, {})) if spec.session else {}
         known.update((upload.name, upload) for upload in launch.uploads)
@@ -243,19 +243,19 @@ class Uploaded:
         return msgspec.structs.replace(launch, context=msgspec.structs.replace(context, environ=environ))
 
     def release(self, run_id: str) -> None:
-        """The run's ranks are gone."""
+        """Release the run's uploads: its ranks are gone."""
         self._of.pop(run_id, None)
         self._kept.release(run_id)
 
     # ------------------------------------------------------------ within
 
     async def _path(self, launch: Launch, upload: Upload) -> str:
-        """Where an upload lies here; its parts come first if it does not."""
+        """Return an upload's path on this node, and assemble it if necessary."""
         spec, digest = launch.spec, upload.manifest
         user = spec.session if spec.in_session else spec.run_id
         if not is_digest(digest) or not 0 < upload.manifest_size <= PIECE_BYTES:
             raise BlobMissing(f"what {upload.name} consists of was not told")
-        # from now on, so that nothing is removed meanwhile
+        # wanted from now on, so that nothing is removed meanwhile
         path = self._kept.want(digest, user)
         manifest = await self._manifest(launch, upload)
         is_whole = functools.partial(_is_whole, manifest=manifest)
@@ -280,7 +280,7 @@ class Uploaded:
         return manifest
 
     async def _fetch(self, launch: Launch, manifest: Manifest) -> dict[str, Path]:
-        """Have all blobs on this node, a few at a time."""
+        """Fetch all blobs of a manifest, a few at a time."""
         wanted = {blob: size for file in manifest.files for blob, size in _blobs_of(file)}
         blobs: dict[str, Path] = {}
         turns = asyncio.Semaphore(_WAITING_AT_ONCE)
@@ -301,7 +301,7 @@ def _blobs_of(file: UploadedFile) -> list[tuple[str, int]]:
 
 
 def _put_together(folder: Path, manifest: Manifest, blobs: Mapping[str, Path]) -> None:
-    """Fill an empty folder; the names come from elsewhere, and none leads out of it."""
+    """Fill an empty folder from a manifest. Its names are untrusted; none leads out of the folder."""
     for name in manifest.folders:
         folder.joinpath(*parts_of(name)).mkdir(parents=True, exist_ok=True)
     for file in manifest.files:
@@ -314,7 +314,7 @@ def _put_together(folder: Path, manifest: Manifest, blobs: Mapping[str, Path]) -
             os.utime(descriptor, (FIXED_TIME, FIXED_TIME))
         finally:
             os.close(descriptor)
-    # the folder's own time says when it was used last
+    # the folder's own modification time records its last use
     for directory, _, _ in os.walk(folder, topdown=False):
         os.chmod(directory, 0o500)
 
@@ -331,13 +331,13 @@ def _is_whole(folder: Path, manifest: Manifest) -> bool:
 
 
 def _link(cwd: str, upload: Upload) -> None:
-    """Have an upload where the notebook had it, below the ranks' working directory."""
+    """Link an upload at its place in the notebook's folder, below the ranks' working directory."""
     if not upload.below:
         return
     link = os.path.join(cwd, *parts_of(upload.below))
     os.makedirs(os.path.dirname(link), mode=0o700, exist_ok=True)
     if os.path.lexists(link) and not os.path.islink(link):
-        # ranks of an earlier cell have made something of that name
+        # ranks of an earlier cell have created something with that name
         return
     temporary = f"{link}.{os.getpid()}.part"
     os.symlink(upload.path, temporary)

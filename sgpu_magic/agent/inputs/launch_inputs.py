@@ -1,4 +1,4 @@
-"""What a launch has in the pool's store comes to this node: the payload into memory, code and wheels into files.
+"""Fetches a launch's inputs from the pool's store: the payload into memory, code and wheels into files.
 
 Local code is unpacked once, and stays while a run uses it.
 """
@@ -34,7 +34,7 @@ from sgpu_magic.wire.node import Launch
 
 
 def travels_by_blobs(launch: Launch) -> bool:
-    """Whether something of it has to come from the pool's store before it can be started."""
+    """Whether the launch needs anything from the pool's store before it can start."""
     wheels = launch.environment.wheels if launch.environment is not None else ()
     if any(upload.manifest for upload in launch.uploads) or launch.checkpoints:
         return True
@@ -45,15 +45,15 @@ Item = TypeVar("Item", CodeBundle, Wheel)
 
 
 class LaunchInputs:
-    """Brings together what launches need of the notebook's code and files.
+    """Fetches the notebook's code and files that launches need.
 
     Args:
-        settings: Where files of a launch lie until it has started.
-        send: Sends to the pool service of now.
+        settings: The pool's settings.
+        send: Sends to the current pool service.
 
     Attributes:
-        blobs: Where blobs come from.
-        uploaded: Has the folders that went along.
+        blobs: Fetches blobs.
+        uploaded: Assembles uploaded folders and files.
         code: Unpacks local code.
     """
 
@@ -64,11 +64,13 @@ class LaunchInputs:
         self.code = CodeBundles(settings)
 
     async def luggage(self, launch: Launch) -> Launch:
-        """Return the launch with code, wheels and uploads that lie in files of this node, code and wheels until `over`.
+        """Fetch code, wheels, checkpoints and uploads; return the launch with their paths on this node.
+
+        Code archives and wheels stay until `over`, uploads until `release`.
 
         Raises:
-            BlobMissing: Something can't be had.
-            OSError: It can't be written.
+            BlobMissing: A blob can't be fetched.
+            OSError: A file can't be written.
         """
         code = [await self._on_disk(launch, bundle, f"code-{at}") for at, bundle in enumerate(launch.code)]
         launch = msgspec.structs.replace(launch, code=tuple(code))
@@ -82,14 +84,14 @@ class LaunchInputs:
         return await self.uploaded.arrive(launch) if launch.uploads else launch
 
     async def payload(self, launch: Launch, source: StoredPayload) -> tuple[int, str]:
-        """Bring the payload together: in memory, or in a file where that is short.
+        """Assemble the payload in memory, or in a file where memory is short.
 
         Returns:
             Its descriptor, and the file's path, "" for memory.
 
         Raises:
-            BlobMissing: A part can't be had.
-            OSError: There is no room.
+            BlobMissing: A part can't be fetched.
+            OSError: There is not enough space.
         """
         paths = await asyncio.gather(*(self.blobs.path(launch, part.digest, part.size) for part in source.parts))
         joined = call_in_background(lambda: _joined(launch.run_dir, source, paths), "sgpu-arrival")
@@ -100,12 +102,12 @@ class LaunchInputs:
             raise
 
     def over(self, run_id: str) -> None:
-        """What came is at work or of no use any more."""
+        """Remove the launch's archives and wheels: its ranks start, or it has ended."""
         self.blobs.leave(run_id)
         shutil.rmtree(self._folder / run_id, ignore_errors=True)
 
     def release(self, run_id: str) -> None:
-        """The run's ranks are gone: what it had of the notebook's code and files is free."""
+        """Release the run's code and uploads: its ranks are gone."""
         self.code.release(run_id)
         self.uploaded.release(run_id)
 
@@ -141,7 +143,7 @@ def _joined(run_dir: str, source: StoredPayload, paths: Sequence[Path]) -> tuple
 
 
 def _discard(joined: asyncio.Future[tuple[int, str]]) -> None:
-    """Nobody wants it any more."""
+    """Remove a payload whose run was cancelled."""
     if joined.exception() is None:
         _remove(*joined.result())
 
@@ -159,25 +161,25 @@ def _join(paths: Sequence[Path], target: Path) -> None:
 
 # ---------------------------------------------------------------- local code: archives, unpacked
 
-# of what environments may have
+# unpacked code may use a tenth of the environments' limit
 _SHARE = 10
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK_BYTES = 1 << 20
-# times of unpacked files lie in the ten years after `FIXED_TIME`
+# modification times of unpacked files are in the ten years after `FIXED_TIME`
 _TIMES = 315_360_000
 
 
 class CodeUnusable(Exception):
-    """An archive of local code is not what it says that it is; the message is one paragraph."""
+    """An archive of local code can't be used; the message, one paragraph, says why."""
 
 
 class CodeBundles(KeptFolders):
-    """The node's unpacked archives, in `code/<sha256>` beside its environments. Methods may be called by any thread.
+    """The node's unpacked archives, in `code/<sha256>` in the environments' directory. Thread-safe.
 
-    An unpacked archive is locked (shared) while a run of this agent uses it, so no agent removes it.
+    An unpacked archive has a shared lock while a run of this agent uses it, so no agent removes it.
 
     Args:
-        settings: Where environments are kept, and how many bytes they may have.
+        settings: The pool's settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -185,15 +187,15 @@ class CodeBundles(KeptFolders):
         self._limit = settings.code_limit_bytes
 
     def unpack(self, run_id: str, bundles: Iterable[CodeBundle]) -> Mapping[str, str]:
-        """Return the folder of each bundle, by the kernel's path entry; unpacked now if need be.
+        """Return each bundle's folder by the kernel's path entry, and unpack the bundle if necessary.
 
         Args:
-            run_id: The run or session that uses them until `release`.
-            bundles: What travelled along.
+            run_id: The run or session that uses the bundles until `release`.
+            bundles: The launch's code bundles.
 
         Raises:
-            CodeUnusable: An archive is missing, damaged, too large, or wants to write elsewhere.
-            OSError: There is no room.
+            CodeUnusable: An archive is missing, damaged or too large, or has paths outside its folder.
+            OSError: There is not enough space.
         """
         found: dict[str, str] = {}
         for bundle in bundles:
@@ -211,7 +213,7 @@ class CodeBundles(KeptFolders):
 
 @contextlib.contextmanager
 def _opened(bundle: CodeBundle) -> Generator[zipfile.ZipFile]:
-    """Open the archive and check that it is the one that was meant."""
+    """Open the archive and check its digest."""
     try:
         with open(bundle.path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -231,10 +233,11 @@ def _opened(bundle: CodeBundle) -> Generator[zipfile.ZipFile]:
 
 
 def _unpack(archive: zipfile.ZipFile, folder: Path, limit: int) -> None:
-    """Write plain files below `folder`, and nothing anywhere else.
+    """Write plain files below `folder`, and nothing elsewhere.
 
     Raises:
-        CodeUnusable: A name leads out of the folder or stands twice, or a member is no plain file.
+        CodeUnusable: A name leads out of the folder or occurs twice, a member is not a plain file, or the archive is
+            too large.
     """
     seen: set[str] = set()
     total = 0
@@ -274,6 +277,6 @@ def _write(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, *, execu
         while chunk := source.read(_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
             target.write(chunk)
-    # by time and size Python and a session's ranks tell an edited file: other contents have another time
+    # Python and a session's ranks detect edited files by time and size, so different contents get different times
     changed_at = FIXED_TIME + checksum % _TIMES
     os.utime(path, (changed_at, changed_at))

@@ -1,10 +1,10 @@
-"""Ranks as processes of this node: forked, ordered about, listened to, stopped.
+"""Rank processes on this node: forking, orders, messages, stopping.
 
-zygotes           the processes that fork ranks, one for each environment
-rank_process      one rank, from the fork to the exit; its pipes -> log and batches
-group             N of them, and those that take part in one run
+zygotes           the processes that fork ranks, one per environment
+rank_process      one rank from fork to exit; reads its output pipes into a log and batches
+group             N ranks of one zygote, and the ranks that take part in one run
 standby_groups    groups that are kept ready
-orders            a launch becomes orders for its ranks, with torchrun's variables; where they meet
-stop              interrupt, release, TERM, grace, KILL
-run_processes     a run's processes, their sockets, connections to their ports; the end of those left behind
+orders            turns a launch into orders for its ranks: torchrun's variables and the rendezvous
+stop              the stop path: interrupt, release, TERM, grace, KILL
+run_processes     a run's processes: their usage, connections to their ports, killing leftovers
 """

@@ -1,6 +1,6 @@
-"""A group: N ranks from the fork to the exit. Those of its ranks that take part in one run are its run's.
+"""A group: N ranks from fork to exit. `RunRanks` are those of its ranks that take part in one run.
 
-A fresh run is one execute, a standby group has had none yet, a session has many.
+A fresh run is one `Execute`, a standby group has had none yet, a session has many.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class GroupStore:
-    """The file over which ranks find each other: a memory file, or one with a name where there are none.
+    """The store file for the ranks' rendezvous: a memory file, or a named file on systems without memory files.
 
     Args:
-        scratch: Directory of the file with a name.
+        scratch: Directory for a named file.
     """
 
     def __init__(self, scratch: Path) -> None:
@@ -48,11 +48,11 @@ class GroupStore:
 
     @property
     def descriptors(self) -> list[int]:
-        """What goes along to a rank, unless there is a path."""
+        """Descriptors to send to a rank; empty for a named file."""
         return [self._fd] if self._fd >= 0 else []
 
     def close(self) -> None:
-        """Every rank has its own descriptor. May be said more than once."""
+        """Close the agent's descriptor; ranks have their own. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -62,14 +62,14 @@ class Group:
     """N ranks of one zygote.
 
     Args:
-        zygote: Who forks them.
-        ranks: How many.
-        join_early: Whether they join the process group before they know their run.
-        whole_bytes: Output per rank that is sent on uncut.
-        scratch: Directory for files where memory files do not exist.
-        rehearse: Whether they run a small cell while they wait.
-        first_rank: The number of the first; more than 0 where others are on other nodes.
-        world_size: How many there are on all nodes; None where all are here.
+        zygote: Forks the ranks.
+        ranks: The number of ranks on this node.
+        join_early: Whether they join the process group before they have a run.
+        whole_bytes: Bytes of output per rank that are sent uncut.
+        scratch: Directory for files on systems without memory files.
+        rehearse: Whether they run a small warm-up cell while they wait.
+        first_rank: The first rank's number; more than 0 when lower ranks are on other nodes.
+        world_size: The number of ranks on all nodes; None when all are on this node.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Group:
         self.broken = ""
         self.broken_kind = FailureKind.ENVIRONMENT
         self.wanted_at = asyncio.get_running_loop().time()
-        # of the socket that Prepare has given to rank 0; 0 while the ranks are not prepared
+        # port of the socket that rank 0 got with Prepare; 0 while the ranks are not prepared
         self.master_port = 0
         self._whole_bytes = whole_bytes
         self._scratch = scratch
@@ -108,32 +108,32 @@ class Group:
                 for process in self.ranks:
                     self._order(process)
         except BaseException:
-            # those that are forked already exit when their sockets close
+            # ranks that are already forked exit when their sockets close
             self.close()
             raise
 
     def rank(self, number: int) -> RankProcess:
-        """The process that is rank `number` now."""
+        """Return the current process of rank `number`."""
         return self.ranks[number - self._first_rank]
 
     def order(self, rank: int, order: ToRank, blobs: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
-        """Send the rank an order; it may not even be forked yet."""
+        """Send the rank an order, even before it is forked."""
         stream = self.rank(rank).stream
         if stream is not None:
             stream.send(order, blobs, descriptors)
 
     def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        """Tell a rank's widgets what the front end says. Not before the rank has its first order, which comes first."""
+        """Send a front end's message to a rank's widgets. The rank's first order must have been sent."""
         index = message.rank - self._first_rank
         if 0 <= index < len(self.ranks) and self.ranks[index].alive:
             self.order(message.rank, CommsHeard(messages=message.messages), frames)
 
     def replace(self, numbers: Sequence[int], store: GroupStore) -> None:
-        """Fork new processes in the place of ranks that are dead; they join late, over a store of their own.
+        """Fork new processes for dead ranks; they join late, over a new store.
 
         Args:
-            numbers: The ranks.
-            store: Where the new ones meet those that stay. The group owns it.
+            numbers: The ranks to replace.
+            store: The store over which they join the ranks that stay. The group owns it.
         """
         self._store.close()
         self._store, self._rehearse, self.join_early = store, False, False
@@ -145,19 +145,23 @@ class Group:
                 self._order(self.rank(number))
 
     def leave(self) -> None:
-        """Let every rank exit. One that has executed nothing exits at end of file."""
+        """Tell every rank to exit. A rank that has executed nothing exits at end of file."""
         for process in self.ranks:
             if process.stream is not None:
                 process.stream.send(Leave())
 
     def dismiss(self) -> None:
-        """End a group that belongs to no run: its ranks exit when their sockets close."""
+        """End a group without a run: its ranks exit when their sockets close."""
         for process in self.ranks:
             if process.stream is not None:
                 process.stream.close()
 
     def release(self, connections: dict[int, tuple[int, ...]]) -> None:
-        """Ask each rank to shut its connections to its peers down."""
+        """Tell each rank to shut down its connections to its peers.
+
+        Args:
+            connections: The descriptors of these connections, by process id.
+        """
         for process in self.ranks:
             if process.stream is not None and process.pid is not None:
                 process.stream.send(Release(fds=connections.get(process.pid, ())))
@@ -171,17 +175,17 @@ class Group:
         return self._unforked == 0 and not any(process.alive for process in self.ranks)
 
     def has_dead_rank(self) -> bool:
-        """Whether a rank has ended, also when the zygote has not yet told so."""
+        """Whether a rank has ended, even if the zygote has not reported it yet."""
         if self.broken or any(process.is_reaped for process in self.ranks):
             return True
         return any(process.pidfd is not None and process.is_dead() for process in self.ranks)
 
     def is_dead(self) -> bool:
-        """Whether every rank has ended, also when it went unheard how."""
+        """Whether every rank has ended, even if an exit status is unknown."""
         return all(process.is_dead() for process in self.ranks)
 
     def close(self) -> None:
-        """Free what the agent holds; the ranks must be gone or about to go."""
+        """Free the agent's resources; the ranks must be gone or exiting."""
         self.zygote.forget(self.group_id)
         self._store.close()
         for process in self.ranks:
@@ -218,7 +222,7 @@ class Group:
                     self.broken = self.broken or f"a standby rank ended with status {status}"
 
     def faulted(self, error: Exception) -> None:
-        """A callback that worked for its ranks raised an exception."""
+        """Handle an exception in a callback that served the group's ranks."""
         if self.listener is not None:
             self.listener.faulted(error)
         else:
@@ -231,7 +235,7 @@ class Group:
         for process in self.ranks:
             if process.alive:
                 process.signal(signal.SIGKILL, whole_session=True)
-                # its parent can't tell any more how it ended; it dies with its parent
+                # the dead zygote can't report its status; a rank dies with its zygote
                 process.exit_status = -signal.SIGKILL
                 if self.listener is not None:
                     self.listener.rank_exited(process.rank, -signal.SIGKILL)
@@ -252,7 +256,7 @@ class Group:
             ours,
             codec.from_rank,
             lambda message, frames: self._said(process.rank, message, frames),
-            lambda: None,  # the zygote tells how a rank ended; end of file alone does not
+            lambda: None,  # end of file alone means nothing; the zygote reports how a rank ended
         )
         descriptors = [
             theirs.fileno(),
@@ -297,13 +301,13 @@ class Group:
 
 
 class RunRanks:
-    """A run's ranks: all of a group, or some of a session's.
+    """A run's ranks: all ranks of a group, or some of a session's.
 
-    Looked up in the group each time: a session's may be replaced by new processes.
+    Looked up in the group each time, since a session's ranks may be replaced by new processes.
 
     Args:
-        group: Where they belong.
-        numbers: Which, ascending.
+        group: The ranks' group.
+        numbers: The ranks' numbers, ascending.
     """
 
     def __init__(self, group: Group, numbers: Sequence[int]) -> None:
@@ -316,7 +320,7 @@ class RunRanks:
         return [self.group.rank(number) for number in self.numbers]
 
     def rank(self, number: int) -> RankProcess:
-        """The process of one of them."""
+        """Return the current process of rank `number`."""
         return self.group.rank(number)
 
     @property

@@ -1,6 +1,6 @@
-"""A launch becomes orders for its ranks: the cell, where it runs, torchrun's variables, and where the ranks meet.
+"""Turns a launch into orders for its ranks: the cell, its context, torchrun's variables, and the rendezvous.
 
-They meet on this node's loopback, or at the first node of a run of several.
+The rendezvous is on this node's loopback interface; for a multi-node run it is on the first node.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 class RendezvousPoint(msgspec.Struct, frozen=True):
-    """What a run's ranks are told of it.
+    """A run's rendezvous, as its ranks get it.
 
     Args:
         port: `MASTER_PORT`.
         address: `MASTER_ADDR`.
-        interface: The network interface for the groups' own connections; "" leaves that to torch.
-        listening: The descriptor of the listening socket, for rank 0; empty elsewhere, or when it has it.
+        interface: The network interface for the groups' own connections; "" leaves the choice to torch.
+        listening: The descriptor of the listening socket, for rank 0; empty elsewhere, or when rank 0 already has it.
     """
 
     port: int
@@ -46,17 +46,19 @@ class RendezvousPoint(msgspec.Struct, frozen=True):
 
 
 class Rendezvous:
-    """Of one part of a run of several nodes. The first node's part listens and says where; the others say that they
-    are ready, as their packages may take long.
+    """The rendezvous of one node's part of a multi-node run.
+
+    The first node listens and reports its address. The other nodes only report that they are ready, since their
+    packages may take long.
 
     Args:
         run_id: The run.
-        part: This node's.
-        reports: Tells the pool service, if there is one.
-        known: Called once with the point, when it is known.
+        part: This node's part.
+        reports: Reports to the pool service.
+        known: Called once with the rendezvous, when all nodes are ready.
 
     Raises:
-        OSError: Nothing can listen at the node's address.
+        OSError: The node's address can't be bound.
     """
 
     def __init__(
@@ -79,11 +81,11 @@ class Rendezvous:
             self._bound = MasterBound(run_id=run_id, address=part.address, port=port)
 
     def begin(self) -> None:
-        """Say so, also to a pool service that has come since: it may be for the others that it has to know."""
+        """Report this node's readiness; call it again for a new pool service, which needs it for the other nodes."""
         self._reports.ask(self._bound)
 
     def heard(self, message: MasterKnown) -> None:
-        """The pool service has heard all nodes, and tells them."""
+        """Handle the rendezvous address, which the pool service sends when all nodes are ready."""
         if self._over:
             return
         self._over = True
@@ -93,7 +95,7 @@ class Rendezvous:
         self.close()
 
     def close(self) -> None:
-        """Rank 0 has its own descriptor, or nobody needs one."""
+        """Close the listening socket: rank 0 has its own descriptor, or none is needed."""
         self._over = True
         if self._socket is not None:
             self._socket.close()
@@ -101,17 +103,17 @@ class Rendezvous:
 
 
 def interface_of(address: str) -> str:
-    """Return the interface's name, "" when none of this machine has the address."""
+    """Return the name of the interface with this address, "" when this machine has none."""
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:
         return ""
     if wanted.is_loopback:
-        # all of 127.0.0.0/8 is there, whatever is written down
+        # all of 127.0.0.0/8 works, though only one address is listed
         return LOOPBACK
     for name, addresses in psutil.net_if_addrs().items():
         for found in addresses:
-            # link-local ones end with `%eth0`
+            # link-local addresses end with `%eth0`
             if found.family in _FAMILIES and ipaddress.ip_address(found.address.partition("%")[0]) == wanted:
                 return name
     return ""
@@ -123,7 +125,7 @@ def torchrun_variables(launch: Launch, rank: int, meeting: RendezvousPoint, devi
     Args:
         launch: The run, or this node's part of it.
         rank: The global rank.
-        meeting: Where the ranks meet, also those of user code that rendezvouses again.
+        meeting: The rendezvous, also for user code that initializes a process group again.
         device: `cpu` or `cuda`.
     """
     part = launch.part
@@ -132,7 +134,7 @@ def torchrun_variables(launch: Launch, rank: int, meeting: RendezvousPoint, devi
     local_ranks = ranks if part is None else str(part.ranks)
     group, groups = ("0", "1") if part is None else (str(part.index), str(part.nodes))
     uuids = launch.lease.uuids if part is None else launch.lease.shares[part.index].uuids
-    # a rank without a GPU of its own must not find somebody else's
+    # a CPU rank must not find GPUs that belong to others
     visible = ",".join(uuids) if device == "cuda" else ""
     return {
         "RANK": str(rank),
@@ -144,7 +146,7 @@ def torchrun_variables(launch: Launch, rank: int, meeting: RendezvousPoint, devi
         "LOCAL_WORLD_SIZE": local_ranks,
         "ROLE_WORLD_SIZE": ranks,
         "GROUP_WORLD_SIZE": groups,
-        # DeepSpeed's launcher says these beside torchrun's (deepspeed/launcher/launch.py)
+        # DeepSpeed's launcher sets these besides torchrun's (deepspeed/launcher/launch.py)
         "LOCAL_SIZE": local_ranks,
         "CROSS_RANK": group,
         "CROSS_SIZE": groups,
@@ -158,15 +160,15 @@ def torchrun_variables(launch: Launch, rank: int, meeting: RendezvousPoint, devi
         "CUDA_VISIBLE_DEVICES": visible,
         **_interfaces(launch, meeting),
         RUN_VARIABLE: launch.spec.run_id,
-        # made by `runtime.checkpoint_dir`
+        # created by `runtime.checkpoint_dir`
         "SGPU_CHECKPOINT_DIR": os.path.join(launch.run_dir, CHECKPOINTS),
     }
 
 
 def _interfaces(launch: Launch, meeting: RendezvousPoint) -> dict[str, str]:
-    """Which network interface the process groups use."""
+    """Return the variables that set the process groups' network interface."""
     if launch.part is None:
-        # whatever a cluster's settings say: all ranks are on this node, and any other interface looks names up
+        # overrides a cluster's settings: all ranks are on this node, and other interfaces need name look-ups
         return {"GLOO_SOCKET_IFNAME": meeting.interface}
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     told = {name: launch.context.environ.get(name) or meeting.interface for name in names}
@@ -189,9 +191,9 @@ def send_cells(
         launch: The run.
         group: Its ranks.
         files: Its payload.
-        default_store: The MLflow store of runs that name none.
-        ray: The run's own Ray cluster here; None where it has none.
-        meeting: Where the ranks meet, where they are on several nodes; None where they are all here.
+        default_store: The MLflow store for runs that name none.
+        ray: The run's own Ray cluster on this node; None without one.
+        meeting: The rendezvous of a multi-node run; None when all ranks are on this node.
 
     Raises:
         OSError: No port or descriptor is left.
@@ -205,7 +207,7 @@ def send_cells(
 
 
 def send_session_cells(launch: Launch, session: Launch, group: Group, files: RunFiles, default_store: str) -> None:
-    """Send the ranks of a session that take part their cell and the payload; their variables stay the session's."""
+    """Send a cell and its payload to the participating ranks of a session; they keep the session's variables."""
     device = device_of(session)
     for rank in launch.spec.rank_numbers:
         variables = torchrun_variables(session, rank, RendezvousPoint(group.master_port), device)
@@ -213,14 +215,14 @@ def send_session_cells(launch: Launch, session: Launch, group: Group, files: Run
 
 
 def prepare(launch: Launch, group: Group, ranks: Sequence[int], *, stays: bool, renewal: bool = False) -> None:
-    """Let ranks take their place before they get a cell.
+    """Prepare ranks for their first cell: context, device, variables and process group.
 
     Args:
-        launch: Whose context, devices and variables they get.
-        group: Where they belong.
-        ranks: Which.
-        stays: They belong to a session.
-        renewal: The others of the group are in it already.
+        launch: The launch with the ranks' context, devices and variables.
+        group: The ranks' group.
+        ranks: The ranks to prepare.
+        stays: Whether they belong to a session.
+        renewal: Whether the group's other ranks have already joined.
 
     Raises:
         OSError: No port or descriptor is left.
@@ -240,7 +242,7 @@ def prepare(launch: Launch, group: Group, ranks: Sequence[int], *, stays: bool, 
 
 
 def device_of(launch: Launch) -> str:
-    """`cuda` where the lease has real GPUs, else `cpu`."""
+    """Return `cuda` if the lease has real GPUs, else `cpu`."""
     return "cuda" if launch.lease.uuids and not launch.lease.simulated else "cpu"
 
 
@@ -278,7 +280,7 @@ def _send(
 
 
 def _in_full(tracking: Tracking | None, default_store: str) -> Tracking | None:
-    """With the default store's URI where none was named."""
+    """Fill in the default store's URI if none was named."""
     if tracking is None or tracking.uri:
         return tracking
     return msgspec.structs.replace(tracking, uri=default_store)
@@ -286,7 +288,7 @@ def _in_full(tracking: Tracking | None, default_store: str) -> Tracking | None:
 
 @contextlib.contextmanager
 def _rendezvous(group: Group, *, afresh: bool = False) -> Generator[RendezvousPoint]:
-    """Yield where ranks meet that are all here."""
+    """Yield the rendezvous of ranks that are all on this node."""
     if group.master_port and not afresh:
         yield RendezvousPoint(group.master_port)
         return

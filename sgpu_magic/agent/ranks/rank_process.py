@@ -1,7 +1,7 @@
-"""One rank as the agent holds it: its process, its socket, its stack file, and its output's two pipes.
+"""One rank as the agent sees it: its process, its socket, its stack file, and the two pipes of its output.
 
-The pipes are taken apart into the rank's log and into bounded batches for the pool. Python's stderr arrives marked in
-the first (see `worker.process.terminal`); C code's and child processes' in the second.
+Output goes to the rank's log and, in bounded batches, to the pool. The first pipe carries stdout and Python's stderr,
+which is marked (see `worker.process.terminal`); the second carries the stderr of C code and child processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.zygote import STDERR_BEGIN, STDERR_END
 
 _PIPE_BYTES = 1 << 20
-# of one rank between two batches: who writes faster waits in its pipe
+# limit per rank between two batches: a rank that writes faster blocks on its pipe
 _BURST_BYTES = 4 << 20
 _READ_BYTES = 1 << 18
 _F_SETPIPE_SZ = 1031
@@ -41,9 +41,9 @@ class RankOutput:
 
     Args:
         rank: The rank.
-        whole_bytes: Bytes of output per stream that are sent whole; later batches are cut to their tail.
-        emit: Takes each batch.
-        log_ended: Told once, with the rank and why, when the log can't be written any more.
+        whole_bytes: Bytes of output that are sent whole; later batches are cut to their tail.
+        emit: Receives each batch.
+        log_ended: Called with the rank and the reason when the log can't be written any more.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class RankOutput:
     def __post_init__(self) -> None:
         self.lines = 0
         self.total_bytes = 0
-        # opened when there is something to write: what a rank does not print is no file
+        # opened on the first write, so that a silent rank makes no file
         self._log_path = ""
         self._log: int | None = None
         self._pending: list[tuple[str, bytearray]] = []
@@ -68,7 +68,7 @@ class RankOutput:
         self._timer: asyncio.TimerHandle | None = None
         self._last_emitted = 0.0
         self._readers: list[int] = []
-        # those that have a writer left
+        # pipes that still have a writer
         self._open: set[int] = {0, 1}
         self.child_ends: tuple[int, ...] = ()
         try:
@@ -84,7 +84,7 @@ class RankOutput:
             self.child_ends += (writer,)
             os.set_blocking(reader, False)
             with contextlib.suppress(OSError):
-                # fewer wake-ups under a flood; the system may refuse more than a user's share
+                # fewer wake-ups under a flood; refused beyond the user's limit for pipe buffers
                 fcntl.fcntl(writer, _F_SETPIPE_SZ, _PIPE_BYTES)
         self._listen()
 
@@ -100,18 +100,18 @@ class RankOutput:
         self.child_ends = ()
 
     def begin_log(self, path: str) -> None:
-        """From now on write to this file; what a standby rank printed before belongs to no run."""
+        """Start a run's log; output that a standby rank printed before is dropped."""
         self._read_all()
         self._pending.clear()
         self.switch_log(path)
 
     def switch_log(self, path: str, lines: int = 0, total_bytes: int = 0) -> None:
-        """From now on write to this file, to which also belongs what is in the pipes; `drain` before takes that out.
+        """Write to this log from now on, including what is still in the pipes; call `drain` before to keep that out.
 
         Args:
-            path: The file; what it has stays.
-            lines: Lines that it has.
-            total_bytes: Its size.
+            path: The log, to which output is appended.
+            lines: The number of lines that it already has.
+            total_bytes: Its current size.
         """
         self.lines = lines
         self._pending_start = self.total_bytes = total_bytes
@@ -120,10 +120,10 @@ class RankOutput:
         self._log_path = path
 
     def drain(self, *, last: bool = False) -> None:
-        """Read what is in the pipes now, and send it. Not until end of file: a child may hold a pipe open.
+        """Read what is in the pipes now and send it. Does not wait for end of file: a child may hold a pipe open.
 
         Args:
-            last: Nothing more is to come, so what looks like the beginning of a mark is none.
+            last: Whether this is the end of the output, so that a partial mark at the end is output.
         """
         self._read_all()
         if last and self._held:
@@ -132,11 +132,11 @@ class RankOutput:
         self.flush()
 
     def tail(self, limit: int = 5) -> str:
-        """The last lines written, for a death's story."""
+        """Return the last lines written, to describe an exit."""
         return "\n".join(self._last_data.decode("utf-8", "replace").splitlines()[-limit:])
 
     def flush(self) -> None:
-        """Send what waits for its batch."""
+        """Send the pending batch."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -163,7 +163,7 @@ class RankOutput:
     def _readable(self, index: int) -> None:
         size = self._read(index, _READ_BYTES)
         if size is None:
-            # `drain` was quicker
+            # `drain` has read it
             return
         if not size:
             # every writer is gone
@@ -177,14 +177,14 @@ class RankOutput:
                 self._loop.remove_reader(self._readers[each])
 
     def _read_all(self) -> None:
-        """Read what is in the pipes at this moment: a child may go on writing for ever."""
+        """Read only what is in the pipes at this moment: a child may go on writing forever."""
         for index, reader in enumerate(self._readers):
             (waiting,) = struct.unpack("i", fcntl.ioctl(reader, termios.FIONREAD, bytes(4)))
             while waiting > 0 and (size := self._read(index, min(waiting, _READ_BYTES))):
                 waiting -= size
 
     def _read(self, index: int, most: int) -> int | None:
-        """Take up to `most` bytes of a pipe; return how many there were, 0 at its end, None if there is nothing now."""
+        """Read up to `most` bytes of a pipe; return their number, 0 at its end, None if it is empty now."""
         try:
             data = os.read(self._readers[index], most)
         except BlockingIOError:
@@ -232,10 +232,10 @@ class RankOutput:
                 self._log = os.open(self._log_path, flags, 0o600)
             rest = memoryview(data)
             while rest:
-                # a disk that is nearly full takes a part
+                # a nearly full disk may accept only a part
                 rest = rest[os.write(self._log, rest) :]
         except OSError as error:
-            # a full disk stops the capture, never the training
+            # a full disk stops the log, never the training
             self._close_log()
             self.log_ended(self.rank, error.strerror or str(error))
 
@@ -274,7 +274,7 @@ class RankOutput:
 
 
 def _suffix_of_mark(data: bytes, mark: bytes) -> int:
-    """Length of the longest end of `data` that begins `mark`."""
+    """Return the length of the longest suffix of `data` that is a prefix of `mark`."""
     for size in range(min(len(mark) - 1, len(data)), 0, -1):
         if data.endswith(mark[:size]):
             return size
@@ -282,7 +282,7 @@ def _suffix_of_mark(data: bytes, mark: bytes) -> int:
 
 
 class RankProcess:
-    """What the agent has of one rank, also when the process is no more."""
+    """The agent's resources for one rank; they outlive the process."""
 
     def __init__(self, rank: int, output: RankOutput, stack_file: StackFile) -> None:
         self.rank = rank
@@ -290,9 +290,9 @@ class RankProcess:
         self.stack_file = stack_file
         self.pid: int | None = None
         self.pidfd: int | None = None
-        # it had been reaped before the agent could watch it; the zygote has yet to report its status
+        # reaped before the agent could open a pidfd; the zygote has yet to report its status
         self.is_reaped = False
-        # it was to be killed before it was forked
+        # killed as soon as it is forked
         self.is_doomed = False
         self.exit_status: int | None = None
         self.peak_bytes = 0
@@ -303,7 +303,7 @@ class RankProcess:
         return self.pid is not None and self.exit_status is None
 
     def is_dead(self) -> bool:
-        """Whether it has ended, also when the zygote has not yet told so."""
+        """Whether it has ended, even if the zygote has not reported it yet."""
         if self.exit_status is not None or self.pidfd is None:
             return not self.alive
         poll = select.poll()
@@ -311,7 +311,7 @@ class RankProcess:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Free what the agent holds of it; the process must be gone or about to go."""
+        """Free the agent's resources; the process must be gone or exiting."""
         if self.stream is not None:
             self.stream.close()
             self.stream = None
@@ -322,10 +322,14 @@ class RankProcess:
         self.stack_file.close()
 
     def signal(self, number: int, *, whole_session: bool = False) -> None:
-        """Signal the rank, or with it all that stayed in its process group.
+        """Signal the rank, or its whole process group.
 
-        One that is not forked yet is killed as soon as it is; other signals do not reach it. The zygote reaps a dead
-        rank before the agent hears of it; the pidfd says for sure that the pid is still its.
+        SIGKILL to a rank that is not forked yet is sent after the fork; other signals are dropped. The zygote may reap
+        a dead rank before the agent knows; the pidfd guarantees that the pid is still the rank's.
+
+        Args:
+            number: The signal.
+            whole_session: Whether to signal the rank's process group.
         """
         if self.pid is None:
             self.is_doomed = self.is_doomed or number == signal.SIGKILL
@@ -336,7 +340,7 @@ class RankProcess:
             if whole_session:
                 if self.pidfd is not None:
                     signal.pidfd_send_signal(self.pidfd, 0)
-                # before its first steps it has none of its own
+                # just after the fork it has no process group of its own yet
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, number)
                     return

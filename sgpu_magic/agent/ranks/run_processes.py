@@ -1,6 +1,7 @@
-"""The processes of runs: which they are, what they use, connections to their ports, the end of those left behind.
+"""The processes of runs: finding them, their CPU and memory usage, connections to their ports, killing leftovers.
 
-Linux, from /proc, as one look at all processes for all runs of the agent has to be quick; elsewhere nothing is known.
+Reads /proc directly, since one scan of all processes for all runs of the agent must be quick. On systems without /proc
+nothing is found.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ if TYPE_CHECKING:
 
 RUN_VARIABLE = "SGPU_RUN_ID"
 _CONNECT_S = 10.0
-# what listens everywhere is reached through the loopback
+# a process that listens on all interfaces is reached through the loopback
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def now_in_ticks() -> int:
-    """The time as /proc counts processes' starts: clock ticks since boot. 0 where there is no such clock."""
+    """Return the time in clock ticks since boot, as /proc gives processes' start times; 0 without such a clock."""
     if not hasattr(time, "CLOCK_BOOTTIME"):
         return 0
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def processes_of(run_id: str, sessions: Collection[int], since_ticks: int = 0, *, marked: bool = True) -> Iterator[int]:
-    """Find the pids of what lives of a run.
+    """Yield the pids of a run's live processes.
 
-    A process belongs to the run when its session was made by one of the run's ranks, or when it was started with
-    the run's `SGPU_RUN_ID` in its environment (so also one that left its session).
+    A process belongs to the run if one of the run's ranks created its session, or if it was started with the run's
+    `SGPU_RUN_ID` in its environment, which also finds processes that left the session.
 
     Args:
         run_id: The run.
         sessions: The ranks' pids, each the id of its session.
-        since_ticks: When the run began (`now_in_ticks`); what is older can't be of it and is not looked into.
-        marked: Also those that have left their sessions.
+        since_ticks: When the run began (`now_in_ticks`); the environment of older processes is not read.
+        marked: Whether to find processes that have left their session, too.
     """
     mark = f"{RUN_VARIABLE}={run_id}".encode()
     own_uid = os.getuid()
@@ -74,11 +75,11 @@ def processes_of(run_id: str, sessions: Collection[int], since_ticks: int = 0, *
 def kill_leftovers(
     run_id: str, sessions: Collection[int], since_ticks: int = 0, *, marked: bool = True, reaped: bool = False
 ) -> list[int]:
-    """Kill what still lives of a run and return the pids. Arguments as of `processes_of`.
+    """Kill the run's remaining processes and return their pids. Takes the arguments of `processes_of`.
 
     Args:
-        reaped: The ranks themselves are gone. A process that has the number of one is another's then, and so is its
-            session: the kernel gives no number anew while a session has it.
+        reaped: Whether the ranks are reaped. A process with a rank's pid is then unrelated, and so is its session: the
+            kernel does not reuse a pid while a session has it.
     """
     if reaped:
         sessions = [pid for pid in sessions if not os.path.exists(f"/proc/{pid}")]
@@ -93,20 +94,20 @@ def kill_leftovers(
 # ---------------------------------------------------------------- CPU and memory
 
 
-# processes whose parents are believed unseen for so many looks: they change when a parent dies
+# known parents are trusted for this many scans; a parent changes when it dies
 _BELIEVED_LOOKS = 30
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class TreeUse(msgspec.Struct, frozen=True):
-    """What a process and the living ones below it use.
+    """CPU and memory usage of a process and its live descendants.
 
     Args:
-        pids: All of them.
-        cpu_s: CPU time that they, and children of theirs that have ended, have used so far.
-        rss_bytes: Resident memory. Pages that several share, such as a notebook's payload or the libraries that all
-            ranks were forked with, count for each: telling them apart (PSS) takes milliseconds for each process.
+        pids: Process ids of the whole tree.
+        cpu_s: CPU seconds that they and their reaped children have used so far.
+        rss_bytes: Resident memory. Shared pages, such as a notebook's payload or the libraries of forked ranks, count
+            for each process: separating them (PSS) takes milliseconds per process.
     """
 
     pids: frozenset[int]
@@ -121,10 +122,10 @@ class _Process(msgspec.Struct):
 
 
 class ProcessTable:
-    """Looks at processes. Only those that are new, or below a rank, are read at each look.
+    """Scans processes. Each scan reads only new processes and descendants of ranks.
 
     Args:
-        clock: Seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -135,15 +136,15 @@ class ProcessTable:
         self._looks = 0
 
     def trees(self, roots: Collection[int], max_age_s: float = 0.0) -> Mapping[int, TreeUse]:
-        """Return what each of these processes uses; without those that are gone.
+        """Return the usage of each of these processes, without those that are gone.
 
         Args:
-            roots: None is to be below another.
-            max_age_s: What was seen so many seconds ago may be told again.
+            roots: Pids of the processes; none may be a descendant of another.
+            max_age_s: Maximum age in seconds of a scan that may be reused.
         """
         now = self._clock()
         if now - self._looked_at > max_age_s or any(root not in self._trees for root in roots):
-            # who asked before asks again: one look serves all
+            # earlier callers will ask again: one scan serves all
             self._look({*roots, *self._trees})
             self._looked_at = now
         return {root: self._trees[root] for root in roots if root in self._trees}
@@ -174,16 +175,16 @@ class ProcessTable:
                 )
 
     def _read(self, pid: int) -> _Process | None:
-        # the built-in open() would make of each file three system calls more
+        # the built-in open() would cost three more system calls per file
         try:
             file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 text = os.read(file, 1024)
             finally:
                 os.close(file)
-            # the command in parentheses may hold anything; the state is the first field after it, see proc(5)
+            # the command in parentheses may contain anything; the state is the first field after it, see proc(5)
             fields = text[text.rindex(b")") + 2 :].split(None, 22)
-            # with the time of children that were waited for, so that a tree's time never goes back
+            # includes the time of reaped children, so that a tree's time never decreases
             ticks = int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
             process = self._known[pid] = _Process(int(fields[1]), ticks, int(fields[21]))
         except (OSError, ValueError, IndexError):
@@ -204,10 +205,10 @@ def _below(root: int, children: Mapping[int, list[int]]) -> Iterator[int]:
 
 
 class RunPorts:
-    """The open ones, by number. Used from the loop's thread only.
+    """Open connections to ports of runs, by stream number. Used only in the loop's thread.
 
     Args:
-        find: A run of this node by its id, None when there is none.
+        find: Returns a run of this node by its id, or None.
         send: Sends a message to the pool.
     """
 
@@ -218,13 +219,13 @@ class RunPorts:
         self._opening: dict[int, asyncio.Task[None]] = {}
 
     def opens(self, message: OpenStream) -> None:
-        """Connect, if the port is the run's; the answer follows."""
+        """Connect to a port if it is the run's; the answer is sent later."""
         task = faults.in_background(self._open(message))
         self._opening[message.stream] = task
         task.add_done_callback(lambda _: self._opening.pop(message.stream, None))
 
     def heard(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
-        """Take what the client says of a stream."""
+        """Handle a client's message about a stream."""
         stream = self._streams.get(message.stream)
         if stream is not None:
             stream.heard(message, frames)
@@ -232,7 +233,7 @@ class RunPorts:
             task.cancel()
 
     def close(self) -> None:
-        """The pool service is gone, and with it the clients; or this program ends."""
+        """Close all streams: the pool service and its clients are gone, or the agent ends."""
         for task in list(self._opening.values()):
             task.cancel()
         for stream in list(self._streams.values()):
@@ -266,17 +267,17 @@ class RunPorts:
 
 
 def address_of(run_id: str, ranks: Collection[int], port: int) -> tuple[str, str]:
-    """Find where a process of the run listens on a port.
+    """Find the address at which a process of the run listens on a port.
 
-    Only then it is the run's: whoever else listens on this machine is none of its user's business.
+    Ports of other processes on this machine are not available to the run's user.
 
     Args:
-        run_id: The run; what it has started is known by a variable.
+        run_id: The run.
         ranks: Its ranks' pids, each the id of its session.
         port: The TCP port.
 
     Returns:
-        The address to connect to, and a sentence about why there is none, one of them "".
+        The address to connect to, and why there is none; one of them is "".
     """
     listening = {
         each.pid: str(each.laddr.ip)

@@ -1,4 +1,4 @@
-"""Groups of ranks at hand: forked when a run needs one, one of the last size kept ready, and one for each session."""
+"""Provides groups of ranks: forks them on demand, and keeps standby groups for the next run and for each session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.run import Interpreter
 
-# above this the ranks of a standby group join late: gloo's loops cost CPU while they wait
+# above this size, ranks of a standby group join late, since gloo's loops cost CPU while they wait
 _JOIN_EARLY_MAX = 8
 
 
@@ -22,20 +22,20 @@ class StandbyGroups:
         settings: The pool's settings.
 
     Attributes:
-        zygotes: The node's.
+        zygotes: The node's zygotes.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self.zygotes = Zygotes(settings.state_path / "logs", settings.zygote_idle_s)
-        # by session; "" is for runs with a lease of their own
+        # by session; "" is for runs with their own lease
         self._standbys: dict[str, Group] = {}
         self._last_on_gpus = False
         self._departing: list[Group] = []
 
     def take(self, launch: Launch) -> tuple[Group, str]:
-        """Return a group for the run, forked or being forked, and how it came: `standby`, `zygote` or `cold`.
+        """Return a group for the run, forked or being forked, and how it was started: `standby`, `zygote` or `cold`.
 
         Raises:
             OSError: The interpreter can't be executed.
@@ -52,12 +52,12 @@ class StandbyGroups:
             self._drop_standby(session)
         warm = "zygote" if self.zygotes.get(interpreter).ready else "cold"
         if part is not None:
-            # ranks that stand by have met each other already, and are no part of a larger group
+            # standby ranks have already joined each other and can't be part of a larger group
             return self._make(interpreter, part.ranks, False, first_rank=part.first_rank, world_size=ranks), warm
         return self._make(interpreter, ranks, not on_gpus), warm
 
     def dismiss(self, group: Group) -> None:
-        """End a group that belongs to no run."""
+        """End a group without a run."""
         group.dismiss()
         self._departing.append(group)
 
@@ -66,20 +66,20 @@ class StandbyGroups:
         try:
             self.zygotes.get(interpreter)
         except OSError:
-            # told when a run needs it
+            # reported when a run needs it
             return
         if ranks:
             self._replenish("", interpreter, ranks, self._last_on_gpus)
 
     def replenish_after(self, launch: Launch) -> None:
-        """Keep a group like this run's at hand for the next one."""
+        """Keep a standby group like this run's for the next run."""
         if launch.part is not None:
             return
         self._last_on_gpus = _on_gpus(launch)
         self._replenish("", launch.interpreter, launch.spec.placement.ranks, self._last_on_gpus)
 
     def keep_for_session(self, session: Launch) -> None:
-        """Keep a group at hand for the session's fresh runs; on GPUs it takes its devices and makes its context.
+        """Keep a standby group for the session's fresh runs; on GPUs it creates its CUDA contexts.
 
         Args:
             session: The session's own launch.
@@ -94,11 +94,11 @@ class StandbyGroups:
                 self._drop_standby(key)
 
     def session_over(self, run_id: str) -> None:
-        """The session ends: nobody needs its group any more."""
+        """Drop the standby group of a session that ends."""
         self._drop_standby(run_id)
 
     def tend(self) -> None:
-        """Drop what was unused for too long, and free what has left."""
+        """Drop broken and idle standby groups, free groups whose ranks have exited, and retire zygotes."""
         for key, standby in list(self._standbys.items()):
             is_idle = not key and self._loop.time() - standby.wanted_at > self._settings.standby_idle_s
             if standby.broken or is_idle:
@@ -109,7 +109,7 @@ class StandbyGroups:
         self.zygotes.retire()
 
     def close(self) -> None:
-        """End every zygote, and with it all its ranks."""
+        """End every zygote and all its ranks."""
         self.zygotes.close()
 
     def _make(
@@ -161,5 +161,5 @@ def _on_gpus(launch: Launch) -> bool:
 def _fits(group: Group, interpreter: Interpreter, ranks: int, on_gpus: bool) -> bool:
     if group.broken or group.zygote.interpreter.key != interpreter.key or len(group.ranks) != ranks:
         return False
-    # one that has joined is a group of gloo: NCCL asks the driver, which then no longer hears which devices are its
+    # a group that has joined uses gloo; NCCL would initialize CUDA before the ranks know their devices
     return not (on_gpus and group.join_early)

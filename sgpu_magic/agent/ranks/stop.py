@@ -1,12 +1,12 @@
-"""The one way in which ranks are stopped: TERM to those that handle it, interrupt, release, TERM, grace, KILL.
+"""The stop path of ranks: TERM to those that handle it, interrupt, release, TERM, grace, KILL.
 
-A rank that waits in a collective hears no interrupt, and one that computes feels no lost connection; so both come,
-one shortly after the other. Which comes first says what the user sees: `KeyboardInterrupt` after a cancel, "released
-from all_reduce" after a peer's failure.
+An interrupt does not reach a rank that waits in a collective, and a lost connection does not affect one that computes,
+so ranks get both, shortly after each other. The order decides what the user sees: `KeyboardInterrupt` after a cancel,
+"released from all_reduce" after a peer's failure.
 
-A rank whose code has a handler for SIGTERM, as one that saves a checkpoint, gets that alone, once, and has the grace
-to end by itself: no interrupt, no release of any rank, as its handler may need collectives. Then the others have a
-moment to end by themselves too, and the rest goes its way.
+A rank whose code has a handler for SIGTERM, for example to save a checkpoint, gets only SIGTERM, once, and the grace to
+end by itself. No rank is interrupted or released meanwhile, since the handler may need collectives. Then the other
+ranks have a moment to end by themselves too, before the stop path continues.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from sgpu_magic.agent.failures import ReportsOfRanks
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
 from sgpu_magic.wire.failures import Failure
 
-# a cell that an interrupt reaches in Python ends as KeyboardInterrupt; only then are the connections shut
+# a cell in Python gets this long to end with KeyboardInterrupt before the connections are shut down
 _LEAD_S = 0.03
-# from one rung to the next, where no grace is given
+# between two steps of the stop path without a grace
 _RUNG_S = 0.3
-# exit handlers of ranks that are done
+# for exit handlers of ranks that are done
 EXIT_HANDLERS_S = 5.0
-# seconds for which a victim's report waits for the culprit's
+# how long a victim's report waits for the root cause's
 _PATIENCE_WITH_VICTIM_S = 0.25
-# seconds for which an error waits for an earlier one whose traceback takes longer to draw
+# how long an error waits for an earlier one whose traceback takes longer to format
 _PATIENCE_WITH_CAUSE_S = 0.03
-# seconds more for the tracebacks of ranks that have all raised: to free them would cost a session's whole group
+# extra time for tracebacks when all ranks have raised: releasing them would break a session's process groups
 _PATIENCE_WITH_DRAWING_S = 2.0
 _ESTABLISHED = "01"
 
 
 @dataclass(eq=False, repr=False)
 class FailurePatience:
-    """Says when it is known who is to blame, so that the ranks that may wait for one that has failed can be freed.
+    """Waits until the root cause is known, then frees the ranks that may wait for the failed one.
 
     Args:
-        reports: Who has reported.
-        later: Calls back after some seconds; what is pending is dropped with the run.
-        stopping: Whether the run ends anyway, and nobody is to be freed.
-        free_others: Called when the culprit is known. It may be called again until `stopping`.
+        reports: The ranks' reports.
+        later: Schedules a call after some seconds, which is dropped when the run is gone.
+        stopping: Returns whether the run is ending anyway, so that no rank needs to be freed.
+        free_others: Called when the root cause is known. May be called again until `stopping`.
 
     Attributes:
-        drawing: Ranks that have raised, and draw their tracebacks or have drawn them.
+        drawing: Ranks that have raised and format their tracebacks or have reported them.
     """
 
     reports: ReportsOfRanks
@@ -64,18 +64,18 @@ class FailurePatience:
         self._drawn_by: float | None = None
 
     def raised(self, rank: int) -> None:
-        """A rank has raised and will report it."""
+        """Note that a rank has raised and will report its failure."""
         self.drawing.add(rank)
 
     def failed(self, failure: Failure) -> None:
-        """A rank has reported its failure, or is dead."""
+        """Handle a rank's reported failure or death."""
         if failure.is_consequence and self._deciding:
             return
         self._deciding = True
         self.later(_PATIENCE_WITH_VICTIM_S if failure.is_consequence else _PATIENCE_WITH_CAUSE_S, self._decide)
 
     def peer_failed(self) -> None:
-        """A rank on another node has failed: it is to blame, and those here only wait for it."""
+        """Handle the failure of a rank on another node, which is the root cause."""
         self._deciding = True
         self._decide()
 
@@ -95,12 +95,12 @@ class StopPath:
 
     Args:
         run_ranks: The ranks.
-        reports: Who has reported.
-        later: Calls back after some seconds; what is pending is dropped with the run.
+        reports: The ranks' reports.
+        later: Schedules a call after some seconds, which is dropped when the run is gone.
 
     Attributes:
-        begun: The ranks were told to stop.
-        released: Connections between them were shut down.
+        begun: Whether the ranks were told to stop.
+        released: Whether connections between them were shut down.
     """
 
     def __init__(
@@ -117,16 +117,18 @@ class StopPath:
         self._proceed: Callable[[], None] | None = None
 
     def begin(self, grace_s: float, *, interrupt_first: bool, waited: Callable[[], None]) -> None:
-        """Stop the ranks; call `waited` when those that react have had their time.
+        """Stop the ranks; call `waited` when they have had time to react.
 
         Args:
-            grace_s: Seconds for those that handle TERM; with 0 they are like the others.
+            grace_s: Seconds for ranks that handle TERM; with 0 they are treated like the others.
+            interrupt_first: Whether ranks are interrupted before they are released, or after.
+            waited: Called when the ranks have had time to react.
         """
         self.begun = True
         self.let_handlers_end(grace_s, lambda: self._press(interrupt_first, waited))
 
     def let_handlers_end(self, grace_s: float, proceed: Callable[[], None]) -> None:
-        """TERM the ranks that handle it; call `proceed` when they have ended, or the grace is over."""
+        """Send SIGTERM to ranks that handle it; call `proceed` when they have ended or the grace is over."""
         if grace_s > 0:
             for process in self._unreported():
                 if process.rank not in self._termed and process.alive and _handles_term(process):
@@ -140,23 +142,23 @@ class StopPath:
         self._later(grace_s, self._go_on)
 
     def any_handles_term(self) -> bool:
-        """Whether a rank that has not reported has a handler for TERM."""
+        """Whether a rank that has not reported has a handler for SIGTERM."""
         return any(process.alive and _handles_term(process) for process in self._unreported())
 
     def reported(self) -> None:
-        """A rank has said its last word, or is gone."""
+        """Handle that a rank has reported or is gone."""
         if self._proceed is None or self._handling():
             return
         if self._unreported():
-            # those without a handler may have been told through a collective, and are about to end by themselves
+            # ranks without a handler may have learned of the stop in a collective and be about to end by themselves
             self._later(_RUNG_S, self._go_on)
         else:
             self._go_on()
 
     def end(self, grace_s: float) -> None:
-        """Let those that have reported exit; TERM the others, and KILL what is left after `grace_s` seconds.
+        """Let ranks that have reported exit; send SIGTERM to the others, and SIGKILL after `grace_s` seconds.
 
-        Those that have had their TERM have had their grace.
+        If ranks got SIGTERM before, only the rest of their grace remains.
         """
         self._run_ranks.group.leave()
         unreported = self._unreported()
@@ -193,11 +195,11 @@ class StopPath:
         if not self._reports.complete:
             self.released = True
             group = self._run_ranks.group
-            # of every rank, whether it takes part or not: connections go between any two, and one end frees nobody
+            # of every rank, participating or not: connections exist between any two, and both ends must be shut down
             group.release(connections_between(group.pids))
 
     def kill_unreported(self) -> None:
-        """KILL those that have not stopped, and no others."""
+        """Send SIGKILL to the ranks that have not reported."""
         for process in self._unreported():
             process.signal(signal.SIGKILL, whole_session=True)
 
@@ -207,12 +209,12 @@ class StopPath:
 
 
 def _handles_term(process: RankProcess) -> bool:
-    """A rank starts with the default action, so a handler is the user's. Unknown where there is no /proc: none."""
+    """Whether the user's code handles SIGTERM: ranks start with the default action. False without /proc."""
     return process.pid is not None and catches(process.pid, signal.SIGTERM) is True
 
 
 def catches(pid: int, number: int) -> bool | None:
-    """Whether the process has a handler for the signal; None where the system does not tell."""
+    """Whether the process has a handler for the signal; None where the system can't tell."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
@@ -229,11 +231,11 @@ def catches(pid: int, number: int) -> bool | None:
 
 
 def connections_between(pids: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Return for each process its descriptors that are connected to another one of `pids`.
+    """Return, for each process, its descriptors that are connected to another one of `pids`.
 
-    SIGINT does not interrupt a gloo collective and `abort` does not release it. What does is the loss of its
-    connections: every rank then gets a RuntimeError within milliseconds. Only connections whose two ends both belong
-    to ranks of the run are taken; listeners and the user's own connections are left alone.
+    SIGINT does not interrupt a gloo collective, and `abort` does not release it. Losing its connections does: every
+    rank then gets a RuntimeError within milliseconds. Only connections between two ranks of the run are returned;
+    listeners and the user's own connections are left alone.
     """
     owner = {inode: (pid, fd) for pid in pids for inode, fd in _sockets_of(pid).items()}
     ends = {(local, remote): inode for local, remote, inode in _tcp_connections()}
@@ -246,7 +248,7 @@ def connections_between(pids: Iterable[int]) -> dict[int, tuple[int, ...]]:
 
 
 def _sockets_of(pid: int) -> dict[str, int]:
-    """The process's descriptors that are sockets, by inode."""
+    """Return the process's socket descriptors by inode."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
@@ -258,7 +260,7 @@ def _sockets_of(pid: int) -> dict[str, int]:
 
 
 def _tcp_connections() -> Iterator[tuple[str, str, str]]:
-    """(local address, remote address, inode) of this machine's TCP connections. Source: proc(5)."""
+    """Yield (local address, remote address, inode) of this machine's TCP connections. Source: proc(5)."""
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/self/net/{name}", encoding="ascii") as file:
             for line in list(file)[1:]:

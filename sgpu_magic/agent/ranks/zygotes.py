@@ -1,4 +1,4 @@
-"""The zygotes of a node: one process per environment that has imported torch and forks ranks."""
+"""The zygotes of a node: one process per environment that imports torch once and forks ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from sgpu_magic.agent.ranks.group import Group
 
 _MAX_IDLE = 2
-# how it ended is known a moment after its socket is closed
+# the exit status is known a moment after the socket closes
 _EXIT_S = 2.0
-# forks cost page tables; with huge pages for malloc's heap they cost half
+# a fork copies page tables; huge pages for malloc's heap halve that cost
 _MALLOC_TUNABLE = "glibc.malloc.hugetlb=1"
 
 
@@ -33,7 +33,7 @@ _INITIAL_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def raise_open_files_limit() -> None:
-    """Take all the open files that the system allows: a rank costs the agent six."""
+    """Raise the limit of open files to the hard limit: each rank costs the agent six."""
     soft, hard = _INITIAL_OPEN_FILES
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -46,7 +46,7 @@ def _restore_open_files_limit(pid: int) -> None:
 
 
 class Zygote:
-    """One zygote process. Orders may be sent at once: they wait in its socket until it has imported torch."""
+    """One zygote process. Orders can be sent at once; they wait in its socket until it has imported torch."""
 
     def __init__(self, interpreter: Interpreter, log_dir: Path, on_lost: Callable[[Zygote], None]) -> None:
         self.interpreter = interpreter
@@ -62,11 +62,11 @@ class Zygote:
         environ = dict(interpreter.variables)
         tunables = environ.get("GLIBC_TUNABLES", "")
         environ["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC_TUNABLE}".strip(":")
-        # what another one wrote before is not its word
+        # skips lines of earlier zygotes
         self._log_begin = self._log.stat().st_size if self._log.exists() else 0
         command = [interpreter.executable, "-m", "sgpu_magic.worker.process.zygote"]
         ours, self.process = child_process.start(command, environ=environ, log=self._log)
-        # ranks have the notebook's limit of open files, not the agent's
+        # ranks get the original limit of open files, not the agent's
         _restore_open_files_limit(self.process.pid)
         with faults.charging(None):
             self.stream = MessageStream[FromZygote](ours, codec.from_zygote, self._message, self._closed)
@@ -76,21 +76,21 @@ class Zygote:
         return not self._groups
 
     def fork(self, order: Fork, descriptors: Sequence[int], listener: Group) -> None:
-        """Order one rank."""
+        """Order the fork of one rank."""
         self.last_used = asyncio.get_running_loop().time()
         self._groups[order.group_id] = listener
         self.stream.send(order, descriptors=descriptors)
 
     def forget(self, group_id: str) -> None:
-        """The group is gone."""
+        """Forget a group that is gone."""
         self._groups.pop(group_id, None)
 
     def close(self) -> None:
-        """End of file tells the zygote to kill what it has and exit."""
+        """Close the socket; at end of file the zygote kills its ranks and exits."""
         self.stream.close()
 
     def reaped(self, status: int) -> None:
-        """Its process has ended, with this exit code, negative for a signal."""
+        """Handle the end of its process; `status` is the exit code, negative for a signal."""
         self._status = status
         if self._untold is not None:
             self._untold.cancel()
@@ -166,19 +166,19 @@ class Zygotes:
     """All zygotes of the node, by interpreter key.
 
     Args:
-        log_dir: Where their own output goes.
-        idle_s: Idle seconds after which one is retired.
+        log_dir: The directory for their own output.
+        idle_s: Idle seconds after which a zygote is retired.
     """
 
     def __init__(self, log_dir: Path, idle_s: float) -> None:
         self._log_dir = log_dir
         self._idle_s = idle_s
         self._by_key: dict[str, Zygote] = {}
-        # those whose process has not been reaped
+        # zygotes whose process has not been reaped
         self._by_pid: dict[int, Zygote] = {}
 
     def get(self, interpreter: Interpreter) -> Zygote:
-        """Return the interpreter's zygote, started when there is none.
+        """Return the interpreter's zygote, and start it if there is none.
 
         Raises:
             OSError: The interpreter can't be executed.
@@ -193,7 +193,7 @@ class Zygotes:
         return zygote
 
     def retire(self, keep: Zygote | None = None) -> None:
-        """Close idle zygotes: those beyond two, and those unused for too long."""
+        """Close idle zygotes beyond two, and those that are unused for too long."""
         now = asyncio.get_running_loop().time()
         idle = sorted((z for z in self._by_key.values() if z.idle and z is not keep), key=lambda z: z.last_used)
         surplus = len(idle) - _MAX_IDLE + (keep is not None)
@@ -203,7 +203,7 @@ class Zygotes:
                 zygote.close()
 
     def reaped(self, pid: int, status: int) -> None:
-        """A child has ended: exit code, negative for a signal."""
+        """Handle the end of a child; `status` is the exit code, negative for a signal."""
         zygote = self._by_pid.pop(pid, None)
         if zygote is not None:
             zygote.reaped(status)
@@ -212,7 +212,7 @@ class Zygotes:
         return [zygote.process.pid for zygote in self._by_key.values()]
 
     def keys(self) -> list[str]:
-        """Of the interpreters that have one."""
+        """Return the keys of the interpreters that have a zygote."""
         return list(self._by_key)
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class Zygotes:
 
 
 def _last_line(path: Path, begin: int) -> str:
-    """What was written last from an offset on, "" when nothing was."""
+    """Return the last line written after an offset, "" when there is none."""
     try:
         lines = path.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
     except OSError:

@@ -1,14 +1,14 @@
-"""One run on this node, from its launch to its last word, and what belongs to it besides its ranks.
+"""Runs on this node, from the launch to the `RunEnded` event, and their state besides their ranks.
 
-node_run            what the agent asks of everything that it runs; displays, widgets, MLflow, questions to idle ranks
-execution           one run's cell in its ranks: launch, gather, find the root cause, stop, say the last word
-fresh               a run whose ranks are its own
-preparing           a run whose packages and code are being made ready
-session             ranks that stay between cells
-session_cell        a cell in these ranks
-session_repair      keeps their group whole, reports it, and has the ranks' logs between cells
-run_files           directory, payload and results
+node_run            the interface of all runs; displays, widgets, MLflow targets, questions to idle ranks
+execution           one run's cell in its ranks: launch, collect results, find the root cause, stop, report the end
+fresh               a run with its own, new ranks
+preparing           a run whose packages, code and variables are being prepared
+session             a session: ranks that stay alive between cells
+session_cell        a cell in a session's ranks
+session_repair      renews process groups and replaces dead ranks of a session, reports it, and switches the ranks' logs
+run_files           a run's directory, payload and results
 run_memory          payload and results in memory, and the thread that copies them to disk
-send_files_to_pool  what the directories of a pool on another machine get
-ray_place           where a run's own Ray cluster lives
+send_files_to_pool  sends run files to a pool on another machine
+ray_place           directories and limits of a run's own Ray cluster
 """

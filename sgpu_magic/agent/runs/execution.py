@@ -1,11 +1,11 @@
-"""One run's cell in its ranks: launch, gather, find the root cause, stop, say the last word.
+"""One run's cell in its ranks: launch, collect results, find the root cause, stop, report the end.
 
     launch -> all joined -> all finished -> ended(succeeded)
                          -> one failed   -> others released  -> ended(failed)
            -> asked to end               -> interrupted      -> ended(...)
 
-`ended` is what the notebook waits for. What comes before the first and after the last of these is another matter for
-ranks that are the run's own (`fresh`) and for those of a session (`session_cell`).
+`ended` is what the notebook waits for. The steps before the first and after the last of these differ between a run
+with its own ranks (`fresh`) and a cell in a session (`session_cell`).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Execution(NodeRun):
     """Runs one launch in its ranks.
 
     Args:
-        attempt: What to run.
-        group: Where its ranks belong.
-        warm: How the ranks came: `standby`, `zygote`, `cold` or `session`.
-        here: What it shares with other runs.
+        attempt: The launch and its payload.
+        group: The ranks' group.
+        warm: How the ranks were started: `standby`, `zygote`, `cold` or `session`.
+        here: What all runs of the agent share.
     """
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
@@ -75,39 +75,39 @@ class Execution(NodeRun):
         self._tracking = TrackingAnswers(self.run_id, group, here.reports)
         self._comms = CommReports(self._say)
         self._remarks: set[str] = set()
-        # ranks whose failures are only those of a run that fails elsewhere
+        # ranks whose failures are consequences of a failure on another node
         self._victims: frozenset[int] = frozenset()
         self._last_stacks: tuple[RankStack, ...] = ()
         self._ending_as: RunState | None = None
         self._end_reason = ""
         self._final_state = RunState.FAILED
 
-    # ------------------------------------------------------------ what the two kinds do otherwise
+    # ------------------------------------------------------------ differs between the two kinds
 
     @abc.abstractmethod
     def rank_exited(self, rank: int, status: int) -> None:
-        """One of its ranks is dead and reaped."""
+        """Handle the exit of one of its ranks, which is dead and reaped."""
 
     @abc.abstractmethod
     def _begin_stop(self) -> None:
-        """It was asked to end."""
+        """Begin the stop path: the run was told to end."""
 
     @abc.abstractmethod
     def _free_others(self) -> None:
-        """The culprit is known: stop the others."""
+        """Stop the other ranks: the root cause is known."""
 
     @abc.abstractmethod
     def _all_reported(self, state: RunState) -> None:
-        """No rank runs the cell any more; it ended as `state`."""
+        """End the run as `state`: no rank runs the cell any more."""
 
     @abc.abstractmethod
     def _after_end(self) -> None:
-        """The last word was said."""
+        """Continue after `RunEnded` was reported."""
 
     # ------------------------------------------------------------ from the group
 
     def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
-        """One of its ranks has sent a message."""
+        """Handle a message of one of its ranks."""
         match message:
             case Displayed() | Cleared():
                 show(self.run_ranks.rank(rank), message, self._say)
@@ -123,7 +123,7 @@ class Execution(NodeRun):
             case Collectives():
                 self._watch.taker.answered(rank, message)
             case Remarked(text=text):
-                # what all ranks remark is one remark
+                # a remark that all ranks make is shown once
                 if text not in self._remarks:
                     self._remarks.add(text)
                     self._say(Noted(text=text))
@@ -143,10 +143,10 @@ class Execution(NodeRun):
     def rank_log_ended(self, rank: int, problem: str) -> None:
         self.files.not_written(f"the log of rank {rank} ends here: {problem}; the run goes on, and its output is shown")
 
-    # ------------------------------------------------------------ gather
+    # ------------------------------------------------------------ results and failures
 
     def _all_there(self) -> None:
-        """Every rank is in the process group."""
+        """Report the start: every rank is in the process group."""
         self._started_at = time.monotonic()
         self._watch.start()
         self._say(RanksStarted(pids=tuple(self.run_ranks.pids), warm=self._warm))
@@ -170,7 +170,7 @@ class Execution(NodeRun):
         if rank in self._victims:
             failure = msgspec.structs.replace(failure, is_consequence=True)
         self._reports.add_failure(failure, frames)
-        # the picture of before says more than that of ranks which fall
+        # usage before the failure says more than that of failing ranks
         self._watch.is_ending()
         self._stop.reported()
         if not self.ended and self._ending_as is None:
@@ -191,7 +191,7 @@ class Execution(NodeRun):
     # ------------------------------------------------------------ stop path
 
     def end_as(self, state: RunState, reason: str) -> None:
-        """Stop the run by the one stop path."""
+        """Stop the run by the stop path; a timeout takes the ranks' stacks first."""
         if self.ended or self._ending_as is not None:
             return
         self._ending_as = state
@@ -214,21 +214,21 @@ class Execution(NodeRun):
         return self.ended or self._ending_as is not None or self._stop.begun
 
     def _peer_failed(self) -> None:
-        """A rank on another node has failed: those here that have not raised by themselves only wait for it."""
+        """Handle the failure of a rank on another node: ranks here that have not raised are its victims."""
         if not self._is_stopping():
             self._victims = frozenset(self._reports.unreported) - self._patience.drawing
             self._watch.is_ending()
             self._patience.peer_failed()
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
-        """The run failed as a whole; no rank is to blame."""
+        """Fail the run as a whole; no rank is to blame."""
         self._reports.add_failure(self._failure_now(kind, message))
         self._end(self._ending_as or RunState.FAILED)
 
     # ------------------------------------------------------------ end
 
     def _end(self, state: RunState) -> None:
-        """Say the last word. Once."""
+        """Report `RunEnded`, once."""
         if self.ended:
             return
         for process in self.run_ranks.ranks:
@@ -259,10 +259,10 @@ class Execution(NodeRun):
 
     @property
     def _unstopped(self) -> tuple[int, ...]:
-        """Ranks that stay and still run the cell."""
+        """Ranks of a session that still run the cell."""
         return ()
 
-    # ------------------------------------------------------------ what the agent asks (NodeRun)
+    # ------------------------------------------------------------ the agent's interface (NodeRun)
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         self._watch.taker.take(done)
@@ -294,6 +294,6 @@ class Execution(NodeRun):
             self.files.memory.give_payload_up()
 
     def results_received(self) -> None:
-        """Those of a detached run, and small ones, stay until they are in its directory, for who comes later."""
+        """Release large results of an attached run; others stay until they are in its directory, for later clients."""
         if not self.launch.spec.detach and self.files.memory.result_bytes > self._keep_results:
             self.files.memory.close_results()

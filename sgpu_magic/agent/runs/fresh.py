@@ -1,4 +1,4 @@
-"""A run whose ranks are its own: new processes that leave when it is over.
+"""A run with its own ranks: new processes that exit when it is over.
 
     launch -> all joined -> ... -> ended(succeeded) -> leave -> gone
                                 -> ended(...)       -> stop  -> gone
@@ -22,14 +22,14 @@ from sgpu_magic.wire.states import FailureKind, RunState
 
 # nothing may compete with the result on its way to the notebook
 _LEAVE_DELAY_S = 0.03
-# nor with the first line
+# nothing may compete with the first line of output either
 _SETTLED_S = 0.05
-# for a rank that writes the trace of `--profile` down
+# for a rank that writes the trace of `--profile`
 _TRACE_S = 15.0
 
 
 class FreshRun(Execution):
-    """Runs one launch in a group of its own. Arguments as of `Execution`."""
+    """Runs one launch in its own group. Takes the arguments of `Execution`."""
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
         super().__init__(attempt, group, warm, here)
@@ -71,7 +71,7 @@ class FreshRun(Execution):
     # ------------------------------------------------------------ from the run's other nodes
 
     def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
-        """Something of the run's other nodes."""
+        """Handle a message about the run's other nodes."""
         match message:
             case MasterKnown():
                 if self._meeting is not None and not self._is_stopping():
@@ -118,7 +118,7 @@ class FreshRun(Execution):
 
     def _free_others(self) -> None:
         if self._grace_s and self._stop.any_handles_term():
-            # the error is told at once; those that save a checkpoint finish behind it, with their connections whole
+            # the error is reported at once; ranks that save a checkpoint finish afterwards, with intact connections
             self._end(RunState.FAILED)
         else:
             self._stop.begin(0.0, interrupt_first=False, waited=self._stop_waiting)
@@ -144,7 +144,7 @@ class FreshRun(Execution):
         if self._ending_as is not None:
             self._stop.end(self._grace())
             return
-        # survivors of a failure get none unless it was asked for, or a trace is to be written
+        # survivors of a failure get no grace unless the user asked for it or a trace must be written
         grace_s = self._grace_s or (_TRACE_S if self.launch.spec.profile else 0.0)
         if self._stop.begun or self._reports.complete:
             self._stop.end(grace_s)

@@ -1,8 +1,8 @@
-"""What the agent asks of everything that it runs, and what all of it does alike.
+"""The interface of everything that the agent runs, and the behaviour that all of it shares.
 
-That is fresh runs, sessions, the cells in them, and runs that are only being made ready. What ranks say besides output
-and results is the same for all: a display takes its place among what the rank prints; what widgets say is bounded; a
-rank asks for the run's place in MLflow, and an idle rank of a session answers questions such as for completion.
+That is fresh runs, sessions, the cells in them, and runs that are being prepared. The messages of ranks besides output
+and results are handled alike: a display is reported in order with the rank's output, widget messages are bounded, ranks
+can ask for the run's MLflow target, and idle ranks of a session answer questions such as completion requests.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Surroundings(msgspec.Struct, frozen=True):
     """What every run of an agent shares.
 
     Args:
-        copier: Copies large parts into the runs' directories.
-        settings: For the largest payload that is kept and the default grace.
-        sampling: Samples what the ranks and their devices use.
-        reports: Asks the pool service.
-        listener: Hears what happened.
-        far: Takes what belongs to the machine of the pool, where that is another one.
+        copier: Copies payloads and results into the runs' directories in the background.
+        settings: The pool's settings.
+        sampling: Samples the usage of ranks and devices.
+        reports: Sends requests to the pool service.
+        listener: Receives the runs' events.
+        far: Sends run files to a pool on another machine.
     """
 
     copier: BackgroundCopier
@@ -67,12 +67,12 @@ class Surroundings(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """What a run on this node is made of.
+    """One attempt to execute a run on this node.
 
     Args:
-        launch: What to run.
+        launch: The launch to execute.
         frames: Raw frames of the launch; the first is an inline payload.
-        predecessor: The attempt before this one, or what made it ready: its payload is taken over.
+        predecessor: The previous attempt, or the `PreparingRun` that prepared this one; its payload is reused.
     """
 
     launch: Launch
@@ -84,12 +84,12 @@ class NodeRun(abc.ABC):
     """A run on this node.
 
     Args:
-        attempt: What it is made of.
-        here: What it shares with other runs.
+        attempt: The launch and its payload.
+        here: What all runs of the agent share.
 
     Attributes:
-        ended: Its last word was said; its ranks may still be there.
-        gone: Its ranks are dead and reaped, or idle again in their session.
+        ended: Whether its `RunEnded` was reported; its ranks may still exist.
+        gone: Whether its ranks are dead and reaped, or idle again in their session.
 
     Raises:
         OSError: The run's directory can't be made.
@@ -108,17 +108,17 @@ class NodeRun(abc.ABC):
         self.gone = False
         self.files = RunFiles(attempt, here, self._say)
 
-    # ------------------------------------------------------------ what the agent asks
+    # ------------------------------------------------------------ the agent's interface
 
     @property
     @abc.abstractmethod
     def pids(self) -> list[int]:
-        """Of its ranks; none while it is being made ready."""
+        """Process ids of its ranks; empty while it is being prepared."""
 
     @property
     @abc.abstractmethod
     def state(self) -> RunState:
-        """Where it stands."""
+        """The run's state on this node."""
 
     @property
     def age_s(self) -> float:
@@ -127,53 +127,53 @@ class NodeRun(abc.ABC):
 
     @abc.abstractmethod
     def start(self) -> None:
-        """Begin. Failures come as events like any other."""
+        """Start the run. Failures are reported as events."""
 
     @abc.abstractmethod
     def end_as(self, state: RunState, reason: str) -> None:
-        """It was asked to end."""
+        """Stop the run; it ends with this state and reason."""
 
     @abc.abstractmethod
     def fail_whole(self, kind: FailureKind, message: str) -> None:
-        """The run fails as a whole; no rank is to blame."""
+        """Fail the run as a whole; no rank is to blame."""
 
     def faulted(self, error: Exception) -> None:
-        """A callback that worked for the run raised an exception."""
+        """Handle an exception in a callback that served the run."""
         self._listener.faulted(self.run_id, error)
 
     def abandon(self) -> None:
-        """A fault keeps it from ending: nothing of it is pending any more, nothing more is said."""
+        """Drop everything pending and report nothing more: a fault prevents the run from ending normally."""
         self.ended = True
         self._ranks_gone()
 
     @abc.abstractmethod
     def kill(self) -> None:
-        """KILL the ranks that were asked to end and have not."""
+        """Send SIGKILL to ranks that were told to end and have not."""
 
     def detach(self) -> None:
-        """The run goes on when its notebook is gone."""
+        """Keep the run running when its notebook is gone."""
         spec = msgspec.structs.replace(self.launch.spec, detach=True)
         self.launch = msgspec.structs.replace(self.launch, spec=spec)
 
     def tracking_known(self, message: TrackingKnown) -> None:  # noqa: B027  most runs do nothing
-        """The pool service has told the run's place in MLflow, or that it has none."""
+        """Handle the pool service's answer with the run's MLflow target, which may be None."""
 
     def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:  # noqa: B027  as above
-        """The front end says something to widgets of a rank; while the run is made ready there are none."""
+        """Pass a front end's message to widgets of a rank; ignored while there are no ranks."""
 
     def adopted(self) -> None:  # noqa: B027  most runs do nothing
-        """Another pool service has taken the run over."""
+        """Handle the adoption of the run by another pool service."""
 
     @abc.abstractmethod
     def give_payload_up(self) -> None:
-        """The notebook wants its memory file back."""
+        """Release the payload's memory, which the notebook wants to reuse."""
 
     def results_received(self) -> None:  # noqa: B027  most runs do nothing
-        """The notebook holds the results itself."""
+        """Release the results in memory: the notebook has received them."""
 
     @abc.abstractmethod
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
-        """Look where each rank is and call `done` within half a second."""
+        """Take each rank's stack and call `done` within half a second."""
 
     # ------------------------------------------------------------ within
 
@@ -181,46 +181,46 @@ class NodeRun(abc.ABC):
         self._listener.happened(self.run_id, body, frames)
 
     def _later(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Call back after some seconds, unless the run is gone by then."""
+        """Call `call` after `delay_s` seconds unless the run is gone by then."""
         self._timers.append(self._loop.call_later(delay_s, call))
 
     def _grace(self) -> float:
-        """Seconds for ranks to end after a cancel or a time-out."""
+        """Seconds that ranks get to end after a cancel or timeout."""
         asked_s = self.launch.spec.grace_s
         return self._here.settings.grace_s if asked_s is None else asked_s
 
     def _failure_now(self, kind: FailureKind, message: str) -> Failure:
-        """The run fails as a whole; no rank is to blame."""
+        """Return a failure of the whole run, without a rank."""
         return Failure(kind=kind, message=message, host=self._host, at=time.time())
 
     def _ranks_gone(self) -> None:
-        """It has no ranks any more: what is pending is dropped."""
+        """Mark the run as gone and cancel its timers."""
         self.gone = True
         for timer in self._timers:
             timer.cancel()
 
     def _is_over(self) -> None:
-        """Nothing more happens to it."""
+        """Finish the run: its ranks are gone."""
         self._ranks_gone()
         self.files.ended(self.state)
         self._listener.run_gone(self)
 
 
-# ---------------------------------------------------------------- what ranks say
+# ---------------------------------------------------------------- messages from ranks
 
 
-# of one run, of all its ranks: events are kept on disk
+# limit for all ranks of one run together, since events are kept on disk
 MOST_COMM_BYTES = 256 << 20
 Answered = Callable[[RankAnswer], None]
 
 
 def show(process: RankProcess, message: Displayed | Cleared, say: Callable[[EventBody], None]) -> None:
-    """Tell of a display or a clearing after all that the rank had printed before it, and let the rank go on.
+    """Report a display or a clearing of output after everything the rank printed before, then let the rank continue.
 
     Args:
-        process: The rank, which waits for the answer.
-        message: What it displayed, or that it cleared its output.
-        say: Tells what happened.
+        process: The rank, which waits for the reply.
+        message: The display or clearing.
+        say: Reports an event.
     """
     process.output.drain()
     if isinstance(message, Cleared):
@@ -240,10 +240,10 @@ def show(process: RankProcess, message: Displayed | Cleared, say: Callable[[Even
 
 
 class CommReports:
-    """Tells what the widgets of one run's ranks say, up to a number of bytes.
+    """Reports widget messages of one run's ranks, up to `MOST_COMM_BYTES`.
 
     Args:
-        say: Tells what happened, with raw frames.
+        say: Reports an event with raw frames.
     """
 
     def __init__(self, say: Callable[[EventBody, Sequence[bytes]], None]) -> None:
@@ -251,7 +251,7 @@ class CommReports:
         self._bytes = 0
 
     def told(self, rank: int, message: CommsSaid, frames: Sequence[bytes]) -> None:
-        """A rank's widgets said something."""
+        """Report messages of a rank's widgets."""
         had = self._bytes
         self._bytes += sum(len(each.data) + len(each.metadata) for each in message.messages) + sum(map(len, frames))
         if self._bytes <= MOST_COMM_BYTES:
@@ -262,12 +262,12 @@ class CommReports:
 
 
 class TrackingAnswers:
-    """One run's place in MLflow, as its ranks ask for it: the pool service is asked once, its answer remembered.
+    """Answers ranks that ask for the run's MLflow target. The pool service is asked once; its answer is cached.
 
     Args:
         run_id: The run.
-        group: Where its ranks are.
-        reports: Asks the pool service, if there is one.
+        group: The ranks' group.
+        reports: Sends the request to the pool service.
     """
 
     def __init__(self, run_id: str, group: Group, reports: Reports) -> None:
@@ -278,7 +278,7 @@ class TrackingAnswers:
         self._asking: list[int] = []
 
     def asked(self, rank: int) -> None:
-        """A rank wants to know it."""
+        """Answer a rank's request, or forward it to the pool service."""
         if self._known is not None:
             self._answer(rank, self._known, "")
             return
@@ -287,12 +287,12 @@ class TrackingAnswers:
             self.ask_again()
 
     def ask_again(self) -> None:
-        """Another pool service has the run now, and was asked nothing yet."""
+        """Send a pending request to the pool service, again if another service has adopted the run."""
         if self._asking:
             self._reports.ask(TrackingAsked(run_id=self._run_id))
 
     def known(self, message: TrackingKnown) -> None:
-        """The pool service has told it. That there is none may change: it is asked again by the next rank."""
+        """Answer the waiting ranks. A missing target is not cached: the next rank's request is sent again."""
         self._known = message.tracked
         asking, self._asking = self._asking, []
         for rank in asking:
@@ -303,10 +303,10 @@ class TrackingAnswers:
 
 
 class Questions:
-    """Questions to idle ranks of a session, and who waits for the answers.
+    """Sends questions to idle ranks of a session and delivers the answers.
 
     Args:
-        group: The ranks.
+        group: The session's ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -314,13 +314,13 @@ class Questions:
         self._asked = Pending[int, tuple[int, Answered]]()
 
     def ask(self, request: int, question: RankQuestion, done: Answered, *, busy: bool) -> None:
-        """Ask a rank; `done` is called with its answer, or with why there is none.
+        """Ask a rank; `done` is called with its answer, or with the reason why there is none.
 
         Args:
             request: The question's number.
-            question: What is asked of which rank.
-            done: Takes the answer.
-            busy: The ranks can't be asked now.
+            question: The question and its rank.
+            done: Receives the answer.
+            busy: Whether the ranks can't answer now.
         """
         rank = question.rank
         if not 0 <= rank < len(self._group.ranks) or not self._group.rank(rank).alive:
@@ -332,11 +332,11 @@ class Questions:
             self._group.order(rank, AnswerQuestion(request=request, question=question))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
-        """A rank has answered."""
+        """Deliver a rank's answer."""
         if (asked := self._asked.take(request)) is not None:
             asked[1](answer)
 
     def died(self, rank: int) -> None:
-        """The rank answers nothing any more."""
+        """Answer the dead rank's pending questions with a problem."""
         for _, done in self._asked.take_all(lambda asked: asked[0] == rank):
             done(RankAnswer(problem=f"rank {rank} has died"))

@@ -1,8 +1,8 @@
-"""A run whose ranks can't be started yet: its packages and code are being made ready on this node.
+"""A run whose packages, code and variables are being prepared on this node, before its ranks start.
 
-launch -> packages, code and variables are there -> handed on (the launch of a fresh run, a session or a cell in one)
-       -> they can't be had                   -> ended(failed)    -> gone
-       -> asked to end                        -> ended(...)       -> gone
+launch -> everything is ready -> handed on (the launch of a fresh run, a session or a cell in one)
+       -> preparation failed  -> ended(failed) -> gone
+       -> asked to end        -> ended(...)    -> gone
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class PreparingRun(NodeRun):
     """Holds a launch until its ranks can be started.
 
     Args:
-        attempt: The run.
-        here: What it shares with other runs.
+        attempt: The launch and its payload.
+        here: What all runs of the agent share.
         environments: Builds its packages.
-        inputs: Brings what the notebook sent along.
-        go_on: Starts the ranks: everything is there. Called with this run, the environment and the code.
+        inputs: Fetches the notebook's code and files.
+        go_on: Starts the ranks when everything is ready. Called with this run, the environment and the code.
 
     Raises:
         OSError: The run's directory can't be made.
@@ -52,7 +52,7 @@ class PreparingRun(NodeRun):
         self._environments = environments
         self._inputs = inputs
         self._arriving: asyncio.Task[None] | None = None
-        # what is handed on as soon as the payload is there as well
+        # handed on as soon as the payload has arrived too
         self._ready: tuple[Built | None, EnvironmentMoved | None, Mapping[str, str]] | None = None
         self._go_on = go_on
         self._state = RunState.PREPARING
@@ -64,11 +64,11 @@ class PreparingRun(NodeRun):
             self._begin()
 
     def _begin(self) -> None:
-        """Code and wheels lie on this node."""
+        """Prepare the environment and the code; archives and wheels are on this node."""
         stored = isinstance(self.launch.payload.source, StoredPayload)
         if self.launch.spec.kind is not RunKind.SESSION and not stored:
             try:
-                # this may take minutes, and a detached run's notebook may go
+                # preparation may take minutes, and a detached run's notebook may exit meanwhile
                 self.files.memory.open_payload()
             except OSError as error:
                 self._fail(f"the run could not be started on {self._host}: {error}.", FailureKind.INTERNAL)
@@ -105,7 +105,7 @@ class PreparingRun(NodeRun):
             self.launch = await self._inputs.luggage(self.launch)
             self._begin()
             if isinstance(source, StoredPayload) and self.files.memory.payload_fd < 0:
-                # while its packages are being made ready
+                # the payload arrives while the packages are being built
                 self.files.memory.take_payload(*await self._inputs.payload(self.launch, source))
         except (BlobMissing, OSError, ValueError) as error:
             if not self.ended:
@@ -117,7 +117,7 @@ class PreparingRun(NodeRun):
 
     def _unpack_code(self, built: Built | None, moved: EnvironmentMoved | None = None) -> None:
         if self.launch.spec.in_session or not self.launch.code:
-            # a cell's code is its session's
+            # a session's cell gets its code when it is launched in the session
             self._hand_on(built, moved, {})
             return
         unpack = functools.partial(self._inputs.code.unpack, self.run_id, self.launch.code)
@@ -140,14 +140,14 @@ class PreparingRun(NodeRun):
             return
         if moved is not None:
             self._say(moved)
-        # the payload goes on to the run that comes now
+        # the next run takes the payload over
         self.ended = self.gone = True
         self._environments.leave(self.run_id)
         self._go_on(self, built, code)
         self._inputs.over(self.run_id)
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
-        """Nothing more is prepared."""
+        """Fail the run and stop the preparation."""
         if not self.ended:
             self._end(RunState.FAILED, "", self._failure_now(kind, message))
 
@@ -164,10 +164,10 @@ class PreparingRun(NodeRun):
         self._say(RunEnded(state=state, reason=reason, failure=failure, starting_s=self.age_s))
         self._is_over()
 
-    # ------------------------------------------------------------ what the agent asks (NodeRun)
+    # ------------------------------------------------------------ the agent's interface (NodeRun)
 
     def end_as(self, state: RunState, reason: str) -> None:
-        """It has no ranks: it ends at once."""
+        """End at once, since there are no ranks."""
         if not self.ended:
             self._end(state, reason)
 
@@ -180,14 +180,14 @@ class PreparingRun(NodeRun):
         return self._state
 
     def kill(self) -> None:
-        """It has no ranks."""
+        """Do nothing: there are no ranks."""
 
     def give_payload_up(self) -> None:
         if self.gone:
             self.files.memory.give_payload_up()
 
     def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
-        """Something of the run's other nodes."""
+        """Handle a message about the run's other nodes."""
         if isinstance(message, PeerFailed) and not self.ended:
             self._end(RunState.FAILED, "")
 

@@ -1,4 +1,4 @@
-"""Where a run's own Ray cluster lives on this node, how large it may be, and that nothing of it stays."""
+"""Directories and limits of a run's own Ray cluster on this node, and their removal."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sgpu_magic.wire.record import check_id
 
 _PREFIX = "ray-"
 _DIGITS = 8
-# `/r/session_2026-11-22_18-41-05_080720_1234567/sockets/dash_MetricsHead` stands behind it, and 107 bytes are a path's
-# end
+# Ray appends `/r/session_2026-11-22_18-41-05_080720_1234567/sockets/dash_MetricsHead`, and a socket's path has at most
+# 107 bytes
 _LONGEST = 107 - 70
 _DISK = "ray"
 _SHM = "/dev/shm"
@@ -31,11 +31,11 @@ _ROOM = 1.05
 
 
 def make(launch: Launch, settings: Settings) -> PrivateRay:
-    """Make the directories of a run's Ray cluster on this node and say what it may use.
+    """Make the directories of a run's Ray cluster on this node and return them with the cluster's limits.
 
     Args:
         launch: The run, or this node's part of it.
-        settings: For `ray_object_bytes` and where sockets lie.
+        settings: The pool's settings.
 
     Raises:
         OSError: A directory can't be made.
@@ -49,7 +49,7 @@ def make(launch: Launch, settings: Settings) -> PrivateRay:
     part, lease = launch.part, launch.lease
     ranks = part.ranks if part is not None else launch.spec.placement.ranks
     gpus = ranks if lease.uuids else 0
-    # a CPU rank's slot is a core; with GPUs go the cores that are theirs
+    # a CPU rank's slot is one core; a GPU run gets its GPUs' share of the cores
     share = _share(gpus) if gpus and not lease.simulated else min(1.0, ranks / core_count())
     cpus = max(ranks, int(core_count() * share))
     objects = _object_bytes(settings.ray_object_bytes, share)
@@ -67,7 +67,7 @@ def make(launch: Launch, settings: Settings) -> PrivateRay:
 
 
 def directory_of(run_id: str, settings: Settings) -> Path:
-    """Return where the sockets of a run's Ray cluster lie; the same whenever it is asked."""
+    """Return the directory for the sockets of a run's Ray cluster. Deterministic."""
     check_id(run_id)
     found = settings.runtime_path / f"{_PREFIX}{run_id[:_DIGITS]}"
     if len(os.fsencode(found)) <= _LONGEST:
@@ -76,21 +76,21 @@ def directory_of(run_id: str, settings: Settings) -> Path:
 
 
 def remove(run_id: str, settings: Settings) -> None:
-    """Remove what a run's Ray cluster has left on disk, if it had one. Its processes are dead."""
+    """Remove the directories of a run's Ray cluster, if it had one. Its processes must be dead."""
     check_id(run_id)
     for directory in (directory_of(run_id, settings), settings.state_path / _DISK / run_id):
         with contextlib.suppress(OSError):
-            # a link, or a directory of somebody else's, is left alone
+            # leave links and other users' directories alone
             if directory.lstat().st_uid == os.getuid() and not directory.is_symlink():
                 shutil.rmtree(directory, ignore_errors=True)
 
 
 def sweep(settings: Settings, held: Collection[str]) -> None:
-    """Remove the directories of runs that nobody holds: their agent was killed.
+    """Remove Ray directories of runs that no longer exist because their agent was killed.
 
     Args:
-        settings: Where they lie.
-        held: Runs that go on.
+        settings: The pool's settings.
+        held: Ids of the runs that the agent holds.
     """
     keep = {directory_of(run_id, settings).name for run_id in held}
     places = (
@@ -106,12 +106,12 @@ def sweep(settings: Settings, held: Collection[str]) -> None:
 
 
 def _own_mark(settings: Settings) -> str:
-    """Tells the agents of one machine apart, and its users."""
+    """Return a mark that distinguishes the agents and users of one machine."""
     return f"{zlib.crc32(os.fsencode(settings.runtime_path)):08x}"
 
 
 def _share(gpus: int) -> float:
-    """The part of this node's GPUs that the run has: the others are for other runs, and so are their cores."""
+    """Return the run's share of this node's GPUs, which is also its share of the cores."""
     there = sum(entry.name.removeprefix("nvidia").isdigit() for entry in Path("/dev").glob("nvidia*"))
     return min(1.0, gpus / max(there, gpus))
 

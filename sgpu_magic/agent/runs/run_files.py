@@ -1,4 +1,4 @@
-"""What belongs to a run besides its ranks: its directory, its payload and the results that its ranks returned."""
+"""A run's directory, its payload, and the results that its ranks returned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from sgpu_magic.worker import standalone
 if __name__ == "__main__":
     standalone.run(Path(__file__).parent)
 '''
-# beside the runs' directories, which all have links of it
+# beside the runs' directories, which contain links to it
 _SHARED_AIR = ".air.py"
 _AIR_NAME = "_air.py"
 
@@ -75,11 +75,11 @@ class RunDirectory:
         return str(self.path / f"rank-{rank}.log")
 
     def describe(self, payload: bytes | None, state: RunState) -> None:
-        """Write everything but the large parts.
+        """Write all files except the large parts.
 
         Args:
             payload: The packed payload when it came inline.
-            state: The run's state now.
+            state: The run's current state.
         """
         write_whole(self.path / "cell.py", self._launch.spec.cell.body.encode())
         write_whole(self.path / KEY, self._launch.context.key)
@@ -91,36 +91,37 @@ class RunDirectory:
             self.note(state=state)
 
     def note(self, **changes: Any) -> None:
-        """Write into `run.json` what has changed of its record."""
+        """Update fields of the record and write `run.json`."""
         self._record = msgspec.structs.replace(self._record, **changes)
-        # last: who reads here that the run is over finds everything else as it stays
+        # written last: a reader that sees here that the run is over finds all other files final
         text = msgspec.json.format(msgspec.json.encode(printable(self._record)), indent=2)
         write_whole(self.path / RUN_RECORD, text)
 
     def _link_air(self) -> None:
-        """Give the one `_air.py` of all runs a name here: one for each would be a sixth of what a small run takes."""
+        """Link the shared `_air.py` into the directory; a copy per run would be a sixth of a small run's size."""
         if self._launch.far:
-            # it goes to the pool, and nothing stays here
+            # the directory is sent to the pool, and nothing stays here
             write_whole(self.path / _AIR_NAME, _AIR)
             return
         shared = self.path.parent / _SHARED_AIR
         if not has_content(shared, _AIR):
-            # of all runs: it is not to be changed in one run's directory
+            # read-only, since a change in one run's directory would affect all runs
             write_whole(shared, _AIR, 0o400)
         link_or_copy(shared, self.path / _AIR_NAME)
 
 
 class RunFiles:
-    """Made for each attempt of a run; a further attempt takes the payload over from the one before.
+    """The files and memory of one attempt of a run. A new attempt reuses the previous attempt's payload.
 
     Args:
-        attempt: The run.
-        here: What it shares with other runs.
-        say: Tells what happened.
+        attempt: The attempt.
+        here: What all runs of the agent share.
+        say: Reports an event.
 
     Attributes:
-        memory: The payload's and the results' memory files.
-        inline: The payload is the first of `frames`, else behind `payload_fd`.
+        memory: The memory files of the payload and the results.
+        frames: Raw frames of the launch.
+        inline: Whether the payload is the first of `frames`; otherwise it is behind `memory.payload_fd`.
 
     Raises:
         OSError: The run's directory can't be made.
@@ -135,7 +136,7 @@ class RunFiles:
         self._released: PayloadReleased | None = None
         self.directory = RunDirectory(launch)
         if before is not None and before.gone and before.files.memory.at_hand:
-            # wherever the service thinks that the payload lies: this one was used before
+            # reuse this payload whatever the launch's payload source says
             self.memory, self.frames, self.inline = before.files.memory, before.files.frames, before.files.inline
             self.memory.close_results()
             self.memory.on_released = self._payload_released
@@ -147,7 +148,7 @@ class RunFiles:
             self.memory = RunMemory(source, self.directory.path, here.copier, keep_bytes, self._payload_released)
 
     def take_result(self, result: RankResult, stream: MessageStream[FromRank]) -> Payload | None:
-        """Own a result's memory file, which came along on `stream`, and return where a notebook finds it."""
+        """Take over a result's memory file from `stream` and return where a notebook finds the result."""
         payload = result.payload
         if payload is not None and self._far is not None and isinstance(payload.source, FilePayload):
             descriptor = os.open(payload.source.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -169,20 +170,20 @@ class RunFiles:
         return Payload(source=source, layout=payload.layout)
 
     def not_written(self, text: str) -> None:
-        """Something of the run's directory could not be written. A full disk is said once."""
+        """Report that a file of the run's directory could not be written; only the first time, as for a full disk."""
         if not self._not_written:
             self._not_written = True
             self._say(Noted(text=text))
 
     def describe(self, state: RunState = RunState.STARTING) -> None:
-        """Write the run's directory, but for the large parts."""
+        """Write the run's directory except the large parts."""
         try:
             self.directory.describe(self.frames[0] if self.inline else None, state)
         except OSError as error:
             self.not_written(f"the run's directory {self.directory.path} could not be written: {error.strerror}")
 
     def ended(self, state: RunState) -> None:
-        """Write down how the run ended."""
+        """Record the run's final state."""
         if self._far is not None:
             self.memory.leave_to_pool()
         try:
@@ -200,6 +201,6 @@ class RunFiles:
         self._say(self._released)
 
     def tell_released_again(self) -> None:
-        """A pool service that joins it with other nodes' may not have it: the one before waited for those."""
+        """Report the payload's release again: the last service may have died while it waited for other nodes."""
         if self._released is not None:
             self._say(self._released)

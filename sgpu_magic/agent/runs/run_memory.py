@@ -1,6 +1,6 @@
-"""The memory files of a run: the notebook's payload and the ranks' results, held until nobody needs them.
+"""The memory files of a run: the notebook's payload and the ranks' results, held until they are no longer needed.
 
-One thread at idle priority copies them into the run's directory, off the way to anybody's result.
+One thread at idle priority copies them into the run's directory, so that copying does not delay results.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class CopyJob(msgspec.Struct):
 
     Args:
         source: Descriptor to read; the copier closes it.
-        size: Bytes.
+        size: Bytes to copy.
         target: The file, complete when it appears.
-        done: Called in the copier's thread with whether it was kept and why not.
+        done: Called in the copier's thread with whether the copy succeeded and why not.
+        given_up: Set to cancel the copy.
     """
 
     source: int
@@ -46,17 +47,17 @@ class CopyJob(msgspec.Struct):
 
 
 class BackgroundCopier:
-    """Copies into run directories, one thing at a time."""
+    """Copies memory files into run directories, one at a time."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "sgpu-keeper", _leave_the_cores_to_ranks)
 
     def keep(self, job: CopyJob) -> None:
-        """Copy it after those that came before. Once this is closed nothing is copied any more."""
+        """Queue a copy job. After `close` nothing is copied any more."""
         try:
             self._thread.submit(_keep, job)
         except RuntimeError:
-            # timers are still due while an agent's loop ends
+            # timers may still fire while the agent's loop ends
             os.close(job.source)
 
     def close(self) -> None:
@@ -75,7 +76,7 @@ def _keep(job: CopyJob) -> None:
             kept, why = _copy(job)
         finally:
             os.close(job.source)
-    except Exception as error:  # noqa: BLE001  one job's guard: what waits for it is told
+    except Exception as error:  # noqa: BLE001  one job's guard: `done` gets the error
         _log.exception("A fault of sgpu-magic: %s was not kept", job.target)
         kept, why = False, f"the agent met a fault: {error!r}"
     # the loop is closed when the agent ends
@@ -104,14 +105,15 @@ class RunMemory:
     """Descriptors of one run's payload and results.
 
     Args:
-        source: Where the payload lies.
+        source: Where the payload is.
         directory: The run's directory.
-        copier: Who copies in the background.
-        keep_bytes: Largest part that is kept.
-        on_released: Called once when the payload's memory is no longer read, with why it was not kept, "" when it was.
+        copier: Copies in the background.
+        keep_bytes: Size limit of a payload or result that is kept on disk.
+        on_released: Called once when the payload's memory is no longer read, with why the payload was not kept, "" when
+            it was.
 
     Attributes:
-        payload_fd: The payload's descriptor, -1 when it travels inline.
+        payload_fd: The payload's descriptor, -1 when it is inline or not open.
     """
 
     source: PayloadSource
@@ -128,13 +130,13 @@ class RunMemory:
         self._loop = asyncio.get_running_loop()
 
     def open_payload(self) -> None:
-        """Hold the payload, so that it outlives the notebook.
+        """Open the payload, so that it outlives the notebook.
 
         Raises:
-            OSError: It is gone, or was never there.
+            OSError: The payload does not exist (any more).
         """
         if self.payload_fd >= 0:
-            # an earlier attempt's
+            # opened by an earlier attempt
             return
         match self.source:
             case SharedPayload(pid=pid, fd=fd):
@@ -147,11 +149,11 @@ class RunMemory:
                 pass
 
     def take_payload(self, descriptor: int, path: str) -> None:
-        """Hold the payload that was brought from the pool's store.
+        """Take over a payload that was fetched from the pool's store.
 
         Args:
-            descriptor: It; ours from now on.
-            path: The file that it is in, "" for memory.
+            descriptor: The payload's descriptor, owned by this object from now on.
+            path: The payload's file, "" for memory.
         """
         self._close_payload()
         self.payload_fd = descriptor
@@ -160,19 +162,19 @@ class RunMemory:
 
     @property
     def at_hand(self) -> bool:
-        """Whether the payload can be given to ranks once more."""
+        """Whether the payload can be sent to ranks again."""
         return self.payload_fd >= 0 or isinstance(self.source, InlinePayload)
 
     @property
     def in_use(self) -> bool:
-        """Results that nobody has fetched, or a payload that is still being read."""
+        """Whether there are unfetched results, or a payload that is still being read."""
         return bool(self._results) or not self._released
 
     def hold_result(self, rank: int, descriptor: int) -> None:
         self._results[rank] = descriptor
 
     def keep(self) -> None:
-        """Copy what lies in memory into the run's directory, in the background."""
+        """Copy results and payload into the run's directory, in the background."""
         for rank, descriptor in self._results.items():
             size = os.fstat(descriptor).st_size
             if size <= self.keep_bytes:
@@ -195,7 +197,7 @@ class RunMemory:
             self._job = self._copy(descriptor, size, PAYLOAD, lambda kept, why: self._payload_done(why))
 
     def leave_to_pool(self) -> None:
-        """The pool keeps the payload itself, of what it has in its store."""
+        """Close the payload without a copy: the pool keeps it from its own store."""
         if self._released or self.payload_fd < 0:
             return
         size = os.fstat(self.payload_fd).st_size
@@ -203,7 +205,7 @@ class RunMemory:
         self._payload_done(self._too_large(size))
 
     def give_payload_up(self) -> None:
-        """The notebook wants its memory file back. Only once no rank maps it any more."""
+        """Release the memory file for reuse by the notebook. No rank may map it any more."""
         if self._job is not None:
             self._job.given_up.set()
         elif not self._released:
@@ -212,11 +214,11 @@ class RunMemory:
 
     @property
     def result_bytes(self) -> int:
-        """What the results in memory have together."""
+        """Total size of the results in memory."""
         return sum(os.fstat(descriptor).st_size for descriptor in self._results.values())
 
     def close_results(self) -> None:
-        """The notebook holds them itself, or nobody will fetch them."""
+        """Close the results: the notebook has received them, or will not fetch them."""
         for descriptor in self._results.values():
             os.close(descriptor)
         self._results.clear()
@@ -226,14 +228,14 @@ class RunMemory:
         self._close_payload()
 
     def _copy(self, descriptor: int, size: int, name: str, done: Callable[[bool, str], None]) -> CopyJob:
-        """Copy into the run's directory; `done` is called in the loop. The descriptor is closed."""
+        """Copy a descriptor into the run's directory and close it; `done` is called in the loop."""
         in_loop = functools.partial(self._loop.call_soon_threadsafe, faults.bound(done))
         job = CopyJob(descriptor, size, self.directory / name, in_loop)
         self.copier.keep(job)
         return job
 
     def _take_file(self, path: str, why: str) -> None:
-        """The file was made for this run: it moves into the run's directory, or goes."""
+        """Move the payload's file, which was made for this run, into the run's directory, or remove it."""
         try:
             if why:
                 os.unlink(path)
@@ -244,7 +246,7 @@ class RunMemory:
         self._payload_done(why)
 
     def _too_large(self, size: int) -> str:
-        """Why a payload of that size is not kept, "" when it is."""
+        """Return why a payload of that size is not kept, "" when it is."""
         if size <= self.keep_bytes:
             return ""
         return f"it has {size / 1e9:.1f} GB, more than the setting keep_payload allows"
@@ -255,7 +257,7 @@ class RunMemory:
             self.payload_fd = -1
 
     def _result_copied(self, rank: int, kept: bool, why: str) -> None:
-        # whoever comes now finds it in the run's directory
+        # from now on the result is read from the run's directory
         if kept and (descriptor := self._results.pop(rank, -1)) >= 0:
             os.close(descriptor)
 

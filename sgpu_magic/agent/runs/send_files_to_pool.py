@@ -1,10 +1,10 @@
-"""Runs of a pool on another machine: what their directories get goes there, and nothing of them stays here.
+"""Sends run files to a pool on another machine and removes them from this node.
 
     logs        as they grow, a few times a second
-    results     as soon as a rank returned them; the run's last word waits for them
-    all else    when the ranks are gone. That the devices are free is told before, that the run is gone afterwards
+    results     as soon as a rank returns them; `RunEnded` waits for them
+    all else    when the ranks are gone. `DevicesFree` is reported before, `RanksGone` afterwards
 
-Each chunk is kept until the pool has it: the pool service may be another one by then.
+Each chunk is kept until the pool has confirmed it, since another pool service may take over meanwhile.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _RESULT = re.compile(r"result-\d+\.bin")
 _LOGS_EVERY_S = 0.25
 # the pool writes these itself
 _POOLS_OWN = frozenset({EVENTS, TRACKING})
-# what describes a run of several nodes comes from the first
+# for a multi-node run, only the first node sends these
 _OF_FIRST_PART = frozenset({"run.json", "cell.py", "_air.py", "key", "payload.bin"})
 _NAMED = 5
-# as precise as a file system keeps the time that it is told
+# precision with which file systems store modification times
 _SAME_TIME_S = 1e-3
 # links to the code on this node
 _CODE = "code/"
@@ -60,9 +60,9 @@ class _FarRun(msgspec.Struct, eq=False):
     """A run whose directory is on another machine.
 
     Args:
-        launch: As it was ordered.
-        directory: Its directory here.
-        source: Stands for its files here.
+        launch: The launch as the pool sent it.
+        directory: The run's directory on this node.
+        source: A random id of this node's copy of the run's files.
     """
 
     launch: Launch
@@ -70,23 +70,23 @@ class _FarRun(msgspec.Struct, eq=False):
     source: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
     sent_bytes: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     results: list[asyncio.Task[None]] = msgspec.field(default_factory=list[asyncio.Task[None]])
-    # what is said after its last word, as long as that waits
+    # `RunEnded` and later events, while `RunEnded` waits for files
     held: deque[Callable[[], None]] | None = None
     logs: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
     leaving: asyncio.Task[None] | None = None
-    # why files of it did not come to the pool, by name
+    # why files could not be sent to the pool, by name
     left: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     lock: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
 
 class FilesToPool:
-    """Used in the loop's thread.
+    """Sends the files of runs to a pool on another machine. Used in the loop's thread.
 
     Args:
-        settings: Where runs have their directories here, and how much of them goes to the pool.
-        send: Sends to the pool service of now.
-        reports: Tells it what happened.
+        settings: The pool's settings.
+        send: Sends to the current pool service.
+        reports: Reports events to the pool service.
     """
 
     def __init__(self, settings: Settings, send: Send, reports: Reports) -> None:
@@ -100,7 +100,7 @@ class FilesToPool:
         self._runs: dict[str, _FarRun] = {}
 
     def placed(self, launch: Launch) -> Launch:
-        """The launch with a directory of this node's, and its files on their way from now on."""
+        """Return the launch with a directory on this node, and start to send its logs."""
         if not launch.far:
             return launch
         directory = self._runs_path / launch.spec.run_id
@@ -109,24 +109,24 @@ class FilesToPool:
         return msgspec.structs.replace(launch, run_dir=str(directory))
 
     def as_ordered(self, launch: Launch) -> Launch:
-        """The launch as a pool service knows it."""
+        """Return the launch with the run's directory at the pool."""
         run = self._runs.get(launch.spec.run_id)
         return launch if run is None else msgspec.structs.replace(launch, run_dir=run.launch.run_dir)
 
     def take_result(self, run_id: str, rank: int, descriptor: int) -> str:
-        """Send a rank's result to the pool, and return where it is there.
+        """Send a rank's result to the pool and return its path there.
 
         Args:
             run_id: The run.
             rank: The rank.
-            descriptor: The result; ours from now on.
+            descriptor: The result's descriptor, owned by this object from now on.
         """
         run, name = self._runs[run_id], f"result-{rank}.bin"
         run.results.append(asyncio.ensure_future(self._send_result(run, name, descriptor)))
         return os.path.join(run.launch.run_dir, name)
 
     def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
-        """Say what happened; the last word when all that it tells of is at the pool, and nothing overtakes it."""
+        """Report an event. `RunEnded` and all events after it wait until the run's logs and results are at the pool."""
         run = self._runs.get(run_id)
         say = functools.partial(self._reports.happened, run_id, body, frames)
         if run is None:
@@ -142,7 +142,7 @@ class FilesToPool:
             say()
 
     def gone(self, run_id: str) -> None:
-        """Its ranks are gone: say that its devices are free, and that it is gone once none of its files is here."""
+        """Report that the run's devices are free, and that it is gone once its files are at the pool."""
         run = self._runs.get(run_id)
         if run is None:
             self._reports.gone(run_id)
@@ -152,18 +152,18 @@ class FilesToPool:
         run.leaving = faults.in_background(self._leave(run))
 
     def stored(self, answer: RunFileStored) -> None:
-        """The pool has written a part."""
+        """Handle the pool's answer to a chunk."""
         asked = self._under_way.take(answer.request)
         if asked is not None and not asked[2].done():
             asked[2].set_result(answer.problem)
 
     def service_came(self) -> None:
-        """What the last service was sent and has not confirmed goes to the one of now."""
+        """Send all unconfirmed chunks again, to the new service."""
         for message, data, _ in self._under_way:
             self._send(message, (data,))
 
     def close(self) -> None:
-        """The agent ends."""
+        """Cancel all transfers and remove the runs' directories on this node."""
         for run in self._runs.values():
             for task in (run.logs, run.ending, run.leaving, *run.results):
                 if task is not None:
@@ -178,12 +178,12 @@ class FilesToPool:
             await self._send_logs(run)
 
     async def _send_logs(self, run: _FarRun) -> None:
-        """Send what has come to the logs."""
+        """Send new bytes of the logs."""
         async with run.lock:
             try:
                 names = [name for name in os.listdir(run.directory) if _LOG.fullmatch(name)]
             except OSError:
-                # it is not made yet, or lies on a disk that can't be read: then each of its files says so at the end
+                # not created yet, or unreadable: then `_leave` reports it at the end
                 return
             for name in names:
                 run.left.pop(name, None)
@@ -220,7 +220,7 @@ class FilesToPool:
             if problems:
                 self._note(run, f"what ranks returned could not be brought to the pool: {problems[0]}")
         finally:
-            # whatever was lost, the run's last word is not
+            # `RunEnded` is reported even if files were lost
             held, run.held = run.held, None
             for each in held or ():
                 each()
@@ -260,7 +260,7 @@ class FilesToPool:
                 return []
 
         part = run.launch.part
-        # of several nodes' copies the one that was written since is the newer
+        # nodes that did not change a fetched checkpoint must not overwrite one that another node has changed
         unchanged = {file.name: file for file in run.launch.checkpoints}
         others = _POOLS_OWN if part is None or part.index == 0 else _POOLS_OWN | _OF_FIRST_PART
         return [
@@ -294,7 +294,7 @@ class FilesToPool:
         return problem or await self._put(self._message(run, name, size, size, executable=executable), b"")
 
     async def _send_part(self, run: _FarRun, name: str, descriptor: int, begin: int, end: int, size: int | None) -> str:
-        """Send bytes of a file, and return why the pool does not take them, "" when it has them."""
+        """Send bytes of a file and return why the pool refused them, "" for success."""
         waiting: deque[asyncio.Future[str]] = deque()
         for at in range(begin, end, CHUNK_BYTES):
             data = os.pread(descriptor, min(CHUNK_BYTES, end - at), at)
@@ -338,7 +338,7 @@ def _is_as_fetched(file: RunFile, fetched: RunFile | None) -> bool:
 
 
 def _name_at_pool(launch: Launch, name: str) -> str:
-    """What a file is called there: each node's ranks have a working directory of their own."""
+    """Return a file's name at the pool, where each node has its own working directory."""
     if launch.part is None or not name.startswith(f"{WORK}/"):
         return name
     return f"{work_folders(launch.part.index)[0]}/{name.removeprefix(f'{WORK}/')}"

@@ -1,4 +1,4 @@
-"""A session: ranks that stay between cells and hold the lease.
+"""A session: ranks that stay alive between cells and hold the lease.
 
 launch -> all joined (connected) -> cell, cell, ... -> asked to end -> ended -> leave -> gone
 """
@@ -39,7 +39,7 @@ from sgpu_magic.wire.rank import (
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.states import FailureKind, RunState
 
-# a cell that is stopped with its session gets this long to say its own last word
+# a cell that is stopped with its session gets this long to report its own end
 _CELL_ENDS_S = 0.5
 
 
@@ -51,10 +51,10 @@ class Session(NodeRun):
     """One session's ranks.
 
     Args:
-        attempt: The session's run.
+        attempt: The session's launch.
         group: Its ranks, forked or being forked.
-        warm: How the group came: `standby`, `zygote` or `cold`.
-        here: What it shares with other runs.
+        warm: How the ranks were started: `standby`, `zygote` or `cold`.
+        here: What all runs of the agent share.
     """
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
@@ -80,7 +80,7 @@ class Session(NodeRun):
         group.listener = self
 
     def start(self) -> None:
-        """Let the ranks take their place."""
+        """Prepare the ranks: context, devices and process group."""
         self._exit_diagnosis.begin()
         self._logs.begin(self._run_ranks.numbers)
         try:
@@ -95,10 +95,10 @@ class Session(NodeRun):
     # ------------------------------------------------------------ cells
 
     def execute(self, attempt: Attempt) -> SessionCell:
-        """Take a cell; it is to be started by the caller.
+        """Accept a cell and return it; the caller starts it.
 
         Raises:
-            SessionRefuses: The session ends, or a rank that takes part is dead or busy.
+            SessionRefuses: The session has ended or is busy, or a participating rank is dead.
             OSError: The run's directory can't be made.
         """
         if not self.connected:
@@ -121,7 +121,7 @@ class Session(NodeRun):
         return cell
 
     def cell_over(self, cell: SessionCell) -> None:
-        """Its ranks are idle again."""
+        """Take the ranks back from a cell: they are idle again."""
         self._cell = None
         self._news.over()
         if not self.gone:
@@ -129,18 +129,19 @@ class Session(NodeRun):
         self._repair.go_on()
 
     def renew(self, reason: str, done: Told) -> None:
-        """Connect the process groups anew, if that is possible; call `done` with what is to be told of it."""
+        """Renew the process groups if possible; call `done` with the result to report, or None."""
         if self._ending_as is not None or not all(process.alive for process in self.group.ranks):
-            # a rank is dead: they are whole again when it has been replaced
+            # with a dead rank, the groups are renewed when it is replaced
             done(None)
         else:
             self._repair.renew(reason, done)
 
     def restart(self, ranks: Sequence[int], done: Callable[[str], None]) -> None:
-        """Replace ranks by new processes; `done` is called with why that failed, "" when they have joined.
+        """Replace ranks by new processes.
 
         Args:
-            ranks: Which; empty means all.
+            ranks: The ranks to replace; empty for all.
+            done: Called with why the replacement failed, "" when the new ranks have joined.
         """
         if not self.connected:
             done("the session is not connected")
@@ -152,7 +153,7 @@ class Session(NodeRun):
                 self._repair.go_on()
 
     def ask(self, request: int, question: RankQuestion, done: Callable[[RankAnswer], None]) -> None:
-        """Ask an idle rank; of a busy one `done` is called at once."""
+        """Ask an idle rank; if the ranks are busy, `done` is called at once with a problem."""
         self._questions.ask(request, question, done, busy=self.busy or not self.connected)
 
     # ------------------------------------------------------------ from the group
@@ -182,7 +183,7 @@ class Session(NodeRun):
                 pass
 
     def _could_not_prepare(self, failure: Failure) -> None:
-        """A rank can't take its place."""
+        """Handle that a rank can't be prepared."""
         if self._connected_at is not None:
             self._repair.fail(f"rank {failure.rank}: {failure.message}")
         elif self._ending_as is None:
@@ -232,7 +233,7 @@ class Session(NodeRun):
         if len(self._joined) == len(self.group.ranks) and self._ending_as is None:
             self._connected_at = time.monotonic()
             self._say(RanksStarted(pids=tuple(self.group.pids), warm=self._warm))
-            # what only watches costs no session
+            # a fault in the sampling does not cost the session
             with faults.charging(lambda error: self._here.sampling.end(self._sampler)):
                 self._here.sampling.begin(self._sampler)
 
@@ -252,12 +253,12 @@ class Session(NodeRun):
             self._later(_CELL_ENDS_S, self._say_end)
 
     def kill(self) -> None:
-        """KILL every rank."""
+        """Send SIGKILL to every rank."""
         for process in self.group.ranks:
             process.signal(signal.SIGKILL, whole_session=True)
 
     def faulted(self, error: Exception) -> None:
-        """What strikes the ranks in a cell strikes the cell; the session goes on when it can."""
+        """Charge a fault to the running cell, if any; the session goes on if it can."""
         if self._cell is not None and not self._cell.gone:
             self._cell.faulted(error)
         else:
@@ -266,7 +267,7 @@ class Session(NodeRun):
     def abandon(self) -> None:
         super().abandon()
         self._here.sampling.end(self._sampler)
-        # nobody hears of the ranks' end any more
+        # the ranks' exits are no longer handled, so their pending questions end here
         for rank in self._run_ranks.numbers:
             self._questions.died(rank)
 
@@ -327,11 +328,11 @@ class Session(NodeRun):
 
     @property
     def busy(self) -> bool:
-        """A cell runs in it, or its ranks are being started."""
+        """Whether a cell runs in the session, or its ranks are being started."""
         return self._cell is not None or self._repair.busy or (self._connected_at is None and not self.gone)
 
     def detach(self) -> None:
-        """A session ends with its notebook whatever anybody wants."""
+        """Do nothing: a session always ends with its notebook."""
 
     def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
         if self.connected and not self._repair.busy:
@@ -341,7 +342,7 @@ class Session(NodeRun):
         self.files.memory.give_payload_up()
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
-        """Look where the cell's ranks are; the others are idle."""
+        """Take the stacks of the cell's ranks; without a cell all ranks are idle."""
         if self._cell is not None:
             self._cell.take_stacks(done)
         else:

@@ -1,11 +1,11 @@
-"""A cell in the ranks of a session: they stay, with all that they have, whatever becomes of the cell.
+"""A cell in the ranks of a session. The ranks and their state outlive the cell, however it ends.
 
     launch -> all finished -> ended(succeeded)                                  -> idle
            -> one failed   -> others released    -> groups renewed -> ended(failed)    -> idle
            -> asked to end -> interrupted        -> groups renewed -> ended(cancelled) -> idle
 
-The session takes its next cell when the ranks are idle. One that does not stop keeps it waiting until it does or is
-killed; the notebook is told before (`RunEnded.unstopped`).
+The session takes its next cell when the ranks are idle. A rank that does not stop delays the next cell until it stops
+or is killed; `RunEnded.unstopped` tells the notebook before.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sgpu_magic.wire.states import FailureKind, RunState
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.session import Session
 
-# the failure is told before the groups are whole when that takes longer
+# if the renewal of process groups takes longer, the failure is reported before it is done
 _RENEWAL_PATIENCE_S = 0.5
-# from the interrupt until the notebook is told that ranks do not stop; it frees its cell by itself at 2.8 s
+# time from the interrupt until unstopped ranks are reported; the notebook frees its cell by itself at 2.8 s
 _UNSTOPPED_S = 2.0
 # nothing may compete with the result on its way to the notebook
 _WRITE_DELAY_S = 0.03
@@ -36,9 +36,9 @@ class SessionCell(Execution):
     """Runs one launch in ranks of a session.
 
     Args:
-        attempt: What to run.
-        session: Whose ranks.
-        here: What it shares with other runs.
+        attempt: The launch and its payload.
+        session: The session.
+        here: What all runs of the agent share.
     """
 
     def __init__(self, attempt: Attempt, session: Session, here: Surroundings) -> None:
@@ -53,7 +53,7 @@ class SessionCell(Execution):
             self.fail_whole(FailureKind.INTERNAL, f"the cell could not be started on {self._host}: {error}.")
             self._settle()
             return
-        # everything else can wait until the ranks are at work: nothing of theirs is read before this returns
+        # the ranks start first; no message of theirs is handled before this method returns
         send_session_cells(
             self.launch, self._session.launch, self.group, self.files, self._here.settings.default_store_uri
         )
@@ -71,13 +71,13 @@ class SessionCell(Execution):
 
     def rank_exited(self, rank: int, status: int) -> None:
         if not self.ended and self._reports.has_finished(rank):
-            # the others may wait for it
+            # other ranks may wait for it
             self._take_failure(self._exit_diagnosis.death(rank, status))
         elif not self._reports.has_reported(rank):
             self._take_failure(self._exit_diagnosis.death(rank, status))
 
     def group_broken(self, kind: FailureKind, message: str) -> None:
-        """The ranks are lost, and the session with them."""
+        """Fail the cell: its ranks are lost, and the session with them."""
         self.fail_whole(kind, message)
 
     # ------------------------------------------------------------ stop path
@@ -95,7 +95,7 @@ class SessionCell(Execution):
         self._stop.begin(0.0, interrupt_first=False, waited=self._tell_unstopped)
 
     def end_now(self) -> None:
-        """The session ends: say the last word although ranks may still run the cell."""
+        """Report the end although ranks may still run the cell: the session ends."""
         self._end(self._ending_as or RunState.CANCELLED)
 
     def _tell_unstopped(self) -> None:
@@ -125,7 +125,7 @@ class SessionCell(Execution):
         self._session.renew(reason, done)
 
     def _reason_to_renew(self, state: RunState) -> str:
-        """Why the process groups may be broken, "" when they are as good as before."""
+        """Return why the process groups may be broken, "" when they are intact."""
         if self.group.world_size == 1:
             return "the cell has ended the process group" if self._ungrouped else ""
         if self._stop.released:
@@ -137,10 +137,10 @@ class SessionCell(Execution):
         return "ranks ended the cell at different places"
 
     def _after_end(self) -> None:
-        """Ranks that do not stop are waited for."""
+        """Do nothing: the session waits for ranks that do not stop."""
 
     def _settle(self) -> None:
-        """The ranks are idle again."""
+        """Return the idle ranks to the session."""
         if self.gone:
             return
         self._ranks_gone()

@@ -1,7 +1,7 @@
-"""Keeps a session's group whole, and tells of it: process groups are connected anew, dead ranks replaced.
+"""Repairs a session's group and reports it: renews process groups and replaces dead ranks.
 
-After a cell that broke them, and for ranks that are new, every living rank renews its groups in place over a new store,
-so that models and groups of the user go on. A new rank joins over the same store.
+After a cell that broke the process groups, and when ranks are replaced, every living rank renews its groups in place
+over a new store, so that the user's models and groups keep working. New ranks join over the same store.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from sgpu_magic.wire.rank import Renew, Renewed
 
 # gloo's own limit on the ranks is shorter
 _PATIENCE_S = 60.0
-# why it failed ("" when it did not), and what could not be kept
+# receives why it failed, "" for success, and what was lost
 _Regrouped = Callable[[str, str], None]
 
 
 @dataclass(eq=False, repr=False)
 class SessionRepair:
-    """One thing at a time: a renewal, or a replacement, which ends with a renewal of the ranks that stay.
+    """Renews process groups or replaces ranks, one operation at a time. A replacement ends with a renewal.
 
     Args:
         group: The ranks.
-        launch: The session's: what new ranks stand on.
-        scratch: Directory for files where memory files do not exist.
-        news: Hears which ranks are dead or live again.
-        say: Takes what was done.
-        replaced: Called with the ranks that are new processes as soon as these exist; they have yet to join.
+        launch: The session's launch, with which new ranks start.
+        scratch: Directory for files on systems without memory files.
+        news: Learns which ranks are dead or replaced.
+        say: Reports the result.
+        replaced: Called with the replaced ranks as soon as their new processes exist; they have yet to join.
     """
 
     group: Group
@@ -48,26 +48,26 @@ class SessionRepair:
     replaced: Callable[[Sequence[int]], None]
 
     def __post_init__(self) -> None:
-        # who waits for the renewal under way, the ranks that have yet to answer, and what they said
+        # the current renewal: its callback, ranks that have yet to answer, and their answers
         self._regrouped: _Regrouped | None = None
         self._waiting: set[int] = set()
         self._problem = self._lost = ""
         self._timer: asyncio.TimerHandle | None = None
-        # ranks that are killed to be replaced, and who waits for that
+        # the current replacement: the killed ranks and its callback
         self._replacing: tuple[int, ...] = ()
         self._done: Callable[[str], None] | None = None
 
     @property
     def busy(self) -> bool:
-        """The ranks can't take a cell now."""
+        """Whether the ranks can't take a cell now."""
         return self._regrouped is not None or bool(self._replacing)
 
     def expects(self, rank: int) -> bool:
-        """The rank is killed on purpose."""
+        """Whether the rank is being killed on purpose."""
         return rank in self._replacing
 
     def renew(self, reason: str, done: Callable[[GroupRenewed], None]) -> None:
-        """Connect the process groups anew; `done` is called with what was told. Every rank must be alive and idle."""
+        """Renew the process groups, report the result and call `done` with it. Every rank must be alive and idle."""
 
         def renewed(problem: str, lost: str) -> None:
             if problem:
@@ -79,11 +79,11 @@ class SessionRepair:
         self._regroup((), renewed)
 
     def replace(self, ranks: Sequence[int], done: Callable[[str], None]) -> None:
-        """Kill these ranks; `go_on` is to be called when one has died, and when no cell counts on them any more.
+        """Kill these ranks. Call `go_on` when one has died, and when no cell uses them any more.
 
         Args:
-            ranks: Which.
-            done: Called with why that failed, "" when new ones have joined.
+            ranks: The ranks to replace.
+            done: Called with why the replacement failed, "" when the new ranks have joined.
         """
         self._replacing, self._done = tuple(ranks), done
         for rank in ranks:
@@ -101,7 +101,7 @@ class SessionRepair:
             self.replaced(ranks)
 
     def fail(self, problem: str) -> None:
-        """Whatever is under way comes to nothing."""
+        """Fail the current renewal or replacement, if any."""
         if self._regrouped is not None:
             self._end_regrouping(problem)
         elif self._replacing:
@@ -110,29 +110,29 @@ class SessionRepair:
     # ------------------------------------------------------------ from the ranks
 
     def joined(self, rank: int) -> None:
-        """A new rank is in the process group."""
+        """Handle that a rank has joined the process group."""
         self._waiting.discard(rank)
         if not self._waiting:
             self._end_regrouping(self._problem)
 
     def renewed(self, rank: int, message: Renewed) -> None:
-        """A rank has renewed its groups, or could not."""
+        """Handle that a rank has renewed its groups, or has failed to."""
         self._problem = self._problem or message.problem
         self._lost = self._lost or message.lost
         self.joined(rank)
 
     def died(self, rank: int) -> None:
-        """A rank is dead: the others can't be whole without it."""
+        """Fail the current renewal, which needs the dead rank."""
         self._end_regrouping(f"rank {rank} died meanwhile")
 
     # ------------------------------------------------------------ within
 
     def _regroup(self, replaced: Sequence[int], regrouped: _Regrouped) -> None:
-        """Connect the process groups anew over a new store.
+        """Renew the process groups over a new store.
 
         Args:
-            replaced: Ranks to fork anew; they are dead, and all others alive.
-            regrouped: Called once.
+            replaced: Ranks to fork again; they are dead, and all others are alive.
+            regrouped: Called once with the result.
         """
         self._regrouped = regrouped
         self._problem = self._lost = ""
@@ -175,18 +175,18 @@ class SessionRepair:
         done(problem)
 
 
-# ---------------------------------------------------------------- what it reports, and its ranks' logs
+# ---------------------------------------------------------------- reports and the ranks' logs
 
 
-# cells come every few milliseconds: what they do is told when they last, or when it is quiet
+# cells may come every few milliseconds, so changes are reported only this often
 _PAUSE_S = 0.2
 
 
 class SessionNews:
-    """Reports how many cells there were, which one runs, which ranks are dead.
+    """Reports the number of cells, the running cell and the dead ranks.
 
     Args:
-        say: Takes what is told.
+        say: Reports an event.
     """
 
     def __init__(self, say: Callable[[SessionMoved], None]) -> None:
@@ -199,33 +199,33 @@ class SessionNews:
         self._timer: asyncio.TimerHandle | None = None
 
     def began(self, name: str) -> None:
-        """A cell runs."""
+        """Note that a cell has started."""
         self._cells += 1
         self._running = name
         self._changed()
 
     def over(self) -> None:
-        """The cell is over."""
+        """Note that the cell is over."""
         self._running = ""
         self._changed()
 
     def died(self, rank: int) -> None:
-        """A rank is dead."""
+        """Report that a rank is dead."""
         self._dead.add(rank)
         self._tell_now()
 
     def replaced(self, ranks: Sequence[int]) -> None:
-        """These ranks live again."""
+        """Report that ranks were replaced."""
         self._dead -= set(ranks)
         self._tell_now()
 
     def close(self) -> None:
-        """Tell what was not told yet; nothing follows."""
+        """Report the pending change, if any."""
         if self._timer is not None:
             self._tell_now()
 
     def _tell_now(self) -> None:
-        """What a user can do depends on it."""
+        """Report without delay, since it affects what the user can do."""
         if self._timer is not None:
             self._timer.cancel()
         self._tell()
@@ -248,30 +248,30 @@ class SessionLogs:
 
     Args:
         group: The ranks.
-        directory: The session's.
+        directory: The session's directory.
     """
 
     def __init__(self, group: Group, directory: RunDirectory) -> None:
         self._group = group
         self._directory = directory
-        # lines and bytes of those that are lent to a cell
+        # lines and bytes in the session's logs of ranks that are lent to a cell
         self._written: dict[int, tuple[int, int]] = {}
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """Let new processes write to the session's logs; what is there stays."""
+        """Let new processes append to the session's logs."""
         for rank in ranks:
             path = self._directory.log_path(rank)
             self._open(rank, 0, os.path.getsize(path) if os.path.exists(path) else 0)
 
     def lend(self, ranks: Iterable[int]) -> None:
-        """A cell begins; it names its own logs. What they have printed so far is the session's."""
+        """Write pending output to the session's logs before a cell sets its own."""
         for rank in ranks:
             output = self._group.rank(rank).output
             output.drain()
             self._written[rank] = (output.lines, output.total_bytes)
 
     def take_back(self, ranks: Iterable[int]) -> None:
-        """The cell is over."""
+        """Switch the ranks back to the session's logs after a cell."""
         for rank in ranks:
             lines, size = self._written.pop(rank, (0, 0))
             if self._group.rank(rank).alive:

@@ -1,7 +1,7 @@
-"""The GPUs of the runs that go on, each asked through NVML in a thread: a driver may block, the agent may not.
+"""Reads the GPUs of active runs through NVML, each in a thread, since a driver may block and the agent must not.
 
-NVML is open only while a run holds a GPU, so that nothing keeps an administrator from resetting one. A device
-whose call does not return is left to its thread, and the others are read on.
+NVML is open only while a run holds a GPU, so that an administrator can reset idle GPUs. A call that does not return
+keeps its thread; the other devices are still read.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from sgpu_magic.agent.watch.nvml import (
     utilization,
 )
 
-# the first time a GPU is asked what its processes did
+# time span of the first query for processes' utilization
 _FIRST_SPAN_S = 1.5
 _LOST = {Code.GPU_IS_LOST, Code.RESET_REQUIRED}
 
-# who asked is answered by then, with what there is
+# callers get the available readings after this
 _PATIENCE_S = 0.4
-# a call that takes longer does not return: healthy ones take milliseconds, opening the driver a few seconds
+# a call that takes longer counts as stuck: healthy ones take milliseconds, opening the driver a few seconds
 _STUCK_S = 5.0
 
 
 class GpuReading(msgspec.Struct, frozen=True):
-    """What a GPU, or a MIG slice, does now. None is what it does not tell.
+    """A reading of a GPU or MIG slice. None means that the value is not available.
 
     Args:
-        utilization_pct: How busy it was in the last moments, 0 to 100.
+        utilization_pct: Recent utilization, 0 to 100.
         used_bytes: Memory in use.
-        total_bytes: Its memory.
-        power_w: Watts drawn.
-        temperature_c: Degrees Celsius.
+        total_bytes: Total memory.
+        power_w: Power draw in watts.
+        temperature_c: Temperature in degrees Celsius.
         process_bytes: Memory by process; in a container the pids may be the host's.
-        process_pct: Use by process since the reading before; None where nobody tells.
-        problem: Why it can't be read and what to do, "" when it can.
-        lost: It is gone until somebody resets it.
+        process_pct: Utilization by process since the previous reading; None if not available.
+        problem: Why it can't be read and what to do, "" if it can.
+        lost: Whether it is unusable until it is reset.
     """
 
     utilization_pct: int | None = None
@@ -72,11 +72,11 @@ _STUCK = GpuReading(problem="it can't be read: the NVIDIA driver does not answer
 
 
 class GpuReader:
-    """Reads GPUs by UUID, from any thread, each device from one at a time. NVML stays open until `close`.
+    """Reads GPUs by UUID, from any thread, but each device from one thread at a time. NVML stays open until `close`.
 
     Attributes:
         opened_at: When NVML was opened, seconds of the monotonic clock; None before.
-        calls: When the readings that have not returned were asked for, by UUID.
+        calls: When the pending reads were started, by UUID.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class GpuReader:
         self._seen_us: dict[str, int] = {}
 
     def read(self, uuid: str) -> GpuReading:
-        """Ask for everything. May block for as long as the driver does."""
+        """Read all values of a GPU. Blocks as long as the driver does."""
         failed = nvml_error()
         try:
             nvml = self._open()
@@ -100,7 +100,7 @@ class GpuReader:
             return _failed(code_of(error))
 
     def _open(self) -> Nvml:
-        """Open NVML if it is not; takes seconds where the driver's persistence mode is off."""
+        """Open NVML if necessary; takes seconds if the driver's persistence mode is off."""
         with self._opening:
             if self._nvml is None:
                 self._nvml = open_nvml()
@@ -118,7 +118,7 @@ class GpuReader:
         total, used = memory(nvml, handle)
         process_bytes = self._process_bytes(nvml, handle)
         if uuid.startswith("MIG-"):
-            # the rest is told for the whole GPU only, of which others use other slices
+            # other values exist only for the whole GPU, whose other slices others use
             return GpuReading(used_bytes=used, total_bytes=total or None, process_bytes=process_bytes)
         return GpuReading(
             utilization_pct=utilization(nvml, handle),
@@ -131,7 +131,7 @@ class GpuReader:
         )
 
     def _process_bytes(self, nvml: Nvml, handle: object) -> dict[int, int]:
-        # more than one context of a process is listed more than once
+        # a process with several contexts is listed several times
         found: dict[int, int] = {}
         for process in told(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), ()):
             if process.usedGpuMemory is not None:
@@ -144,18 +144,18 @@ class GpuReader:
             samples = nvml.nvmlDeviceGetProcessUtilization(handle, since)
         except nvml.NVMLError as error:
             raise_if_lost(error)
-            # no process has used it since, or (code 0) there is none
+            # no process has used the GPU since, or (code 0) there is no process
             return {} if code_of(error) in (0, Code.NOT_FOUND) else None
         by_process: dict[int, list[int]] = {}
         for sample in samples:
-            # drivers leave places of the list unfilled
+            # drivers leave some list entries unfilled
             if sample.pid and sample.timeStamp > since and sample.smUtil <= 100:
                 by_process.setdefault(sample.pid, []).append(sample.smUtil)
                 self._seen_us[uuid] = max(self._seen_us.get(uuid, 0), sample.timeStamp)
         return {pid: sum(values) / len(values) for pid, values in by_process.items()}
 
     def _temperature_c(self, nvml: Nvml, handle: object) -> int | None:
-        # drivers that come will have only the second, those of today may have only the first
+        # future drivers will have only the second call, current ones may have only the first
         for ask in (nvml.nvmlDeviceGetTemperature, nvml.nvmlDeviceGetTemperatureV):
             try:
                 return int(ask(handle, nvml.NVML_TEMPERATURE_GPU))
@@ -172,30 +172,30 @@ def _failed(code: int) -> GpuReading:
 
 
 class Gpus:
-    """Reads the GPUs that somebody holds. All methods are the loop's."""
+    """Reads the GPUs that runs hold. Used in the loop's thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._held: Counter[str] = Counter()
         self._reader: GpuReader | None = None
-        # who waits for the readings of now
+        # callbacks that wait for the current readings
         self._listeners: list[Done] = []
         self._found: dict[str, GpuReading] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def hold(self, uuids: Collection[str]) -> None:
-        """A run begins to use these."""
+        """Add GPUs that a run uses."""
         self._held.update(uuids)
 
     def release(self, uuids: Collection[str]) -> None:
-        """A run uses them no longer. After the last NVML is closed."""
+        """Remove GPUs that a run no longer uses; without any, NVML is closed."""
         self._held.subtract(uuids)
         self._held = +self._held
         if not self._held:
             self.close()
 
     def read(self, done: Done) -> None:
-        """Call `done` with a reading of each held GPU within half a second; without those that did not answer yet."""
+        """Call `done` with a reading of each held GPU within half a second, without those that have not answered."""
         if not self._held:
             done({})
             return
@@ -205,14 +205,14 @@ class Gpus:
         with faults.charging(None):
             self._timer = self._loop.call_later(_PATIENCE_S, self._answer)
             reader = self._reader = self._reader or GpuReader()
-            # what has not returned is not asked a second time
+            # devices with a pending call are not asked again
             for uuid in self._held.keys() - reader.calls.keys():
                 reader.calls[uuid] = time.monotonic()
                 call = call_in_background(functools.partial(reader.read, uuid), "sgpu-nvml")
                 call.add_done_callback(functools.partial(self._returned, reader, uuid))
 
     def close(self) -> None:
-        """Close NVML when the calls of now have returned."""
+        """Close NVML when the pending calls have returned."""
         reader, self._reader = self._reader, None
         if reader is not None and not reader.calls:
             call_in_background(reader.close, "sgpu-nvml")
@@ -225,7 +225,7 @@ class Gpus:
             if not reader.calls:
                 call_in_background(reader.close, "sgpu-nvml")
         elif self._listeners:
-            # what comes when nobody waits is old for who asks later
+            # a reading that no caller waits for is dropped, since it would be outdated for later callers
             self._found[uuid] = call.result()
             if reader.calls.keys() <= self._stuck(reader):
                 self._answer()
@@ -241,7 +241,7 @@ class Gpus:
             done(found)
 
     def _stuck(self, reader: GpuReader) -> set[str]:
-        """Devices whose calls do not return. While the driver is opened there is none to blame."""
+        """Return devices whose calls do not return; none while NVML is being opened."""
         if reader.opened_at is None:
             return set()
         late = time.monotonic() - _STUCK_S

@@ -1,4 +1,4 @@
-"""What devices this node has, and who uses them besides the pool: NVML's process list against the system's."""
+"""The devices of this node, and their use outside the pool: compares NVML's process list with the system's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.devices import ANY, CPU, Device, Inventory, canonical_type, memory_of
 
 MAX_SIMULATED = 1024
-"""Simulated devices of one type."""
+"""Maximum number of simulated devices of one type."""
 
 _SIMULATED = re.compile(r"(?P<type>[^:]+):\s*(?P<count>[0-9]{1,4})\s*")
 BUSY_MEMORY_SHARE = 0.05
@@ -40,24 +40,24 @@ _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 
 
 def take_inventory(*, simulate: str, cpu_slots: int, own_pids: Collection[int] = ()) -> Inventory:
-    """Return what this node has at this moment.
+    """Return this node's current devices.
 
-    NVML is opened and closed again, which takes tens of milliseconds and seconds where the driver's
-    persistence mode is off, and leaves nothing behind that would keep an administrator from resetting a GPU.
+    Opens and closes NVML, so that an administrator can reset GPUs. This takes tens of milliseconds, or seconds if the
+    driver's persistence mode is off.
 
     Args:
-        simulate: Simulated devices, `a10:4,h100:8`. They stand in place of the real ones; "" asks NVML.
-        cpu_slots: CPU ranks that fit at once, passed on.
-        own_pids: Processes of this pool. They and their descendants are no outside use. In a container NVML
-            may give the host's pids, which can't be matched: of a device that it has leased itself the
-            caller must disregard `outside_use`.
+        simulate: Simulated devices that replace the real ones, as `a10:4,h100:8`; "" asks NVML.
+        cpu_slots: Number of CPU ranks that fit at once, copied to the result.
+        own_pids: Processes of this pool. They and their descendants do not count as outside use. In a container NVML
+            may list the host's pids, which can't be matched, so callers must ignore `outside_use` of devices that the
+            pool has leased.
 
     Returns:
-        The devices in PCI bus order, each slice of a GPU in MIG mode as a device of its own. `problem` is
-        also set when only some devices could be read; a machine without a driver has neither.
+        The devices in PCI bus order, with each MIG slice as a separate device. `problem` is also set if only some
+        devices could be read; on a machine without a driver there are no devices and no problem.
 
     Raises:
-        UsageError: `simulate` can't be understood.
+        UsageError: `simulate` can't be parsed.
     """
     if simulate.strip():
         devices, problem = simulated_devices(simulate), ""
@@ -80,7 +80,7 @@ def simulated_devices(text: str) -> tuple[Device, ...]:
     """Return the devices that `text` (the setting `simulate`) declares.
 
     Raises:
-        UsageError: A part is not `type:count`, or a type stands twice.
+        UsageError: A part is not `type:count`, or a type occurs twice.
     """
     devices: list[Device] = []
     seen: set[str] = set()
@@ -139,11 +139,11 @@ def _real_devices(own_pids: frozenset[int]) -> tuple[tuple[Device, ...], str]:
 
 
 class _Reader:
-    """Reads all devices through an opened NVML.
+    """Reads all devices through an open NVML.
 
     Args:
-        nvml: The module, initialised.
-        own_pids: Processes that are no outside use.
+        nvml: The initialized module.
+        own_pids: Processes that do not count as outside use.
     """
 
     def __init__(self, nvml: Nvml, own_pids: frozenset[int]) -> None:
@@ -182,7 +182,7 @@ class _Reader:
             try:
                 part = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, position)
             except self._nvml.NVMLError as error:
-                if code_of(error) == Code.NOT_FOUND:  # a free place
+                if code_of(error) == Code.NOT_FOUND:  # no slice in this position
                     continue
                 raise
             own_name = told(self._nvml, functools.partial(self._nvml.nvmlDeviceGetName, part), f"{name} MIG")
@@ -213,7 +213,7 @@ class _Reader:
 
 
 def _type_of(name: str) -> str:
-    """The type of a device that exists: also one of an unknown name must be a type that can be asked for."""
+    """Return a device's type; a device with an unknown name also gets a type that users can request."""
     try:
         return canonical_type(name)
     except ValueError:
@@ -221,13 +221,13 @@ def _type_of(name: str) -> str:
 
 
 def outside_use(pids: Sequence[int], own: frozenset[int], total_bytes: int, used_bytes: int | None) -> str:
-    """Say why a device counts as in use outside the pool, "" when it does not.
+    """Return why a device counts as in use outside the pool, "" if it does not.
 
     Args:
-        pids: The processes that NVML sees on it.
+        pids: The processes that NVML lists for the device.
         own: The pool's own processes; their descendants count as own too.
-        total_bytes: Its memory.
-        used_bytes: What is in use of it, None when the driver does not tell.
+        total_bytes: Its total memory.
+        used_bytes: Its memory in use; None when unknown.
     """
     is_own = {pid: _descends_from(pid, own) for pid in pids}
     foreign = [pid for pid in pids if not is_own[pid] and not _is_gone(pid)]
@@ -250,7 +250,7 @@ def _descends_from(pid: int, ancestors: frozenset[int]) -> bool:
 
 
 def _is_gone(pid: int) -> bool:
-    """True when the process surely ended since NVML was asked: in a container an unknown pid may be the host's."""
+    """Whether the process has certainly ended. In a container an unknown pid may be the host's, so False."""
     return not _in_container() and not psutil.pid_exists(pid)
 
 
@@ -263,7 +263,7 @@ def _in_container() -> bool:
 
 def _process_text(pid: int) -> str:
     try:
-        # its number where it has no name
+        # gives the uid if the user has no name
         return f"process {pid} of user {psutil.Process(pid).username()}"
     except psutil.Error:
         return f"process {pid} outside this container" if _in_container() else f"process {pid}"

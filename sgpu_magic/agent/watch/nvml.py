@@ -1,4 +1,4 @@
-"""NVML: the one owner of `pynvml`. What is used of it, its errors in words, values that may be absent."""
+"""The interface to NVML, and the only module that imports `pynvml`: the calls in use, absent values, error texts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Memory(Protocol):
 
 
 class GpuProcess(Protocol):
-    """A compute process. `usedGpuMemory` is None where the driver does not tell, as on Windows."""
+    """A compute process. `usedGpuMemory` is None if the driver does not provide it, as on Windows."""
 
     pid: int
     usedGpuMemory: int | None
 
 
 class ProcessSample(Protocol):
-    """How much of the GPU's time a process had until `timeStamp` (microseconds since the epoch), 0 to 100."""
+    """A process's share of the GPU's time, 0 to 100, until `timeStamp` (microseconds since the epoch)."""
 
     pid: int
     timeStamp: int
@@ -34,7 +34,7 @@ class ProcessSample(Protocol):
 
 
 class Nvml(Protocol):
-    """The part of `pynvml` (nvidia-ml-py) that is used here; the module itself has no types."""
+    """The part of `pynvml` (nvidia-ml-py) in use; the module itself has no types."""
 
     NVMLError: type[Exception]
     NVMLLibraryMismatchError: type[Exception]
@@ -76,10 +76,10 @@ class Code(enum.IntEnum):
 
 
 def open_nvml() -> Nvml:
-    """Load and initialise NVML; who opens it closes it with `close_nvml`. It counts how often it is open.
+    """Load and initialize NVML, which counts its initializations. The caller must call `close_nvml`.
 
     Raises:
-        NVMLError: It can't be opened (`open_problem` says why).
+        NVMLError: NVML can't be opened (`open_problem` says why).
     """
     import pynvml
 
@@ -89,13 +89,13 @@ def open_nvml() -> Nvml:
 
 
 def close_nvml(nvml: Nvml) -> None:
-    """Give it back: an open NVML keeps an administrator from resetting a GPU."""
+    """Shut NVML down: while it is open, an administrator can't reset a GPU."""
     with contextlib.suppress(nvml.NVMLError):
         nvml.nvmlShutdown()
 
 
 def nvml_error() -> type[Exception]:
-    """The class of NVML's errors."""
+    """Return NVML's exception class."""
     import pynvml
 
     return cast(Nvml, pynvml).NVMLError
@@ -105,7 +105,7 @@ def nvml_error() -> type[Exception]:
 
 
 def told(nvml: Nvml, ask: Callable[[], T], default: D) -> T | D:
-    """Return what NVML answers, `default` where it leaves this value untold.
+    """Return NVML's answer, or `default` if this value is not available.
 
     Raises:
         NVMLError: The device or the driver is gone.
@@ -118,7 +118,7 @@ def told(nvml: Nvml, ask: Callable[[], T], default: D) -> T | D:
 
 
 def memory(nvml: Nvml, handle: object) -> tuple[int, int | None]:
-    """(total, used) in bytes. Version 2 leaves out the driver's own share, over 5 % on small GPUs.
+    """Return (total, used) in bytes. Version 2 excludes the driver's own share, over 5 % on small GPUs.
 
     Raises:
         NVMLError: The device or the driver is gone.
@@ -131,7 +131,7 @@ def memory(nvml: Nvml, handle: object) -> tuple[int, int | None]:
 
 
 def utilization(nvml: Nvml, handle: object) -> int | None:
-    """How busy a GPU was in the last moments, 0 to 100; None where nobody tells, as on MIG slices.
+    """Return a GPU's recent utilization, 0 to 100; None if not available, as on MIG slices.
 
     Raises:
         NVMLError: The device or the driver is gone.
@@ -143,12 +143,12 @@ def utilization(nvml: Nvml, handle: object) -> int | None:
 
 
 def code_of(error: BaseException) -> int:
-    """The return code that NVML gave, 0 when it is none of its errors."""
+    """Return NVML's return code of an error, 0 for other errors."""
     return int(getattr(error, "value", 0))
 
 
 def raise_if_lost(error: BaseException) -> None:
-    """Raise `error` again if the device or the driver is gone. Any other only leaves one value untold."""
+    """Raise `error` if the device or the driver is gone. Other errors only mean that one value is not available."""
     if code_of(error) in {
         Code.UNINITIALIZED,
         Code.DRIVER_NOT_LOADED,
@@ -160,10 +160,10 @@ def raise_if_lost(error: BaseException) -> None:
 
 
 def open_problem(code: int) -> str:
-    """Say why NVML can't be opened; "" where it has nothing to tell about."""
+    """Return why NVML can't be opened, "" on machines without GPUs."""
     if code == Code.LIBRARY_NOT_FOUND:
         return ""
-    # images often bring the library to machines that have no GPU for it
+    # container images often contain the library on machines without a GPU
     if code == Code.DRIVER_NOT_LOADED and not _has_nvidia_hardware():
         return ""
     return problem_text("the GPUs can't be listed", code)
@@ -197,11 +197,11 @@ _REASONS: dict[int, tuple[str, str]] = {
 
 
 def problem_text(what: str, code: int) -> str:
-    """One sentence: what does not work, why, the remedy."""
+    """Return one sentence with what fails, why, and the remedy."""
     reason, remedy = reason_and_remedy(code)
     return f"{what[:1].upper()}{what[1:]}: {reason}; {remedy}."
 
 
 def reason_and_remedy(code: int) -> tuple[str, str]:
-    """Why NVML does not answer, such as `it has fallen off the bus`, and what to do."""
+    """Return why NVML fails, such as `it has fallen off the bus`, and what to do."""
     return _REASONS.get(code, (f"NVML answers with error {code}", "see what `nvidia-smi` says"))

@@ -1,7 +1,7 @@
-"""Everything that looks at a run's ranks while they run: stacks, stalls, use of CPU and GPU, idle GPUs.
+"""All monitoring of a run's ranks: stacks, stalls, CPU and GPU usage, idle GPUs.
 
-Which GPUs stand idle, and what their ranks do instead, `IdleWatch` decides without I/O. When one has stood still for a
-while, `IdleGpus` looks into the ranks' stacks and tells.
+`IdleWatch` decides without I/O which GPUs are idle. `IdleGpus` takes the ranks' stacks when a GPU has been idle for a
+while, and reports what the ranks wait in.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class RunWatch:
     Args:
         run_ranks: Its ranks.
         lease: Their devices.
-        notebook: Tells the notebook's frames.
-        has_reported: Whether a rank's cell is done or failed.
+        notebook: Recognizes the notebook's frames.
+        has_reported: Returns whether a rank's cell has finished or failed.
         sampling: The agent's sampler.
-        settings: For how long nothing may move.
-        say: Takes what was found.
+        settings: The pool's settings.
+        say: Reports an event.
 
     Attributes:
         taker: Takes the ranks' stacks.
@@ -68,29 +68,29 @@ class RunWatch:
         )
 
     def start(self) -> None:
-        """The ranks are there."""
+        """Start to watch: all ranks have started."""
         with faults.charging(self._faulted):
             self._stalls.start()
             self._sampling.begin(self._sampler)
 
     def _faulted(self, error: Exception) -> None:
-        """A fault of who only watches costs the watch, not the run."""
+        """Stop watching after a fault in the monitoring; the run goes on."""
         self.is_ending()
         with faults.guarded(None):
             self._sampling.end(self._sampler)
         self._say(Noted(text=f"the run is not watched any more, as the agent met a fault: {error!r}"))
 
     def wrote(self) -> None:
-        """A rank has printed something."""
+        """Note that a rank has printed something."""
         self._stalls.wrote()
 
     def is_ending(self) -> None:
-        """Ranks fall, or are stopped: that they wait means nothing any more. What they use is still told."""
+        """Stop detecting stalls and idle GPUs: ranks fail or are being stopped. Usage is still sampled."""
         self._stalls.stop()
         self._idle.stop()
 
     def end(self) -> None:
-        """The run's last word follows."""
+        """Stop all monitoring: the run's end is reported next."""
         self.is_ending()
         self._sampling.end(self._sampler)
 
@@ -103,10 +103,10 @@ _SLEEP = re.compile(r"(time\.)?sleep\(")
 
 
 class IdleWatch:
-    """Says when a GPU stands idle, when its rank's cause changes, and when it works again.
+    """Detects when a GPU becomes idle, when the cause changes, and when the GPU is busy again.
 
     Args:
-        idle_s: Seconds under `IDLE_GPU_PCT` after which a GPU stands idle.
+        idle_s: Seconds at or below `IDLE_GPU_PCT` after which a GPU counts as idle.
     """
 
     def __init__(self, idle_s: float) -> None:
@@ -115,7 +115,10 @@ class IdleWatch:
         self._told: dict[int, str] = {}
 
     def look(self, now: float, use_pct: Mapping[int, float | None]) -> list[DeviceBusy]:
-        """Take the use of the GPUs by rank. None, and a rank that is not there, may be anything: it is not idle."""
+        """Record the GPUs' utilization by rank and return those that are busy again.
+
+        A GPU of unknown utilization (None, or a missing rank) does not count as idle.
+        """
         for rank, pct in use_pct.items():
             if pct is not None and pct <= IDLE_GPU_PCT:
                 self._since.setdefault(rank, now)
@@ -129,16 +132,16 @@ class IdleWatch:
         return [DeviceBusy(rank=rank) for rank in busy]
 
     def idle(self, now: float) -> set[int]:
-        """Ranks whose GPUs stand idle."""
+        """Return the ranks whose GPUs are idle."""
         return {rank for rank, since in self._since.items() if now - since >= self._idle_s}
 
     @property
     def told(self) -> set[int]:
-        """Ranks of which it was said, and not taken back."""
+        """Ranks whose idle GPUs were reported and are not busy again."""
         return set(self._told)
 
     def explain(self, now: float, causes: Mapping[int, str]) -> list[DeviceIdle]:
-        """Return what is new, given what each rank waits in ("" where its stack does not show it)."""
+        """Return the new reports, given what each rank waits in ("" if its stack does not show it)."""
         found: list[DeviceIdle] = []
         for rank in sorted(self.idle(now)):
             cause = causes.get(rank, "")
@@ -149,9 +152,9 @@ class IdleWatch:
 
 
 def waits_in(stack: RankStack, notebook: NotebookFrames) -> str:
-    """What a rank waits in, as far as its stack shows it for sure: `the DataLoader`, `all_reduce`; else ""."""
+    """Return what a rank waits in if its stack shows it for certain: `the DataLoader`, `all_reduce`; else ""."""
     if any(frame.file.endswith(_DATALOADER) for frame in stack.frames):
-        # also where the cell's own data set reads or sleeps below it
+        # even if the cell's own data set reads or sleeps below it
         return "the DataLoader"
     if stack.collective is not None and stack.collective.pending:
         return stack.collective.name
@@ -164,13 +167,13 @@ def waits_in(stack: RankStack, notebook: NotebookFrames) -> str:
 
 @dataclass(eq=False, repr=False)
 class IdleGpus:
-    """Watches the GPUs of one run.
+    """Reports idle GPUs of one run.
 
     Args:
         taker: Takes the ranks' stacks.
-        notebook: Tells the notebook's frames.
-        idle_s: Seconds under 5 % after which a GPU stands idle; 0 watches nothing.
-        say: Takes what was found.
+        notebook: Recognizes the notebook's frames.
+        idle_s: Seconds at or below `IDLE_GPU_PCT` after which a GPU counts as idle; 0 disables the reports.
+        say: Reports an event.
     """
 
     taker: StackTaker
@@ -186,11 +189,11 @@ class IdleGpus:
         self._next_look = 0.0
 
     def stop(self) -> None:
-        """The run ends; nothing is said any more."""
+        """Stop reporting: the run ends."""
         self._stopped = True
 
     def used(self, use_pct: Mapping[int, float | None]) -> None:
-        """Take how busy each rank's GPU was in the last second; None where nobody tells."""
+        """Handle each rank's GPU utilization of the last second; None if unknown."""
         if self._stopped:
             return
         now = self._loop.time()
@@ -198,7 +201,7 @@ class IdleGpus:
         for busy in self._watch.look(now, going):
             self.say(busy)
         idle = self._watch.idle(now)
-        # asking costs a rank whose flight recorder is full 30 ms: of what was told only now and then
+        # asking costs a rank with a full flight recorder 30 ms, so reported ranks are asked again only now and then
         if idle and not self._asking and (now >= self._next_look or idle - self._watch.told):
             self._asking = True
             self._next_look = now + self.idle_s / 2

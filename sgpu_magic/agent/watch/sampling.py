@@ -1,8 +1,8 @@
-"""Samples every run of the agent once a second, with one look at /proc and one question to NVML for all of them.
+"""Samples every run of the agent once a second, with one scan of /proc and one query to NVML for all of them.
 
-It costs 1 ms a second for 64 ranks; nothing while no run goes on, and nothing in a run's first moments. What a run's
-ranks and devices did is told every second, later every five. A GPU rank's sample takes 50 to 60 bytes of the event log:
-with 8 ranks a day makes about 9 MB.
+This costs 1 ms per second for 64 ranks, and nothing while no run is active or in a run's first 0.2 s. Samples are
+reported every second in the first 10 minutes and every 5 s afterwards. A GPU rank's sample takes 50 to 60 bytes of the
+event log: about 9 MB per day for 8 ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sgpu_magic.wire.rank_events import RankSample, Sampled
 
 _FINE_S = 600.0
 _COARSE_S = 5.0
-# timers come a little early or late
+# timers fire a little early or late
 _SLACK_S = 0.5
 _INTERVAL_S = 1.0
 # nothing may compete with a run's first line
@@ -37,8 +37,8 @@ class RunSampler:
     Args:
         run_ranks: Its ranks.
         lease: Their devices.
-        say: Takes what was found.
-        used: Takes how busy each rank's GPU is, every second.
+        say: Reports an event.
+        used: Receives each rank's GPU utilization every second.
     """
 
     def __init__(
@@ -63,28 +63,28 @@ class RunSampler:
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks that live."""
+        """Process ids of the live ranks."""
         return [process.pid for process in self._run_ranks.ranks if process.pid is not None and process.alive]
 
     def begin(self, now: float, trees: Mapping[int, TreeUse], memory_bytes: int) -> None:
-        """The first sample counts from here.
+        """Set the start of the first sample.
 
         Args:
-            now: A clock's seconds.
-            trees: What the ranks have used so far.
-            memory_bytes: What a CPU rank may use; 0 when unknown.
+            now: Time in seconds of a monotonic clock.
+            trees: The ranks' usage so far, by pid.
+            memory_bytes: Memory available to CPU ranks; 0 when unknown.
         """
         self._memory_bytes = memory_bytes or None
         self._began_at = self._last_at = now
         self._cpu_s = {pid: tree.cpu_s for pid, tree in trees.items()}
 
     def sample(self, now: float, trees: Mapping[int, TreeUse], readings: Mapping[str, GpuReading]) -> None:
-        """Make one sample of each living rank.
+        """Make one sample of each live rank.
 
         Args:
-            now: The clock when `trees` was taken.
-            trees: What the ranks have used so far, by pid.
-            readings: The GPUs by UUID; one that is missing has not answered.
+            now: The time when `trees` was taken.
+            trees: The ranks' usage so far, by pid.
+            readings: The GPUs' readings by UUID; a missing one has not answered.
         """
         seconds = now - self._last_at
         if seconds < _SLACK_S:
@@ -104,7 +104,7 @@ class RunSampler:
             self.tell()
 
     def tell(self) -> None:
-        """Say what was not said yet."""
+        """Report the pending samples."""
         pending, self._pending = self._pending, []
         by_rank: dict[int, list[RankSample]] = {}
         for _, samples in pending:
@@ -125,7 +125,7 @@ class RunSampler:
         cores = rss_bytes = None
         if tree is not None:
             rss_bytes = tree.rss_bytes
-            # a descendant may have been taken away by another parent
+            # a descendant may have been reparented out of the tree
             cores = None if before_s is None else max(tree.cpu_s - before_s, 0.0) / seconds
         if not self.gpus:
             return RankSample(
@@ -138,7 +138,7 @@ class RunSampler:
             )
         reading = readings.get(uuid, GpuReading())
         own = tree.pids if tree is not None else frozenset[int]()
-        # where no process is known by its pid here the pids may be the host's
+        # if NVML lists none of the rank's pids, its pids may be the host's
         known = own & reading.process_bytes.keys()
         return RankSample(
             rank=rank,
@@ -157,7 +157,7 @@ class RunSampler:
         )
 
     def _introduce(self, sample: RankSample) -> RankSample:
-        """What does not change is told once."""
+        """Leave out values that do not change and were reported before."""
         if sample.rank in self._introduced:
             return msgspec.structs.replace(sample, uuid="", total_bytes=None)
         if sample.total_bytes is not None:
@@ -174,14 +174,14 @@ class RunSampler:
 
 
 def _gpus_here(lease: Lease, run_ranks: RunRanks) -> tuple[str, ...]:
-    """Those of a lease that are on this node."""
+    """Return the GPUs of a lease that are on this node."""
     if len(lease.shares) < 2:
         return lease.uuids
     return tuple(lease.uuids[rank] for rank in run_ranks.numbers if rank < len(lease.uuids))
 
 
 def merged(samples: Sequence[RankSample]) -> RankSample:
-    """One sample for several of a rank that follow each other: means, and of memory the most."""
+    """Merge consecutive samples of a rank: means, and the maximum of memory."""
     last = samples[-1]
     return msgspec.structs.replace(
         last,
@@ -201,7 +201,7 @@ def _mean(values: Iterable[float | None], digits: int = 1) -> float | None:
     if not told:
         return None
     mean = round(sum(told) / len(told), digits)
-    # a whole number takes one to three bytes on the wire, any other nine
+    # a small integer takes one to three bytes on the wire, a float nine
     return int(mean) if mean == int(mean) else mean
 
 
@@ -216,11 +216,11 @@ def _own_pct(own: frozenset[int], reading: GpuReading) -> float | None:
 
 
 class Sampling:
-    """The one sampler of an agent.
+    """The agent's sampler.
 
     Attributes:
-        processes: What the ranks' processes use.
-        gpus: The GPUs of the runs that are sampled.
+        processes: Measures the usage of the ranks' processes.
+        gpus: Reads the GPUs of the sampled runs.
     """
 
     def __init__(self) -> None:
@@ -228,16 +228,16 @@ class Sampling:
         self.gpus = Gpus()
         self._loop = asyncio.get_running_loop()
         self._settling: dict[RunSampler, asyncio.TimerHandle] = {}
-        # and who takes a fault of its sampler
+        # each with the handler for faults of its sampler
         self._runs: dict[RunSampler, faults.OnFault | None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, run: RunSampler) -> None:
-        """Its ranks have started."""
+        """Start to sample a run after a moment: its ranks have started."""
         self._settling[run] = self._loop.call_later(_SETTLED_S, self._settled, run)
 
     def end(self, run: RunSampler) -> None:
-        """Its ranks are done. May be said more than once."""
+        """Stop sampling a run. Idempotent."""
         if (timer := self._settling.pop(run, None)) is not None:
             timer.cancel()
         elif run in self._runs:
@@ -249,7 +249,7 @@ class Sampling:
             self._timer = None
 
     def close(self) -> None:
-        """The agent ends."""
+        """Stop sampling all runs and close NVML."""
         for run in [*self._settling, *self._runs]:
             self.end(run)
         self.gpus.close()
@@ -267,14 +267,14 @@ class Sampling:
         self._runs[run] = faults.charged()
         self.gpus.hold(run.gpus)
         if run.gpus:
-            # opening NVML may take long; what it tells now is of before the run
+            # opens NVML early, which may take long; the reading is dropped
             self.gpus.read(lambda _: None)
         if self._timer is None:
             with faults.charging(None):
                 self._timer = self._loop.call_later(_INTERVAL_S - _SETTLED_S, self._due)
 
     def _due(self) -> None:
-        # a fixed step from now: after a pause there is one sample of the whole time, not many; a fault costs one sample
+        # rescheduled first, from now: a pause gives one long sample instead of many, and a fault costs one sample
         self._timer = self._loop.call_later(_INTERVAL_S, self._due)
         self._tick()
 

@@ -1,8 +1,8 @@
-"""Ask the ranks of a run where they are, and wait for the answers, never longer than half a second.
+"""Requests the stacks of a run's ranks and waits for the answers, at most half a second.
 
-A rank is asked twice: by a signal, which faulthandler answers even while C code holds the interpreter, and by a
-message, which its helper thread answers from torch's flight recorder. Of a rank that does not answer the signal, as
-one that was stopped by SIGSTOP, py-spy tells the stack where it is installed and allowed.
+Each rank gets two requests: a signal, which faulthandler answers even while C code holds the GIL, and a message, which
+the rank's helper thread answers from torch's flight recorder. If a rank does not answer the signal, for example after
+SIGSTOP, py-spy reads its stack where it is installed and permitted.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from sgpu_magic.wire.zygote import STACK_SIGNAL
 
 Done = Callable[[tuple[RankStack, ...]], None]
 _POLL_S = 0.01
-# a rank that does not answer by then does not answer
+# a rank that has not answered by then is not waited for
 _PATIENCE_S = 0.25
 _PY_SPY_TIMEOUT_S = 0.2
 
 
 class StackTaker:
-    """Takes the stacks of one run's ranks; who asks while an answer is under way gets the same one.
+    """Takes the stacks of one run's ranks. Concurrent requests share one answer.
 
     Args:
         run_ranks: The ranks.
-        notebook: Where the cell's own frames end.
-        has_reported: Whether a rank's cell is done or failed.
+        notebook: Recognizes the cell's frames.
+        has_reported: Returns whether a rank's cell has finished or failed.
 
     Attributes:
-        entered_at: When each rank called the collective that it told of last, seconds since the epoch.
+        entered_at: When each rank entered its last reported collective, seconds since the epoch.
     """
 
     def __init__(self, run_ranks: RunRanks, notebook: NotebookFrames, has_reported: Callable[[int], bool]) -> None:
@@ -62,8 +62,9 @@ class StackTaker:
         """Call `done` with one stack for each rank, within half a second.
 
         Args:
-            gently: Send no signal, which may cut a wait in C code short: take what each rank has sampled itself. Of
-                one whose C code does not give the interpreter away that is where it was before.
+            done: Receives the stacks.
+            gently: Send no signal, which may interrupt a wait in C code; use each rank's own last sample. While C code
+                holds the GIL, that sample is outdated.
         """
         done = faults.bound(done)
         if self._taking is not None:
@@ -81,12 +82,12 @@ class StackTaker:
             self._loop.call_later(_POLL_S, self._look, taking)
 
     def _faulted(self, taking: _Taking, error: Exception) -> None:
-        """Who waits for the stacks may be the end of the run."""
+        """Answer in any case: the end of the run may wait for the stacks."""
         problem = f"the agent met a fault: {error!r}"
         self._answer(taking, tuple(RankStack(rank=rank, problem=problem) for rank in self._run_ranks.numbers))
 
     def answered(self, rank: int, message: Collectives) -> None:
-        """A rank has looked into its flight recorder."""
+        """Handle a rank's answer from its flight recorder."""
         if self._taking is not None and message.request == self._taking.request:
             self._taking.collectives[rank] = message.current
             self.entered_at[rank] = message.entered_at
@@ -94,7 +95,7 @@ class StackTaker:
     # ------------------------------------------------------------ within
 
     def _ask(self, process: RankProcess, taking: _Taking) -> str:
-        """Returns why there is nothing to ask, "" when it was asked."""
+        """Request a rank's stack; return why there is none, "" if it was requested."""
         if process.pid is None:
             return "it has not started yet"
         if process.exit_status is not None:
@@ -111,7 +112,7 @@ class StackTaker:
 
     def _signal(self, process: RankProcess) -> None:
         process.stack_file.forget()
-        # one that has only been forked would die of the signal, as would one whose user took the handler away
+        # without a handler the signal kills: just after the fork, or if the user's code has removed it
         if process.pid is not None and catches(process.pid, STACK_SIGNAL) is not False:
             process.signal(STACK_SIGNAL)
 
@@ -125,7 +126,7 @@ class StackTaker:
                 continue
             if rank not in taking.frames:
                 text = "" if process.stack_file.fd < 0 else process.stack_file.written()
-                # written line by line: it is whole when nothing more has come
+                # faulthandler writes line by line; the text is complete when it has not grown
                 if text and text == taking.texts.get(rank):
                     taking.frames[rank] = self._notebook.upwards(parse(text))
                 else:
@@ -167,7 +168,7 @@ class StackTaker:
 
 
 class _Taking(msgspec.Struct):
-    """One request that is under way; answers by rank."""
+    """A pending request, with the answers by rank."""
 
     request: int
     deadline: float
@@ -180,7 +181,7 @@ class _Taking(msgspec.Struct):
 
 
 def _silence(process: RankProcess) -> str:
-    """Why a rank did not answer, as far as the system tells."""
+    """Return why a rank did not answer, as far as the system can tell."""
     if not process.alive:
         return "its process has ended"
     try:
@@ -195,13 +196,13 @@ def _silence(process: RankProcess) -> str:
 
 
 def find_py_spy() -> str:
-    """The command py-spy, beside this Python or on the path; "" when it is not installed."""
+    """Return the path of py-spy, beside this Python or on `PATH`; "" if it is not installed."""
     beside = Path(sys.executable).parent / "py-spy"
     return str(beside) if beside.exists() else shutil.which("py-spy") or ""
 
 
 def _ask_py_spy(command: str, pids: dict[int, int]) -> dict[int, tuple[StackFrame, ...]]:
-    """Dump the processes beside each other; nothing of one that takes too long or may not be looked into."""
+    """Dump the processes in parallel; leave out those that time out or can't be inspected."""
     arguments = [command, "dump", "--json", "--nonblocking", "--pid"]
     running: dict[int, subprocess.Popen[bytes]] = {}
     found: dict[int, tuple[StackFrame, ...]] = {}
@@ -235,7 +236,7 @@ class _SpyThread(msgspec.Struct):
 
 
 def parse_py_spy(text: bytes, pid: int) -> tuple[StackFrame, ...]:
-    """Read `py-spy dump --json`: the main thread's frames, innermost first; none when it is not of that form."""
+    """Parse `py-spy dump --json`: return the main thread's frames, innermost first; none for invalid output."""
     try:
         threads = msgspec.json.decode(text, type=list[_SpyThread])
     except msgspec.DecodeError:

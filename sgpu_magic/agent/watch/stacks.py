@@ -1,4 +1,4 @@
-"""Where ranks are: their stack files (see `wire.zygote`) and faulthandler's text, read. No waiting."""
+"""Reads the ranks' stack files (see `wire.zygote`) and parses faulthandler's text. Never waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgpu_magic.wire.zygote import AREA_BYTES, read_area
 
 _CELL_PREFIX = "<ipython-input-"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
-# Python 3.13 also says the thread's name, and 3.14 its state
+# Python 3.13 adds the thread's name, and 3.14 its state
 _THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x(?P<ident>[0-9a-f]+).*\(most recent call first\):$")
 _SINGLE = "Stack (most recent call first):"
 _OURS = f"{os.sep}sgpu_magic{os.sep}worker{os.sep}"
@@ -23,10 +23,10 @@ _TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
 
 
 class StackFile:
-    """A rank's stack file as the agent holds it: a memory file, or a file without a name where there are none.
+    """A rank's stack file: a memory file, or an unlinked file on systems without memory files.
 
     Args:
-        scratch: Directory of the file where memory files do not exist.
+        scratch: Directory for an unlinked file.
     """
 
     def __init__(self, scratch: Path) -> None:
@@ -38,21 +38,21 @@ class StackFile:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what faulthandler has written. The rank's position in the file is ours: it writes on from there."""
+        """Drop faulthandler's text. The rank shares the file position, so it writes from there."""
         os.ftruncate(self.fd, AREA_BYTES)
         os.lseek(self.fd, AREA_BYTES, os.SEEK_SET)
 
     def written(self) -> str:
-        """What faulthandler has written."""
+        """Return what faulthandler has written."""
         size = os.fstat(self.fd).st_size - AREA_BYTES
         return os.pread(self.fd, size, AREA_BYTES).decode("utf-8", "replace") if size > 0 else ""
 
     def sampled(self) -> str:
-        """The main thread's lines as the rank saw them last, "" when it never did."""
+        """Return the main thread's frames as the rank last sampled them, "" if it never did."""
         return read_area(os.pread(self.fd, AREA_BYTES, 0))[1]
 
     def last_frames(self) -> tuple[StackFrame, ...]:
-        """Where a rank was that is dead: what C code's crash said, else the last sample."""
+        """Return a dead rank's last frames: those of a crash in C code, else the last sample."""
         ident = read_area(os.pread(self.fd, AREA_BYTES, 0))[0]
         return parse(self.written(), ident) or parse(self.sampled())
 
@@ -63,12 +63,12 @@ class StackFile:
 
 
 def parse(text: str, main_ident: int = 0) -> tuple[StackFrame, ...]:
-    """Read lines of faulthandler's.
+    """Parse faulthandler's text.
 
     Args:
-        text: Frames with or without headings. Of a crash with several threads the crashed one counts, else the main
-            one, else the last: a process's first thread is listed last.
-        main_ident: Ident of the main thread; 0 when unknown.
+        text: Frames with or without headings. Of several threads the crashed one counts, else the main thread, else the
+            last one, since a process's first thread is listed last.
+        main_ident: The main thread's ident; 0 when unknown.
 
     Returns:
         The frames, innermost first.
@@ -84,7 +84,7 @@ def parse(text: str, main_ident: int = 0) -> tuple[StackFrame, ...]:
                 name = "current"
             current = sections.setdefault(name, [])
         elif line == _SINGLE:
-            # the newest of several counts
+            # the newest of several dumps counts
             current = sections["plain"] = []
         elif current is not None and (frame := _FRAME.match(line)):
             number = int(frame["line"]) if frame["line"].isdigit() else 0
@@ -100,10 +100,10 @@ def parse(text: str, main_ident: int = 0) -> tuple[StackFrame, ...]:
 
 
 class NotebookFrames:
-    """Tells the notebook's frames from others.
+    """Recognizes frames of the notebook's cells.
 
     Args:
-        cell: The run's cell; also the other cells whose functions came along.
+        cell: The run's cell, with the other cells whose functions it uses.
     """
 
     def __init__(self, cell: CellSource) -> None:
@@ -114,13 +114,13 @@ class NotebookFrames:
         self._others = {name: (source.splitlines(), count) for name, source, count in cell.linecache}
 
     def has(self, frame: StackFrame) -> bool:
-        """Whether the frame is of a cell."""
+        """Whether the frame belongs to a cell."""
         return frame.file.startswith(_CELL_PREFIX) or frame.file in self._others
 
     def upwards(self, frames: Sequence[StackFrame]) -> tuple[StackFrame, ...]:
-        """Return the frames down to the cell's own: what is below it, IPython and this package, is left out.
+        """Return the frames from the innermost to the cell's outermost, without IPython and this package below it.
 
-        Of a rank that is not in its cell nothing of this package's own is shown.
+        For a rank outside its cell, frames from this package's outward are left out.
         """
         outermost = max((index for index, frame in enumerate(frames) if self.has(frame)), default=None)
         if outermost is not None:
@@ -129,11 +129,11 @@ class NotebookFrames:
         return tuple(frames[:ours])
 
     def innermost(self, frames: Iterable[StackFrame]) -> StackFrame | None:
-        """The innermost frame of a cell, None when there is none."""
+        """Return the innermost frame of a cell, or None."""
         return next((frame for frame in frames if self.has(frame)), None)
 
     def collective(self, frames: Iterable[StackFrame]) -> str:
-        """The function of torch.distributed that the cell has called, "" when it is in none."""
+        """Return the function of torch.distributed that the cell has called, "" if it is in none."""
         found = ""
         for frame in frames:
             if self.has(frame):
@@ -157,7 +157,7 @@ class NotebookFrames:
         return "the cell" if number is None else f"Cell In[{number}]"
 
     def source(self, frame: StackFrame) -> str:
-        """The text of a frame's line, "" when it is not a cell's."""
+        """Return the source line of a cell's frame, "" for other frames."""
         if not self.has(frame):
             return ""
         lines = self._others[frame.file][0] if frame.file in self._others else self._own

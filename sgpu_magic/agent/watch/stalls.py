@@ -1,8 +1,8 @@
-"""Looks at a silent run from time to time and says when its ranks wait for each other.
+"""Checks a silent run from time to time and reports when its ranks wait for each other.
 
-A run is stalled when, for `stall_s` seconds, it has printed nothing, at least one rank has been in one and the same
-collective, and no rank outside of one has used CPU or GPU. A rank that waits in an NCCL collective spins on both:
-what the waiting ones use is no progress. `StallJudge` and `CpuWatch` decide it, without I/O.
+A run is stalled if, for `stall_s` seconds, it has printed nothing, at least one rank has been in the same collective,
+and no rank outside a collective has used CPU or GPU. A rank that waits in an NCCL collective spins on both, so usage by
+waiting ranks is not progress. `StallJudge` and `CpuWatch` decide without I/O.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.rank_events import Resumed, Stalled
 
 BUSY_SHARE = 0.05
-"""Of one core (or of the GPU): what a rank uses that does something."""
+"""A rank that uses more than this share of one core, or of its GPU, is busy."""
 
-# the system counts in steps of 10 ms, and a waiting rank wakes now and then
+# CPU time is counted in steps of 10 ms, and a waiting rank wakes up now and then
 _SLACK_S = 0.02
 
 Position = tuple[int, str, int, int]
-# looks at CPU times within `stall_s`
+# checks of CPU times within `stall_s`
 _TICKS = 15
 
 
 class RankLook(msgspec.Struct, frozen=True):
-    """What was seen of one rank.
+    """One observation of one rank.
 
     Args:
         stack: Its stack and collective.
-        waits_in: The collective that it is in, "" when it is in none.
-        at_line: The line of the notebook that it is at, 0 when unknown.
+        waits_in: The collective that it is in, "" for none.
+        at_line: The cell's line that it executes, 0 when unknown.
         entered_s: Seconds since it entered the collective; None when unknown.
         idle_s: Seconds for which it has used neither CPU nor GPU.
     """
@@ -57,10 +57,10 @@ class RankLook(msgspec.Struct, frozen=True):
 
 
 class StallJudge:
-    """Says when a run has stalled, when the picture changed, and when it moves again.
+    """Decides when a run has stalled, when the ranks' positions have changed, and when the run makes progress again.
 
     Args:
-        stall_s: Seconds without progress after which it counts as stalled.
+        stall_s: Seconds without progress after which a run counts as stalled.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -70,15 +70,16 @@ class StallJudge:
 
     @property
     def stalled(self) -> bool:
-        """Whether the last word was `Stalled`."""
+        """Whether the last report was `Stalled`."""
         return bool(self._told)
 
     def look(self, now: float, silent_s: float, looks: Sequence[RankLook]) -> Stalled | Resumed | None:
-        """Judge one look at all ranks that have not reported.
+        """Evaluate one observation of all ranks that have not reported.
 
         Args:
-            now: A clock's seconds.
+            now: Time in seconds of a monotonic clock.
             silent_s: Seconds since the run's last output.
+            looks: One observation per rank.
         """
         self._seen = {look.position: self._seen.get(look.position, now) for look in looks}
         still_s = min([silent_s, *(self._still_s(now, look) for look in looks)])
@@ -91,7 +92,7 @@ class StallJudge:
         return Stalled(seconds=still_s, stacks=tuple(look.stack for look in looks))
 
     def moved(self) -> Resumed | None:
-        """The run has printed something, or was seen to move."""
+        """Return `Resumed` if the run was stalled: it has printed something or made progress."""
         if not self._told:
             return None
         self._told = frozenset()
@@ -104,10 +105,10 @@ class StallJudge:
 
 
 class CpuWatch:
-    """How long each rank has used no CPU, from its own and its children's time. Where that is unknown it is busy.
+    """Measures how long each rank has used no CPU, from its own and its children's time. If unknown, a rank is busy.
 
-    It is busy that used more than a small share since the last look, or since it was last seen to be: looks that
-    follow each other closely see little of a process that shares its core with others.
+    A rank is busy if it has used more than `BUSY_SHARE` since the last check, or since the last time it was busy:
+    checks in quick succession see little usage of a process that shares its core with others.
     """
 
     def __init__(self) -> None:
@@ -122,8 +123,8 @@ class CpuWatch:
         """Return for each process how long it has been idle, in seconds.
 
         Args:
-            now: A clock's seconds.
-            used_s: CPU seconds by process so far (`usage`).
+            now: Time in seconds of a monotonic clock.
+            used_s: CPU seconds used so far, by process id (`TreeUse.cpu_s`).
         """
         for pid, used in used_s.items():
             since = (self._last.get(pid), self._busy.get(pid))
@@ -138,23 +139,23 @@ class _Used(msgspec.Struct, frozen=True):
     cpu_s: float
 
     def is_idle_until(self, now: float, cpu_s: float) -> bool:
-        # less than before: a child has ended
+        # less than before means that a child has ended
         return 0 <= cpu_s - self.cpu_s <= BUSY_SHARE * (now - self.at) + _SLACK_S
 
 
 @dataclass(eq=False, repr=False)
 class StallWatch:
-    """Watches one run. While the run prints, a tick compares two numbers.
+    """Watches one run for stalls. While the run prints, a check only compares two numbers.
 
     Args:
         run_ranks: The ranks.
         taker: Takes their stacks.
-        notebook: Tells the notebook's frames.
-        processes: Tells how much CPU they use.
-        gpus: Tells how busy their GPUs are.
+        notebook: Recognizes the notebook's frames.
+        processes: Measures their CPU usage.
+        gpus: Reads their GPUs' utilization.
         uuids: The run's real GPUs in rank order; empty on CPU.
-        stall_s: Seconds without progress after which the run counts as stalled; 0 watches nothing.
-        say: Takes what was found.
+        stall_s: Seconds without progress after which the run counts as stalled; 0 disables the watch.
+        say: Reports an event.
     """
 
     run_ranks: RunRanks
@@ -179,19 +180,19 @@ class StallWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """The run's ranks are there."""
+        """Start to watch: all ranks have started."""
         if self.stall_s > 0:
             self._last_output = self._loop.time()
             self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def stop(self) -> None:
-        """The run ends; nothing is said any more."""
+        """Stop watching: the run ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def wrote(self) -> None:
-        """A rank has printed something."""
+        """Note that a rank has printed something, and report that a stalled run has resumed."""
         self._last_output = self._loop.time()
         if self._judge.stalled and self._timer is not None and (resumed := self._judge.moved()):
             self.say(resumed)
@@ -211,11 +212,11 @@ class StallWatch:
         self._idle_s = self._cpu.look(now, {pid: tree.cpu_s for pid, tree in trees.items()})
         idle = frozenset(pid for pid, seconds in self._idle_s.items() if seconds > 0)
         if idle != self._idle_ranks:
-            # something has changed: look soon
+            # something has changed: check soon
             self._idle_ranks, self._pause_s = idle, self._tick_s
             self._next_look = min(self._next_look, now)
         if silent_s >= self.stall_s and now >= self._next_look:
-            # asking costs a rank whose flight recorder is full 30 ms: less and less often while nothing is found
+            # asking costs a rank with a full flight recorder 30 ms: ask less and less often while nothing is found
             self._next_look = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, self.stall_s)
             self.taker.take(self._took, gently=True)
@@ -235,7 +236,7 @@ class StallWatch:
         looks = [self._look_of(stack, readings) for stack in stacks if self._is_in_its_cell(stack)]
         found = self._judge.look(now, now - self._last_output, looks) if looks else None
         if isinstance(found, Stalled):
-            # ranks that are done belong to the picture: the others may wait for them
+            # includes ranks that are done: the others may wait for them
             found = Stalled(seconds=found.seconds, stacks=stacks)
         if found is not None:
             self.say(found)

@@ -1,7 +1,7 @@
-"""`sgpu run`: a notebook executed without a front end, from a shell, cron, Airflow or CI.
+"""`sgpu run`: executes a notebook without a front end, from a shell, cron, Airflow or CI.
 
-job        what is to be run: the command's options and a job file's keys, checked; parameters
-formats    a notebook from its file: .ipynb, Databricks source, percent, jupytext's; what is a script
-execution  the kernel, cell by cell
-outcome    what is put before the cells; the exit code, the executed copy
+job        the job to run: options of the command and keys of a job file, validated; parameters
+formats    reading notebooks: .ipynb, Databricks source, percent cells, jupytext; telling scripts apart
+execution  runs the kernel cell by cell
+outcome    cells inserted before the run; the exit code, the executed copy
 """

@@ -1,4 +1,4 @@
-"""The kernel, cell by cell, and the executed copy after each."""
+"""Executes a notebook cell by cell in a kernel, and saves the executed copy after each cell."""
 
 # nbclient and nbformat are not typed
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -37,9 +37,9 @@ from sgpu_magic.options.defaults import VARIABLE, as_variable
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import format_seconds
 
-# a cell that runs for hours leaves what it has shown so far
+# saves the output so far of a cell that runs for hours
 _SAVE_EVERY_S = 20.0
-# an interrupted cell is free within 3 s; its run is shown as it ends
+# an interrupted cell returns within 3 s; the rest is for showing how its run ends
 _INTERRUPTED_S = 15.0
 _SHUTDOWN_S = 20.0
 _SHOWN_LINES = 40
@@ -50,11 +50,11 @@ class NotebookRun:
     """One execution of a notebook.
 
     Args:
-        job: What is run.
-        copy: Where the executed copy goes; None keeps none.
-        out: Takes what cells print, None for nowhere.
-        err: Takes a line per cell, and what a script writes to its standard error.
-        told: Called with how many cells are done and how many there are.
+        job: The job.
+        copy: Path of the executed copy, None for none.
+        out: Stream for the cells' output, None to discard it.
+        err: Stream for a line per cell, and for a script's standard error.
+        told: Called with the number of cells done and the total.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class NotebookRun:
         self._stopped: asyncio.Future[ExitCode]
 
     def run(self) -> ExitCode:
-        """Execute it. SIGINT and SIGTERM end the notebook's runs first. The copy is there whatever happens."""
+        """Execute the notebook. SIGINT and SIGTERM end its runs first. The executed copy is written in any case."""
         return asyncio.run(self._run())
 
-    # ------------------------------------------------------------ the way through
+    # ------------------------------------------------------------ execution
 
     async def _run(self) -> ExitCode:
         notebook = self._notebook
@@ -109,9 +109,9 @@ class NotebookRun:
         loop.add_signal_handler(signal.SIGINT, self._stop, ExitCode.INTERRUPTED)
         loop.add_signal_handler(signal.SIGTERM, self._stop, ExitCode.TERMINATED)
         saving = loop.create_task(self._save_now_and_then())
-        # no `async_setup_kernel`: it takes the signals for itself and ends the kernel without its runs
+        # not `async_setup_kernel`, which installs its own signal handlers and kills the kernel without ending its runs
         client.km = km = client.create_kernel_manager()
-        # sockets in a private directory: no port that another user could try
+        # sockets in a private directory: no ports that other users could connect to
         sockets = _short_folder()
         km.transport = "ipc"
         km.ip = os.path.join(sockets, "k")
@@ -120,12 +120,12 @@ class NotebookRun:
             return await self._cells(client) if started is None else started
         finally:
             saving.cancel()
-            # of a kernel that did not answer the client keeps nothing
+            # pass the manager: the client drops it if the kernel did not answer
             await self._shut_down(client, km)
             shutil.rmtree(sockets, ignore_errors=True)
 
     async def _started(self, client: _Client) -> ExitCode | None:
-        """Start the kernel; None when it answers."""
+        """Start the kernel. Returns None if it answers, else the exit code."""
         stopped = self._stopped
 
         async def start() -> None:
@@ -141,7 +141,7 @@ class NotebookRun:
         try:
             await starting
         except (RuntimeError, OSError) as error:
-            # nbclient raises a RuntimeError of a kernel that does not answer
+            # nbclient raises RuntimeError for a kernel that does not answer
             self._say(f"the kernel {client.kernel_name} does not start: {str(error).rstrip('.')}.\n")
             return ExitCode.POOL
         return None
@@ -167,14 +167,14 @@ class NotebookRun:
         return ExitCode.OK
 
     async def _cell(self, client: _Client, cell: Any, at: int) -> ExitCode:
-        """Run one cell; a stop interrupts it, and what it shows of that is kept."""
+        """Run one cell. A stop interrupts it; the output of the interrupt is kept."""
         stopped = self._stopped
         if stopped.done():
             return stopped.result()
         running = asyncio.ensure_future(client.async_execute_cell(cell, at, execution_count=None))
         await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            # a kernel interrupts by SIGINT, which ends the cell's run by its one stop path
+            # the kernel gets SIGINT, which stops the cell's run as in a notebook
             await client.manager.interrupt_kernel()
             await asyncio.wait((running,), timeout=_INTERRUPTED_S)
             if not running.done():
@@ -191,7 +191,7 @@ class NotebookRun:
         return stopped.result() if stopped.done() else ExitCode.OK
 
     async def _shut_down(self, client: _Client, km: Any) -> None:
-        """The kernel closes its link to the pool when it ends, which ends its runs; KILL after a while."""
+        """Shut down the kernel, which closes its link to the pool and so ends its runs. Kill it after a timeout."""
         try:
             if km.has_kernel and await km.is_alive():
                 try:
@@ -207,18 +207,18 @@ class NotebookRun:
         if not self._stopped.done():
             self._stopped.set_result(code)
 
-    # ------------------------------------------------------------ what is given and kept
+    # ------------------------------------------------------------ environment and copy
 
     def _environ(self) -> dict[str, str]:
         environ = {**os.environ, **self._job.variables}
         given = self._job.defaults
         environ[VARIABLE] = as_variable(msgspec.structs.replace(given, ui="streams") if self._job.is_script else given)
-        # who the runs belong to, as Jupyter tells a kernel
+        # the owner of the runs, as Jupyter passes it to a kernel
         environ["JPY_SESSION_NAME"] = str(self._job.source)
         if self._job.pool:
             environ["SGPU_POOL"] = self._job.pool
         if self._job.variables:
-            # they were given on purpose, so they travel to other machines too
+            # given explicitly, so they are sent to other machines too
             listed = [environ.get("SGPU_VARIABLES", ""), *self._job.variables]
             environ["SGPU_VARIABLES"] = ",".join(name for name in listed if name)
         return environ
@@ -228,14 +228,14 @@ class NotebookRun:
             await asyncio.sleep(_SAVE_EVERY_S)
             self._copy.save()
 
-    # ------------------------------------------------------------ what is said
+    # ------------------------------------------------------------ messages
 
     def _say(self, text: str) -> None:
         self._err.write(text)
         self._err.flush()
 
     def _say_of_cell(self, text: str) -> None:
-        """Say how far a notebook is; a script is one cell, whose lines are shown as they come."""
+        """Report a notebook's progress. Not for a script, which is one cell whose output is streamed."""
         if not self._job.is_script:
             self._say(text)
 
@@ -247,9 +247,9 @@ class NotebookRun:
         if self._job.timeout_s is not None and self._stopped.done():
             where = "" if self._job.is_script else f" in cell {number}"
             self._say(f"the time of {format_seconds(self._job.timeout_s)} was over{where}.\n")
-        # what a script has printed is there already
+        # a script's output is shown already
         text = "\n".join(traceback_of(cell)) if self._job.is_script else text_of(cell)
-        # the notebook's page of help, as the shell has it
+        # name the help page by its shell command
         lines = text.replace("`%sgpu_help ", "`sgpu help ").splitlines()
         if len(lines) > _SHOWN_LINES:
             where = f" are in {self._copy.path}" if self._copy.path is not None else ""
@@ -258,14 +258,14 @@ class NotebookRun:
 
 
 class _Client(NotebookClient):
-    """nbclient's, which also passes on what cells print.
+    """nbclient's client, which also streams the cells' output.
 
     Args:
         notebook: The notebook.
-        out: Takes it; None for nowhere.
-        err: Takes what goes to standard error; None where both go to one place.
-        kept: Somebody reads the outputs afterwards.
-        options: nbclient's.
+        out: Stream for the output; None to discard it.
+        err: Stream for standard error; None for the same as `out`.
+        kept: Whether the outputs are kept in the notebook.
+        options: nbclient's options.
     """
 
     def __init__(self, notebook: Any, out: TextIO | None, err: TextIO | None, *, kept: bool, **options: Any) -> None:
@@ -276,7 +276,7 @@ class _Client(NotebookClient):
 
     @property
     def manager(self) -> Any:
-        """The kernel's, whose methods are coroutines."""
+        """The kernel manager, whose methods are coroutines."""
         return self.km
 
     def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
@@ -290,7 +290,12 @@ class _Client(NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
     def print_displays(self, cell: Any, *, values: bool) -> None:
-        """Print what the cell shows besides, in its last form: a run's view among it; a program has no value."""
+        """Print the cell's displays in their final form, such as the view of a run.
+
+        Args:
+            cell: The executed cell.
+            values: Also print the value of its last expression.
+        """
         for output in cell.outputs:
             if output.output_type == "execute_result" and not values:
                 continue
@@ -308,7 +313,7 @@ def _read(job: Job) -> Any:
 
 
 def _short_folder() -> str:
-    """A private folder whose sockets have names that are short enough: 108 bytes is the most."""
+    """Create a private folder for sockets, whose paths may have 108 bytes at most."""
     folder = tempfile.mkdtemp(prefix="sgpu-")
     if len(folder) <= _LONGEST_FOLDER:
         return folder

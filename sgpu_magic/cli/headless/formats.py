@@ -1,6 +1,6 @@
-"""A notebook from its file, whatever the form: .ipynb, Databricks source, percent cells, jupytext's other text forms.
+"""Reads notebooks in all supported formats: .ipynb, Databricks source, percent cells, jupytext's other text formats.
 
-The forms' own descriptions: https://docs.databricks.com/notebooks/notebook-export-import (source files) and
+The formats are described in https://docs.databricks.com/notebooks/notebook-export-import (source files) and
 https://jupytext.readthedocs.io/en/latest/formats-scripts.html (percent).
 """
 
@@ -41,15 +41,15 @@ _LANGUAGE = re.compile(r'\blanguage="(\w+)"')
 _MAGIC_ARGUMENTS = re.compile(r'\bmagic_args="([^"]*)"')
 _COMMENTED_MAGIC = re.compile(r"^(?:# ?)+(?:%{1,2}[A-Za-z_]|!\S)")
 _RUN = re.compile(r"^%run[ \t]+(\S.*)$", re.MULTILINE)
-# what Databricks writes with one sign is a cell magic here; its %sh goes on after a command that fails
+# Databricks writes cell magics with one percent sign; its %sh continues after a failed command
 _CELL_MAGICS = {"sh": "%%bash --no-raise-error", "sql": "%%sql", "scala": "%%scala", "r": "%%R"}
-# what makes a program one that submits runs, of all that a script may import from this package
+# a script that uses one of these names from this package submits runs itself
 _SUBMITS = frozenset(("distributed", "ray_launch", "map", "connect", "Run", "*"))
 _PACKAGES = ("sgpu_magic", "serverless_gpu")
 
 
 class Form(enum.Enum):
-    """How a file is read."""
+    """The format of a file."""
 
     IPYNB = enum.auto()
     DATABRICKS = enum.auto()
@@ -59,12 +59,12 @@ class Form(enum.Enum):
 
 
 class TextCell(msgspec.Struct, frozen=True):
-    """A cell of a text form.
+    """A cell of a text format.
 
     Args:
-        source: Its text.
+        source: The cell's text.
         kind: `code`, `markdown` or `raw`.
-        tags: Of its metadata.
+        tags: Tags in its metadata.
     """
 
     source: str
@@ -73,10 +73,10 @@ class TextCell(msgspec.Struct, frozen=True):
 
 
 def form_of(path: Path) -> Form:
-    """Return how a file is to be read; a Python file with no mark of a notebook is a script.
+    """Return the format of a file. A Python file without any sign of a notebook is a script.
 
     Raises:
-        UsageError: It can't be read.
+        UsageError: The file can't be read.
     """
     if path.suffix.lower() == NOTEBOOK:
         return Form.IPYNB
@@ -95,10 +95,10 @@ def form_of(path: Path) -> Form:
 
 
 def read_notebook(path: Path, form: Form) -> Any:
-    """Return a notebook as nbformat has it, of its version 4; `%run` of another text notebook is that one's cells.
+    """Read a file as a notebook of nbformat version 4. `%run` of another text notebook inserts that one's cells.
 
     Raises:
-        UsageError: It can't be read, needs a library that is missing, or runs itself.
+        UsageError: The file can't be read, needs a library that is not installed, or runs itself.
     """
     nbformat: Any = importlib.import_module("nbformat")
     if form is Form.IPYNB:
@@ -112,10 +112,10 @@ def read_notebook(path: Path, form: Form) -> Any:
 
 
 def kernel_name(path: Path, form: Form) -> str:
-    """Return the kernel that a notebook names, "" for none.
+    """Return the kernel name in a notebook's metadata, "" for none.
 
     Raises:
-        UsageError: It is no notebook.
+        UsageError: The file is not a notebook.
     """
     if form is Form.IPYNB:
         try:
@@ -130,7 +130,7 @@ def kernel_name(path: Path, form: Form) -> str:
 
 
 def submits_runs(source: str) -> bool:
-    """Whether a script has functions or sessions that run on a pool: then it runs once, and they on the ranks."""
+    """Whether a script submits runs itself: then it runs once, locally, instead of on all ranks."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -159,7 +159,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _cells_of(path: Path, form: Form, including: Sequence[Path]) -> Iterator[TextCell]:
-    """Yield the cells of a text form; `including` are the notebooks whose `%run` has led here."""
+    """Yield the cells of a text format; `including` is the chain of notebooks whose `%run` includes this one."""
     match form:
         case Form.DATABRICKS:
             cells = [_databricks_cell(text) for text in _COMMAND.split(_text_of(path).partition("\n")[2])]
@@ -191,7 +191,7 @@ def _percent_cells(text: str) -> list[TextCell]:
 
 
 def _percent_cell(marker: str, lines: list[str]) -> TextCell:
-    """Return the cell below a `# %%` with `marker` behind it."""
+    """Return the cell below a line `# %%`; `marker` is the rest of that line."""
     kind, tags, language = _KIND.search(marker), _TAGS.search(marker), _LANGUAGE.search(marker)
     names: tuple[str, ...] = ()
     if tags is not None:
@@ -208,7 +208,7 @@ def _percent_cell(marker: str, lines: list[str]) -> TextCell:
     elif 'active="ipynb"' in marker:
         text = _uncommented(text)
     else:
-        # a comment that looks like a magic has two signs
+        # jupytext comments out magics, and escapes comments that look like magics with a second `#`
         text = "\n".join(
             re.sub(r"^# ?", "", line) if _COMMENTED_MAGIC.match(line) else line for line in text.splitlines()
         )
@@ -216,7 +216,7 @@ def _percent_cell(marker: str, lines: list[str]) -> TextCell:
 
 
 def _with_cell_magic(text: str, tags: tuple[str, ...]) -> TextCell:
-    """Return a cell as IPython has it: Databricks' `%md` is Markdown, its `%sh` a cell magic."""
+    """Convert a cell with a Databricks magic: `%md` becomes Markdown, `%sh` a cell magic of IPython."""
     first, newline, rest = text.strip("\n").partition("\n")
     word, _, arguments = first.strip().partition(" ")
     name = word[1:].lower() if word.startswith("%") else ""
@@ -237,7 +237,7 @@ def _nbformat_cells(notebook: Any) -> list[TextCell]:
 
 
 def _with_its_runs(cell: TextCell, path: Path, form: Form, including: Sequence[Path]) -> Iterator[TextCell]:
-    """Yield a cell, with the cells of another notebook in place of each `%run` of it."""
+    """Yield a cell, with each `%run` of another notebook replaced by that notebook's cells."""
     if cell.kind != "code" or cell.source.lstrip().startswith("%%"):
         yield cell
         return
@@ -256,7 +256,7 @@ def _with_its_runs(cell: TextCell, path: Path, form: Form, including: Sequence[P
         other_form = form_of(other)
         before = cell.source[done : found.start()].lstrip("\n")
         if other_form is Form.SCRIPT or (other_form is Form.IPYNB and form is not Form.DATABRICKS):
-            # IPython's own %run does it; the folder is this file's, wherever it is included
+            # left to IPython's own %run, with the path resolved relative to this file
             rest = " ".join(shlex.quote(word) for word in words if word != named[0])
             yield TextCell(f"{before}%run {shlex.quote(str(other))} {rest}".rstrip(), tags=cell.tags)
         else:
@@ -281,7 +281,7 @@ def _check_run(line: str, named: Sequence[str], other: Path, including: Sequence
 
 
 def _named(folder: Path, name: str) -> Path | None:
-    """Return the file that `%run NAME` means, None when there is none."""
+    """Return the file that `%run NAME` refers to, None if there is none."""
     for path in (folder / name, folder / f"{name}{SCRIPT}", folder / f"{name}{NOTEBOOK}"):
         if path.is_file() and path.suffix.lower() in SUFFIXES:
             return path.resolve()
@@ -292,11 +292,11 @@ def _named(folder: Path, name: str) -> Path | None:
 
 
 def _markers(text: str) -> list[int]:
-    """Return the numbers of the lines that begin a percent cell, from 0; none inside a string."""
+    """Return the line numbers, from 0, at which percent cells begin. Ignores markers inside strings."""
     lines = text.splitlines()
     found = [at for at, line in enumerate(lines) if _MARKER.match(line)]
     if found and any(quote in text for quote in ('"""', "'''")):
-        # a file with magics that are no comments is no Python: then all count
+        # a file with uncommented magics is not valid Python: then all markers count
         with contextlib.suppress(tokenize.TokenError, SyntaxError):
             tokens = tokenize.generate_tokens(io.StringIO(text).readline)
             comments = {token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT}
@@ -323,7 +323,7 @@ def _by_jupytext(path: Path) -> Any:
             f"{path} is a notebook in a form of jupytext, which is not installed. Install it: `pip install "
             "'sgpu-magic[jupytext]'`."
         ) from None
-    # both come with jupytext
+    # both are installed with jupytext
     nbformat, yaml = importlib.import_module("nbformat"), importlib.import_module("yaml")
     try:
         return jupytext.read(path)

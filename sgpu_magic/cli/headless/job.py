@@ -1,6 +1,6 @@
-"""What is to be run: a notebook or script, where, with which parameters, and where the executed copy goes.
+"""A job of `sgpu run`: the notebook or script, its options and parameters, and the path of the executed copy.
 
-Parameters are as papermill has them: typed values, and a cell after the one tagged `parameters` that sets them.
+Parameters work as in papermill: typed values, set in a cell inserted after the one tagged `parameters`.
 Source: papermill's documentation, "Parameterize" and "Command line interface".
 """
 
@@ -36,20 +36,20 @@ _NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?inf|nan
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A notebook or script to be run.
+    """A notebook or script to run.
 
     Args:
-        source: The file.
-        form: How it is read.
-        arguments: A script's own.
-        output: The executed copy; None for a name of its own beside the source, of a script for none.
-        parameters: Set in the notebook.
-        defaults: What its cells are given where they say nothing.
-        pool: The pool's name, "" for the settings'.
-        variables: Set in the notebook and on its ranks.
-        timeout_s: Longest time for all of it in seconds; None for no limit.
-        retries: How often it is run again after a failure of pool, nodes or environment.
-        kernel: The Jupyter kernel's name, "" for the notebook's.
+        source: Path of the file.
+        form: Format of the file.
+        arguments: Arguments of a script.
+        output: Path of the executed copy; None for a generated name next to a notebook, and for no copy of a script.
+        parameters: Parameters of the notebook.
+        defaults: Options for cells that do not set them.
+        pool: Name of the pool, "" for that of the settings.
+        variables: Environment variables for the notebook and its ranks.
+        timeout_s: Time limit for the whole job in seconds; None for none.
+        retries: Maximum number of retries after a failure of the pool, a node or the environment.
+        kernel: Name of the Jupyter kernel, "" for the notebook's.
         cells: Where plain cells run, one of `CELLS`.
     """
 
@@ -72,15 +72,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def job_from(target: str, line: Mapping[str, Any], arguments: tuple[str, ...] = ()) -> Job:
-    """Read what is to be run.
+    """Return the job for a target and the options of the command line.
 
     Args:
         target: A notebook, a script, or a job file that names one.
-        line: What the command's line says, by the job file's keys; it wins, each key by itself.
-        arguments: A script's own.
+        line: Options of the command line, by the job file's keys. They override those in the job file.
+        arguments: Arguments of a script.
 
     Raises:
-        UsageError: Something can't be meant.
+        UsageError: The target or an option is not valid.
     """
     path = Path(target)
     if path.suffix.lower() in SUFFIXES:
@@ -100,7 +100,7 @@ def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...]) ->
     check_values(where, file.parameters)
     form = form_of(source)
     if form is Form.PERCENT and arguments:
-        # cells of an editor in a program that takes arguments
+        # a script that has percent cells only for an editor
         form = Form.SCRIPT
     if form is Form.SCRIPT and file.parameters:
         raise UsageError(
@@ -149,7 +149,7 @@ def _text(value: str | int | float | bool) -> str:
 
 
 def typed(text: str) -> object:
-    """Return a value as a person means it on a command line: a number, a truth, nothing, else the text."""
+    """Convert a value from the command line to a number, True, False or None if it looks like one, else keep it."""
     if text in _WORDS:
         return _WORDS[text]
     if _NUMBER.fullmatch(text) is None:
@@ -165,10 +165,10 @@ def typed(text: str) -> object:
 
 
 def read_pair(option: str, text: str) -> tuple[str, str]:
-    """Read `NAME=VALUE`.
+    """Parse `NAME=VALUE`.
 
     Raises:
-        UsageError: There is no name, or no sign.
+        UsageError: There is no valid name, or no `=`.
     """
     name, equals, value = text.partition("=")
     name = name.strip()
@@ -179,13 +179,13 @@ def read_pair(option: str, text: str) -> tuple[str, str]:
 
 
 def check_name(option: str, name: str) -> None:
-    """Raise UsageError when Python can't have a variable of that name."""
+    """Raise UsageError if the name is not valid for a Python variable."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UsageError(f"{option}: {name!r} is no name that a notebook's variable can have.")
 
 
 def check_values(where: str, values: Mapping[str, object]) -> None:
-    """Raise UsageError when a value can't be written into a cell: what JSON has can."""
+    """Raise UsageError if a name is not valid, or a value is not a JSON type and so can't be written into a cell."""
     for name, value in values.items():
         check_name(where, name)
         if not _is_plain(value):
@@ -207,7 +207,7 @@ def _is_plain(value: object) -> bool:
 
 
 def source_of(values: Mapping[str, object]) -> str:
-    """Return the Python that sets them."""
+    """Return Python code that sets the parameters."""
     return "\n".join(["# Parameters", *(f"{name} = {_literal(value)}" for name, value in values.items())])
 
 
@@ -223,13 +223,13 @@ def _literal(value: object) -> str:
 
 
 def has_tag(cell: Any, tag: str) -> bool:
-    """Whether a notebook's cell has it."""
+    """Whether a notebook's cell has a tag."""
     tags: Any = cell.get("metadata", {}).get("tags", [])
     return isinstance(tags, list) and tag in tags
 
 
 def declared(source: str) -> set[str] | None:
-    """Return the names that a `parameters` cell sets; None when it is no plain Python."""
+    """Return the names that a `parameters` cell sets; None if it is not plain Python."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""A notebook before and after: what is put before its cells, how it ended, the executed copy that it leaves."""
+"""Preparing a notebook before its execution, and its result: the exit code and the executed copy."""
 
 # nbformat is not typed
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -38,14 +38,14 @@ _LOADS = re.compile(r"^\s*%(?:re)?load_ext\s+sgpu_magic\b", re.MULTILINE)
 
 
 def prepared(notebook: Any, job: Job) -> list[str]:
-    """Put what the job says into a notebook, in place; what an earlier `sgpu run` has put there is replaced.
+    """Insert the job's setup and parameters into a notebook, in place. Replaces those of an earlier `sgpu run`.
 
     Args:
-        notebook: As nbformat has read it, of its version 4.
-        job: What is to be run.
+        notebook: A notebook of nbformat version 4.
+        job: The job.
 
     Returns:
-        Sentences about what may not be meant.
+        Notes on parameters that may be mistakes.
     """
     cells = [cell for cell in notebook.cells if not has_tag(cell, SETUP_TAG)]
     notes: list[str] = []
@@ -56,25 +56,25 @@ def prepared(notebook: Any, job: Job) -> list[str]:
     if setup:
         cells.insert(0, _new_cell(setup, SETUP_TAG))
     notebook.cells = cells
-    # cell ids came with 4.5, and what was inserted has one
+    # inserted cells have ids, which need nbformat 4.5
     notebook.nbformat_minor = max(notebook.nbformat_minor, 5)
     return notes
 
 
 def as_cell(source: str, job: Job) -> str:
-    """Return a script as a cell: for the ranks, or for the kernel when it submits runs of its own."""
+    """Return a script as a cell that runs on the ranks, or in the kernel if the script submits runs itself."""
     lines = f"{source.rstrip()}\n".splitlines(keepends=True)
     at = _after_future_imports(source)
     arguments = [str(job.source), *job.arguments]
     lines.insert(at, f"import sys; sys.argv, __file__ = {arguments!r}, {str(job.source)!r}\n")
     on_pool = job.cells == "ranks" or (job.cells == "auto" and not submits_runs(source))
     magic = f"%%distributed --name {shlex.quote(job.source.name)}\n" if on_pool else ""
-    # a program's last line is no value to bring back
+    # `pass`: the last expression of a script is not a result
     return f"{magic}{''.join(lines)}pass\n"
 
 
 def _after_future_imports(source: str) -> int:
-    """Return the number of the first line that is neither the docstring nor an import from `__future__`."""
+    """Return the number of lines up to the end of the docstring and the imports from `__future__`."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
@@ -107,13 +107,13 @@ def _setup(sources: list[str], job: Job) -> str:
 
 
 def _connect_line(job: Job) -> str:
-    """What connects to the ranks: so that the copy tells what it ran on, and can be run again by hand."""
-    # as long as the notebook runs, whatever its cells here take
+    """Return the magic that connects to the ranks. In the copy it documents the ranks and can be run again by hand."""
+    # no idle limit: the session lasts as long as the notebook runs
     return shlex.join(["%sgpu_connect", "--idle", "0", *as_words(job.defaults)])
 
 
 def _with_parameters(cells: list[Any], job: Job) -> tuple[list[Any], list[str]]:
-    """papermill's ways: in place of an injected cell, else after the one tagged `parameters`, else first."""
+    """Insert the parameters after the cell tagged `parameters`, or else first. Removes cells injected earlier."""
     notes: list[str] = []
     cells = [cell for cell in cells if not has_tag(cell, INJECTED_TAG)]
     tagged = next((at for at, cell in enumerate(cells) if has_tag(cell, TAG)), -1)
@@ -138,20 +138,20 @@ def _new_cell(source: str, tag: str) -> Any:
     return nbformat.v4.new_code_cell(source, metadata={"tags": [tag]})
 
 
-# ---------------------------------------------------------------- how it ended
+# ---------------------------------------------------------------- result
 
 _TITLE_CHARS = 60
-# as `errors.see` has it
+# the line that `errors.see` writes
 _OURS = re.compile(r"See `%?sgpu[ _]help [a-z-]+`")
 _USAGE = frozenset(("UsageError", "RunUnknown"))
-# none of the notebook's own doing: another time it may be different
+# not caused by the notebook, so a retry may succeed
 _WORTH_A_RETRY = frozenset(
     ("CapacityError", "EnvironmentFailed", "PoolError", "PoolLost", "PoolVersionError", "NodeLost", "InternalError")
 )
 
 
 class ExitCode(enum.IntEnum):
-    """The codes of `sgpu run`."""
+    """Exit codes of `sgpu run`."""
 
     OK = 0
     FAILED = 1
@@ -163,11 +163,11 @@ class ExitCode(enum.IntEnum):
 
 
 def code_of(name: str, traceback: Sequence[str]) -> ExitCode:
-    """Return the code for a failed cell.
+    """Return the exit code for a failed cell.
 
     Args:
-        name: The exception's type.
-        traceback: As the kernel sent it: an error of ours ends with the line that names its page of help.
+        name: Name of the exception's type.
+        traceback: Lines of the traceback. Errors of sgpu-magic end with a line that names their help page.
     """
     is_ours = bool(traceback) and _OURS.match(traceback[-1]) is not None
     if is_ours and name in _USAGE:
@@ -180,9 +180,9 @@ def code_of(name: str, traceback: Sequence[str]) -> ExitCode:
 
 
 def title_of(source: str) -> str:
-    """Return a line that tells a cell from others."""
+    """Return a one-line title of a cell."""
     lines = [line for line in source.splitlines() if line.strip()]
-    # a magic's line alone says little
+    # below a cell magic, add the first line of code
     shown = lines[1] if len(lines) > 1 and lines[0].startswith("%%") else lines[0] if lines else "(empty)"
     shown = f"{lines[0].split()[0]} {shown.strip()}" if shown is not (lines or [""])[0] else shown.strip()
     return shown if len(shown) <= _TITLE_CHARS else f"{shown[: _TITLE_CHARS - 3]}..."
@@ -195,7 +195,7 @@ def traceback_of(cell: Any) -> list[str]:
 
 
 def text_of(cell: Any) -> str:
-    """Return all that a cell shows, as text."""
+    """Return all outputs of a cell as text."""
     parts: list[str] = []
     for output in cell.outputs:
         if output.output_type == "stream":
@@ -211,12 +211,12 @@ def text_of(cell: Any) -> str:
 
 
 class ExecutedCopy:
-    """A notebook's file, written again whenever there is more in it.
+    """The executed copy of a notebook, saved repeatedly during the execution.
 
     Args:
-        notebook: As nbformat has it.
-        path: The file; None keeps none.
-        say: Takes a sentence about what can't be written.
+        notebook: The notebook, an nbformat object.
+        path: Path of the file; None for no copy.
+        say: Called with a message if the file can't be written.
     """
 
     def __init__(self, notebook: Any, path: Path | None, say: Callable[[str], None]) -> None:
@@ -225,7 +225,7 @@ class ExecutedCopy:
         self._say = say
 
     def begin(self, job: Job) -> None:
-        """Write it with what papermill keeps, for tools that read that."""
+        """Write the copy with papermill's metadata, for tools that read it."""
         self._notebook.metadata["papermill"] = {
             "default_parameters": {},
             "environment_variables": {},
@@ -240,7 +240,7 @@ class ExecutedCopy:
         self.save()
 
     def end(self, seconds: float, *, failed: bool) -> None:
-        """Write it for the last time."""
+        """Complete papermill's metadata and write the copy for the last time."""
         record = self._notebook.metadata["papermill"]
         record["end_time"] = _now()
         record["duration"] = round(seconds, 3)
@@ -248,10 +248,10 @@ class ExecutedCopy:
         self.save()
 
     def save(self) -> None:
-        """Write it under another name first: nobody ever finds half of one."""
+        """Write the copy atomically."""
         if self.path is None:
             return
-        # half a second, and a mistake in the command is told before
+        # takes half a second to import, so check the command first
         import nbformat
 
         text = nbformat.writes(self._notebook)
@@ -266,10 +266,10 @@ def _now() -> str:
 
 
 def copy_of(job: Job) -> Path | None:
-    """Make the executed copy's file, still empty, and return its path; None for a script that asks for none.
+    """Create the empty file of the executed copy and return its path; None for a script without `--output`.
 
     Raises:
-        UsageError: It can't be made.
+        UsageError: The file can't be created.
     """
     if job.is_script and job.output is None:
         return None
@@ -286,7 +286,7 @@ def copy_of(job: Job) -> Path | None:
             try:
                 path.touch(exist_ok=False)
             except FileExistsError:
-                # another job began in this second
+                # another job started in this second
                 continue
             return path
     except OSError as error:

@@ -1,12 +1,12 @@
-"""Notebooks written for Databricks' documented Serverless GPU API: `serverless_gpu` can be imported.
+"""Makes `serverless_gpu` importable, for notebooks written for Databricks' documented Serverless GPU API.
 
     import sgpu_magic.functions.compat                     # or %load_ext sgpu_magic
     from serverless_gpu import distributed
 
-serverless_gpu/  the documented names, each made of this package's own
-decorators       this package's decorators on the pool that the documented variables choose
+serverless_gpu/  the documented names, implemented with this package's own
+decorators       this package's decorators, with the pool chosen by the documented environment variables
 
-The finder stands behind everything that is installed: the real package wins. It imports nothing until it is asked.
+An installed `serverless_gpu` takes precedence. Nothing is imported until it is used.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _FOLDER = Path(__file__).parent / NAME
 
 
 class CompatFinder(MetaPathFinder):
-    """The last finder: what is installed, and the modules of the notebook's own folder, come before it."""
+    """The last finder: installed packages and modules in the notebook's folder take precedence."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of `serverless_gpu`, None for any other name; its modules are found in its folder."""
+        """Return the spec of `serverless_gpu`, None for any other name. Its submodules are found in its folder."""
         if fullname != NAME:
             return None
         return spec_from_file_location(NAME, _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)])
 
 
 def install() -> None:
-    """Let this process import `serverless_gpu`. Called again it changes nothing."""
+    """Make `serverless_gpu` importable in this process. Further calls have no effect."""
     if not any(isinstance(finder, CompatFinder) for finder in sys.meta_path):
         sys.meta_path.append(CompatFinder())
 

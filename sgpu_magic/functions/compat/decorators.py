@@ -1,7 +1,7 @@
-"""The documented decorators: those of this package, on the pool that the documented variables choose.
+"""The documented decorators: this package's decorators, with the pool chosen by the documented environment variables.
 
-`DATABRICKS_REMOTE_GPU_POOL_ID` names a pool, `DATABRICKS_USE_RESERVED_GPU_POOL` asks for a reserved one,
-`DATABRICKS_USE_POOL` for an on-demand one. The first that is set counts, in this order: who names a pool means it.
+`DATABRICKS_REMOTE_GPU_POOL_ID` names a pool, `DATABRICKS_USE_RESERVED_GPU_POOL` selects a reserved pool, and
+`DATABRICKS_USE_POOL` an on-demand pool. The first one that is set counts, in this order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _said: set[str] = set()
 
 
 class _ChoosesPool:
-    """Has the documented variables choose the pool. They count as they are now, not when the function was defined."""
+    """Chooses the pool by the documented variables, which are read at each call, not when the function is defined."""
 
     _options: CallOptions
 
@@ -38,15 +38,15 @@ class _ChoosesPool:
 
 
 class ChoosingFunction(_ChoosesPool, DistributedFunction[P, R, T]):
-    """A distributed function whose pool the documented variables choose."""
+    """A distributed function whose pool is chosen by the documented variables."""
 
 
 class RayFunction(_ChoosesPool, decorator.RayFunction[P, R]):
-    """A Ray driver whose pool the documented variables choose."""
+    """A Ray driver whose pool is chosen by the documented variables."""
 
 
 def with_chosen_pool(options: CallOptions) -> CallOptions:
-    """Return the options with the pool that the documented variables choose, where they name none themselves.
+    """Return the options, with the pool chosen by the documented variables if the options name none.
 
     Raises:
         UsageError: The settings or the list of pools can't be read.
@@ -63,23 +63,23 @@ def with_chosen_pool(options: CallOptions) -> CallOptions:
 def distributed(
     function: Callable[..., Any] | None = None, /, *, run_async: bool = False, **options: Unpack[Options]
 ) -> Any:
-    """Let a function run on every rank: `sgpu_magic.distributed` under its documented name, with its options.
+    """Run a function on every rank: `sgpu_magic.distributed` under its documented name, with the same options.
 
     Raises:
-        UsageError: An option means nothing or contradicts another.
+        UsageError: An option's value is invalid or contradicts another option.
         TypeError: There is no option of that name.
     """
-    # what is wrong with the options is told where they stand
+    # errors in the options are raised where the function is decorated
     checked(**options)
     decorate = functools.partial(ChoosingFunction[..., Any, Any], options=options, run_async=run_async)
     return decorate if function is None else decorate(function)
 
 
 def ray_launch(function: Callable[..., Any] | None = None, /, **options: Unpack[Options]) -> Any:
-    """Let a function be a Ray cluster's driver: `sgpu_magic.ray_launch` under its documented name.
+    """Run a function as the driver of a Ray cluster: `sgpu_magic.ray_launch` under its documented name.
 
     Raises:
-        UsageError: An option means nothing or contradicts another.
+        UsageError: An option's value is invalid or contradicts another option.
         TypeError: There is no option of that name.
     """
     decorator.check_ray_options(options)
@@ -95,14 +95,14 @@ _NO = frozenset({"", "0", "false", "no", "off", "none"})
 
 
 def chosen_pool(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the pool that the variables choose, and what to say of it.
+    """Return the pool that the variables choose, and a note for the user.
 
     Args:
-        environ: Variables.
+        environ: Environment variables.
 
     Returns:
-        A pool's name, `reserved` or `on-demand`, "" to leave the choice to us; and a sentence where they choose what
-        is not there, else "".
+        A pool's name, `reserved` or `on-demand`, or "" for the default choice; and a sentence if they choose a pool
+        that is not known, else "".
 
     Raises:
         UsageError: The settings or the list of pools can't be read.

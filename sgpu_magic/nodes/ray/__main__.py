@@ -1,6 +1,6 @@
-"""`python -m sgpu_magic.nodes.ray <fd> <address> <namespace> <prefix>`: the process that speaks to Ray for a pool.
+"""`python -m sgpu_magic.nodes.ray <fd> <address> <namespace> <prefix>`: a pool's driver process, connected to Ray.
 
-Ray's own client blocks while the cluster is away, and ends its process when that takes long. Here it may.
+Ray's client blocks while the cluster is unreachable, and eventually exits its process; so it has a process of its own.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from sgpu_magic.system.message_stream import MessageStream
 
 T = TypeVar("T")
 _THREADS = 24
-# a group that fits is there within milliseconds; the run's view says more when it is not after this
+# a group that fits is created within milliseconds; after this time the engine is told that the group is pending
 _SOON_S = 3.0
-# not Ray's own waiting: of a group that is removed meanwhile it raises something that has no type
+# polling instead of Ray's wait: for a group that is removed meanwhile that raises an error without a type of its own
 _FIRST_LOOK_S = 0.004
 _LOOK_S = 0.25
-# Ray's library raises these beside its own: it is asked with names and ids that the cluster may have forgotten
+# Ray raises these besides its own errors, for names and ids that the cluster may have forgotten
 _RAYS = (RayError, ValueError, RuntimeError, ConnectionError, TimeoutError)
 
 
 class ClusterProcess:
-    """Does what the engine says, each call in a thread of its own.
+    """Executes the engine's requests, each Ray call in a worker thread.
 
     Args:
-        sock: To the engine.
-        address: Ray's.
-        namespace: The pool's.
-        prefix: Of the names of its placement groups.
+        sock: The socket to the engine.
+        address: Ray's address.
+        namespace: The pool's Ray namespace.
+        prefix: The prefix of the names of the pool's placement groups.
     """
 
     def __init__(self, sock: socket.socket, address: str, namespace: str, prefix: str) -> None:
@@ -70,7 +70,7 @@ class ClusterProcess:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sgpu-ray")
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked: dict[str, AskLease] = {}
-        # of each run one thing after the other; a lock is there as long as somebody has it or waits for it
+        # serializes the calls for each run; a lock exists while it is held or waited for
         self._turns = WeakValueDictionary[str, asyncio.Lock]()
         self._facts: dict[str, NodeFacts] = {}
         self._looking: set[str] = set()
@@ -89,7 +89,7 @@ class ClusterProcess:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            # a fault, or something of Ray's that nobody has seen before: the next process asks for all again
+            # a bug, or an unknown error of Ray: exit; the engine repeats all requests to the next process
             self._loop.call_exception_handler({"message": "a fault beside Ray", "exception": error})
             self._finish()
 
@@ -124,7 +124,7 @@ class ClusterProcess:
                 self._begin(self._end_all())
 
     def _engine_gone(self) -> None:
-        """The pool service died. What it waited for nobody waits for any more; what its agents hold, they keep."""
+        """The pool service died: drop pending requests. Placement groups whose runs the agents hold are kept."""
         self._begin(self._forsake())
 
     async def _forsake(self) -> None:
@@ -168,7 +168,7 @@ class ClusterProcess:
         seen = await self._call(cluster.nodes, self._prefix, self._facts)
         bringing = await self._call(cluster.coming) if self._asked else ""
         before, self._facts = self._facts, {facts.node: facts for facts in seen}
-        # Ray's own view lags behind its groups for a moment: in use by others is what is so twice
+        # Ray's resource view lags behind its groups: what two views in a row show counts as used by others
         told = tuple(_steady(before.get(facts.node), facts) for facts in seen)
         self._say(NodesSeen(nodes=told, coming=bringing))
         for facts in seen:
@@ -199,7 +199,7 @@ class ClusterProcess:
                 if state == groups.GONE:
                     if not soon:
                         raise RuntimeError("its placement group was removed")
-                    # what was found is the one that the run had before
+                    # the group that was found is that of an earlier attempt
                     async with self._turn(order.run_id):
                         group = await self._call(groups.find_or_make, order, self._name(order.run_id))
                 elif not soon and state != told and self._asked.get(order.run_id) is order:
@@ -213,19 +213,19 @@ class ClusterProcess:
                 self._say(LeaseFailed(run_id=order.run_id, why=str(error).strip().split("\n")[0]))
                 await self._drop(order.run_id)
         else:
-            # it was given up before its group was made
+            # the request was withdrawn before its group was created
             if order.run_id not in self._asked:
                 await self._drop(order.run_id)
 
     async def _granted(self, order: AskLease, group: groups.Group) -> None:
         parts = await self._call(cluster.parts_of, group, order)
         if self._asked.get(order.run_id) is order:
-            # the engine's from now on: it outlives this process
+            # the group belongs to the engine from now on: it outlives this process
             del self._asked[order.run_id]
             self._say(LeaseReady(run_id=order.run_id, parts=parts))
 
     async def _drop(self, run_id: str) -> None:
-        # what was asked since then stays asked: it waits for its turn
+        # a newer request for the run is not affected: it waits for its turn
         try:
             async with self._turn(run_id):
                 await self._call(groups.remove, self._name(run_id))
@@ -277,7 +277,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor, address, namespace, prefix = sys.argv[1:]
     asyncio.run(_run(socket.socket(fileno=int(descriptor)), address, namespace, prefix))
-    # threads may hang in Ray: nothing of this process is needed any more
+    # threads may hang in Ray: exit without waiting for them
     os._exit(0)
 
 

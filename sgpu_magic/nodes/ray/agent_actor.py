@@ -1,4 +1,4 @@
-"""The Ray actor that holds one node's agent: starts it, links it to the pool, leaves nothing when it is over."""
+"""The Ray actor that holds one node's agent: starts it, links it to the pool, cleans up after its exit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgpu_magic.nodes.ray.groups import ray, remove_groups_on
 from sgpu_magic.nodes.ray.uplink import AgentOrder, Uplink
 from sgpu_magic.system import processes
 
-# a socket's path ends at 108 bytes
+# a Unix socket's path is limited to 108 bytes
 _SHORT_PATH = 40
 _END_S = 20.0
 _LEAVE_S = 5.0
@@ -28,11 +28,11 @@ _LOCK = "actor.lock"
 
 
 class Holder:
-    """Lives in the actor's process, with a thread of its own for the link.
+    """Holds the agent in the actor's process, with a separate thread for the link.
 
     Args:
         order: An encoded `AgentOrder`.
-        unpacked: Where our package was unpacked for this actor; "" where it is installed.
+        unpacked: The directory where this package was unpacked for the actor; "" if it is installed.
 
     Raises:
         OSError: The agent can't be started.
@@ -44,7 +44,7 @@ class Holder:
         self._base, self._lock = _base(self._order)
         settings = _settings_here(msgspec.json.decode(self._order.settings, type=Settings), self._base)
         self._order = msgspec.structs.replace(self._order, settings=msgspec.json.encode(settings))
-        # what an agent that was killed leaves becomes ours, and is killed below
+        # orphans of a killed agent become children of this process, and are killed in `_run`
         processes.become_subreaper()
         begun = Future[Uplink]()
         self._thread = threading.Thread(target=self._run, args=(begun,), name="sgpu-uplink", daemon=True)
@@ -53,11 +53,11 @@ class Holder:
 
     @property
     def is_there(self) -> bool:
-        """Whether the agent is."""
+        """Whether the agent runs."""
         return self._thread.is_alive() and not self._uplink.finished.done()
 
     def end(self) -> None:
-        """End the agent and what it has; waits for it."""
+        """End the agent and its ranks, and wait for its exit."""
         with contextlib.suppress(RuntimeError):
             self._uplink.finished.get_loop().call_soon_threadsafe(self._uplink.end)
         self._thread.join(_END_S)
@@ -66,7 +66,7 @@ class Holder:
         try:
             asyncio.run(self._hold(begun))
         finally:
-            # where it has not begun nobody is to wait for it any more
+            # if it has not started, release the constructor that waits for it
             leaves = not begun.cancel() and begun.exception() is None
             processes.kill_descendants()
             self._leave_nothing(leaves=leaves)
@@ -83,7 +83,7 @@ class Holder:
         finally:
             uplink.close()
         if uplink.abandoned:
-            # no service came for its runs: nobody else gives their devices back
+            # no pool service connected: nothing else would release the devices of its runs
             remove_groups_on(self._order.node, self._order.prefix)
 
     def _leave_nothing(self, *, leaves: bool) -> None:
@@ -92,7 +92,7 @@ class Holder:
         if self._unpacked:
             shutil.rmtree(self._unpacked, ignore_errors=True)
         if leaves:
-            # Ray's own way out first; a worker that it does not end in time has nothing left to lose
+            # let Ray terminate the worker first, and exit anyway if it does not do so in time
             timer = threading.Timer(_LEAVE_S, os._exit, (0,))
             timer.daemon = True
             timer.start()
@@ -100,7 +100,7 @@ class Holder:
 
 
 def _base(order: AgentOrder) -> tuple[Path, int]:
-    """The pool's directory on this node: private, and gone with the actor. Returns it, and its lock's descriptor."""
+    """Create the pool's private directory on this node; the actor removes it. Returns it and its lock's descriptor."""
     folder = Path(tempfile.gettempdir())
     if len(str(folder)) > _SHORT_PATH:
         folder = Path("/tmp")
@@ -108,7 +108,7 @@ def _base(order: AgentOrder) -> tuple[Path, int]:
     pool = order.namespace.removeprefix("sgpu-")[:24]
     base = folder / f"{mine}{pool}-{order.node[:10]}"
     for other in folder.glob(f"{mine}*-*/{_LOCKS}/{_LOCK}"):
-        # of an actor that was killed with its agent: nobody was left to remove it
+        # the leftover of an actor that was killed together with its agent
         if other.parents[1] != base and (left := _taken(other)) >= 0:
             shutil.rmtree(other.parents[1], ignore_errors=True)
             os.close(left)
@@ -123,7 +123,7 @@ def _taken(path: Path, *, wait: bool = False) -> int:
     """Take a lock that is held as long as the actor or its agent lives.
 
     Returns:
-        Its descriptor; -1 where another one has it, or has removed it meanwhile.
+        Its descriptor; -1 if another process holds it, or has removed the file meanwhile.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if wait else 0), 0o600)
@@ -140,7 +140,7 @@ def _taken(path: Path, *, wait: bool = False) -> int:
 
 
 def _settings_here(settings: Settings, base: Path) -> Settings:
-    """The pool's settings with directories of this node. What was built for runs stays for the next ones."""
+    """The pool's settings with this node's directories. Environments are kept for later runs, outside of `base`."""
     environments = settings.environment_dir or str(base.parent / f"sgpu-{os.getuid()}-environments")
     here = msgspec.structs.replace(
         settings,

@@ -1,9 +1,9 @@
-"""The pool service's socket for agents on other machines: each has a key of its own, all else gets no answer.
+"""The pool service's socket for agents on other machines: each node has its own key; other peers get no answer.
 
-ZeroMQ hides a peer's death and drops what was under way when a connection breaks; so each side beats once a second and
-counts what it has carried. Too long a silence is a lost node; a gap only ends the link, and the node begins a new one.
+ZeroMQ hides a peer's death and drops messages in transit when a connection breaks; so each side sends a heartbeat every
+second and counts messages. A long silence means a lost node; a gap only ends the link, and the node opens a new one.
 
-The socket's key pair and port are kept, the same for every service of the pool.
+The socket's key pair and port are persisted: they are the same for every service of the pool.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from sgpu_magic.wire.node import FromAgent, ToAgent
 from sgpu_magic.wire.record import Record
 
 _from_node = msgspec.msgpack.Decoder[FromNode](FromNode)
-# silence is looked for more often than it is broken: a node is named within 5 s
+# check for silence more often than heartbeats arrive: a lost node is reported within 5 s
 _TICK_S = BEAT_S / 2
-# a timer that comes so much later than it should tells of a busy pool, not of silent nodes
+# if the timer itself is this late, the pool is busy rather than its nodes silent
 _STARVED_S = 1.0
 _LINGER_MS = 1000
 _PORT = "door-port"
@@ -54,15 +54,17 @@ _Keys = dict[str, tuple[str, str]]
 
 
 class NodeLink(msgspec.Struct, eq=False):
-    """The way to one node's agent (a `NodeChannel`).
+    """The link to one node's agent (a `NodeChannel`).
 
     Args:
-        node: Its id.
-        link: This link's name.
-        identity: What ZeroMQ calls its connection at the moment.
-        heard_at: Seconds of the loop's clock.
-        sent: Messages carried to it.
-        received: Messages that came.
+        node: The node's id.
+        link: The link's name.
+        identity: ZeroMQ's identity of the current connection.
+        heard_at: When the node was last heard, seconds of the loop's clock.
+        listener: The listener that the link belongs to.
+        sent: The number of messages sent to the agent.
+        received: The number of messages received from it.
+        open: Whether messages can be sent.
     """
 
     node: str
@@ -75,28 +77,29 @@ class NodeLink(msgspec.Struct, eq=False):
     open: bool = msgspec.field(default=True)
 
     def send(self, message: ToAgent, frames: Sequence[bytes] = ()) -> None:
-        """Send a message to the agent, unless the link is over."""
+        """Send a message to the agent, unless the link is closed."""
         if self.open:
             self.sent += 1
             self.listener.say(self, Carried(link=self.link, number=self.sent), codec.encode(message), *frames)
 
     def close(self) -> None:
-        """Forget the link. An agent that is still there begins another one."""
+        """Forget the link. An agent that is still running opens another one."""
         self.open = False
         self.listener.forget(self)
 
 
 class AgentListener:
-    """Listens for agents. Used from the loop's thread only.
+    """Listens for agents. Use it from the loop's thread only.
 
     Args:
-        address: `tcp://host:port`; port 0 is one that is free.
-        pair: The pool's keys.
+        address: `tcp://host:port`; port 0 chooses a free one.
+        pair: The pool's key pair.
         on_message: Called with the link, the agent's message and its raw frames.
-        on_lost: Called once with the node, why, and whether it is only silent, when it is or its agent is over.
+        on_lost: Called once when a node is silent or its agent has exited: with the node, the reason, and whether
+            it is only silent.
 
     Raises:
-        UsageError: Nothing can listen there.
+        UsageError: The address can't be bound.
     """
 
     def __init__(
@@ -109,14 +112,14 @@ class AgentListener:
         self._on_message = on_message
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
-        # by public key; the admission asks it at each handshake
+        # node by public key; looked up at each handshake
         self._nodes: dict[str, str] = {}
         self._links: dict[str, NodeLink] = {}
         self._context = zmq.Context()
         self._admission = Admission(self._context, self._nodes.__contains__)
         socket = self._context.socket(zmq.ROUTER)
         socket.linger = _LINGER_MS
-        # a full queue would drop messages; what is in it is bounded by the windows of those that send much
+        # a full queue would drop messages; its size is bounded by the flow control of large transfers
         socket.sndhwm = socket.rcvhwm = 0
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         secure_server(socket, pair)
@@ -137,7 +140,7 @@ class AgentListener:
         self._timer = self._loop.call_later(_TICK_S, self._tick)
 
     def admit(self, nodes: Mapping[str, str]) -> None:
-        """Let in the nodes (public key to node id) that hold these keys, and no others any more."""
+        """Admit the nodes with these keys (public key to node id), and no others."""
         self._nodes.clear()
         self._nodes.update(nodes)
 
@@ -160,14 +163,14 @@ class AgentListener:
     # ------------------------------------------------------------ within
 
     def _send(self, identity: bytes, message: Record, *frames: bytes) -> None:
-        # one that is not connected will miss something, and say so
+        # a peer that is not connected misses the message, detects the gap and opens a new link
         self._socket.send([identity, codec.encode(message), *frames])
 
     def _received(self, frames: Sequence[zmq.Frame]) -> None:
         identity, *parts = frames
-        # a key that was let in and is not listed any more says nothing either
+        # messages of a connected key that is no longer listed are ignored too
         node = self._nodes.get(sender_of(parts[0]), "") if parts else ""
-        # what is not our protocol gets no answer
+        # other protocols get no answer
         with contextlib.suppress(msgspec.DecodeError):
             if node:
                 self._heard(node, identity.bytes, _from_node.decode(parts[0].buffer), parts[1:])
@@ -216,7 +219,7 @@ class AgentListener:
         self.say(link, LinkOpened(link=name))
 
     def _break(self, link: NodeLink) -> None:
-        """The node comes back by itself; until then it counts as there."""
+        """Tell the node to open a new link; until then it counts as connected."""
         self.say(link, LinkBroken(link=link.link))
 
     def _tick(self) -> None:
@@ -236,14 +239,14 @@ class AgentListener:
                 self.say(link, LinkBeat(link=link.link, sent=link.sent))
 
 
-# ---------------------------------------------------------------- what is kept in a private directory
+# ---------------------------------------------------------------- files in a private directory
 
 
 class NodeKeys:
-    """A key pair for each node, kept: a pool service that is started again knows its agents by them.
+    """The persisted key pairs of the nodes, by which a restarted pool service recognizes its agents.
 
     Args:
-        path: A file of mode 0600; its directory is there.
+        path: The file, of mode 0600; its directory must exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -254,10 +257,10 @@ class NodeKeys:
             self._pairs: _Keys = {}
 
     def of(self, node: str) -> KeyPair:
-        """The node's pair; made when it has none.
+        """The node's key pair; a new one if it has none.
 
         Raises:
-            OSError: It can't be written down.
+            OSError: The new pair can't be written.
         """
         if node not in self._pairs:
             pair = new_key_pair()
@@ -266,11 +269,11 @@ class NodeKeys:
 
     @property
     def nodes(self) -> Mapping[str, str]:
-        """Node by public key."""
+        """Node ids by public key."""
         return {public: node for node, (public, _) in self._pairs.items()}
 
     def forget_others(self, nodes: Collection[str]) -> None:
-        """Nodes that the cluster has no more never come again: Ray gives no id twice."""
+        """Keep the keys of these nodes only: Ray never reuses the id of a dead node."""
         left = {node: pair for node, pair in self._pairs.items() if node in nodes}
         if left != self._pairs:
             self._write(left)
@@ -281,10 +284,10 @@ class NodeKeys:
 
 
 def listen_address(listen: str, directory: Path) -> str:
-    """Where to listen: the setting, with the port of last time where it has none.
+    """The address to listen at: the setting, with the persisted port if its port is 0.
 
     Raises:
-        UsageError: It is not `tcp://host:port`.
+        UsageError: The setting is not `tcp://host:port`.
     """
     parts = urlsplit(listen)
     try:
@@ -303,5 +306,5 @@ def listen_address(listen: str, directory: Path) -> str:
 
 
 def keep_port(address: str, directory: Path) -> None:
-    """Write down where it listens now."""
+    """Persist the port of the address that is bound now."""
     write_whole(directory / _PORT, str(urlsplit(address).port).encode())

@@ -1,4 +1,4 @@
-"""The cluster as Ray tells it: nodes, the actors on them, what placement groups have there. All calls may block."""
+"""The cluster through Ray's API: nodes, actors, and the parts of placement groups. All calls may block."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ _GPU_IDS_S = 60.0
 
 
 def connect(address: str, namespace: str) -> str:
-    """Become a driver of the cluster.
+    """Connect to the cluster as a driver.
 
     Args:
-        address: Ray's, `auto` for the one of this machine.
-        namespace: Where the pool's actors and groups have their names.
+        address: Ray's address; `auto` for the cluster of this machine.
+        namespace: The Ray namespace of the pool's actors and groups.
 
     Returns:
         This machine's address as the nodes reach it.
 
     Raises:
-        ConnectionError: No cluster is there.
-        RuntimeError: It does not let us in, or has another version of Ray or Python.
+        ConnectionError: There is no cluster.
+        RuntimeError: The cluster refuses the connection, or has another version of Ray or Python.
     """
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
-    # its functions and its class go to nodes that may not have our package
+    # its functions and class run on nodes that may not have this package
     ray.cloudpickle.register_pickle_by_value(on_node)
     return _own_address(str(ray.get_runtime_context().gcs_address))
 
 
 def _own_address(gcs: str) -> str:
-    """This machine's address on the cluster's network: Ray's own guess is that of the way to the internet."""
+    """This machine's address on the cluster's network; Ray itself guesses the one used to reach the internet."""
     host, _, port = gcs.rpartition(":")
     host = host.strip("[]")
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as way:
-            # nothing is sent
+            # connecting a UDP socket sends nothing
             way.connect((host, int(port)))
             return str(way.getsockname()[0])
     except (OSError, ValueError):
@@ -71,8 +71,8 @@ def nodes(prefix: str, known: Mapping[str, NodeFacts]) -> tuple[NodeFacts, ...]:
     """Return the nodes that are alive.
 
     Args:
-        prefix: Of the names of the pool's placement groups, whose devices are not in others' use.
-        known: What was told of them before, by id.
+        prefix: The prefix of the pool's placement groups; their devices don't count as used by others.
+        known: The facts known before, by node id.
     """
     free = state.available_resources_per_node()
     ours = _held(prefix)
@@ -102,7 +102,7 @@ def nodes(prefix: str, known: Mapping[str, NodeFacts]) -> tuple[NodeFacts, ...]:
 
 
 def _held(prefix: str) -> Counter[tuple[str, str]]:
-    """What the pool's own groups hold, by node and resource."""
+    """The resources that the pool's own groups hold, by node and resource name."""
     held: Counter[tuple[str, str]] = Counter()
     for row in groups_named(prefix).values():
         for bundle, node in row["bundles_to_node_id"].items():
@@ -113,12 +113,12 @@ def _held(prefix: str) -> Counter[tuple[str, str]]:
 
 def _outside(total: Mapping[str, float], left: Mapping[str, float], ours: float, name: str) -> int:
     used = total.get(name, 0.0) - left.get(name, 0.0) - ours
-    # a part of a GPU is in use as well
+    # a GPU that is used in part counts as used
     return max(0, int(used) + (used > int(used) + 1e-6))
 
 
 def look_at(node: NodeFacts) -> NodeFacts:
-    """Have a task tell what Ray does not: the GPUs' UUIDs, the packages."""
+    """Probe a node with a Ray task for what Ray does not report: the GPUs' UUIDs, installed packages."""
     task = ray.remote(on_node.look).options(
         num_cpus=0, max_retries=0, scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node.node, soft=False)
     )
@@ -130,7 +130,7 @@ def look_at(node: NodeFacts) -> NodeFacts:
 
 
 def coming() -> str:
-    """What an autoscaler is bringing, as a sentence without a full stop; "" when nothing, or there is none."""
+    """The nodes that an autoscaler is adding, as a sentence without a full stop; "" if there are none."""
     try:
         status = autoscaler_status()
     except (RayError, RuntimeError, ValueError, OSError):
@@ -148,7 +148,7 @@ def coming() -> str:
 
 
 def type_names() -> tuple[str, ...]:
-    """Ray's own names of GPU types, as its labels have them."""
+    """Ray's names of GPU types, as used in its labels."""
     names = cast("dict[str, object]", vars(accelerators)).values()
     return tuple(sorted({name for name in names if isinstance(name, str) and _TYPE_NAME.fullmatch(name)}))
 
@@ -157,7 +157,7 @@ def type_names() -> tuple[str, ...]:
 
 
 def agent_nodes(namespace: str) -> tuple[str, ...]:
-    """Nodes that have an actor of this pool."""
+    """The ids of nodes that have an agent actor of this pool."""
     named = cast("list[dict[str, str]]", ray.util.list_named_actors(all_namespaces=True))
     return tuple(
         one["name"].removeprefix(_AGENT)
@@ -167,10 +167,12 @@ def agent_nodes(namespace: str) -> tuple[str, ...]:
 
 
 def start_agent(order: StartAgent) -> None:
-    """Start the actor of a node and wait for it; one that is there stays as it is, one that is leaving is awaited.
+    """Start the agent actor of a node and wait until it is ready.
+
+    A running actor is kept. If it is just exiting, wait for that and start a new one.
 
     Raises:
-        RayError: It does not come.
+        RayError: The actor does not start.
     """
     deadline = time.monotonic() + _START_S
     while True:
@@ -179,7 +181,7 @@ def start_agent(order: StartAgent) -> None:
             if _start(order):
                 return
         except RayError:
-            # it was just leaving
+            # the old actor was just exiting
             if not was_there or time.monotonic() > deadline:
                 raise
         if time.monotonic() > deadline:
@@ -211,11 +213,11 @@ def _start(order: StartAgent) -> bool:
 
 
 def end_agents(nodes: Iterable[str]) -> None:
-    """End actors with all that they have, all at once; killed when they do not end in order."""
+    """End the agent actors of these nodes in parallel, with their agents; kill those that do not end in time."""
     found = [agent for node in nodes if (agent := _agent(node)) is not None]
     waiting = [agent.end.remote() for agent in found]
     if waiting:
-        # the actor leaves by itself when its agent is over; one that can't is killed
+        # an actor exits by itself when its agent has exited; otherwise it is killed below
         ray.wait(waiting, num_returns=len(waiting), timeout=_END_S)
     for agent in found:
         ray.kill(agent)
@@ -229,10 +231,10 @@ def _first_line(error: RayError) -> str:
 
 
 def parts_of(group: Any, order: AskLease) -> tuple[LeasePart, ...]:
-    """Return what a group that is there has on which nodes, the node with the most ranks first.
+    """Return the parts of a created group by node, the node with the most ranks first.
 
     Raises:
-        ray.exceptions.RayError: A node that has a part of it does not answer.
+        ray.exceptions.RayError: A node of the group does not answer.
     """
     row: Mapping[str, Any] = placement_groups.placement_group_table(group)
     where: dict[int, str] = row["bundles_to_node_id"]
@@ -244,14 +246,14 @@ def parts_of(group: Any, order: AskLease) -> tuple[LeasePart, ...]:
     parts = [
         LeasePart(node=node, ranks=len(bundles) * size, gpus=gpus.get(node, ())) for node, bundles in by_node.items()
     ]
-    # stable: nodes with as many keep the order of their bundles
+    # stable: nodes with equally many ranks keep the order of their bundles
     return tuple(sorted(parts, key=lambda part: -part.ranks))
 
 
 def _gpus_of(group: Any, by_node: Mapping[str, Sequence[int]], size: int) -> dict[str, tuple[str, ...]]:
-    """Ask a tiny task in each bundle which GPUs it has.
+    """Run a small task in each bundle to find its GPUs.
 
-    The bundles of a node one after the other: they share one worker process then, 3 ms each, and none starts another.
+    The bundles of one node run one after the other: they share one worker process then (3 ms each).
     """
     task = ray.remote(on_node.own_gpus)
     asked: dict[str, list[str]] = {node: [] for node in by_node}

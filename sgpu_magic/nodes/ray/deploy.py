@@ -1,4 +1,4 @@
-"""`sgpu pool deploy` and `undeploy`: a pool service as a job on a Ray cluster, by its Jobs API. Needs no Ray here."""
+"""`sgpu pool deploy` and `undeploy`: a pool service as a job on a Ray cluster, over its Jobs API, without local Ray."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sgpu_magic.nodes.ray.jobs_api import Job, JobsApi
 from sgpu_magic.system.secure_sockets import reached_at
 
 DEPLOYED = "SGPU_DEPLOYED"
-"""The variable that tells the job what it is to be: an encoded `Deployment`."""
+"""The environment variable of the job that holds its `Deployment`, as JSON."""
 
 POOL = "sgpu-pool"
-# Ray kills a job that is told to stop after 3 s; a pool ends its agents first, and they their ranks
+# Ray's default of 3 s between stopping and killing a job is too short: a pool ends its agents and ranks first
 _STOP_WAIT_S = 60
 _POLL_S = 0.25
 _START_S = 180.0
@@ -30,12 +30,12 @@ _WORDS = re.compile(r"pool \S+ · engine ray · (?P<address>tcp://\S+) · .*--ke
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """What a job is told.
+    """The configuration of a deployed pool.
 
     Args:
-        name: The pool's.
-        listen: Where clients come in.
-        clients: Who is let in: name, public key, whether they are an admin.
+        name: The pool's name.
+        listen: The address at which it listens for clients.
+        clients: The authorized clients: name, public key, whether they are an admin.
     """
 
     name: str
@@ -44,10 +44,10 @@ class Deployment(msgspec.Struct, frozen=True):
 
 
 def job_options(words: Sequence[str]) -> dict[str, object]:
-    """Return what `-- ...` asks of the job, as the fields of Ray's request; the options are those of `ray job submit`.
+    """Parse the options after `--`, which are those of `ray job submit`, into fields of Ray's request.
 
     Raises:
-        UsageError: One of them means nothing.
+        UsageError: An option is unknown or has an invalid value.
     """
     fields: dict[str, object] = {}
     rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -72,16 +72,16 @@ def job_options(words: Sequence[str]) -> dict[str, object]:
 
 
 def deploy(api: JobsApi, what: Deployment, variables: Mapping[str, str], options: Mapping[str, object]) -> str:
-    """Start the pool in the cluster and return what is to be told about it, once clients can come in.
+    """Start the pool in the cluster, wait until clients can connect, and return a message for the user.
 
     Args:
-        api: The cluster's.
+        api: The cluster's Jobs API.
         what: The pool.
-        variables: Its settings, `SGPU_...`.
-        options: Further fields of Ray's request, of `job_options`.
+        variables: Its settings as environment variables, `SGPU_...`.
+        options: Additional fields of Ray's request, from `job_options`.
 
     Raises:
-        PoolError: The cluster refuses, there is such a pool already, or it does not come up.
+        PoolError: The cluster refuses, a pool of this name runs already, or the pool does not start.
     """
     api.check()
     if going := _going(api, what.name):
@@ -97,7 +97,7 @@ def deploy(api: JobsApi, what: Deployment, variables: Mapping[str, str], options
 
 
 def undeploy(api: JobsApi, name: str) -> str:
-    """End the pool with all that it has in the cluster, and return a sentence.
+    """End the pool with its agents and runs in the cluster, and return a message for the user.
 
     Raises:
         PoolError: The cluster refuses, has no such pool, or the pool does not end.
@@ -123,7 +123,7 @@ def _request(
     modules = environment.get("py_modules")
     return {
         **options,
-        # no shell stays between Ray and the pool: what Ray tells the job the pool hears
+        # `exec` replaces the shell, so that Ray's signals reach the pool
         "entrypoint": "exec python -m sgpu_magic.cli.serving",
         "submission_id": job,
         "runtime_env": {
@@ -149,7 +149,7 @@ def _going(api: JobsApi, name: str) -> list[Job]:
 
 
 def _words(api: JobsApi, name: str) -> re.Match[str]:
-    """Wait until the pool has said that it listens."""
+    """Wait until the pool has printed that it listens."""
     deadline = time.monotonic() + _START_S
     while True:
         if match := _WORDS.search(said := api.logs(name)):

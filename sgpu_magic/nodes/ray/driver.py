@@ -1,7 +1,7 @@
-"""The process that speaks to Ray: what the engine and it say to each other over a socketpair, and how it is kept alive.
+"""The driver process, which connects to Ray: its messages with the engine over a socketpair, and its restarts.
 
-It is started, listened to, and started again when it ends; a cluster that hangs hangs nothing else. Agents are ordered
-of it: one is started when a run needs it, and ended some time after the last one.
+It is restarted whenever it exits. A cluster that hangs blocks only this process. It starts the agents: one when a run
+needs its node; an agent without runs is ended after an idle time.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from sgpu_magic.wire.record import Record
 
 
 class Watch(Record, frozen=True, tag="watch", kw_only=True):
-    """Look at the nodes so often, in seconds, and now."""
+    """Poll the nodes now, and then at this interval in seconds."""
 
     every_s: float
 
 
 class AskLease(Record, frozen=True, tag="ask-lease", kw_only=True):
-    """Make a placement group for a run, or find the one that it has.
+    """Create a placement group for a run, or find the existing one.
 
     Args:
         run_id: The run.
-        ranks: How many bundles.
-        gpus: Whether each has a GPU; else one CPU.
-        cpus: CPUs of each bundle with a GPU.
-        labels: Label selector of each bundle.
-        resources: Further resources of each bundle.
-        strategy: Ray's: `PACK`, `STRICT_PACK`, `SPREAD`, `STRICT_SPREAD`.
-        nodes: The ranks are spread over so many nodes evenly: the group has one bundle for each; 0 for one per rank.
+        ranks: The number of ranks.
+        gpus: Whether each rank has a GPU; otherwise it has one CPU.
+        cpus: CPUs of each rank with a GPU.
+        labels: The label selector of each bundle.
+        resources: Additional resources of each bundle.
+        strategy: Ray's strategy: `PACK`, `STRICT_PACK`, `SPREAD` or `STRICT_SPREAD`.
+        nodes: Spread the ranks evenly over this many nodes, with one bundle per node; 0 for one bundle per rank.
     """
 
     run_id: str
@@ -58,11 +58,11 @@ class DropLease(Record, frozen=True, tag="drop-lease", kw_only=True):
 
 
 class StartAgent(Record, frozen=True, tag="start-agent", kw_only=True):
-    """Start the actor of a node, or find the one that it has.
+    """Start the agent actor of a node, or find the existing one.
 
     Args:
-        order: For the actor.
-        ship: Bring our package along: the node has none, or another one.
+        order: The actor's configuration.
+        ship: Ship this package: the node has none, or another version.
     """
 
     order: AgentOrder
@@ -70,26 +70,26 @@ class StartAgent(Record, frozen=True, tag="start-agent", kw_only=True):
 
 
 class EndAgents(Record, frozen=True, tag="end-agents", kw_only=True):
-    """End these nodes' actors with all that they have."""
+    """End the agent actors of these nodes, with their agents and ranks."""
 
     nodes: tuple[str, ...]
 
 
 class EndAll(Record, frozen=True, tag="end-all", kw_only=True):
-    """The pool ends: no actor and no placement group of it stays. The process ends after it."""
+    """The pool ends: remove all its actors and placement groups, then exit."""
 
 
 ToCluster = Watch | AskLease | DropLease | StartAgent | EndAgents | EndAll
 
 
 class ClusterFound(Record, frozen=True, tag="cluster-found", kw_only=True):
-    """Connected.
+    """The process has connected to the cluster.
 
     Args:
-        address: This machine's, as the cluster's nodes reach it.
-        types: Ray's own names of GPU types.
-        agents: Nodes that have an actor of this pool from before.
-        leases: Runs that have a placement group of this pool from before.
+        address: This machine's address as the cluster's nodes reach it.
+        types: Ray's names of GPU types.
+        agents: Nodes that already have an agent actor of this pool.
+        leases: Runs that already have a placement group of this pool.
     """
 
     address: str
@@ -99,13 +99,13 @@ class ClusterFound(Record, frozen=True, tag="cluster-found", kw_only=True):
 
 
 class ClusterLost(Record, frozen=True, tag="cluster-lost", kw_only=True):
-    """Ray can't be reached; the process ends after it."""
+    """Ray can't be reached; the process exits after this message."""
 
     why: str
 
 
 class NodeDevice(Record, frozen=True, kw_only=True):
-    """A GPU as NVML tells it on its node."""
+    """A GPU as NVML reports it on its node."""
 
     uuid: str
     name: str
@@ -113,25 +113,25 @@ class NodeDevice(Record, frozen=True, kw_only=True):
 
 
 class NodeFacts(Record, frozen=True, kw_only=True):
-    """What Ray and a look on the node tell of one node.
+    """One node, as reported by Ray and by a probe on the node.
 
     Args:
-        node: Ray's id.
-        host: Its name.
-        address: Its IP address.
-        gpus: GPUs that Ray has there.
-        gpus_outside: Those in use, and not by this pool.
-        cpus: CPUs that Ray has there.
-        cpus_outside: Those in use, and not by this pool.
-        label: Ray's `ray.io/accelerator-type`, "" without.
-        resource: Its resource `accelerator_type:X`, without that beginning; "" without.
-        probed: Somebody has looked on the node: what follows is known.
-        devices: By NVML, in its order; empty when Ray's GPUs are none that exist.
+        node: Ray's node id.
+        host: The host name.
+        address: The IP address.
+        gpus: GPUs that Ray counts there.
+        gpus_outside: GPUs used by others than this pool.
+        cpus: CPUs that Ray counts there.
+        cpus_outside: CPUs used by others than this pool.
+        label: The value of Ray's label `ray.io/accelerator-type`, "" if absent.
+        resource: X of the resource `accelerator_type:X`, "" if absent.
+        probed: The node was probed: the following fields are known.
+        devices: The GPUs by NVML, in its order; empty if Ray's GPUs are not real ones.
         driver: The NVIDIA driver's version.
         cores: CPU cores.
-        version: Of sgpu-magic there, "" when it is not installed.
-        lacks: Packages that are missing for the agent.
-        problem: Why nobody could look.
+        version: The version of sgpu-magic there, "" if it is not installed.
+        lacks: Packages that the agent needs and the node lacks.
+        problem: Why the probe failed.
     """
 
     node: str
@@ -153,19 +153,19 @@ class NodeFacts(Record, frozen=True, kw_only=True):
 
 
 class NodesSeen(Record, frozen=True, tag="nodes-seen", kw_only=True):
-    """The nodes that are alive, and what an autoscaler is bringing, as a sentence."""
+    """The nodes that are alive, and those that an autoscaler is adding, as a sentence."""
 
     nodes: tuple[NodeFacts, ...]
     coming: str = ""
 
 
 class LeasePart(Record, frozen=True, kw_only=True):
-    """What a placement group has on one node.
+    """The part of a placement group on one node.
 
     Args:
-        node: Ray's id.
-        ranks: How many.
-        gpus: Ray's ids of their GPUs: NVML's numbers, or UUIDs.
+        node: Ray's node id.
+        ranks: The number of ranks.
+        gpus: Ray's ids of their GPUs: NVML indices or UUIDs.
     """
 
     node: str
@@ -179,20 +179,20 @@ class LeaseReady(Record, frozen=True, tag="lease-ready", kw_only=True):
 
 
 class LeaseWaits(Record, frozen=True, tag="lease-waits", kw_only=True):
-    """It is asked for, and not there after some seconds; Ray goes on. Said again when Ray has another word for it."""
+    """A placement group is still pending after some seconds. Sent again when Ray reports another state of it."""
 
     run_id: str
 
 
 class LeaseFailed(Record, frozen=True, tag="lease-failed", kw_only=True):
-    """It can't be made, or is gone."""
+    """The placement group can't be created, or was removed."""
 
     run_id: str
     why: str
 
 
 class AgentFailed(Record, frozen=True, tag="agent-failed", kw_only=True):
-    """The node's actor can't be started, or has died."""
+    """The node's agent actor can't be started or ended."""
 
     node: str
     why: str
@@ -206,20 +206,20 @@ from_cluster = msgspec.msgpack.Decoder[FromCluster](FromCluster)
 
 _AGAIN_S = (1.0, 2.0, 5.0, 10.0)
 END_S = 40.0
-"""Seconds for which the process is awaited when the pool ends."""
+"""Seconds to wait for the driver process when the pool ends."""
 
 
 def start_driver(
     arguments: Sequence[str], log: Path, on_message: Callable[[FromCluster], None]
 ) -> child_process.ChildProcess[FromCluster]:
-    """Start it. While there is no process nothing is sent: what is wanted is said again when it has connected.
+    """Start the driver process. Messages sent while there is none are dropped: resend requests after `ClusterFound`.
 
     Args:
-        arguments: Of the process: Ray's address, the namespace, the prefix of names.
-        log: Where Ray's words go.
-        on_message: Called with what it says.
+        arguments: Arguments of the process: Ray's address, the namespace, the prefix of names.
+        log: The file for Ray's output.
+        on_message: Called with each message.
     """
-    # neither telling the makers of Ray about the cluster's users nor advice about imports is our affair
+    # no usage statistics to Ray's authors on behalf of the cluster's users, no advice about imports
     environ = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", **os.environ}
     command = [sys.executable, "-m", "sgpu_magic.nodes.ray"]
     driver = child_process.ChildProcess(
@@ -232,22 +232,22 @@ def start_driver(
     return driver
 
 
-# ---------------------------------------------------------------- the agents that are ordered of it
+# ---------------------------------------------------------------- the agents that it starts
 
-# an actor is given up after a minute
+# longer than the 60 s after which the driver process gives up an actor
 _COME_S = 90.0
 
 
 class NodeAgents:
-    """Orders actors, and knows which are on their way.
+    """Requests agent actors, and tracks which are starting and which are ending.
 
     Args:
-        order: Makes the order for a node.
-        send: To the process that speaks to Ray.
-        idle_s: Seconds without a run after which an agent is to leave.
+        order: Creates the agent configuration for a node.
+        send: Sends to the driver process.
+        idle_s: Seconds without a run after which an agent is ended.
 
     Attributes:
-        leaving: Nodes whose agents were told to end and have not yet.
+        leaving: Nodes whose agents were told to end and have not exited yet.
     """
 
     def __init__(
@@ -266,11 +266,11 @@ class NodeAgents:
         self._idle_since: dict[str, float] = {}
 
     def need(self, node: NodeFacts, package: str) -> None:
-        """A run will be there.
+        """Start the agent of a node for a run, unless it is starting already.
 
         Args:
-            node: Where.
-            package: The version of our own package.
+            node: The node.
+            package: The version of this package.
         """
         self._idle_since.pop(node.node, None)
         if node.node not in self._starting:
@@ -278,21 +278,21 @@ class NodeAgents:
             self._send(StartAgent(order=self._order(node.node), ship=node.version != package))
 
     def came(self, node: str) -> None:
-        """Its agent has said its first word."""
+        """Record that the node's agent has connected."""
         self._starting.pop(node, None)
 
     def gone(self, node: str) -> None:
-        """Its agent is over, or could not be started."""
+        """Record that the node's agent has exited, or could not be started."""
         self._starting.pop(node, None)
         self.leaving.discard(node)
         self._idle_since.pop(node, None)
 
     def retire(self, there: Collection[str], busy: Collection[str], now: float) -> None:
-        """Let go of nodes that had no run for long.
+        """End the agents of nodes that have been idle for `idle_s`.
 
         Args:
             there: Nodes that have an agent.
-            busy: Those that have a run, or will have one.
+            busy: Nodes that have, or will have, a run.
             now: Seconds of a monotonic clock.
         """
         for node in busy:
@@ -304,26 +304,26 @@ class NodeAgents:
             self._send(EndAgents(nodes=tuple(over)))
 
     def late(self, now: float) -> list[str]:
-        """Nodes whose agents were ordered long ago and have not come; they count as gone."""
+        """Return nodes whose agents did not connect in time; they count as gone from now on."""
         late = [node for node, since in self._starting.items() if now - since > _COME_S]
         for node in late:
             self.gone(node)
         return late
 
     def connected(self) -> None:
-        """The process that speaks to Ray is a new one: what was ordered may not have arrived."""
+        """The driver process is a new one: earlier requests may be lost, so forget or repeat them."""
         self._starting.clear()
         if self.leaving:
             self._send(EndAgents(nodes=tuple(self.leaving)))
 
 
 _NOT_SHIPPED = ("labextension", "__pycache__")
-# of every file: the same package is the same archive, byte for byte
+# the date of every file in the archive, so that the same package gives the same archive, byte for byte
 _THEN = (1980, 1, 1, 0, 0, 0)
 
 
 def package_archive() -> bytes:
-    """Return the archive; it has `sgpu_magic/` at its top."""
+    """Return this package as a zip archive with `sgpu_magic/` at its top."""
     here = Path(__file__).parents[2]
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:

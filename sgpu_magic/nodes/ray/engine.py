@@ -1,4 +1,4 @@
-"""The Ray engine: leases are placement groups, agents are actors, ranks are ours."""
+"""The Ray engine: leases are placement groups, agents are detached actors, ranks are children of the agents."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.node import AgentReady, FromAgent, Launch
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 
-# so often Ray is asked for its nodes while runs go on or wait, and else
+# intervals at which Ray's nodes are polled: while runs are active or queued, and otherwise
 _BUSY_S, _IDLE_S = 1.0, 5.0
 _TEND_S = 1.0
-# so long a lease waits for what a look at a node that has just come tells
+# a granted lease waits at most this long for the probe of a node that has just joined
 _LOOK_S = 15.0
-# who asks for the inventory gets the last one when Ray does not tell a new one by then
+# an inventory request is answered with the last known one if Ray does not answer within this time
 _ANSWER_S = 2.0
 
 
 class RayEngine(Engine):
-    """An existing Ray cluster (an `Engine`). Made and used in the loop's thread only.
+    """An engine on an existing Ray cluster. Create and use it in the loop's thread only.
 
     Args:
-        settings: The pool's settings, as `engine_settings` gives them.
+        settings: The pool's settings, as `engine_settings` returns them.
 
     Raises:
-        UsageError: A setting can't be understood.
+        UsageError: A setting can't be parsed.
     """
 
-    # since `start`
+    # set by `start`
     _agent_listener: AgentListener
     _driver: ChildProcess[FromCluster]
     _tending: asyncio.TimerHandle
@@ -79,14 +79,14 @@ class RayEngine(Engine):
         self._coming = ""
         self._known: Inventory | None = None
         self._asked_for_inventory = self._found = False
-        # seconds of the loop's clock, once the cluster was seen
+        # seconds of the loop's clock when the cluster was first seen
         self._seen_at = 0.0
-        # what Ray was asked, and what for; those that are granted wait here for a node whose last agent is leaving
+        # pending lease requests with their launches; granted ones that wait for a node's old agent to exit
         self._asked: dict[str, tuple[AskLease, Launch, Sequence[bytes]]] = {}
         self._granted: dict[str, tuple[Launch, Sequence[bytes]]] = {}
-        # granted on nodes that nobody has looked at yet: seconds of the loop's clock, and what Ray said
+        # granted on nodes that are not probed yet: seconds of the loop's clock, and Ray's answer
         self._early: dict[str, tuple[float, LeaseReady]] = {}
-        # nodes that Ray has and that do not answer: cut off, or dead and Ray does not know it yet
+        # unreachable nodes that Ray still lists: disconnected, or dead and Ray has not noticed yet
         self._away: set[str] = set()
 
     # ------------------------------------------------------------ for the pool service (Engine)
@@ -117,7 +117,7 @@ class RayEngine(Engine):
     def inventory(self) -> Inventory | None:
         if not self._found:
             return None
-        # one that is being cleaned of a run that was given up comes back: what needs it waits
+        # a node on which a given-up run is being ended becomes usable again: runs that need it wait
         away = {node for node in self._facts if node in self._away or node in self._stale}
         return leases.inventory_of(
             self._name, self._facts.values(), self._leases.values(), self._elastic, coming=self._coming, away=away
@@ -126,7 +126,7 @@ class RayEngine(Engine):
     def close(self) -> None:
         if self._begun:
             self._tending.cancel()
-            # through the actors: they know when the agents are gone
+            # through the actors: they know when the agents have exited
             self._driver.end(EndAll(), END_S)
         super().close()
         if self._begun:
@@ -163,7 +163,7 @@ class RayEngine(Engine):
         since, _ = self._early.pop(ready.run_id, (self._loop.time(), ready))
         known = all(part.node in self._facts and leases.is_known(self._facts[part.node]) for part in ready.parts)
         if ready.run_id in self._asked and not known and self._loop.time() - since < _LOOK_S:
-            # a node that has just come: which GPUs it has is seen in a moment
+            # a node has just joined: wait for the probe of its GPUs
             self._early[ready.run_id] = since, ready
             self._watch()
             return
@@ -189,7 +189,7 @@ class RayEngine(Engine):
         self._start_granted()
 
     def _start_granted(self) -> None:
-        """Start what is granted; where the last agent of a node is just leaving, once it has left."""
+        """Start granted runs, except those on a node whose old agent is still exiting."""
         for run_id, (launch, frames) in list(self._granted.items()):
             if not any(share.node in self._agents.leaving for share in launch.lease.shares):
                 del self._granted[run_id]
@@ -201,7 +201,7 @@ class RayEngine(Engine):
             return
         kind = "cpu" if launch.lease.cpu_slots else launch.lease.device_type
         if any(kind == elastic for elastic, _ in self._elastic):
-            # the group is the request to the autoscaler: it stays until the run is placed or withdrawn
+            # the pending group is the request to the autoscaler: keep it until the run is placed or withdrawn
             return
         why = leases.why_not(order, launch.lease, self._facts.values(), self._leases.values(), self._coming)
         self._tell(DropLease(run_id=waits.run_id))
@@ -242,13 +242,13 @@ class RayEngine(Engine):
             if node not in self._channels and node in self._facts:
                 self._need(node)
         if not self._found:
-            # nodes whose agents outlived the last service come by themselves, with what they hold
+            # agents that outlived the last service reconnect by themselves, with the runs that they hold
             self._awaited |= set(found.agents)
             self._loop.call_later(self.come_back_s + _TEND_S, self._drop_others, found.leases)
         self._watch()
 
     def _drop_others(self, runs: Sequence[str]) -> None:
-        """Placement groups of an earlier service that nobody has come for."""
+        """Remove placement groups of an earlier service whose runs were not adopted."""
         for run_id in runs:
             if run_id not in self._leases and run_id not in self._placing:
                 self._tell(DropLease(run_id=run_id))
@@ -271,7 +271,7 @@ class RayEngine(Engine):
             self.node_lost(node, "Ray says that it is dead")
         if dead:
             self._keys.forget_others(alive)
-        # until somebody has looked at the nodes the pool does not say what it has; one may be slow to answer
+        # the pool reports no inventory until its nodes are probed; a slow node does not delay it forever
         self._seen_at = self._seen_at or self._loop.time()
         self._found = self._found or leases.is_told(seen.nodes, self._loop.time() - self._seen_at)
         for _, ready in list(self._early.values()):
@@ -307,7 +307,7 @@ class RayEngine(Engine):
         node = link.node
         match message:
             case AgentReady(protocol_version=version) if version != PROTOCOL_VERSION:
-                # of another version of sgpu-magic, left by a service of that version: its runs can't be followed
+                # left by a service of another version of sgpu-magic: its runs can't be adopted
                 self._agents.gone(node)
                 self.node_lost(node, "its agent was of another version of sgpu-magic")
             case AgentReady():
@@ -321,7 +321,7 @@ class RayEngine(Engine):
     def _link_lost(self, node: str, why: str, silent: bool) -> None:
         self._agents.gone(node)
         if silent and node in self._facts:
-            # nothing is placed there until its agent comes again, the old one or, where only that died, a new one
+            # nothing is placed there until an agent connects: the old one or, if only that died, a new one
             self._away.add(node)
         self.node_lost(node, why)
         needed = {share.node for lease in self._leases.values() for share in lease.shares}
@@ -338,7 +338,7 @@ class RayEngine(Engine):
         busy = {node for run in self._runs.values() if not run.over for node in run.nodes}
         busy |= {share.node for launch, _ in self._granted.values() for share in launch.lease.shares}
         if self._settled:
-            # before that nobody knows what the agents of the last service hold
+            # before that it is unknown which runs the agents of the last service hold
             self._agents.retire(self._channels.keys(), busy, time.monotonic())
         for node in self._agents.late(time.monotonic()):
             self.node_lost(

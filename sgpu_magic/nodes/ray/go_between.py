@@ -1,8 +1,8 @@
-"""`python go_between.py <fd> <lifeline>`: stands between Ray's worker process and the agent, and does nothing else.
+"""`python go_between.py <fd> <lifeline>`: an intermediate process between Ray's worker process and the agent.
 
-A worker that loses its raylet kills its children, and only these (`RAY_kill_child_processes_on_worker_exit`). An agent
-that is a grandchild lives on, sees its lifeline end, and ends what it has: nobody else would remove its files.
-Imports nothing of ours: it is there as long as the agent, and is to be small.
+A worker that loses its raylet kills its direct children only (`RAY_kill_child_processes_on_worker_exit`). As a
+grandchild the agent survives, sees its lifeline close, ends its ranks and removes its files.
+This script imports nothing of this package: it runs as long as the agent and should stay small.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> NoReturn:
     os.closerange(0, os.sysconf("SC_OPEN_MAX"))
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code < 0:
-        # told on as it was: a core would be of the wrong process
+        # die by the agent's signal, without a core dump, which would be of the wrong process
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):
             os.kill(os.getpid(), -code)

@@ -1,7 +1,7 @@
-"""Ray's names, without types, and its placement groups: what a run's devices are to Ray.
+"""Ray's modules, untyped, and calls for placement groups, which hold the devices of runs.
 
-Its own types are partial: what is taken from here is checked by tests, not by the type checker. All calls may block;
-none is made in an event loop's thread.
+Ray's own type hints are incomplete: uses of these names are checked by tests, not by the type checker. All calls may
+block; make none in an event loop's thread.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ ray: Any = importlib.import_module("ray")
 placement_groups: Any = importlib.import_module("ray.util.placement_group")
 strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
 accelerators: Any = importlib.import_module("ray.util.accelerators")
-# tells what is free of each node's resources, which nothing else does without the dashboard
+# the only source of each node's free resources that does not need the dashboard
 state: Any = importlib.import_module("ray._private.state")
 
 
 def autoscaler_status() -> Any:
-    """What the autoscaler (version 2) does.
+    """The status of the autoscaler (version 2).
 
     Raises:
-        RuntimeError: It does not answer.
+        RuntimeError: The autoscaler does not answer.
     """
     sdk: Any = importlib.import_module("ray.autoscaler.v2.sdk")
     return sdk.get_cluster_status(str(ray.get_runtime_context().gcs_address), timeout=2)
@@ -40,15 +40,15 @@ GONE = "REMOVED"
 
 
 def find_or_make(order: AskLease, name: str) -> Group:
-    """Return the run's group: the one of this name, or a new one. It belongs to nobody and stays until it is removed.
+    """Return the run's group: the one of this name, or a new one. It is detached: it stays until it is removed.
 
     Raises:
-        ValueError: Ray refuses the request as it stands.
+        ValueError: Ray refuses the request.
     """
     found = find(name)
     if found is not None and state_of(found) != GONE:
         return found
-    # one bundle for each rank; one for each node where the number of nodes was asked for
+    # one bundle per rank, or one per node if a number of nodes was requested
     count, size = (order.nodes, order.ranks // order.nodes) if order.nodes else (order.ranks, 1)
     one: dict[str, float] = {"CPU": float(size)}
     if order.gpus:
@@ -70,7 +70,7 @@ def find(name: str) -> Group | None:
 
 
 def state_of(group: Group) -> str:
-    """Ray's word: `CREATED`, `PENDING`, `INFEASIBLE`, `REMOVED` ..."""
+    """Ray's state of a group: `CREATED`, `PENDING`, `INFEASIBLE`, `REMOVED` ..."""
     row: Mapping[str, Any] = placement_groups.placement_group_table(group)
     state = str(row.get("state", GONE))
     if state == "PENDING" and row.get("stats", {}).get("scheduling_state") == "INFEASIBLE":
@@ -84,7 +84,7 @@ def remove(name: str) -> None:
 
 
 def groups_named(prefix: str) -> dict[str, Mapping[str, Any]]:
-    """The rows of all groups whose names begin so and that are not removed, by the rest of the name."""
+    """Ray's table rows of all groups with this prefix that are not removed, by the rest of the name."""
     table: Mapping[str, Mapping[str, Any]] = placement_groups.placement_group_table()
     return {
         str(row["name"]).removeprefix(prefix): row
@@ -94,7 +94,7 @@ def groups_named(prefix: str) -> dict[str, Mapping[str, Any]]:
 
 
 def remove_groups_on(node: str, prefix: str) -> None:
-    """Remove the pool's groups that have a part on this node, and those that are only asked for."""
+    """Remove the pool's groups that have a part on this node, and those that are still pending."""
     for run_id, row in groups_named(prefix).items():
         where = set(row["bundles_to_node_id"].values())
         if node in where or where <= {""}:

@@ -1,4 +1,4 @@
-"""Ray's Jobs API over HTTP, for machines without Ray; token and certificates are found as Ray finds them."""
+"""Ray's Jobs API over HTTP, for machines without Ray; token and certificates are looked up as Ray does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import msgspec
 
 from sgpu_magic.errors import PoolError, UsageError
 
-# a head that is there answers in milliseconds
+# a reachable head node answers in milliseconds
 _FIRST_S = 5.0
 _ANSWER_S = 60.0
 _AGAIN_S = 1.0
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What Ray tells of a job; it tells more.
+    """Some fields of Ray's description of a job.
 
     Args:
         status: `PENDING`, `RUNNING`, `STOPPED`, `SUCCEEDED` or `FAILED`.
-        submission_id: Its name, None for drivers that nobody submitted.
-        message: What Ray says of its state.
-        metadata: What was said when it was submitted.
+        submission_id: The job's name, None for drivers that were not submitted as jobs.
+        message: Ray's message about the status.
+        metadata: The metadata given at submission.
     """
 
     status: str
@@ -52,14 +52,14 @@ class _Logs(msgspec.Struct, frozen=True):
 
 
 class JobsApi:
-    """Asks one cluster. Every method may raise `PoolError`: it can't be reached, or refuses us.
+    """A client of one cluster. Every method may raise `PoolError`: the cluster can't be reached, or refuses.
 
     Args:
-        address: `http://head:8265`, or `https://`.
-        environ: Where Ray's variables are; None is this process's.
+        address: The address of Ray's dashboard, `http://head:8265` or `https://...`.
+        environ: The environment with Ray's variables; None for that of this process.
 
     Raises:
-        UsageError: The address or one of the variables means nothing.
+        UsageError: The address or one of the variables is invalid.
     """
 
     def __init__(self, address: str, environ: Mapping[str, str] | None = None) -> None:
@@ -76,18 +76,18 @@ class JobsApi:
         self._opener = urllib.request.build_opener(*handlers)
 
     def check(self) -> None:
-        """Ask for something small that needs the token: a wrong one is told at once."""
+        """Make a small request that needs the token, so that a wrong token is reported at once."""
         self._ask("GET", "/api/version", timeout_s=_FIRST_S)
 
     def upload(self, name: str, data: bytes) -> str:
-        """Store a package in the cluster, unless it is there, and return its URI."""
+        """Upload a package to the cluster, unless it has it already, and return its URI."""
         path = f"/api/packages/gcs/{name}"
         if self._ask("GET", path, missing=True) is None:
             self._ask("PUT", path, data)
         return f"gcs://{name}"
 
     def submit(self, request: Mapping[str, object]) -> None:
-        """Submit a job: the fields of Ray's `JobSubmitRequest`. A cluster that has just started takes none yet."""
+        """Submit a job: the fields of Ray's `JobSubmitRequest`. Retries for 60 s while a new cluster accepts none."""
         deadline = time.monotonic() + _ANSWER_S
         while True:
             try:
@@ -105,7 +105,7 @@ class JobsApi:
         return self._decoded(self._ask("GET", f"/api/jobs/{name}"), Job)
 
     def logs(self, name: str) -> str:
-        """What it has printed; "" while there is nothing to read."""
+        """The job's output; "" while there is none."""
         found = self._ask("GET", f"/api/jobs/{name}/logs", missing=True)
         return "" if found is None else self._decoded(found, _Logs).logs
 
@@ -186,7 +186,7 @@ def _token(environ: Mapping[str, str]) -> str:
 
 
 def _tls(environ: Mapping[str, str]) -> ssl.SSLContext:
-    """Who the head must be is said by the system's certificates and Ray's `RAY_TLS_CA_CERT`."""
+    """A TLS context that verifies the head by the system's certificates and Ray's `RAY_TLS_CA_CERT`."""
     context = ssl.create_default_context()
     try:
         if authority := environ.get("RAY_TLS_CA_CERT"):

@@ -1,4 +1,4 @@
-"""What a Ray cluster is to the scheduler, what a lease asks of Ray, and why it is not there. Pure."""
+"""Translates between the scheduler and Ray: inventory, lease requests, reasons for refusals. No I/O."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from sgpu_magic.wire.devices import (
 
 OTHERS = "in use by others on the Ray cluster"
 AWAY = "on a node that does not answer"
-# so long nodes that were not looked at yet are awaited when the pool begins: where others were, and where none was
+# how long the pool waits for unprobed nodes when it starts: if others are probed already, and if none is
 _SOME_S, _NONE_S = 15.0, 90.0
 _COUNT = re.compile(r"(?P<type>[^:]+):\s*(?P<count>[0-9]{1,6})\s*")
 
 
 def read_elastic(text: str) -> tuple[tuple[str, int], ...]:
-    """Return what the setting `ray_elastic` says: (type, devices).
+    """Parse the setting `ray_elastic` into pairs of device type and number of devices.
 
     Raises:
         UsageError: A part is not `type:count`.
@@ -54,7 +54,7 @@ def read_elastic(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def type_of(facts: NodeFacts) -> str:
-    """The type of a node's GPUs: by Ray's label, its resource, or NVML's name, in this order."""
+    """The type of a node's GPUs, from Ray's label, its resource, or NVML's name, in this order."""
     for name in (facts.label, facts.resource, *(device.name for device in facts.devices[:1])):
         if name:
             try:
@@ -65,14 +65,18 @@ def type_of(facts: NodeFacts) -> str:
 
 
 def is_known(facts: NodeFacts) -> bool:
-    """Whether somebody has looked at the node, or could not."""
+    """Whether the node was probed, or its probe failed."""
     return facts.probed or bool(facts.problem)
 
 
 def is_told(nodes: Collection[NodeFacts], waited_s: float) -> bool:
-    """Whether the pool says what it has although some nodes may not have been looked at.
+    """Whether the pool may report its inventory.
 
-    A node that is slow to answer is awaited for a while; where none has answered yet, the machines are busy.
+    It waits 15 s for nodes that are slow to answer; 90 s if no node has answered yet, since the machines are busy then.
+
+    Args:
+        nodes: The cluster's nodes.
+        waited_s: Seconds since the cluster was first seen.
     """
     known = [is_known(facts) for facts in nodes]
     return all(known) or waited_s >= (_SOME_S if any(known) else _NONE_S)
@@ -84,7 +88,7 @@ def is_usable(facts: NodeFacts) -> bool:
 
 
 def devices_of(facts: NodeFacts) -> tuple[Device, ...]:
-    """A node's GPUs in Ray's order: real ones by NVML's UUIDs, others as what they are, simulated."""
+    """A node's GPUs in Ray's order: real ones with NVML's UUIDs, others marked as simulated."""
     kind = type_of(facts) if facts.gpus else ""
     devices: list[Device] = []
     for number in range(facts.gpus):
@@ -112,15 +116,15 @@ def inventory_of(
     coming: str = "",
     away: Collection[str] = (),
 ) -> Inventory:
-    """Return the whole cluster as the scheduler sees it.
+    """Return the inventory of the whole cluster for the scheduler.
 
     Args:
-        name: What it is called.
-        nodes: Those that are alive.
-        leases: The pool's own.
-        elastic: What an autoscaler may bring.
-        coming: What it is bringing.
-        away: Nodes that do not answer.
+        name: The cluster's display name.
+        nodes: The nodes that are alive.
+        leases: The pool's own leases.
+        elastic: Device types and numbers that an autoscaler may add.
+        coming: The nodes that the autoscaler is adding now, a sentence.
+        away: Ids of nodes that do not answer.
     """
     ours = frozenset(uuid for lease in leases for uuid in lease.uuids)
     there: list[Node] = []
@@ -161,16 +165,16 @@ def _problem(facts: NodeFacts) -> str:
 
 
 def _marked(devices: tuple[Device, ...], outside: int, ours: Collection[str]) -> list[Device]:
-    """Ray tells how many of a node's GPUs others use, not which: they are the last ones that are not ours."""
+    """Mark GPUs as used by others. Ray reports only their number: mark the last ones not leased by this pool."""
     last = [device for device in reversed(devices) if device.uuid not in ours][: max(0, outside)]
     return [msgspec.structs.replace(one, outside_use=OTHERS) if one in last else one for one in devices]
 
 
 def shares_of(parts: Iterable[LeasePart], nodes: Mapping[str, NodeFacts]) -> tuple[NodeShare, ...]:
-    """Return a lease's shares as Ray has granted them.
+    """Return the shares of a lease as granted by Ray.
 
     Raises:
-        KeyError: A node is not known any more.
+        KeyError: A node is no longer known.
     """
     shares: list[NodeShare] = []
     for part in parts:
@@ -184,7 +188,7 @@ def shares_of(parts: Iterable[LeasePart], nodes: Mapping[str, NodeFacts]) -> tup
 _LABEL = "ray.io/accelerator-type"
 _NODE_LABEL = "ray.io/node-id"
 _RESOURCE = "accelerator_type:"
-# enough to be counted by the autoscaler, and never used up
+# enough for the autoscaler to count, and too little to be used up
 _A_LITTLE = 0.001
 _STRATEGIES = {"pack": "PACK", "strict_pack": "STRICT_PACK", "spread": "SPREAD"}
 
@@ -204,13 +208,13 @@ def request_of(
 
     Args:
         run_id: The run.
-        lease: What the scheduler proposes.
-        placement: What the run asks for.
-        nodes: The cluster's.
-        cpus: CPUs with each GPU.
+        lease: The lease that the scheduler proposes.
+        placement: The placement that the run requests.
+        nodes: The cluster's nodes, by id.
+        cpus: CPUs per GPU.
         select: The setting `ray_select`.
-        names: Ray's own names of GPUs, for types that no node has yet.
-        avoid: Nodes that do not answer, whatever Ray thinks of them.
+        names: Ray's names of GPU types, for types that no node has yet.
+        avoid: Ids of nodes that do not answer, even if Ray considers them alive.
     """
     gpus = not lease.cpu_slots
     away = sorted(avoid & nodes.keys())
@@ -231,7 +235,7 @@ def request_of(
 
 
 def _cpus_that_fit(kind: str, nodes: Iterable[NodeFacts], cpus: float) -> float:
-    """No more CPUs with each GPU than such a node has for each."""
+    """CPUs per GPU, limited to what every node of this type has per GPU."""
     has = [facts.cpus / facts.gpus for facts in nodes if facts.gpus and type_of(facts) == kind]
     return min([cpus, *(float(int(each)) for each in has)])
 
@@ -239,7 +243,7 @@ def _cpus_that_fit(kind: str, nodes: Iterable[NodeFacts], cpus: float) -> float:
 def _selectors(
     kind: str, nodes: Iterable[NodeFacts], select: str, names: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, float]]:
-    """Label selector and further resources of each bundle."""
+    """The label selector and additional resources of each bundle."""
     have = [facts for facts in nodes if facts.gpus and is_usable(facts) and type_of(facts) == kind]
     known = [name for name in names if _is(name, kind)]
     labels = sorted({facts.label for facts in have if facts.label} or set(known))
@@ -250,7 +254,7 @@ def _selectors(
             return {}, {f"{_RESOURCE}{resources[0]}": _A_LITTLE}
     elif labels and (select == "label" or by_label):
         return {_LABEL: _any_of(labels)}, {}
-    # neither label nor resource tells these nodes from others: they are named
+    # neither label nor resource distinguishes these nodes: select them by id
     return ({_NODE_LABEL: _any_of(sorted(facts.node for facts in have))} if have else {}), {}
 
 
@@ -266,14 +270,14 @@ def _any_of(values: list[str]) -> str:
 
 
 def why_not(order: AskLease, lease: Lease, nodes: Iterable[NodeFacts], leases: Iterable[Lease], coming: str) -> str:
-    """Why Ray does not grant what was asked for, as a sentence without a full stop.
+    """Why Ray has not granted a request, as a sentence without a full stop.
 
     Args:
-        order: What was asked.
-        lease: What the scheduler proposed.
-        nodes: The cluster's, a moment ago.
-        leases: The pool's own.
-        coming: What an autoscaler is bringing.
+        order: The request.
+        lease: The lease that the scheduler proposed.
+        nodes: The cluster's nodes as last seen.
+        leases: The pool's own leases.
+        coming: The nodes that an autoscaler is adding, a sentence.
     """
     kind = CPU if lease.cpu_slots else lease.device_type
     ours: Counter[str] = Counter()

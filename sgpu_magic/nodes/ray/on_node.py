@@ -1,4 +1,4 @@
-"""What runs on a node as Ray's task or actor. It travels by value: nothing of ours need be installed there."""
+"""Ray tasks and the actor class that run on nodes. They are pickled by value: nodes need no sgpu-magic installed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 def look() -> dict[str, Any]:
-    """Tell what the node is beside Ray's own view: the fields of `NodeFacts` from `devices` on, as plain values."""
+    """Probe the node: return the fields of `NodeFacts` from `devices` on, except `problem`, as plain values."""
     import importlib
     import importlib.metadata
     import importlib.util
     import os
 
-    # what a node's agent needs beside the standard library; pure Python of ours is brought along
+    # what a node's agent needs besides the standard library; this package itself is shipped
     needed = ("msgspec", "zmq", "platformdirs", "packaging", "pathspec", "psutil", "uv", "cloudpickle")
     devices: list[dict[str, Any]] = []
     driver = ""
@@ -31,7 +31,7 @@ def look() -> dict[str, Any]:
                 devices.append({**found, "name": str(nvml.nvmlDeviceGetName(handle))})
             nvml.nvmlShutdown()
         except (nvml.NVMLError, OSError, RuntimeError):
-            # without a driver, or with one that does not tell: what Ray says of the node has to do
+            # no driver, or one that does not answer: only Ray's own view of the node remains
             devices = []
     version = ""
     if importlib.util.find_spec("sgpu_magic") is not None:
@@ -49,7 +49,7 @@ def look() -> dict[str, Any]:
 
 
 def own_gpus() -> list[str]:
-    """Tell which GPUs Ray has given this task, as Ray calls them."""
+    """Return the GPUs that Ray has assigned to this task, by Ray's ids."""
     import importlib
 
     ray: Any = importlib.import_module("ray")
@@ -57,11 +57,11 @@ def own_gpus() -> list[str]:
 
 
 class NodeAgent:
-    """The actor of a node. See `agent_actor.Holder`, which does the work where our package is.
+    """The agent actor of a node. Makes this package importable; `agent_actor.Holder` does the work.
 
     Args:
         order: An encoded `AgentOrder`.
-        package: Our package as a zip archive; None where the node has it.
+        package: This package as a zip archive; None if the node has it.
     """
 
     def __init__(self, order: bytes, package: bytes | None) -> None:
@@ -81,9 +81,9 @@ class NodeAgent:
         self._holder = Holder(order, unpacked)
 
     def ready(self) -> bool:
-        """Whether its agent is there; one that is over is leaving, and its actor with it."""
+        """Whether the agent runs; otherwise the actor is about to exit."""
         return self._holder.is_there
 
     def end(self) -> None:
-        """End the agent with all that it has, and come back when it is over."""
+        """End the agent and its ranks, and wait until it has exited."""
         self._holder.end()

@@ -1,11 +1,11 @@
-"""On a node: the agent process, and the way between its Unix socket and the pool service on another machine.
+"""On a node: the agent process, and the relay between its Unix socket and the pool service on another machine.
 
-The agent is the same program as on one machine and knows nothing of the network. When the link is lost its socket is
-closed, so it waits for the next service as it would anywhere; the next link has its own socket.
+The agent is the same program as in the local engine; it does no networking. When the link is lost, its socket is
+closed, and it waits for the next pool service as usual; each link uses a new socket.
 
-A link carries the messages of `wire.node`. It begins with the node's `LinkHello` and lasts until one side hears nothing
-or misses something; then the next one begins, and on it the node's agent says again what it has. So nothing on it need
-be sent twice: what matters is numbered above it, by run.
+A link carries the messages of `wire.node`. It begins with the node's `LinkHello` and lasts until one side detects
+silence or a gap; then the node opens the next link, and its agent reports again which runs it holds. A link never
+retransmits: the messages that matter are numbered per run on a higher level.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from sgpu_magic.wire.node import EndAgent
 from sgpu_magic.wire.pool_status import agent_socket_file
 from sgpu_magic.wire.record import Record
 
-# ---------------------------------------------------------------- what the two ends say
+# ---------------------------------------------------------------- messages of the two ends
 
 BEAT_S = 1.0
-"""Each side says so often that it is there, in seconds."""
+"""The interval of heartbeats on each side, in seconds."""
 
 SILENT_S = 3.5
-"""Seconds without a word after which a side takes the other for lost."""
+"""Seconds of silence after which a side considers the other lost."""
 
 
 class LinkHello(Record, frozen=True, tag="link-hello", kw_only=True):
-    """A node wants a new link; said again until `LinkOpened` comes.
+    """A node requests a new link; repeated until `LinkOpened` arrives.
 
     Args:
-        node: Its id, the one that its key was made for.
-        link: A name that no other link has.
+        node: The node's id, for which its key was created.
+        link: A unique name of the link.
     """
 
     node: str
@@ -56,16 +56,17 @@ class LinkHello(Record, frozen=True, tag="link-hello", kw_only=True):
 
 
 class LinkOpened(Record, frozen=True, tag="link-opened", kw_only=True):
-    """The pool has taken the link: the agent's first word may come."""
+    """The pool has accepted the link: the agent may send its first message."""
 
     link: str
 
 
 class LinkBeat(Record, frozen=True, tag="link-beat", kw_only=True):
-    """Still here.
+    """A heartbeat.
 
     Args:
-        sent: So many messages this side has carried on the link.
+        link: The link's name.
+        sent: The number of messages that this side has sent on the link.
     """
 
     link: str
@@ -73,9 +74,10 @@ class LinkBeat(Record, frozen=True, tag="link-beat", kw_only=True):
 
 
 class Carried(Record, frozen=True, tag="carried", kw_only=True):
-    """A message for or from the agent: it is the next frame, and its raw frames follow.
+    """A message to or from the agent: the next frame is the message, and its raw frames follow.
 
     Args:
+        link: The link's name.
         number: 1, 2, 3 ... on the link in this direction.
     """
 
@@ -84,16 +86,17 @@ class Carried(Record, frozen=True, tag="carried", kw_only=True):
 
 
 class LinkBroken(Record, frozen=True, tag="link-broken", kw_only=True):
-    """Something is missing, or the link is not known: begin a new one."""
+    """A message is missing, or the link is unknown: open a new one."""
 
     link: str
 
 
 class NodeLeaves(Record, frozen=True, tag="node-leaves", kw_only=True):
-    """The node's agent process is over, and so is everything that it had.
+    """The node's agent process has exited, and with it its ranks.
 
     Args:
-        why: A sentence's end: `was killed by SIGKILL`; "" when it was told to end.
+        link: The link's name.
+        why: A clause, for example `its agent was killed by SIGKILL`; "" after a normal exit.
     """
 
     link: str
@@ -108,23 +111,23 @@ ToNode = LinkOpened | LinkBeat | Carried | LinkBroken
 _to_node = msgspec.msgpack.Decoder[ToNode](ToNode)
 _raw = msgspec.msgpack.Decoder[msgspec.Raw](msgspec.Raw)
 _LINGER_MS = 1000
-# the agent's own stop path takes its grace; then it is killed
+# the agent's own shutdown includes a grace period for its ranks; after this time it is killed
 _END_S = 15.0
 _LOOK_S = 0.05
 
 
 class AgentOrder(Record, frozen=True, kw_only=True):
-    """What a node needs to be one of the pool's.
+    """The configuration of a node's agent.
 
     Args:
-        node: Its id.
-        prefix: Names of the pool's placement groups begin with it.
-        namespace: Ray's namespace of the pool.
-        address: The pool's agent listener, `tcp://host:port`.
+        node: The node's id.
+        prefix: The prefix of the names of the pool's placement groups.
+        namespace: The pool's Ray namespace.
+        address: The address of the pool's agent listener, `tcp://host:port`.
         server_key: The listener's public key.
-        public: The node's own key.
-        secret: Its other half.
-        settings: The agent's settings, as JSON; its directories are there.
+        public: The node's public key.
+        secret: The node's secret key.
+        settings: The agent's settings as JSON; for `Uplink`, their directories must exist.
     """
 
     node: str
@@ -138,11 +141,11 @@ class AgentOrder(Record, frozen=True, kw_only=True):
 
 
 class Uplink:
-    """One node's agent and its link, from the agent's start to its end.
+    """One node's agent and its link, from the agent's start to its exit.
 
     Args:
-        order: What the pool said.
-        lock: A descriptor that the agent holds as well: who waits for it waits for the agent's end.
+        order: The agent's configuration.
+        lock: A file descriptor of a lock that the agent inherits, so that it is held until the agent exits.
     """
 
     def __init__(self, order: AgentOrder, lock: int) -> None:
@@ -150,13 +153,13 @@ class Uplink:
         self._settings = msgspec.json.decode(order.settings, type=Settings)
         self._loop = asyncio.get_running_loop()
         self.finished: asyncio.Future[str] = self._loop.create_future()
-        """Why it is over, "" when the agent was told to end."""
+        """Why the agent has exited, "" after a normal exit."""
         self._context = zmq.Context()
         self._socket: LoopSocket | None = None
         self._link = ""
         self._opened = False
         self.abandoned = False
-        """The agent has ended because no service came."""
+        """The agent has exited because no pool service connected."""
         self._told_to_end = False
         self._agent: MessageStream[msgspec.Raw] | None = None
         self._sent = self._received = 0
@@ -166,11 +169,11 @@ class Uplink:
         self._tick()
 
     def end(self) -> None:
-        """Have the agent end its ranks and itself; killed when it takes too long."""
+        """Tell the agent to end its ranks and itself; kill it if that takes too long."""
         self._told_to_end = True
         if self._agent is not None:
             self._agent.send(EndAgent())
-        # the agent ends everything at once when this is closed, whoever speaks to it
+        # the agent ends everything at once when this is closed, regardless of its socket
         os.close(self._lifeline)
         self._lifeline = -1
         self._loop.call_later(_END_S, self._child.kill)
@@ -196,7 +199,7 @@ class Uplink:
         if self._socket is not None:
             self._socket.drain()
         if late > BEAT_S:
-            # this process was starved: that is no silence of the pool's
+            # this process was starved; do not count that as silence of the pool
             self._heard_at += late
         if self._socket is None or now - self._heard_at > SILENT_S:
             self._dial()
@@ -206,7 +209,7 @@ class Uplink:
             self._say(LinkHello(node=self._order.node, link=self._link))
 
     def _dial(self) -> None:
-        """A new link, over a new connection."""
+        """Open a new link over a new connection."""
         self._hang_up()
         order = self._order
         self._link, self._sent, self._received = secrets.token_hex(8), 0, 0
@@ -221,7 +224,7 @@ class Uplink:
 
     def _hang_up(self) -> None:
         if self._opened and self._agent is not None:
-            # it keeps its ranks and waits for the next service
+            # the agent keeps its ranks and waits for the next service
             self._agent.close()
             self._agent = None
         self._opened = False
@@ -255,7 +258,7 @@ class Uplink:
                     self._agent.send(cast("Record", msgspec.Raw(parts[0])), parts[1:])
 
     def _break(self) -> None:
-        """Something is missing."""
+        """Open a new link after a gap."""
         self._say(LinkBroken(link=self._link))
         self._dial()
 
@@ -286,12 +289,12 @@ class Uplink:
         self._await_end()
 
     def _await_end(self) -> None:
-        """Look often; the link's beats go on meanwhile."""
+        """Poll for the agent's exit; heartbeats continue meanwhile."""
         if not self._ended():
             self._loop.call_later(_LOOK_S, self._await_end)
 
     def _ended(self) -> bool:
-        """Whether the agent process is over; then everything is."""
+        """Whether the agent process has exited; reports its exit the first time."""
         if self.finished.done():
             return True
         code = self._child.poll()
@@ -313,13 +316,13 @@ def _why(code: int) -> str:
 
 
 def _start(settings: Settings, lock: int) -> tuple[socket.socket, int, subprocess.Popen[bytes]]:
-    """Start the agent. Returns our end of its socket, its lifeline and itself.
+    """Start the agent. Returns this end of its socket, its lifeline and the process.
 
-    The lifeline is a pipe that only this process holds: at its end the agent ends everything.
+    The lifeline is the write end of a pipe that only this process holds: when it closes, the agent ends everything.
     """
     hears, lifeline = os.pipe()
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
-    # where this package is here: Ray may have brought it along
+    # this package's location: it may have been shipped and unpacked for this actor
     here = str(Path(__file__).parents[3])
     path = os.pathsep.join(dict.fromkeys([here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]))
     ours, child = child_process.start(
@@ -334,5 +337,5 @@ def _start(settings: Settings, lock: int) -> tuple[socket.socket, int, subproces
     return ours, lifeline, child
 
 
-# of Ray's worker process, not of the ranks
+# variables of Ray's worker process that the ranks must not inherit
 _RAYS_OWN = ("RAY_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")

@@ -1,8 +1,8 @@
-"""A node's half: whether it has a run's environment, and a process of its own that builds what it lacks.
+"""The node's side: the environments that it has built, and the process that builds a missing one.
 
-store       what has been built, and who uses it; what the agent and the building process tell each other
-__main__    that process; apart, as it has to be tied to its agent before anything else is imported
-builder     what it does, step by step
-base_layer  what is taken from the node's own Python instead
-refusals    why nothing is built: cause and remedy; how large an environment will be, before anything is downloaded
+store       the built environments and their locks; the messages between the agent and the build process
+__main__    the build process; a module of its own, as it must tie itself to the agent before other imports
+builder     the steps of a build
+base_layer  the packages linked from the node's own Python instead of being installed
+refusals    why an environment can't be built, with cause and remedy; its estimated download size
 """

@@ -1,7 +1,7 @@
 """`python -m sgpu_magic.packages.node <pid of the agent>`: builds one environment for the agent that started it.
 
-The order comes as JSON on standard input, what happens goes as JSON lines to standard output. It dies with the agent;
-told to end by TERM, it leaves nothing.
+Reads a `BuildOrder` as JSON from standard input and writes `BuildNews` as JSON lines to standard output. It dies with
+the agent. On SIGTERM it cleans up and exits.
 """
 
 from __future__ import annotations

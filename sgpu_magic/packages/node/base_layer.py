@@ -1,8 +1,8 @@
-"""The base layer: what a built environment takes from the node's own Python instead of installing it.
+"""The base layer: packages that a built environment uses from the node's own Python instead of installing them.
 
-These are torch, with what it needs (`nvidia-*`, triton), and sgpu-magic with what its ranks need. The files of exactly
-these distributions are linked into one folder, which stands behind the environment's own packages on the path: what
-the environment has itself comes first, and nothing else of the node's Python can be imported.
+These are torch and its requirements (`nvidia-*`, triton), and sgpu-magic and its requirements on ranks. Exactly their
+files are linked into one folder, which follows the environment's own packages on `sys.path`: the environment's packages
+take precedence, and nothing else of the node's Python can be imported.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sgpu_magic.packages.distributions import SGPU_MAGIC, Distribution, Kind, Sn
 from sgpu_magic.packages.requirement_files import needed_by
 from sgpu_magic.packages.snapshot import take_snapshot
 
-# of what sgpu-magic needs, this only where notebooks and pools are
+# sgpu-magic's requirements that only notebooks and pools need
 _NOT_FOR_RANKS = {"anywidget", "ipywidgets", "pathspec", "uv"}
-# mlflow with its local store: code on a rank may use them without having asked for them
+# includes mlflow and its local store, which code on a rank may use without requiring them
 _ROOTS = ("torch", SGPU_MAGIC, "threadpoolctl", "mlflow-skinny", "sqlalchemy", "alembic")
 _FOLDERS_AS_ONE = (".dist-info", ".libs", ".data")
 
@@ -29,12 +29,12 @@ _FOLDERS_AS_ONE = (".dist-info", ".libs", ".data")
 def base_layer(
     without: Collection[str] = (), further: Iterable[str] = (), *, snapshot: Snapshot | None = None
 ) -> dict[str, Distribution]:
-    """Find what the base layer brings into an environment, by name.
+    """Return the distributions that the base layer adds to an environment, by name.
 
     Args:
-        without: Normalised names of what the environment has itself: neither these nor what only they need.
-        further: Names beside torch and sgpu-magic, taken where the node has them, such as torchvision.
-        snapshot: What the node's Python has, by default this process's.
+        without: Normalised names of the environment's own packages: these are left out, and what only they require.
+        further: Names to add besides torch and sgpu-magic if the node has them, such as torchvision.
+        snapshot: The packages of the node's Python. Default: those of this process.
     """
     snapshot = snapshot or take_snapshot()
     found: dict[str, Distribution] = {}
@@ -53,7 +53,7 @@ _tag: tuple[Snapshot, str] | None = None
 
 
 def layer_tag(snapshot: Snapshot | None = None) -> str:
-    """Eight digits that change with what the base layer would bring. Cheap while no site directory has changed."""
+    """Return eight hexadecimal digits that change with the base layer. Cached until a site directory changes."""
     global _tag
     snapshot = snapshot or take_snapshot()
     if _tag is None or _tag[0] is not snapshot:
@@ -66,7 +66,7 @@ def layer_tag(snapshot: Snapshot | None = None) -> str:
 
 
 def link_layer(layer: Mapping[str, Distribution], folder: Path) -> None:
-    """Link the files of these distributions into a folder, as they lie in a site directory.
+    """Link the files of these distributions into a folder, laid out like a site directory.
 
     Raises:
         OSError: A link can't be made.
@@ -86,7 +86,7 @@ def link_layer(layer: Mapping[str, Distribution], folder: Path) -> None:
 
 
 def _files_of(info: Path) -> list[str]:
-    """The distribution's files below its site directory, as RECORD names them."""
+    """Return the distribution's files below its site directory, as `RECORD` lists them."""
     with open(info / "RECORD", newline="") as file:
         names = [row[0] for row in csv.reader(file) if row]
     inner = f"{info.name}/"
@@ -94,7 +94,7 @@ def _files_of(info: Path) -> list[str]:
 
 
 def _link_tree(files: Iterable[str], site: Path, folder: Path) -> None:
-    """Link a package as a whole; a folder that several distributions share is made, and its parts are linked."""
+    """Link each package as a whole. Folders shared by several distributions are created, and their parts linked."""
     below: dict[str, list[str]] = {}
     for file in files:
         top, _, rest = file.partition("/")
@@ -114,7 +114,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _editable_sources(one: Distribution) -> list[Path]:
-    """Where an editable distribution's packages and modules lie, as this process imports them."""
+    """Return the paths of an editable distribution's packages and modules, as this process imports them."""
     sources: list[Path] = []
     for name in one.module_names:
         spec = importlib.util.find_spec(name)

@@ -1,7 +1,7 @@
-"""Builds one environment with uv: in a folder beside, which appears by a rename when it is whole.
+"""Builds one environment with uv, in a temporary folder that is renamed when it is complete.
 
 claim -> venv -> sizes -> install -> base layer -> rename      usable
-      -> room within the budget -> byte code                   behind it
+      -> room within the budget -> byte code                   in the background
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from sgpu_magic.system import processes
 from sgpu_magic.wire.attachments import Environment, Wheel
 
 _POLL_S = 0.05
-# what torch's dependants would bring in, though the base layer has it
+# would be installed as dependencies, although the base layer has them
 _FROM_BASE = ("torch", "torchvision", "torchaudio", "triton", "pytorch-triton")
 _PATH_ENTRY = "sgpu_base_layer.pth"
 
 
 class Builder:
-    """Builds what an order says.
+    """Builds the environment of an order.
 
     Args:
-        order: What, and where.
-        moved: Is told how far it has got.
+        order: What to build, and where.
+        moved: Called with the progress.
     """
 
     def __init__(self, order: BuildOrder, moved: Callable[[BuildMoved], None]) -> None:
@@ -53,13 +53,13 @@ class Builder:
         self._index = index_variables(order.index_url)
 
     def build(self) -> tuple[bool, HeldLock]:
-        """Build it, unless it is there.
+        """Build the environment unless it exists.
 
         Returns:
-            Whether it was built here, and the lock that keeps it.
+            Whether it was built by this process, and the lock that keeps it from being removed.
 
         Raises:
-            BuildFailed: It can't be had; nothing of it is left.
+            BuildFailed: It can't be built. Nothing is left behind.
         """
         refusals.refuse_unfit(self._environment)
         try:
@@ -70,10 +70,10 @@ class Builder:
             raise refusals.of_system(error, self._root) from error
 
     def settle(self) -> None:
-        """After it is usable: make room, write byte code. At idle priority: ranks may compute."""
+        """Remove old environments and write byte code, after the environment is usable. Runs at idle priority."""
         _become_idle()
         name = self._order.name
-        # a disk that is full now costs the ranks nothing but slower imports
+        # on a full disk the ranks' imports are only slower
         with contextlib.suppress(OSError):
             self._store.measure(name)
             self._store.make_room(self._order.budget_bytes)
@@ -94,7 +94,7 @@ class Builder:
     # ------------------------------------------------------------ one builder at a time
 
     def _build_or_wait(self) -> tuple[bool, HeldLock]:
-        """Build it, or wait for another process that does."""
+        """Build the environment, or wait for another process that builds it."""
         name, told = self._order.name, False
         while True:
             there = self._store.open(name)
@@ -104,7 +104,7 @@ class Builder:
             if lock is not None:
                 if not self._store.is_whole(name):
                     return True, self._build_claimed(lock)
-                # between the two looks
+                # built between the two checks
                 lock.close()
                 continue
             if not told:
@@ -120,9 +120,9 @@ class Builder:
             self._store.finish(self._order.name, building, built)
             lock.share()
         except BaseException:
-            # an interrupt too: nothing of a build that has not come to its end may stay
+            # also on an interrupt: leave nothing of an unfinished build
             if building is not None:
-                # a file that can't be removed is left to the next build
+                # a file that can't be removed is left for the next build to remove
                 shutil.rmtree(building, ignore_errors=True)
             self._store.abandon(self._order.name)
             lock.close()
@@ -167,7 +167,7 @@ class Builder:
         if not environment.resolve:
             return [*options, "--no-deps"]
         if not environment.torch_mine:
-            # a marker that is never true: torch and what belongs to it come from the base layer
+            # a marker that is never true: torch and its companions come from the base layer
             overrides = building / "overrides.txt"
             overrides.write_text("".join(f'{name} ; python_version < "0"\n' for name in _FROM_BASE))
             options += ["--override", str(overrides)]
@@ -208,7 +208,7 @@ class Builder:
         )
 
     def _checked(self, wheel: Wheel, building: Path) -> str:
-        """A requirement's line for a wheel whose bytes are the right ones."""
+        """Return the requirement line for a wheel, after checking its hash."""
         if os.path.basename(wheel.file) != wheel.file or not wheel.file.endswith(".whl"):
             raise BuildFailed(f"{wheel.file!r} is not the name of a wheel; the notebook's client has to be repaired.")
         path = Path(wheel.path)
@@ -232,11 +232,11 @@ class Builder:
 
 
 class _Layer:
-    """The base layer of one environment, linked while uv works.
+    """The base layer of one environment, linked while uv installs.
 
     Args:
-        environment: Which.
-        folder: Where the links go.
+        environment: The environment.
+        folder: The folder for the links.
     """
 
     def __init__(self, environment: Environment, folder: Path) -> None:
@@ -245,16 +245,19 @@ class _Layer:
         self._linked: set[str] | None = None
 
     def foresee(self) -> None:
-        """Link it, as far as one can tell from the requirements what the environment has itself."""
+        """Link it early if the requirements already tell which packages the environment has itself."""
         if not self._environment.resolve:
             lines, wheels = self._environment.requirements, self._environment.wheels
             self._link({*(normalised(name_of(line)) for line in lines), *map(distribution_name, wheels)})
 
     def complete(self, has_itself: set[str]) -> None:
-        """Link what is missing.
+        """Link it, or link it again if the environment has other packages than foreseen.
+
+        Args:
+            has_itself: Normalised names of the installed packages.
 
         Raises:
-            BuildFailed: The node has no torch.
+            BuildFailed: The node has no torch or no sgpu-magic.
         """
         if self._linked is None or self._linked & has_itself:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -274,7 +277,7 @@ class _Layer:
 
 
 def folder_name(environment: Environment, tag: str) -> str:
-    """Where a node with this base layer keeps the environment."""
+    """Return the folder name of an environment on a node whose base layer has this tag."""
     return f"{environment.digest}-{tag}"
 
 
@@ -283,7 +286,7 @@ def _site_packages(venv: Path) -> Path:
 
 
 def _path_of(venv: Path, site: Path) -> list[str]:
-    """The `sys.path` with which the environment's Python starts; that one is asked when a file adds to it."""
+    """Return the `sys.path` of the environment's Python. Starts that Python only if a `.pth` file adds entries."""
     if not any(_adds_entries(file) for file in site.glob("*.pth")):
         library = os.path.realpath(sysconfig.get_path("stdlib"))
         standard = (library, os.path.join(library, "lib-dynload"))

@@ -1,4 +1,4 @@
-"""Why a node does not build an environment, each reason a paragraph with cause and remedy; how large it would be."""
+"""Why a node can't build an environment, each reason with cause and remedy, and the size of its download."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _UNREACHABLE = ("Failed to fetch", "error sending request", "dns error", "networ
 
 
 class BuildFailed(Exception):
-    """The environment can't be had on this node; the message is for people."""
+    """The environment can't be built on this node. The message is shown to the user."""
 
 
 def refuse_unfit(environment: Environment) -> None:
-    """Refuse what can't work here, before anything is done.
+    """Refuse an environment that can't work on this node, before building it.
 
     Raises:
-        BuildFailed: It is for another Python or platform, or needs what only conda has.
+        BuildFailed: It is for another Python or platform, has packages from conda, or needs builds from source that
+            are not allowed.
     """
     host, python, platform = socket.gethostname(), own_python(), own_platform()
     if environment.python and environment.python != python:
@@ -62,14 +63,14 @@ def refuse_unfit(environment: Environment) -> None:
 
 
 def refuse_large(sizes: Mapping[str, int], limit_bytes: int) -> None:
-    """Refuse packages that are larger than a node builds.
+    """Refuse packages that exceed the node's size limit.
 
     Args:
         sizes: Bytes to download by package.
-        limit_bytes: All that it builds.
+        limit_bytes: Maximum total.
 
     Raises:
-        BuildFailed: They are larger.
+        BuildFailed: The total exceeds the limit.
     """
     if sum(sizes.values()) > limit_bytes:
         by_size = sorted(sizes.items(), key=lambda item: -item[1])
@@ -83,7 +84,7 @@ def refuse_large(sizes: Mapping[str, int], limit_bytes: int) -> None:
 
 
 def of_uv(failed: UvFailed, root: Path) -> BuildFailed:
-    """Why uv could not do it."""
+    """Return the error for a failure of uv."""
     host = socket.gethostname()
     if any(mark in failed.text for mark in _NO_SPACE):
         return of_disk(root)
@@ -107,7 +108,7 @@ def of_uv(failed: UvFailed, root: Path) -> BuildFailed:
 
 
 def of_system(error: OSError, root: Path) -> BuildFailed:
-    """Why the system did not let us."""
+    """Return the error for a failed system call."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return of_disk(root)
     host = socket.gethostname()
@@ -123,7 +124,7 @@ def of_system(error: OSError, root: Path) -> BuildFailed:
 
 
 def of_disk(root: Path) -> BuildFailed:
-    """The disk is full."""
+    """Return the error for a full disk."""
     try:
         free = f"{format_bytes(shutil.disk_usage(root).free)} are free"
     except OSError:
@@ -145,7 +146,7 @@ def _not_built(host: str, names: list[str]) -> BuildFailed:
 
 
 def _is_source(line: str) -> bool:
-    """A repository, or an archive that is no wheel."""
+    """Whether a requirement is a repository, or an archive that is not a wheel."""
     if "git+" in line or "hg+" in line or "svn+" in line or "bzr+" in line:
         return True
     name, at, url = line.partition("@")
@@ -159,13 +160,13 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-# ---------------------------------------------------------------- its size, before anything is downloaded
+# ---------------------------------------------------------------- download size
 
 _LARGEST = 5
 
 
 def pin_of(line: str) -> str:
-    """`name==version` of a requirement's line, "" for one that is no exact pin."""
+    """Return a requirement as `name==version`, "" if it is not an exact pin."""
     version = version_of(line)
     return f"{normalised(name_of(line))}=={version}" if version else ""
 
@@ -173,16 +174,16 @@ def pin_of(line: str) -> str:
 def estimate(
     lines: Iterable[str], known: Mapping[str, int], ask: Callable[[list[str]], str], *, complete: bool
 ) -> dict[str, int]:
-    """Return the bytes to download by `name==version`. What is not known, such as a repository's, is not in it.
+    """Return the bytes to download by `name==version`, without packages of unknown size such as repositories.
 
     Args:
-        lines: Of a requirements file.
-        known: Sizes of earlier estimates, by pin.
-        ask: Has uv lock these lines and returns the `pylock.toml`.
-        complete: The lines are all that is installed; else uv has to look up what they need.
+        lines: Lines of a requirements file.
+        known: Sizes from earlier estimates, by pin.
+        ask: Locks these lines with uv and returns the `pylock.toml`.
+        complete: Whether the lines include all dependencies; otherwise uv resolves them.
 
     Raises:
-        UvFailed: As `ask`.
+        UvFailed: Raised by `ask`.
     """
     lines = list(lines)
     if not complete:
@@ -191,13 +192,13 @@ def estimate(
     sizes = {pin: known[pin] for pin in pins.values() if pin in known}
     unknown = [line for line, pin in pins.items() if pin and pin not in known]
     if unknown:
-        # an index may not tell a size; it need not be asked again
+        # an index may not report a size: record 0, so that it is not asked again
         sizes |= {pins[line]: 0 for line in unknown} | sizes_in(ask(unknown))
     return sizes
 
 
 def sizes_in(pylock: str) -> dict[str, int]:
-    """What a `pylock.toml` says of its packages' sizes: of the wheel where there is one, else of the source."""
+    """Return the package sizes in a `pylock.toml`: the largest wheel of each, or else its source archive."""
     sizes: dict[str, int] = {}
     packages: list[dict[str, Any]] = tomllib.loads(pylock).get("packages", [])
     for package in packages:
@@ -210,11 +211,11 @@ def sizes_in(pylock: str) -> dict[str, int]:
 
 
 class KnownSizes:
-    """Sizes of files that were asked for before, on disk: a rebuild need not ask again.
+    """Download sizes cached on disk.
 
     Args:
-        file: Where.
-        tag: Of the Python that they are for.
+        file: Path of the cache file.
+        tag: Tag of the Python that the sizes are for.
     """
 
     _MOST = 20_000
@@ -232,10 +233,10 @@ class KnownSizes:
         return {name.removeprefix(mark): size for name, size in self._all.items() if name.startswith(mark)}
 
     def add(self, sizes: Mapping[str, int]) -> None:
-        """Keep these too.
+        """Add sizes to the cache.
 
         Raises:
-            OSError: The file can't be written.
+            OSError: The cache file can't be written.
         """
         new = {f"{self._tag} {pin}": size for pin, size in sizes.items()}
         if new.items() <= self._all.items():

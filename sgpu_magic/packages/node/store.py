@@ -1,12 +1,12 @@
-"""The environments that a node has built, each in a folder of its own, and who uses them.
+"""The environments that a node has built, one folder each, and their locks.
 
     <root>/<name>/venv, base, environment.json, last-used, size
-    <root>/.building-<name>     being built, or left by a build that was killed
-    <root>/.removing-<name>     being removed, or left by a removal that was killed
+    <root>/.building-<name>     being built, or left by a killed build
+    <root>/.removing-<name>     being removed, or left by a killed removal
     <root>/locks/<name>
 
-A folder appears whole, by a rename. Its lock is held shared by whoever uses it and exclusively by whoever builds or
-removes it, so two pools of one user build it once, and nobody removes what is in use.
+A complete folder is moved into place by a rename. Users of an environment hold its lock shared; builds and removals
+hold it exclusively. So two pools of one user build it once, and an environment in use is never removed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _NAME = re.compile(r"[0-9A-Za-z_]{8,80}-[0-9a-f]{8}")
 
 
 class Built(Record, frozen=True, kw_only=True):
-    """An environment that is there.
+    """A built environment.
 
     Args:
-        prefix: Its virtual environment.
-        executable: Its Python.
-        sys_path: That Python's whole `sys.path`: standard library, own packages, base layer.
-        digest: Of the `Environment` that it was built from.
-        packages: How many were installed.
+        prefix: Path of its virtual environment.
+        executable: Path of its Python.
+        sys_path: The full `sys.path` of that Python: standard library, own packages, base layer.
+        digest: Digest of the `Environment` that it was built from.
+        packages: Number of installed packages.
     """
 
     prefix: str
@@ -53,7 +53,7 @@ class Built(Record, frozen=True, kw_only=True):
 
 
 def read_built(folder: Path) -> Built | None:
-    """What lies in an environment's folder; None when it can't be read."""
+    """Return the description of the environment in a folder, None if it can't be read."""
     try:
         return msgspec.json.decode((folder / _DESCRIPTION).read_bytes(), type=Built)
     except (OSError, msgspec.DecodeError):
@@ -61,27 +61,27 @@ def read_built(folder: Path) -> Built | None:
 
 
 class Store:
-    """The folder with all of them.
+    """The folder of all environments on a node.
 
     Args:
-        root: The folder; made when something is to be kept there.
+        root: The folder; created on first use.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def folder(self, name: str) -> Path:
-        """Where the environment is, or will be.
+        """Return the path of an environment's folder, which need not exist.
 
         Raises:
-            ValueError: The name is none of an environment.
+            ValueError: This is not a valid name of an environment's folder.
         """
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of an environment's folder")
         return self.root / name
 
     def open(self, name: str) -> tuple[Built, HeldLock] | None:
-        """The environment, held until the lock is closed; None when it is not there, or somebody builds it."""
+        """Return the environment and a shared lock on it; None if it does not exist or is being built."""
         folder = self.folder(name)
         if not folder.is_dir():
             return None
@@ -96,15 +96,15 @@ class Store:
         return None
 
     def is_whole(self, name: str) -> bool:
-        """Whether it is there. Only who holds its lock can rely on it."""
+        """Whether the environment exists. Reliable only while holding its lock."""
         return (self.folder(name) / _DESCRIPTION).is_file()
 
     def claim(self, name: str) -> HeldLock | None:
-        """The right to build or to remove it; None while somebody builds or uses it."""
+        """Take the exclusive lock for building or removing it; None while it is in use or being built."""
         return take_lock(self._lock_file(name), wait=False, flags=LOCK_FILE)
 
     def begin(self, name: str) -> Path:
-        """An empty folder to build in. What killed builds have left is removed. Needs the claim."""
+        """Create an empty folder to build in, and remove leftovers of killed builds. Requires the claim."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._remove_leftovers()
         folder = self.root / f"{_BUILDING}{name}"
@@ -113,36 +113,36 @@ class Store:
         return folder
 
     def finish(self, name: str, building: Path, built: Built) -> None:
-        """Let what was built appear. Needs the claim."""
+        """Move a finished build into place. Requires the claim."""
         (building / _DESCRIPTION).write_bytes(msgspec.json.encode(built))
         (building / _LAST_USED).touch()
-        # one that can't be read, or it would have been taken
+        # an existing folder is unreadable, or it would have been used
         shutil.rmtree(self.folder(name), ignore_errors=True)
         os.replace(building, self.folder(name))
 
     def abandon(self, name: str) -> None:
-        """Nothing came of the build. Needs the claim, which is to be given back next."""
+        """Remove the lock file after a failed build. Requires the claim, which must be released next."""
         if not self.is_whole(name):
             self._lock_file(name).unlink(missing_ok=True)
 
     def touch(self, name: str) -> None:
-        """It is used now."""
+        """Mark the environment as used now."""
         (self.folder(name) / _LAST_USED).touch()
 
     def measure(self, name: str) -> int:
-        """Count the bytes of its files and write the sum down."""
+        """Measure the size of its files in bytes and record it."""
         folder = self.folder(name)
         size = folder_bytes(folder)
         (folder / _SIZE).write_text(str(size))
         return size
 
     def make_room(self, budget_bytes: int) -> None:
-        """Remove the least recently used ones until all have no more than the budget. Never one that is in use."""
+        """Remove the least recently used environments until the rest fits the budget. Keeps those in use."""
         all_here = [(self._last_used(name), self._known_size(name), name) for name in self.names()]
         evict(all_here, budget_bytes, self.remove)
 
     def remove(self, name: str) -> bool:
-        """Remove it unless it is in use."""
+        """Remove the environment. Returns False if it is in use."""
         with self._claimed(name) as mine:
             if mine:
                 going = self.root / f"{_REMOVING}{name}"
@@ -154,7 +154,7 @@ class Store:
             return mine
 
     def names(self) -> list[str]:
-        """All that are there."""
+        """Return the folder names of all environments."""
         try:
             return [entry for entry in os.listdir(self.root) if _NAME.fullmatch(entry)]
         except FileNotFoundError:
@@ -168,7 +168,7 @@ class Store:
         return folder / name
 
     def _claimed(self, name: str) -> AbstractContextManager[bool]:
-        """Hold the claim for the block; yields whether it could be had."""
+        """Hold the claim for a block; yields whether it was acquired."""
         return locked(self._lock_file(name), wait=False, flags=LOCK_FILE)
 
     def _remove_leftovers(self) -> None:
@@ -194,27 +194,27 @@ class Store:
             return folder_bytes(self.folder(name))
 
 
-# ---------------------------------------------------------------- an order to build one
+# ---------------------------------------------------------------- whether a build is needed
 
 
 def needs_build(settings: Settings, environment: Environment) -> bool:
-    """True unless the kernel's own Python serves: it is at hand on this node, and its own packages are wanted."""
+    """Whether a node must build the environment. False if it can run the kernel's own Python."""
     return not environment.own or settings.environments != "auto"
 
 
-# ---------------------------------------------------------------- what agent and building process tell each other
+# ---------------------------------------------------------------- messages between agent and build process
 
 
 class BuildOrder(Record, frozen=True, kw_only=True):
-    """Build this. Held in memory only: an index's URL and a requirement may have credentials in them.
+    """Request to build an environment. Never written to disk: index URLs and requirements may contain credentials.
 
     Args:
-        environment: What.
-        root: Where the node keeps its environments.
-        name: The folder's, there.
-        limit_bytes: The largest environment that is built.
-        budget_bytes: What all environments may have together.
-        index_url: The setting; "" is uv's and pip's own choice.
+        environment: The environment.
+        root: The node's folder of environments.
+        name: Folder name of the environment.
+        limit_bytes: Maximum download size of an environment.
+        budget_bytes: Maximum total size of all environments.
+        index_url: The setting `index_url`; "" uses uv's or pip's configuration.
     """
 
     environment: Environment
@@ -226,12 +226,12 @@ class BuildOrder(Record, frozen=True, kw_only=True):
 
 
 class BuildMoved(Record, frozen=True, tag="moved", kw_only=True):
-    """What is done now.
+    """Progress of a build.
 
     Args:
-        step: `waiting`, `resolving`, `downloading`, `installing`.
-        done: Packages that are installed.
-        packages: Packages in all.
+        step: `waiting`, `resolving`, `downloading` or `installing`.
+        done: Number of installed packages.
+        packages: Total number of packages.
     """
 
     step: str
@@ -240,17 +240,17 @@ class BuildMoved(Record, frozen=True, tag="moved", kw_only=True):
 
 
 class BuildReady(Record, frozen=True, tag="ready", kw_only=True):
-    """The environment can be used; it is compiled and measured behind this.
+    """The environment is usable. It is compiled and measured afterwards.
 
     Args:
-        built: It was built here; else another process was first.
+        built: Whether this process built it; otherwise it already existed or another process built it.
     """
 
     built: bool
 
 
 class BuildRefused(Record, frozen=True, tag="refused", kw_only=True):
-    """It can't be had; nothing of it is left. `message` is a paragraph with cause and remedy."""
+    """The environment can't be built, and nothing is left behind. `message` gives cause and remedy."""
 
     message: str
 

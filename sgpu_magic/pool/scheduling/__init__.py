@@ -1,15 +1,15 @@
-"""The scheduler: who gets which devices, when. Pure: no clock, no socket, no thread.
+"""The scheduler: which run gets which devices, and when. Pure: no clock, no socket, no thread.
 
 scheduler          typed stimuli in, a list of instructions out
-stimuli            both kinds, as types
-run                a run and its meter; the service's is the same object, and has more
-run_table          all of them, and the few ways in which one changes
+stimuli            types of stimuli and instructions
+run                a run and its meter; the service extends it
+run_table          the table of runs, and the few operations that change one
 placement_request  what a run's request means in this pool, or why it can't be placed
-capacity           what the pool has, what a request takes, and how ranks are laid over nodes
-placement          which devices a request gets, and what is in the way
-queue_rules        whose turn it is in each line
-fair_share         whose turn it is among users
+capacity           what the pool has, what a request takes, and how ranks are laid out over nodes
+placement          which devices a request gets, and what blocks it
+queue_rules        which run is next in each queue
+fair_share         which user is next
 session_rules      cells wait for their session and for each other
 costs              prices, cost limits, and the pool's budget
-words              where each waiting run stands and what it waits for
+words              each waiting run's position and what it waits for
 """

@@ -1,10 +1,10 @@
-"""What an inventory comes to, what a request takes of it, and how its ranks are laid over nodes. Pure.
+"""What a pool has, what a request takes of it, and how its ranks are laid out over nodes. Pure.
 
-Devices are counted once, by type and by node. What an autoscaler may add has no devices before it has come.
+Devices are counted once, by type and by node. Nodes that an autoscaler may add have no devices until they exist.
 
-- `pack` takes as few nodes as can be, and of those that do the fullest: what is left stays in large pieces.
+- `pack` takes as few nodes as possible, and among those the fullest, so that large pieces stay free.
 - `strict_pack` takes one node, `--nodes N` takes N with the same number of ranks each.
-- `spread` takes as many nodes as can be, as evenly as can be.
+- `spread` takes as many nodes as possible, as evenly as possible.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from sgpu_magic.wire.devices import CPU, Device, Inventory, Node, memory_of
 PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
 
 Parts = list[tuple[str, int]]
-"""A node and how many ranks it gets, for each node of a lease; "" is a pool's one machine."""
+"""A node and how many ranks it gets, for each node of a lease; "" is the machine of a one-machine pool."""
 
 
 Refusal = tuple[str, str]
-"""Why a request can't be placed, now or ever: the name of a class in `errors`, and the message."""
+"""Why a request can't be placed: the name of a class in `errors`, and the message."""
 
 
 class Line(msgspec.Struct, frozen=True):
-    """What one line of the queue is for.
+    """A line of the queue: the kind of device that its runs wait for.
 
     Args:
         device_type: Canonical type, `cpu` for slots.
-        simulated: Simulated devices; a lease never mixes them with real ones of the same type.
+        simulated: Whether the devices are simulated; a lease never mixes them with real ones of the same type.
     """
 
     device_type: str
@@ -50,22 +50,22 @@ def line_of(device: Device) -> Line:
 
 
 def memory_bytes(device: Device) -> int:
-    """Return the device's memory, that of its type where the driver does not tell; 0 when nobody knows."""
+    """Return the device's memory, or that of its type if the driver does not report it; 0 when unknown."""
     return device.memory_bytes or memory_of(device.type)
 
 
 class Want(msgspec.Struct, frozen=True):
-    """A request as this pool understands it.
+    """A request as this pool interprets it.
 
     Args:
-        line: Where it waits and what it takes.
+        line: The line in which it waits, and whose devices it takes.
         ranks: Number of ranks.
-        device_type: The type that its lease names: the asked one where CPU stands in for it.
-        simulated: CPU stands in for the type.
-        allow_busy: Also take devices that others use.
+        device_type: The type in its lease: the requested one, even where CPU stands in for it.
+        simulated: Whether the devices are simulated, or CPU stands in for the type.
+        allow_busy: Whether to also take devices in use outside the pool.
         nodes: Nodes that get the same number of ranks each; 0 leaves it to the strategy.
         strategy: One of `STRATEGIES`.
-        min_memory_bytes: Devices with less are not taken.
+        min_memory_bytes: The least memory of a device.
     """
 
     line: Line
@@ -83,29 +83,29 @@ class Want(msgspec.Struct, frozen=True):
 
     @property
     def per_node(self) -> int:
-        """Ranks that each node gets where their number is asked for, else what the largest part may be."""
+        """Ranks on each node if the number of nodes was requested, else the most ranks that a node may get."""
         return self.ranks // self.nodes if self.nodes else self.ranks
 
 
 def amount(count: int, line: Line) -> str:
-    """`4 A10` or `1 CPU slot`."""
+    """Return a count in words: `4 A10` or `1 CPU slot`."""
     if line == CPU_LINE:
         return f"{count} CPU slot{'s' if count != 1 else ''}"
     return f"{count} {line}"
 
 
 class Stock:
-    """What a pool has, whoever uses it now.
+    """What a pool has, used or not.
 
     Args:
-        inventory: As the pool's nodes were last seen.
+        inventory: The newest inventory of the pool's nodes.
 
     Attributes:
-        inventory: The same.
-        many: The pool has nodes, or may get some: its leases say which node has which part.
-        counts: Devices by line; none of the CPU slots.
-        devices: By their UUIDs.
-        nodes: By their ids; a pool of one machine has the node "".
+        inventory: As given.
+        many: Whether the pool has nodes, or may get some: its leases then name the ranks of each node.
+        counts: Number of devices by line, without CPU slots.
+        devices: Devices by UUID.
+        nodes: Nodes by ID; a pool of one machine has the node "".
     """
 
     def __init__(self, inventory: Inventory) -> None:
@@ -128,23 +128,23 @@ class Stock:
 
     @property
     def slots_by_node(self) -> dict[str, int]:
-        """CPU slots that the pool may give."""
+        """The CPU slots of each node that the pool may grant."""
         return {name: node.cpu_slots_free for name, node in self.nodes.items() if node.cpu_slots}
 
     def line(self, line: Line) -> Iterable[Device]:
-        """Every device of the line, in the inventory's order on each node."""
+        """Return all devices of the line, in the inventory's order on each node."""
         return (device for devices in self.by_node(line).values() for device in devices)
 
     def by_node(self, line: Line) -> Mapping[str, Sequence[Device]]:
-        """The line's devices on each node that has some."""
+        """Return the line's devices on each node that has some."""
         return self._by_node.get(line, {})
 
     def used_outside(self, line: Line) -> list[Device]:
-        """Those of the line that somebody uses outside the pool, or the pool's own runs for the driver."""
+        """Return the line's devices that the driver reports as in use; the pool's own runs may be among the users."""
         return self._used_outside.get(line, [])
 
     def sizes(self, line: Line, min_memory_bytes: int = 0) -> dict[str, int]:
-        """Return how many devices, or CPU slots, each node has of the line; of nodes with any."""
+        """Return how many devices or CPU slots of the line each node has; only nodes with any."""
         key = (line, min_memory_bytes)
         if key not in self._sizes:
             if line == CPU_LINE:
@@ -158,36 +158,36 @@ class Stock:
         return self._sizes[key]
 
     def total(self, line: Line, min_memory_bytes: int = 0) -> int:
-        """Return how many there are on all nodes together."""
+        """Return how many devices or CPU slots all nodes have together."""
         if line == CPU_LINE:
             return self.inventory.cpu_slots
         return sum(self.sizes(line, min_memory_bytes).values()) if min_memory_bytes else self.counts[line]
 
     def elastic(self, line: Line) -> int:
-        """Return how many an autoscaler may bring at most, with those that are there; 0 without one."""
+        """Return the most that the pool can have with an autoscaler, including what it has now; 0 without one."""
         return 0 if line.simulated else self._elastic.get(line.device_type, 0)
 
     def limit(self, line: Line, min_memory_bytes: int = 0) -> int:
-        """Return how many there may ever be."""
+        """Return the most that the pool can ever have."""
         return max(self.total(line, min_memory_bytes), self.elastic(line))
 
     def lines_of(self, device_type: str) -> list[Line]:
-        """Return the lines of a type, real devices first; one that only an autoscaler has too."""
+        """Return the lines of a type, real devices first, including those that only an autoscaler provides."""
         alike = [line for line in self.all_lines() if line.device_type == device_type]
         return sorted(alike, key=lambda line: line.simulated)
 
     def all_lines(self) -> list[Line]:
-        """Return the lines of devices, those that only an autoscaler has too; none of the CPU slots."""
+        """Return all lines of devices, including those that only an autoscaler provides; not the CPU line."""
         more = [Line(kind) for kind, count in self.inventory.elastic if count and kind != CPU]
         return list(dict.fromkeys([*self.counts, *more]))
 
     def host(self, node: str) -> str:
-        """Return the node's name for people."""
+        """Return the node's display name."""
         found = self.nodes.get(node)
         return self.inventory.host if found is None else found.host
 
     def describe(self) -> str:
-        """What the pool has, for a person: `4 a10, 8 h100 (simulated), up to 64 l4, cpu (16 slots)`."""
+        """Return what the pool has in words: `4 a10, 8 h100 (simulated), up to 64 l4, cpu (16 slots)`."""
         parts: list[str] = []
         for line in self.all_lines():
             count, most = self.counts[line], self.elastic(line)
@@ -199,13 +199,13 @@ class Stock:
 
 
 class Free(msgspec.Struct):
-    """The devices that requests of one kind may take.
+    """Counts the free devices that requests of one kind may take.
 
     Args:
-        allow_busy: Also those that others use.
-        min_memory_bytes: None with less.
-        by_node: How many are free, in the inventory's order; fewer than none where slots were taken away.
-        total: How many are free on all nodes together.
+        allow_busy: Whether devices in use outside the pool count.
+        min_memory_bytes: The least memory of a device.
+        by_node: Free devices by node, in the inventory's order; negative if a node lost slots that are in use.
+        total: Free devices on all nodes together.
     """
 
     allow_busy: bool
@@ -214,24 +214,24 @@ class Free(msgspec.Struct):
     total: int = 0
 
     def takes(self, device: Device) -> bool:
-        """Whether such a request may have the device when nobody holds it."""
+        """Whether such a request may take the device when no run holds it."""
         if self.min_memory_bytes and memory_bytes(device) < self.min_memory_bytes:
             return False
         return self.allow_busy or not device.outside_use
 
     def add(self, node: str, change: int) -> None:
-        """So many more are free on a node."""
+        """Change the number of free devices on a node."""
         before = self.by_node.get(node, 0)
         self.by_node[node] = before + change
         self.total += max(0, before + change) - max(0, before)
 
 
 def laid_out(want: Want, free: Mapping[str, int]) -> Parts | None:
-    """Return (node, ranks) for each node that a lease would have, the largest part first; None if it does not fit.
+    """Return (node, ranks) for each node of a lease, the largest part first; None if the request does not fit.
 
     Args:
         want: The request.
-        free: Devices or slots that it could take, by node, in an order that stays.
+        free: Devices or slots that it could take, by node, in a stable order.
     """
     if want.on_one_node:
         node = _tightest(free, want.ranks)
@@ -244,7 +244,7 @@ def laid_out(want: Want, free: Mapping[str, int]) -> Parts | None:
 
 
 def _tightest(free: Mapping[str, int], ranks: int) -> str | None:
-    """The node with enough room and the least of it, the first of several."""
+    """Return the node with enough room and the least of it; the first of several."""
     best, room = None, 0
     for node, count in free.items():
         if count >= ranks and (best is None or count < room):
@@ -265,7 +265,7 @@ def _packed(free: Mapping[str, int], ranks: int) -> Parts:
         return [(alone, ranks)]
     parts: Parts = []
     left = dict(free)
-    # the largest nodes first need the fewest; the last part goes where it fits best
+    # starting with the largest nodes takes the fewest; the last part goes where it fits best
     for node, count in sorted(free.items(), key=lambda item: -item[1]):
         last = _tightest(left, ranks) if parts else None
         if last is not None:
@@ -279,7 +279,7 @@ def _packed(free: Mapping[str, int], ranks: int) -> Parts:
 
 def _spread(free: Mapping[str, int], ranks: int) -> Parts:
     parts = {node: 0 for node, count in free.items() if count > 0}
-    # the node with the fewest ranks takes the next, of these the emptiest
+    # the next rank goes to the node with the fewest ranks, among these to the emptiest
     heap = [(0, -free[node], place, node) for place, node in enumerate(parts)]
     heapq.heapify(heap)
     for _ in range(ranks):

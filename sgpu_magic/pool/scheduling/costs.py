@@ -1,8 +1,8 @@
-"""What devices cost, and when runs end because of that: at `--max-cost` and at the pool's budget. Pure.
+"""Prices of devices, and the limits at which runs end: `--max-cost` and the pool's budget. Pure.
 
-- A run with `max_cost`, and every run with a price in a pool with a budget, is told at 80 % and stopped at 100 %.
-- A pool whose budget is used up takes no run that has a price; those in its queue end.
-- What runs in a session costs nothing of its own: the session is told and stopped.
+- A run with `max_cost`, and every run with a price in a pool with a budget, is warned at 80 % and stopped at 100 %.
+- A pool whose budget is used up refuses runs with a price; those in its queue end.
+- Runs in a session have no cost of their own: the session is warned and stopped.
 
 `wire.costs` has the rules that views share.
 """
@@ -27,17 +27,17 @@ from sgpu_magic.wire.states import BUDGET, COST_LIMIT, RunState
 
 _NONE = Prices()
 DAY_S = 24 * 3600.0
-# sums of many prices meet their limit but for the last digits
+# tolerance for rounding errors in sums of many prices
 _EXACT = 1 - 1e-9
 
 
 class Tariff(msgspec.Struct, frozen=True):
-    """What devices cost in a pool.
+    """The prices of a pool's devices.
 
     Args:
-        prices: The settings' table.
+        prices: The price table of the settings.
         pool: The pool's name.
-        currency: Of the prices.
+        currency: The prices' currency.
     """
 
     prices: Prices = _NONE
@@ -57,15 +57,15 @@ class Tariff(msgspec.Struct, frozen=True):
         return None if price is None else price * device_count(lease)
 
     def metered(self, meter: Meter, lease: Lease) -> Meter:
-        """Return a run's meter as it counts from now on, when the run has got this lease."""
+        """Return a run's meter for its new lease."""
         return replace(meter, lease=lease, hourly=self.hourly(lease))
 
     def money(self, amount: float) -> str:
-        """Return the amount in words."""
+        """Return the amount with its currency."""
         return format_money(amount, self.currency)
 
     def priced(self) -> str:
-        """Return which types have a price: `a10, h100`."""
+        """Return the types with a price: `a10, h100`."""
         return ", ".join(self.prices.types(self.pool)) or "nothing"
 
 
@@ -75,28 +75,28 @@ def tariff_of(settings: Settings, pool: str = "local") -> Tariff:
 
 
 class Budget:
-    """A limit on what was spent in the last `days`.
+    """A limit on spending in the last `days`.
 
     Args:
         limit: In the settings' currency; more than 0.
         days: How far back spending counts; more than 0.
-        spent: (time, cost) of runs that have ended, in any order.
+        spent: (time, cost) of ended runs, in any order.
     """
 
     def __init__(self, limit: float, days: float, spent: Iterable[tuple[float, float]] = ()) -> None:
         self.limit = limit
         self.days = days
         self._spent = sorted(spent)
-        # summed up when something leaves it, and not whenever it is asked for
+        # recomputed only when an entry expires, not at each query
         self._total = math.fsum(cost for _, cost in self._spent)
 
     def add(self, at: float, cost: float) -> None:
-        """A run has ended at `at`, the newest time so far."""
+        """Add the cost of a run whose meter stopped at `at`, the newest time so far."""
         self._spent.append((at, cost))
         self._total += cost
 
     def spent(self, now: float) -> float:
-        """Return what the runs cost that have ended in the last `days`."""
+        """Return the spending in the last `days`."""
         since = now - self.days * DAY_S
         if self._spent and self._spent[0][0] <= since:
             self._spent = [entry for entry in self._spent if entry[0] > since]
@@ -104,11 +104,11 @@ class Budget:
         return self._total
 
     def frees_at(self, now: float, more: float = 0.0) -> float | None:
-        """Return when enough of it has been so long ago that there is room again; None when that is not known.
+        """Return when enough spending has expired for new runs; None when that is not known.
 
         Args:
             now: The present.
-            more: What runs that go on have cost so far: that does not leave it before they end.
+            more: The cost of active runs so far, which can't expire before they end.
         """
         left = self.spent(now) + more
         for at, cost in self._spent:
@@ -119,12 +119,12 @@ class Budget:
 
 
 class CostRules:
-    """Decides who is told and who is stopped.
+    """Decides which runs to warn and to stop.
 
     Args:
         table: The scheduler's runs.
         tariff: The pool's prices.
-        budget: The pool's, None without one.
+        budget: The pool's budget, None without one.
     """
 
     def __init__(self, table: RunTable, tariff: Tariff, budget: Budget | None) -> None:
@@ -133,7 +133,7 @@ class CostRules:
         self._budget = budget if tariff else None
 
     def refusal(self, spec: RunSpec, want: Want) -> Refusal | None:
-        """Why a run can't have the limit that it asks for; None when it can, or asks for none."""
+        """Return why a run's cost limit can't be enforced; None when it can, or the run has none."""
         if spec.max_cost is None or spec.session or self._tariff.of(want.device_type) is not None:
             return None
         return "UsageError", (
@@ -143,13 +143,13 @@ class CostRules:
         )
 
     def adopted(self, run: Run) -> None:
-        """An earlier service has told a run whose limit is near, and it is not told again."""
+        """Don't repeat the warning of an adopted run, which an earlier service has sent."""
         warning = run.cost_warning
         if warning is not None and self._table.now >= warning:
             self._table.change(run, cost_told=True)
 
     def over_budget(self, want: Want) -> str:
-        """Why a run with a price can't begin now, "" when it can."""
+        """Return why the budget keeps a request from starting now; "" when it can start."""
         budget = self._budget
         if budget is None or self._tariff.of(want.device_type) is None:
             return ""
@@ -166,7 +166,7 @@ class CostRules:
         )
 
     def settle(self) -> list[Instruction]:
-        """Tell and stop the runs whose limits, or whose pool's, come near or are reached."""
+        """Warn the runs that are near a cost limit or the budget, and stop those that reached it."""
         if not self._tariff:
             return []
         out: list[Instruction] = []
@@ -175,7 +175,7 @@ class CostRules:
         return out + self._by_budget()
 
     def next_deadline(self) -> float | None:
-        """When `settle` has something to do, None when only events can change anything."""
+        """Return when `settle` has something to do; None when only events can change anything."""
         if not self._tariff:
             return None
         times: list[float] = []
@@ -220,7 +220,7 @@ class CostRules:
         budget = self._budget
         if budget is None:
             return []
-        # with what the others that were stopped a moment ago have cost
+        # `live_cost` includes runs that were just stopped by their own limit
         runs, now = self._table.on_meter(), self._table.now
         spent = budget.spent(now) + self._table.live_cost()
         out: list[Instruction] = []

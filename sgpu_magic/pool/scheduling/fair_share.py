@@ -1,9 +1,9 @@
-"""Whose turn it is where several users wait for devices of one line, and what a user may have at once. Pure.
+"""Fair sharing of a line among users, and users' quotas. Pure.
 
-- The highest priority first (the settings), then who has the least: devices in use now, with what was used lately. An
-  hour ago (`half_life_s`) counts half.
-- Within a user: first come, first served.
-- A quota is no reason to pass anybody: who has used up his own waits for himself.
+- The user with the highest priority (a setting) is first, then the one with the least use: devices in use now plus
+  recent use. Use of an hour ago (`half_life_s`) counts half.
+- The runs of one user are served in order of submission.
+- A run over its user's quota waits only for that user's own runs, and does not count as passed over by others.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _NAMED_RUNS = 3
 
 
 class FairShare:
-    """Keeps account of what users have and had.
+    """Accounts for users' present and past use of devices.
 
     Args:
         limits: Priorities and quotas.
-        half_life_s: Seconds after which use that is over counts half.
+        half_life_s: Seconds after which past use counts half.
     """
 
     def __init__(self, limits: UserLimits = NO_LIMITS, half_life_s: float = 3600.0) -> None:
         self._limits = limits
         self._rate = math.log(2) / half_life_s
         self._uses: dict[tuple[Line, str], _Use] = {}
-        # by user: which run has how many of what
+        # by user and run: the type and number of its devices
         self._leases: dict[str, dict[str, tuple[str, int]]] = {}
 
     def took(self, run: Run, lease: Lease, now: float) -> None:
-        """The run has a lease."""
+        """Count a run's lease as in use."""
         count, user = _count(lease), run.spec.owner.user
         self._use(lease, user).add(count, now, self._rate)
         self._leases.setdefault(user, {})[run.run_id] = (CPU if lease.cpu_slots else lease.device_type, count)
 
     def gave_back(self, run: Run, lease: Lease, now: float) -> None:
-        """The run has that lease no longer."""
+        """Count a run's lease as past use."""
         user = run.spec.owner.user
         self._use(lease, user).add(-_count(lease), now, self._rate)
         held = self._leases.get(user, {})
@@ -54,18 +54,18 @@ class FairShare:
             self._leases.pop(user, None)
 
     def share(self, line: Line, user: str, now: float) -> float:
-        """Return how many devices of the line the user has, and had lately, as a number of devices."""
+        """Return the user's present and recent use of the line, as a number of devices."""
         use = self._uses.get((line, user))
         return 0.0 if use is None else use.share(now, self._rate)
 
     def rank(self, line: Line, user: str, now: float) -> tuple[float, float]:
-        """Return a key that sorts users: who is next has the smallest."""
+        """Return a sort key for users: the next one has the smallest."""
         return -self._limits.priority(user), self.share(line, user, now)
 
     # ------------------------------------------------------------ quotas
 
     def refusal(self, spec: RunSpec, want: Want) -> Refusal | None:
-        """Why the user can never have so many devices at once; None when he can."""
+        """Return why the request exceeds the user's quota by itself; None when it does not."""
         user, ranks = spec.owner.user, want.ranks
         for kind in quota_types(want.line.device_type):
             quota = self._limits.quota(user, kind)
@@ -79,7 +79,7 @@ class FairShare:
         return None
 
     def over_quota(self, run: Run, want: Want) -> str:
-        """Why the run must wait for others of its own user, "" when it need not."""
+        """Return why the run must wait for other runs of its user; "" when it need not."""
         user = run.spec.owner.user
         for kind in quota_types(want.line.device_type) if self._limits.quotas else ():
             quota = self._limits.quota(user, kind)
@@ -107,14 +107,14 @@ class FairShare:
         now: float,
         most: int | None = None,
     ) -> list[Run]:
-        """Return the runs that wait in a line in the order in which they would begin if it became free.
+        """Return a line's waiting runs in the order in which they would start if its devices became free.
 
         Args:
             line: The line.
-            runs: All that wait in it, in order of submission.
-            first: Those that devices are kept for, as they come.
+            runs: All runs that wait in it, in order of submission.
+            first: The runs that devices are kept for, in order.
             now: The present.
-            most: So many of them are asked for; None for all.
+            most: How many to return at most; None for all.
         """
         if len({run.spec.owner.user for run, _ in runs}) < 2:
             return [run for run, _ in runs[:most]]
@@ -152,13 +152,13 @@ class FairShare:
 
 
 class _Use:
-    """One user's devices of one line: those in use, and what those of the past still count."""
+    """One user's use of one line: devices in use, and the decayed past use."""
 
     __slots__ = ("_at", "_devices", "_past")
 
     def __init__(self) -> None:
         self._devices = 0
-        # devices that were in use for ever up to now would count as their number
+        # devices that had always been in use up to now would count as their number
         self._past = 0.0
         self._at = 0.0
 

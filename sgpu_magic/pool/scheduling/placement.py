@@ -1,7 +1,7 @@
-"""Whether there is room for a request now, which devices it gets, and what is in the way. Pure: no clock, no I/O.
+"""Whether a request fits now, which devices it gets, and what blocks it. Pure: no clock, no I/O.
 
-`Room` follows the leases as they are taken and released, and counts nothing anew: a pool may have ten thousand devices.
-What is free is counted once for each kind of request, and kept up.
+A pool may have ten thousand devices, so `Room` counts the free ones once for each kind of request, and updates the
+counts as leases are taken and released.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _ASKED = "asked of the cluster, which has to bring more nodes for it"
 
 
 class Room:
-    """What is free at one moment.
+    """What is free in a pool now.
 
     Args:
         inventory: What the pool has.
 
     Attributes:
-        stock: The same, counted.
-        refused: Devices (or `cpu`, or `cpu@` and a node, or a type that no autoscaler brings) that the engine could
-            not have, with the reason.
+        stock: The counted inventory.
+        refused: What the engine could not get, with the reason: devices by UUID, `cpu`, `cpu@` and a node, or
+            `elastic` and a type that the autoscaler did not bring.
     """
 
     def __init__(self, inventory: Inventory) -> None:
         self.stock = Stock(inventory)
         self.refused: dict[str, str] = {}
         self._holders: dict[str, tuple[str, ...]] = {}
-        # by run: its number, and the slots that it has on each node
+        # by run: its number, and its slots on each node
         self._slots: dict[str, tuple[int, Mapping[str, int]]] = {}
-        # what an autoscaler is to bring first: by run, its line and number
+        # by run that waits for an autoscaler: its line and number of ranks
         self._asked: dict[str, tuple[Line, int]] = {}
         self._in_use: Counter[Line] = Counter()
         self._free: dict[tuple[Line, bool, int], Free] = {}
@@ -58,20 +58,20 @@ class Room:
     def holder(self, uuid: str) -> str | None:
         return next(iter(self._holders.get(uuid, ())), None)
 
-    # ------------------------------------------------------------ as leases come and go
+    # ------------------------------------------------------------ leases
 
     def take(self, run_id: str, lease: Lease, number: int = 0, *, shared: bool = False) -> None:
         """Count `lease` as held.
 
         Args:
-            run_id: The run's.
+            run_id: The run.
             lease: Its lease.
-            number: Of the run, in order of submission.
-            shared: Others may hold the same devices.
+            number: The run's number, in order of submission.
+            shared: Whether other runs may hold the same devices.
 
         Raises:
-            ValueError: One of its devices is held already. Where an engine gives other devices than were proposed,
-                two leases may name one until it has said so of both.
+            ValueError: One of its devices is already held. This is not checked for leases with shares: an engine may
+                grant other devices than proposed, so two leases may name one until it has granted both.
         """
         taken = [uuid for uuid in lease.uuids if uuid in self._holders]
         if (taken and not lease.shares and not shared) or len(set(lease.uuids)) != len(lease.uuids):
@@ -89,7 +89,7 @@ class Room:
             self._count_slots(parts, -1)
 
     def release(self, run_id: str, lease: Lease) -> None:
-        """Count a lease that was taken as free again."""
+        """Count a held lease as free again."""
         for uuid in lease.uuids:
             holders = tuple(holder for holder in self._holders.get(uuid, ()) if holder != run_id)
             if holders:
@@ -101,9 +101,10 @@ class Room:
         self._asked.pop(run_id, None)
 
     def refuse(self, lease: Lease, uuids: Collection[str], why: str) -> None:
-        """The engine can't have these devices, or what else the lease is of: nobody gets them from now on.
+        """Exclude what the engine could not get for a lease: devices, CPU slots or nodes of an autoscaler.
 
-        At least something of the lease's own is among them. Else the same lease would come again and again.
+        If `uuids` has none of the lease's devices, the whole lease is excluded. Otherwise the same lease would be
+        granted again and again.
         """
         keys = set(uuids) & set(lease.uuids) or set(lease.uuids)
         if not keys and self._is_asked(lease):
@@ -113,15 +114,15 @@ class Room:
         self._free.clear()
         self._fit_when_empty.clear()
 
-    # ------------------------------------------------------------ who gets what
+    # ------------------------------------------------------------ grants
 
     def grant(self, want: Want, lease_id: str, *, without: Collection[str] = ()) -> Lease | None:
-        """Return a lease for `want` that is not yet taken, None when it does not fit now.
+        """Return a lease for `want`, not yet counted as held; None when the request does not fit now.
 
         Args:
             want: The request.
-            lease_id: The lease's id.
-            without: Nodes that are kept for others.
+            lease_id: The lease's ID.
+            without: Nodes that are kept for other runs.
         """
         parts = self._parts(want, without)
         if parts is None or not self._within_limit(want):
@@ -133,18 +134,18 @@ class Room:
         return self._lease(want, lease_id, parts, note)
 
     def ask(self, want: Want, lease_id: str) -> Lease | None:
-        """Return a lease without devices, with which the engine asks for nodes; None where it can't bring them."""
+        """Return a lease without devices, which asks the autoscaler for nodes; None if it can't bring them."""
         elastic = self.stock.elastic(want.line)
         if elastic <= self.stock.total(want.line, want.min_memory_bytes) or not self._within_limit(want):
             return None
         return None if _elastic_key(want.line) in self.refused else self._lease(want, lease_id, [], _ASKED)
 
     def fits(self, want: Want) -> bool:
-        """Whether it could have a lease now if nobody came before it."""
+        """Whether the request would get a lease now if no other run were first."""
         return self._within_limit(want) and self._parts(want) is not None
 
     def free(self, want: Want) -> int:
-        """How many devices or slots this request could take now, were they where it needs them."""
+        """Return how many devices or slots the request could take now, regardless of their nodes."""
         if want.line == CPU_LINE and CPU in self.refused:
             return 0
         return self._free_for(want).total
@@ -153,11 +154,11 @@ class Room:
         return self._free_for(want).by_node
 
     def missing(self, want: Want) -> int:
-        """How many more must become free; 0 when there are enough, wherever they are."""
+        """Return how many more must become free; 0 when enough are free, regardless of their nodes."""
         return max(0, self._need(want) - self.free(want))
 
     def fits_when_empty(self, want: Want) -> bool:
-        """Whether it would fit if all runs were over: only then is keeping devices for it any use."""
+        """Whether the request would fit if all runs were over; otherwise keeping devices for it is useless."""
         if want not in self._fit_when_empty:
             self._fit_when_empty[want] = self._would_fit(want)
         return self._fit_when_empty[want]
@@ -172,13 +173,13 @@ class Room:
             device.node
             for device in self.stock.line(want.line)
             if device.uuid not in self.refused
-            # what the pool's own runs hold is theirs, whatever the driver says about its use
+            # devices that the pool's own runs hold count, even if the driver reports them as in use
             and (free.takes(device) or (device.uuid in self._holders and memory_bytes(device) >= free.min_memory_bytes))
         )
         return laid_out(want, usable) is not None
 
     def kept_node(self, want: Want, without: Collection[str]) -> str | None:
-        """The node that is to be kept for a request that needs one, because it is the nearest to being free enough."""
+        """Return the node to keep for a request that needs a single node: the one that is closest to free enough."""
         if not (self.stock.many and want.on_one_node):
             return None
         large = {
@@ -190,11 +191,11 @@ class Room:
     # ------------------------------------------------------------ in words
 
     def amount(self, want: Want, count: int | None = None) -> str:
-        """`4 A10` or `1 CPU slot`; the run's whole need when `count` is left out."""
+        """Return a count in words, by default the request's whole need: `4 A10` or `1 CPU slot`."""
         return amount(self._need(want) if count is None else count, want.line)
 
     def held_by(self, want: Want, node: str | None = None, *, most: int = 4) -> list[str]:
-        """Which runs hold how many, on one node or anywhere: `2 are held by run 7f3a`."""
+        """Return which runs hold how many, on one node or anywhere: `2 are held by run 7f3a`."""
         held: Counter[str] = Counter()
         if want.line == CPU_LINE:
             for run_id, (_, slots) in sorted(self._slots.items(), key=lambda item: item[1][0]):
@@ -209,7 +210,7 @@ class Room:
         return parts
 
     def not_the_pools(self, want: Want) -> list[str]:
-        """What is in the way and no run of this pool can free."""
+        """Return what blocks the request that no run of this pool can free."""
         if want.line == CPU_LINE:
             return [f"the engine refuses more: {self.refused[CPU]}"] if CPU in self.refused else []
         parts: list[str] = []
@@ -246,7 +247,7 @@ class Room:
         return laid_out(want, others)
 
     def _within_limit(self, want: Want) -> bool:
-        """Whether what an autoscaler was asked for still comes when this gets its own."""
+        """Whether a lease for this request leaves the autoscaler's limit enough for what others asked it for."""
         elastic = self.stock.elastic(want.line)
         if not elastic:
             return True
@@ -272,7 +273,7 @@ class Room:
         )
 
     def _choose(self, want: Want, node: str, count: int) -> tuple[str, ...]:
-        # untouched devices before those that others use; then in bus order: neighbours are near each other
+        # idle devices before those in use outside the pool, then in bus order, so that neighbours stay together
         free = sorted(
             self._free_on(self._free_for(want), self.stock.by_node(want.line)[node]),
             key=lambda device: (device.outside_use != "", device.index, device.uuid),
@@ -308,14 +309,14 @@ class Room:
         ]
 
     def _count(self, uuid: str, change: int) -> None:
-        """A device is taken (-1) or free again (+1)."""
+        """Update the counts for a device that was taken (-1) or freed (+1)."""
         device = self.stock.devices.get(uuid)
         if device is None:
             return
         line = line_of(device)
         self._in_use[line] -= change
         if device.outside_use:
-            # while the pool's own runs hold it, it is theirs
+            # the result of `_would_fit` depends on whether the pool's own runs hold it
             self._fit_when_empty.clear()
         if uuid not in self.refused:
             for free in self._of_line(line):
@@ -323,7 +324,7 @@ class Room:
                     free.add(device.node, change)
 
     def _count_slots(self, by_node: Mapping[str, int], sign: int) -> None:
-        """CPU slots are taken (-1) or free again (+1)."""
+        """Update the counts for CPU slots that were taken (-1) or freed (+1)."""
         self._in_use[CPU_LINE] -= sign * sum(by_node.values())
         for free in self._of_line(CPU_LINE):
             for node, count in by_node.items():
@@ -334,12 +335,12 @@ class Room:
         return [free for (other, _, _), free in self._free.items() if other == line]
 
     def _is_asked(self, lease: Lease) -> bool:
-        """Whether the lease has no devices yet: the engine asked for nodes, and says when it has them."""
+        """Whether the lease has no devices yet, because the engine asked for nodes."""
         return self.stock.many and not lease.shares and not lease.uuids
 
 
 def _elastic_key(line: Line) -> str:
-    """Under which key a type is refused that the cluster does not bring."""
+    """Return the key in `Room.refused` for a type that the cluster does not bring."""
     return f"elastic {line.device_type}"
 
 

@@ -1,4 +1,4 @@
-"""What a run's request means in this pool: one line of the queue and a shape, or why it can't ever be placed. Pure."""
+"""What a run's request means in this pool: a line of the queue and a layout, or why it can never be placed. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _GB = 1e9
 
 
 def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | str:
-    """Return what the request takes here, whether or not it is free now; or why it can't be placed, ever.
+    """Return what the request takes in this pool, free or not; or why it can never be placed.
 
     Args:
         placement: The request.
         stock: What the pool has.
-        choose: Says which type it is of those that have the memory, for a request that leaves that to the pool.
+        choose: Chooses among the types with enough memory, for a request without a type.
     """
     ranks, asked = placement.ranks, placement.device_type
     if ranks < 1:
@@ -43,7 +43,7 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
         if not (problem := _too_much(placement, stock, line)):
             return _want(placement, line)
     if lines:
-        # real ones before simulated ones: what is told of is what was wanted
+        # the message is about real devices if there are any, since they come first
         return _too_much(placement, stock, lines[0]) or problem
     if placement.stand_in and stock.inventory.cpu_slots > 0:
         return _on_cpu(placement, stock, asked, simulated=True)
@@ -51,7 +51,7 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
 
 
 def _misshapen(placement: Placement, stock: Stock) -> str:
-    """Why no pool, or none of one machine, can place the ranks like that; "" when one can."""
+    """Return why no pool, or no one-machine pool, can lay out the ranks as requested; "" when it can."""
     ranks, nodes, strategy = placement.ranks, placement.nodes, placement.strategy
     if strategy not in STRATEGIES:
         return f"--placement {strategy[:40]!r} is not known. Use one of {', '.join(STRATEGIES)}."
@@ -71,7 +71,7 @@ def _misshapen(placement: Placement, stock: Stock) -> str:
 
 
 def _too_much(placement: Placement, stock: Stock, line: Line) -> str:
-    """Why the line could not hold the request if nothing else ran; "" when it can."""
+    """Return why the line could not hold the request even if nothing else ran; "" when it could."""
     ranks, memory = placement.ranks, placement.min_memory_bytes
     total = stock.total(line, memory)
     if stock.limit(line, memory) < ranks:
@@ -84,7 +84,7 @@ def _too_much(placement: Placement, stock: Stock, line: Line) -> str:
             f"--type, or another pool with --pool. It has: {stock.describe()}."
         )
     if not stock.many or stock.elastic(line) > total:
-        # nobody knows how large the nodes are that an autoscaler brings
+        # the size of the autoscaler's nodes is unknown
         return ""
     sizes = sorted(stock.sizes(line, memory).items(), key=lambda item: -item[1])
     node, largest = sizes[0]
@@ -180,7 +180,7 @@ def _want(placement: Placement, line: Line, device_type: str = "", *, simulated:
 def _on_cpu(placement: Placement, stock: Stock, device_type: str, *, simulated: bool = False) -> Want | str:
     if stock.limit(CPU_LINE) <= 0:
         return _lacking(placement, stock)
-    # on one machine ranks may share slots, with a note; many nodes have to say where each rank is
+    # on one machine ranks may share slots, with a note; with many nodes each rank needs a node
     if stock.many and (problem := _too_much(placement, stock, CPU_LINE)):
         return problem
     return _want(placement, CPU_LINE, device_type, simulated=simulated)

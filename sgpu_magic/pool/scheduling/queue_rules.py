@@ -1,12 +1,12 @@
-"""In which order waiting runs get devices. Pure.
+"""The order in which waiting runs get devices. Pure.
 
 - Within a line (one device type, or the CPU slots) and a user: first come, first served. A later run that fits may pass
   an earlier one that does not.
 - Between users: `fair_share`.
-- A run that was first passed over `pass_over_s` ago lets no later run of its user pass any more, so that what becomes
-  free is kept for it; unless it could not run here even if nothing else did. So does a user's first one with all other
-  users once their later runs have got devices before it for so long; where it needs one node, only that is kept.
-- What there is not, but may be brought by an autoscaler, is asked for with a lease that has no devices yet.
+- `pass_over_s` after a run was first passed, no later run of its user may pass it any more: freed devices are kept for
+  it, unless it could not run here even if nothing else did. Likewise, `pass_over_s` after a later run of another user
+  first got devices before a user's first run, freed devices are kept for that run; only one node if it needs one.
+- Devices that only an autoscaler can bring are requested with a lease that has no devices yet.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Waiting = list[tuple[Run, Want]]
 
 
 class _Round(msgspec.Struct):
-    """One line while its devices are given out.
+    """The state of one line while its devices are granted.
 
     Args:
         line: The line.
         room: What is free.
-        waiting: By user, those that wait in it and were not looked at yet, the last one first.
-        skipped: By user, those that did not get anything.
-        given: The newest run of each user that got something.
-        unfit: What did not fit, and will not: the room only shrinks.
-        kept: Nodes that are kept for somebody.
-        unaffordable: By type, why none may begin because of the budget, "" where some may.
-        out: What follows, by the runs' numbers.
+        waiting: By user, the waiting runs that were not considered yet, the last one first.
+        skipped: By user, the runs that got nothing.
+        given: By user, the number of the newest run that got something.
+        unfit: Requests that did not fit, and will not in this round, since the room only shrinks.
+        kept: Nodes that are kept for a run.
+        unaffordable: By type, why the budget keeps runs from starting; "" when it does not.
+        out: The resulting instructions, by the runs' numbers.
     """
 
     line: Line
@@ -59,18 +59,18 @@ class _Round(msgspec.Struct):
 
 
 class QueueRules:
-    """Decides who gets which devices now.
+    """Decides which waiting runs get which devices now.
 
     Args:
         table: The scheduler's runs.
-        costs: Say what may not begin now because of the budget.
+        costs: Says which requests can't start now because of the budget.
         tariff: The pool's prices.
-        fair: Says whose turn it is.
-        inventory: What the pool has; None while that is not known: nothing is given then.
-        pass_over_s: Seconds from the first time a run is passed over until nothing may pass it.
+        fair: Says which user is next.
+        inventory: What the pool has; None while unknown, so that nothing is granted.
+        pass_over_s: Seconds from the first time a run is passed over until no run may pass it.
 
     Attributes:
-        room: What is free; None while the pool's devices are not known.
+        room: What is free; None while the pool's devices are unknown.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class QueueRules:
         self._pass_over_s = pass_over_s
         self._leases_given = 0
         self.room = None if inventory is None else Room(inventory)
-        # what requests mean in the inventory as it is; of sessions apart
+        # what requests mean with the current inventory; sessions have separate entries
         self._meant: dict[tuple[Placement, bool], Want | Refusal] = {}
 
     def leased(self, run: Run, had: Lease | None, has: Lease | None) -> None:
-        """The run has the one lease no longer, and has the other."""
+        """Update the accounts after a run's lease changed from `had` to `has`."""
         if had is not None:
             self._fair.gave_back(run, had, self._table.now)
             if self.room is not None:
@@ -104,7 +104,7 @@ class QueueRules:
                 self._take(self.room, run, has)
 
     def seen(self, inventory: Inventory) -> bool:
-        """The pool was looked at: what the engine refused may be had again. False when nothing is new."""
+        """Take a new inventory, which clears the engine's refusals. Returns False when nothing has changed."""
         room = self.room
         if room is not None and not room.refused and inventory == room.stock.inventory:
             return False
@@ -116,7 +116,7 @@ class QueueRules:
         return True
 
     def resolve(self, run: Run) -> Want | Refusal:
-        """Return what a run takes here, or why it can't be placed."""
+        """Return what a run takes in this pool, or why it can't be placed."""
         room, placement = self.room, run.spec.placement
         if room is None:
             raise RuntimeError("no request means anything before the pool's devices are known")
@@ -130,7 +130,7 @@ class QueueRules:
             placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
 
         def choose(wants: list[Want]) -> Want:
-            """Where it waits already; else the cheapest type, of several the one with the most free."""
+            """Return the type that the run already waits for; else the cheapest, among these the one with most free."""
             before = [want for want in wants if run.want is not None and want.line == run.want.line]
             return min(
                 before or wants,
@@ -148,7 +148,7 @@ class QueueRules:
         return meant
 
     def next_deadline(self) -> float | None:
-        """When what becomes free begins to be kept for a run that was passed, None when for none more."""
+        """Return when freed devices are next kept for another passed run; None when for no more."""
         kept_from = [
             since + self._pass_over_s
             for run in self._table.waiting()
@@ -158,16 +158,16 @@ class QueueRules:
         return min((time for time in kept_from if time > self._table.now), default=None)
 
     def settle(self) -> list[Instruction]:
-        """Give out what is free, and end the runs that waited in vain."""
+        """Grant what is free, and end the runs that waited in vain."""
         out = self._place()
-        # a run that gives up may have kept devices for itself: those behind it get their turn
+        # devices may have been kept for a run that gives up: the runs behind it get their turn
         while given_up := self._give_up():
             out += given_up
             out += self._place()
         return out
 
     def waiting(self) -> dict[Line, Waiting]:
-        """By line, the runs that wait for devices there, in order of submission."""
+        """Return, by line, the runs that wait for its devices, in order of submission."""
         lines: dict[Line, Waiting] = {}
         for run in self._table.waiting():
             if run.want is not None:
@@ -175,7 +175,7 @@ class QueueRules:
         return lines
 
     def keepers(self, room: Room, lines: dict[Line, Waiting]) -> Keepers:
-        """For whom what becomes free is kept."""
+        """Return the runs that freed devices are kept for."""
         of_users: dict[tuple[Line, str], str] = {}
         of_lines: dict[Line, tuple[str, ...]] = {}
         nodes: dict[str, str] = {}
@@ -221,7 +221,7 @@ class QueueRules:
         while turns:
             user = heapq.heappop(turns)[2]
             if self._serve(line, user) and (left := line.waiting[user]):
-                # what it was given counts already
+                # its new leases already count
                 rank = self._fair.rank(line.line, user, self._table.now) if several else (0.0, 0.0)
                 heapq.heappush(turns, (rank, left[-1][0].number, user))
         if several:
@@ -229,7 +229,7 @@ class QueueRules:
         return line.out
 
     def _keepers_first(self, line: _Round) -> bool:
-        """Serve the first runs of users that were passed for long. False when all that becomes free is theirs."""
+        """Serve users' first runs that were overtaken too long ago. Returns False if all devices are kept for one."""
         for run, want in self._long_overtaken(map(reversed, line.waiting.values()), line.room):
             if self._costs.over_budget(want):
                 continue
@@ -245,17 +245,22 @@ class QueueRules:
         return True
 
     def _head(self, runs: Iterable[tuple[Run, Want]]) -> tuple[Run, Want] | None:
-        """A user's first run that has to wait for nobody but others."""
+        """Return the first of a user's runs that is within the user's quota."""
         return next(((run, want) for run, want in runs if not self._fair.over_quota(run, want)), None)
 
     def _long_overtaken(self, users: Iterable[Iterable[tuple[Run, Want]]], room: Room) -> Waiting:
-        """Of users' runs in order of submission the first ones, where others have got devices before them for long."""
+        """Return the users' first runs that other users overtook more than `pass_over_s` ago, longest ago first.
+
+        Args:
+            users: Each user's runs, in order of submission.
+            room: What is free.
+        """
         heads = [head for runs in users if (head := self._head(runs)) is not None]
         aged = [(run, want) for run, want in heads if self._aged(run.overtaken_at) and room.fits_when_empty(want)]
         return sorted(aged, key=lambda head: (head[0].overtaken_at or 0.0, head[0].number))
 
     def _serve(self, line: _Round, user: str) -> bool:
-        """Give the user's next run that fits its devices. False when none is left that may have some."""
+        """Grant devices to the user's next run that fits. Returns False when no run is left that may get any."""
         runs = line.waiting[user]
         while runs:
             run, want = runs.pop()
@@ -274,7 +279,7 @@ class QueueRules:
     def _give(self, line: _Round, run: Run, want: Want) -> bool:
         if want in line.unfit:
             return False
-        # the same stimuli give the same ids
+        # deterministic: the same stimuli yield the same IDs
         lease_id = hashlib.blake2b(f"{run.run_id} {self._leases_given}".encode(), digest_size=4).hexdigest()
         granted = line.room.grant(want, lease_id, without=line.kept)
         lease = granted or line.room.ask(want, lease_id)
@@ -294,7 +299,7 @@ class QueueRules:
         return True
 
     def _note_overtaken(self, line: _Round) -> None:
-        """The first run of each user that waits on while later ones of others got something has been overtaken."""
+        """Mark each user's first waiting run as overtaken if a later run of another user got devices."""
         if not line.given:
             return
         for user in line.waiting:
@@ -305,7 +310,7 @@ class QueueRules:
                 self._table.change(head[0], overtaken_at=self._table.now)
 
     def _give_up(self) -> list[Instruction]:
-        """End, or not even accept, the runs whose time in the queue is over."""
+        """End or refuse the runs whose waiting time is over."""
         out: list[Instruction] = []
         room = self.room
         due = [(run, run.want) for run in self._table.waiting() if run.want is not None and self._is_over(run)]

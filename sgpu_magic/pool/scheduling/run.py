@@ -1,4 +1,4 @@
-"""What the scheduler knows of one run, its meter, and how its times are worded. Pure."""
+"""The scheduler's data of one run, its meter, and the wording of durations. Pure."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
 
 WARN_SHARE = 0.8
-"""Of a cost limit or a budget: who uses more is told."""
+"""The share of a cost limit or a budget at which users are warned."""
 
 _RUNS_ON_METER = (RunState.STARTING, RunState.RUNNING)
 
 
 class Bill(msgspec.Struct, frozen=True):
-    """What a run was billed.
+    """What a run is billed.
 
     Args:
-        gpu_s: Seconds of devices, of all together; None on CPU slots without a price.
-        cost: Theirs; None without a price.
+        gpu_s: Device seconds of all its devices together; None on CPU slots without a price.
+        cost: Their cost; None without a price.
     """
 
     gpu_s: float | None = None
@@ -32,14 +32,14 @@ class Bill(msgspec.Struct, frozen=True):
 
 
 class Meter(msgspec.Struct, frozen=True):
-    """For how long a run has its devices, and what that costs; seconds of the scheduler's clock.
+    """Measures how long a run has its devices, and what that costs, in seconds of the scheduler's clock.
 
     Args:
-        lease: What it counts: what the run has, or had before it waited again; None before the first.
-        hourly: What that costs in an hour, all together; None without a price, and of what runs in a session.
-        since: From when it counts; None while it stands still.
-        spent: What it cost before `since`.
-        ran_s: The seconds that it counted before `since`.
+        lease: The metered lease, current or from before the run was requeued; None before the first.
+        hourly: Price of the whole lease for an hour; None without a price, and for runs in a session.
+        since: When it last started; None while it is stopped.
+        spent: The cost before `since`.
+        ran_s: The seconds measured before `since`.
     """
 
     lease: Lease | None = None
@@ -49,21 +49,21 @@ class Meter(msgspec.Struct, frozen=True):
     ran_s: float = 0.0
 
     def running_cost(self, now: float) -> float:
-        """Return what it has cost since `since`, to the fraction of a second."""
+        """Return the cost since `since`, exact to fractions of a second."""
         return 0.0 if self.since is None else (self.hourly or 0.0) * (now - self.since) / HOUR_S
 
     def billed_cost(self, now: float) -> float:
-        """The same, with each second that has begun whole."""
+        """Return the cost since `since`, with each started second counted as a whole one."""
         return 0.0 if self.since is None else cost_of(self.hourly, now - self.since) or 0.0
 
     def stopped(self, now: float) -> Meter:
-        """Return it as it stands still."""
+        """Return the stopped meter."""
         if self.since is None:
             return self
         return replace(self, since=None, spent=self.spent + self.billed_cost(now), ran_s=self.ran_s + now - self.since)
 
     def bill(self, now: float) -> Bill | None:
-        """Return what all of it comes to; None where it never began."""
+        """Return the bill for all measured time; None if the meter never started."""
         seconds = self.stopped(now).ran_s
         if self.lease is None or (self.since is None and not seconds):
             return None
@@ -71,12 +71,12 @@ class Meter(msgspec.Struct, frozen=True):
 
 
 def bill(lease: Lease, hourly: float | None, seconds: float) -> Bill:
-    """Return what a lease's time comes to.
+    """Return the bill for a lease.
 
     Args:
-        lease: The run's.
-        hourly: Price of all its devices for an hour, None without one.
-        seconds: On the meter.
+        lease: The run's lease.
+        hourly: Price of the whole lease for an hour, None without one.
+        seconds: The metered seconds.
     """
     if lease.device_type == CPU and hourly is None:
         return Bill()
@@ -85,36 +85,37 @@ def bill(lease: Lease, hourly: float | None, seconds: float) -> Bill:
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """A run, as the scheduler has it. The service's `PoolRun` is the same object, and has more.
+    """The scheduler's view of a run. The service's `PoolRun` extends it.
 
-    Everybody may read it. `RunTable` alone changes it, but for `spec`.
+    Any part may read it. Only `RunTable` changes it, except for `spec`.
 
     Args:
         spec: As submitted; `detach` may become true later.
         state: Its state.
         number: Its place in the order of submission; 0 before that.
-        queued_at: When it came, or came back, into the queue; its time there counts from here, across refused leases.
+        queued_at: When it was queued or requeued; its waiting time counts from here, across refused leases.
         want: What it takes in this pool; None until the pool's inventory is known.
-        accepted: Too late to refuse it: from now on it can only end.
+        accepted: Whether it was accepted: from then on it can only end, not be refused.
         lease: What it holds; None while it waits.
-        freed: The lease is given back, since no process of it is left; its last word is still to come.
-        begun: The agent has reported on it, so its lease can't be handed back any more.
-        meter: How long it has had its devices. Its time limit counts by it.
+        freed: Whether the lease was given back because no process is left, while its final event is yet to come.
+        begun: Whether the agent has reported on it, so that its lease can't be returned any more.
+        meter: How long it has had its devices. Its time limit uses this time.
         passed_at: When a later run of its own user first passed it in the queue; None when none has.
         overtaken_at: When a later run of another user first got devices of its line while it was its user's first
             there; None when none has.
-        stopping_as: The state it was told to stop as; None when it was not.
-        told: The last position and reason given; None when it does not wait.
-        reason: Why it ends or has ended, "" when it does not, or nobody said.
+        stopping_as: The final state of a stop in progress; None otherwise.
+        told: The last position and reason sent to its followers; None when it does not wait.
+        reason: Why it is ending or has ended; "" otherwise, or without a known reason.
         unstopped: Ranks of its session that still run it after its end.
-        paused: Of a session: why no cell may begin in it now, "" when one may.
-        quiet_since: Of a session: since when nothing has run in it; None before it is RUNNING. Counts only while
+        paused: For a session, why no cell may start in it now; "" when cells may.
+        quiet_since: For a session, since when no cell has run in it; None before it is RUNNING. Counts only while
             no cell runs.
-        gone: Of a session: its ranks are gone, and it holds its lease for new processes that are still on it.
-        orphaned: Of new processes in a session: no service knows the session any more, so they hold its devices.
-        asked: Its lease has no devices yet: the engine asks the cluster for nodes.
-        cost_told: It was told that its own cost limit is near.
-        budget_told: It was told that the pool's budget is nearly used up.
+        gone: For a session, whether its ranks are gone while it still holds its lease for `--fresh` cells on it.
+        orphaned: For a `--fresh` cell, whether its session is unknown to the service, so that the cell itself holds
+            the devices.
+        asked: Whether its lease has no devices yet, because the engine asks the cluster for nodes.
+        cost_told: Whether it was warned that its own cost limit is near.
+        budget_told: Whether it was warned that the pool's budget is nearly used up.
     """
 
     spec: RunSpec
@@ -147,7 +148,7 @@ class Run:
 
     @property
     def held_lease(self) -> Lease | None:
-        """The devices that nobody else may have; none of a cell, for its session holds them."""
+        """The lease that it holds exclusively; None for a cell, since its session holds the devices."""
         return None if self.freed or (self.spec.session and not self.orphaned) else self.lease
 
     @property
@@ -160,7 +161,7 @@ class Run:
 
     @property
     def is_on_meter(self) -> bool:
-        """It holds its devices for ranks and is not being stopped."""
+        """Whether its meter runs and it is not being stopped."""
         return self.meter.since is not None and self.state in _RUNS_ON_METER
 
     @property
@@ -171,7 +172,7 @@ class Run:
 
     @property
     def cost_limit(self) -> float | None:
-        """When it has cost as much as it may; None while it costs nothing, or may cost anything."""
+        """When it reaches its cost limit; None while it costs nothing, or without a limit."""
         meter = self.meter
         if meter.since is None or self.spec.max_cost is None or not meter.hourly or not self.is_on_meter:
             return None
@@ -179,7 +180,7 @@ class Run:
 
     @property
     def cost_warning(self) -> float | None:
-        """When most of that is used."""
+        """When its followers are warned that the cost limit is near; None without a `cost_limit`."""
         limit = self.cost_limit
         if limit is None or self.meter.since is None:
             return None
@@ -187,7 +188,7 @@ class Run:
 
 
 def rough(seconds: float) -> str:
-    """`40 s`, `12 min`, `5 h 10 min`, `2 d 3 h`: a length of time for a person, two units at most."""
+    """Return a duration for a person, in two units at most: `40 s`, `12 min`, `5 h 10 min`, `2 d 3 h`."""
     whole = max(0, round(seconds))
     if whole < 100:
         return f"{whole} s"
@@ -200,7 +201,7 @@ def rough(seconds: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """`90 s`, `10 min`, `2 h`, `7 d`: a length of time for a person, exact."""
+    """Return an exact duration for a person: `90 s`, `10 min`, `2 h`, `7 d`."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size and seconds % size == 0:
             return f"{seconds / size:.0f} {unit}"

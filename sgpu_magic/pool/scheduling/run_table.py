@@ -1,7 +1,7 @@
-"""The scheduler's runs, and the few ways in which one changes or goes. Pure.
+"""The table of the scheduler's runs, and the few operations that change or remove one. Pure.
 
-What is asked of them after each stimulus is kept as an index by `add`, `change` and `drop`, the only ones that change a
-run or the table: it may have a thousand runs.
+Only `add`, `change` and `drop` change a run or the table. They also maintain indexes for the queries after each
+stimulus, since the table may have a thousand runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sgpu_magic.pool.scheduling.stimuli import EndRun, Instruction, MoveRun, Ref
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.states import FailureKind, RunState, can_move
 
-# a run that is over holds its devices until its ranks have left; one that was not to wait waits for that
+# a run that is over holds its devices until its ranks have exited; even a run with `wait_s=0` waits this long for that
 _LEAVING_S = 1.0
 
 
@@ -27,12 +27,12 @@ class RunTable:
     """Every run that waits or holds a lease, in order of submission.
 
     Args:
-        spent: Called with the time and with what a run has cost up to then, when its meter stops.
-        leased: Called with a run, the devices that nobody else might have, and those that nobody else may have now.
+        spent: Called with the time and a run's cost up to then, when its meter stops.
+        leased: Called with a run, the lease that it held before, and the lease that it holds now.
 
     Attributes:
-        runs: By their ids. Changed by `add` and `drop` alone.
-        now: The time of the stimulus that is being handled.
+        runs: By ID. Only `add` and `drop` change it.
+        now: The time of the current stimulus.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class RunTable:
         self._costly: dict[int, Run] = {}
         self._limited: dict[int, Run] = {}
         self._cells: dict[str, dict[int, Run]] = {}
-        # when time limits are over, and the runs' numbers; some of both no longer so
+        # heap of (time limit, run's number); may have outdated entries
         self._limits: list[tuple[float, int]] = []
 
-    # ------------------------------------------------------------ what there is
+    # ------------------------------------------------------------ queries
 
     def waiting(self) -> list[Run]:
-        """Runs that wait for devices."""
+        """Return the runs that wait for devices."""
         return _in_order(self._waiting)
 
     def waiting_cells(self) -> list[Run]:
-        """Cells that wait for their sessions."""
+        """Return the cells that wait for their sessions."""
         return _in_order(self._waiting_cells)
 
     def asked(self) -> dict[Line, list[Run]]:
-        """By line, runs for which an engine asked the cluster for nodes that have not come."""
+        """Return, by line, the runs for which an engine asked the cluster for nodes that have not come yet."""
         found: dict[Line, list[Run]] = {}
         for run in _in_order(self._asked):
             if run.want is not None:
@@ -74,37 +74,37 @@ class RunTable:
         return found
 
     def who_waits(self) -> list[Run]:
-        """Whoever waits for anything."""
+        """Return all runs that wait for devices, sessions or nodes."""
         return [*self.waiting(), *self.waiting_cells(), *_in_order(self._asked)]
 
     def asked_too_long(self) -> list[Run]:
-        """Runs for which nothing came in the time that they wait."""
+        """Return the runs for which no node came within their waiting time."""
         runs = [run for run in _in_order(self._asked) if run.stopping_as is None]
         return [run for run in runs if run.queue_deadline is not None and self.now >= run.queue_deadline]
 
     def count_waiting(self) -> int:
-        """How many runs wait for anything."""
+        """Return how many runs wait for devices, sessions or nodes."""
         return len(self._waiting) + len(self._waiting_cells) + len(self._asked)
 
     def cells_of(self, session: str) -> list[Run]:
-        """Every run in the session, in order of submission."""
+        """Return all runs in the session, in order of submission."""
         return [*self._cells.get(session, {}).values()]
 
     def sessions(self) -> list[Run]:
         return _in_order(self._sessions)
 
     def on_meter(self) -> list[Run]:
-        """Runs that cost something every second."""
+        """Return the runs with a price whose meters run and that are not being stopped."""
         return [run for run in _in_order(self._costly) if run.is_on_meter]
 
     def live_cost(self) -> float:
-        """What runs that have not ended have cost so far; those that are being stopped among them."""
+        """Return what the runs with running meters have cost, including those that are being stopped."""
         return sum(run.meter.running_cost(self.now) for run in _in_order(self._costly))
 
     # ------------------------------------------------------------ times
 
     def over_time(self) -> list[Run]:
-        """Runs whose time limit is over, in order of submission. Each is returned once."""
+        """Return the runs past their time limit, in order of submission. Each is returned once."""
         due: set[int] = set()
         while self._limits and self._limits[0][0] <= self.now:
             due.add(heapq.heappop(self._limits)[1])
@@ -112,7 +112,7 @@ class RunTable:
         return [run for run in runs if run.time_limit is not None and self.now >= run.time_limit]
 
     def next_limit(self) -> float | None:
-        """When a run's time limit is over, None when none has one."""
+        """Return the earliest time limit of a run, None when none has one."""
         while self._limits:
             time, number = self._limits[0]
             if number in self._limited and self._limited[number].time_limit == time:
@@ -121,7 +121,7 @@ class RunTable:
         return None
 
     def queue_deadline(self, run: Run) -> float | None:
-        """When a run that waits has waited long enough; None for one that does not wait, or waits for ever."""
+        """Return when a waiting run gives up; None for one that does not wait, or waits forever."""
         deadline = run.queue_deadline
         if deadline is not None and self._final:
             return max(deadline, run.queued_at + _LEAVING_S)
@@ -130,7 +130,7 @@ class RunTable:
     # ------------------------------------------------------------ changes
 
     def add(self, run: Run) -> None:
-        """A run came."""
+        """Add a submitted or adopted run."""
         self._submitted += 1
         self.change(run, number=self._submitted)
         self.runs[run.run_id] = run
@@ -139,7 +139,7 @@ class RunTable:
         self._index(run, None, None)
 
     def change(self, run: Run, **changes: Any) -> None:
-        """Set what is known of a run anew. Nobody else sets any of it."""
+        """Set attributes of a run. No other code sets them."""
         had, limit = run.held_lease, run.time_limit
         for name, value in changes.items():
             setattr(run, name, value)
@@ -147,7 +147,7 @@ class RunTable:
             self._index(run, had, limit)
 
     def drop(self, run_id: str) -> None:
-        """Forget a run; nothing happens when it is not there."""
+        """Forget a run; does nothing for an unknown one."""
         run = self.runs.pop(run_id, None)
         if run is None:
             return
@@ -158,10 +158,10 @@ class RunTable:
             self._cells.pop(run.spec.session, None)
 
     def move(self, run: Run, state: RunState, reason: str = "") -> list[Instruction]:
-        """The one place where a state changes. A move that the table lacks is a report that came too late."""
+        """Change a run's state, the only place that does. A move without a transition is an outdated report."""
         out: list[Instruction] = []
         if not can_move(run.state, state):
-            # a report may skip the start: ranks that run, or are done, have started
+            # a report may skip STARTING: ranks that run, or are done, have started
             not_begun = run.meter.since is None and can_move(run.state, RunState.STARTING)
             if not (not_begun and can_move(RunState.STARTING, state)):
                 return out
@@ -173,7 +173,7 @@ class RunTable:
         return [*out, MoveRun(run.run_id, state, reason)]
 
     def requeue(self, run: Run, reason: str) -> list[Instruction]:
-        """A run whose devices are gone waits again, in its old place; its own limits go on from where they are."""
+        """Requeue a run whose devices are gone, in its old place; its time and cost so far still count."""
         if not can_move(run.state, RunState.QUEUED):
             return []
         self.stop_meter(run)
@@ -181,20 +181,20 @@ class RunTable:
         return [MoveRun(run.run_id, RunState.QUEUED, reason)]
 
     def free(self, run: Run) -> None:
-        """The next run may have its devices, and it costs nothing any more."""
+        """Free a run's devices for the next run, and stop its meter."""
         if run.lease is not None and not run.freed:
             self.stop_meter(run)
             self.change(run, freed=True)
 
     def stop_meter(self, run: Run) -> None:
-        """It costs nothing any more. What it has cost so far counts for its own limit and the pool's budget."""
+        """Stop a run's meter. Its cost so far counts towards its own limit and the pool's budget."""
         cost = run.meter.billed_cost(self.now)
         if cost:
             self._spent(self.now, cost)
         self.change(run, meter=run.meter.stopped(self.now))
 
     def stop(self, run: Run, state: RunState, reason: str) -> list[Instruction]:
-        """End a run that waits; tell the ranks of one that has them, once."""
+        """End a waiting run; stop the ranks of one that has a lease, once."""
         if run.lease is None:
             return self.end(run, state, reason)
         if not can_move(run.state, RunState.CANCELLING):
@@ -205,7 +205,7 @@ class RunTable:
     def end(
         self, run: Run, state: RunState, reason: str, kind: FailureKind = FailureKind.CAPACITY
     ) -> list[Instruction]:
-        """A run without ranks is over."""
+        """End a run without ranks."""
         moves = self.move(run, state, reason)
         self.change(run, reason=reason)
         return [*moves, EndRun(run.run_id, state, reason, kind), *self.remove(run)]
@@ -213,7 +213,7 @@ class RunTable:
     def give_up(
         self, run: Run, message: str, error: str = "CapacityError", kind: FailureKind = FailureKind.CAPACITY
     ) -> list[Instruction]:
-        """A run will not get what it waits for: it fails, or is not even accepted."""
+        """Fail a run that will not get what it waits for, or refuse it if it was not accepted yet."""
         if run.accepted:
             return self.end(run, RunState.FAILED, message, kind)
         return self.refuse(run, error, message)
@@ -223,7 +223,7 @@ class RunTable:
         return [RefuseRun(run.run_id, error, message), *self.remove(run)]
 
     def over(self, run: Run, state: RunState) -> list[Instruction]:
-        """The run's own ranks are gone."""
+        """Remove a run whose own ranks are gone; a session stays while `--fresh` cells use its devices."""
         moves = self.move(run, state)
         if session_rules.on_its_devices(self.cells_of(run.run_id)):
             self.change(run, gone=True)
@@ -231,19 +231,19 @@ class RunTable:
         moves += self.remove(run)
         session = self.runs.get(run.spec.session)
         if session is not None and session.gone and not session_rules.on_its_devices(self.cells_of(session.run_id)):
-            # that was the last thing that held its lease
+            # that was the last cell on the session's devices
             self.drop(session.run_id)
         elif session is not None and session.quiet_since is not None:
             self.change(session, quiet_since=self.now)
         return moves
 
     def remove(self, run: Run) -> list[Instruction]:
-        """Forget the run; cells that wait for it, if it is a session, have nothing to wait for any more."""
+        """Forget a run, and end the cells of a session."""
         self.drop(run.run_id)
         return self.end_cells(run) if session_rules.is_session(run) else []
 
     def end_cells(self, session: Run) -> list[Instruction]:
-        """The session ends: those of its cells that wait end here, those with processes of their own are stopped."""
+        """End the waiting cells of a session that ends, and stop its `--fresh` cells."""
         out: list[Instruction] = []
         for cell in self.cells_of(session.run_id):
             why = session_rules.end_of_cell(cell, session)
@@ -258,7 +258,13 @@ class RunTable:
     # ------------------------------------------------------------ within
 
     def _index(self, run: Run, had: Lease | None, limit_before: float | None) -> None:
-        """A run was added, changed or dropped, which had this lease and time limit until now."""
+        """Update the indexes for a run that was added, changed or dropped.
+
+        Args:
+            run: The run.
+            had: The lease that it held before.
+            limit_before: Its time limit before.
+        """
         is_there = run.run_id in self.runs
         has, limit = run.held_lease if is_there else None, run.time_limit
         if had is not has:

@@ -1,13 +1,12 @@
 """The pool's scheduler: typed stimuli in, a list of typed instructions out.
 
-Pure: no clock (every stimulus carries `now`, seconds of any one clock), no socket, no thread. The service
-feeds it what happened and does what it says. In the style of distributed's `worker_state_machine`.
+Pure: no clock (every stimulus carries `now`, seconds of any one clock), no socket, no thread. The service feeds it
+stimuli and executes its instructions. In the style of distributed's `worker_state_machine`.
 
-    - What a request means here: `placement_request`. Who gets devices first: `queue_rules` and `fair_share`. What
-      the others are told: `words`.
-    - `LaunchRun` gives the lease, `RunOver` frees it, or `LeaseFreed` where the run's last word comes later. The run
-      stays queued until the agent's first `RunMoved`; until then the engine may hand the lease back with
-      `LeaseRefused`.
+    - `placement_request` interprets a request in this pool. `queue_rules` and `fair_share` decide which run gets
+      devices first. `words` tells the others why they wait.
+    - `LaunchRun` grants the lease. `RunOver` frees it, or `LeaseFreed` if the run's final event comes later. The run
+      stays queued until the agent's first `RunMoved`; until then the engine may return the lease with `LeaseRefused`.
     - A state changes only with a `MoveRun`, and only along `wire.states.TRANSITIONS`.
     - Cells of a session wait for it and for each other: `session_rules`.
     - Runs end at their cost limit, and at the pool's budget: `costs`.
@@ -54,11 +53,11 @@ class Scheduler:
 
     Args:
         inventory: What the node has; None holds submitted runs back until the first `InventoryChanged`.
-        pass_over_s: Seconds from the first time a run is passed over until nothing may pass it.
-        tariff: What devices cost.
-        budget: What the pool's runs may cost together, None without a limit; on the stimuli's clock.
-        limits: What each user may have, and who comes first.
-        fair_half_life_s: Seconds after which devices that a user had count half when users share.
+        pass_over_s: Seconds from the first time a run is passed over until no run may pass it.
+        tariff: The prices of devices.
+        budget: What the pool's runs may cost together, on the stimuli's clock; None without a limit.
+        limits: The users' quotas and priorities.
+        fair_half_life_s: Seconds after which a user's past use of devices counts half for fair sharing.
 
     Attributes:
         budget: As given.
@@ -98,40 +97,40 @@ class Scheduler:
 
     @property
     def waits_for_devices(self) -> bool:
-        """Whether a run in the queue may get devices when the pool is looked at again."""
+        """Whether a queued run may get devices after the next inventory."""
         room = self._queue.room
         if room is None or not any(run.accepted for run in self._table.waiting()):
             return False
         return room.stock.many or any(not line.simulated for line in room.stock.counts)
 
     def waiting(self) -> dict[str, Told]:
-        """By run that waits, its place in the order in which they would begin and what it waits for, as it is now."""
+        """Return each waiting run's current position, in the order in which they would start, and its reason."""
         return self._words.now()
 
     def drop(self, run_id: str) -> None:
-        """Forget a run that the pool could not take."""
+        """Forget a run that the pool could not accept."""
         self._table.drop(run_id)
 
     def run(self, run_id: str) -> Run | None:
         return self._runs.get(run_id)
 
     def holder(self, uuid: str) -> str | None:
-        """The run that holds the device `uuid`, None when it is free."""
+        """Return the ID of the run that holds the device `uuid`, None when it is free."""
         room = self._queue.room
         return None if room is None else room.holder(uuid)
 
     def is_open(self, session: str) -> bool:
-        """Whether the session takes cells."""
+        """Whether the session accepts cells."""
         run = self._runs.get(session)
         return run is not None and session_rules.is_open(run)
 
     def quiet_until(self, session: str) -> float | None:
-        """When the session ends because nothing runs in it, None while something does, or it never ends so."""
+        """Return when the session ends for being idle; None while it has cells or is paused, or without a limit."""
         run = self._runs.get(session)
         return None if run is None else session_rules.quiet_until(self._table, run)
 
     def next_deadline(self) -> float | None:
-        """When `TimePassed` is next useful, None when only events can change anything."""
+        """Return when `TimePassed` is next useful; None when only events can change anything."""
         parts = (self._costs, self._queue, self._words)
         times = [self._table.next_limit(), *(part.next_deadline() for part in parts)]
         times += [self._table.queue_deadline(run) for run in self._table.who_waits()]
@@ -139,9 +138,9 @@ class Scheduler:
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, stimulus: Stimulus) -> list[Instruction]:
-        """Take in what happened and return what to do, in this order.
+        """Handle a stimulus, and return the instructions to execute, in this order.
 
-        Stimuli about unknown runs, and reports that came too late to matter, change nothing.
+        Stimuli for unknown runs and outdated reports change nothing.
 
         Raises:
             ValueError: `RunOver` with a state that is not final.
@@ -161,7 +160,7 @@ class Scheduler:
                 out = [] if known is None else self._happened(known, stimulus, now)
         return out + self._settle()
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ stimuli
 
     def _submit(self, run: Run, now: float) -> list[Instruction]:
         spec = run.spec
@@ -180,7 +179,7 @@ class Scheduler:
         run = adopted.run
         if run.run_id not in self._runs:
             hourly = self._tariff.hourly(adopted.lease) if adopted.hourly is None else adopted.hourly
-            # what had ended is in the ledger's sums already
+            # a finished run is already in the ledger's sums
             stands = run.state is RunState.PREPARING or run.state.is_final
             meter = Meter(adopted.lease, None if run.spec.session else hourly, None if stands else adopted.metered_at)
             self._table.change(
@@ -206,10 +205,10 @@ class Scheduler:
         return [instruction for run in self._table.waiting() for instruction in self._judge(run)]
 
     def _judge(self, run: Run) -> list[Instruction]:
-        """Give a waiting run its place in a line, a new one when the devices changed under it."""
+        """Put a waiting run into its queue, or into another one if the pool's devices have changed."""
         want = self._queue.resolve(run)
         if not isinstance(want, Want):
-            # devices that went away while it waited may come back; its reason says so
+            # devices that disappeared while it waited may come back; its reason says so
             return self._table.refuse(run, *want) if run.want is None else []
         if run.want is None:
             if refusal := self._costs.refusal(run.spec, want) or self._fair.refusal(run.spec, want):
@@ -268,12 +267,12 @@ class Scheduler:
         if run.state.is_final:
             return self._table.over(run, run.state)
         if run.stopping_as is not None:
-            # nobody wants it again, and no rank is left that could say so
+            # it was being stopped, and no rank is left to report its end
             self._table.change(run, lease=None)
             return self._table.end(run, run.stopping_as, run.reason)
         return self._table.requeue(run, why)
 
-    # ------------------------------------------------------------ what follows from every stimulus
+    # ------------------------------------------------------------ after every stimulus
 
     def _settle(self) -> list[Instruction]:
         return [
@@ -302,7 +301,7 @@ class Scheduler:
         return [instruction for one in due for instruction in self._table.stop(*one)]
 
     def _settle_cells(self) -> list[Instruction]:
-        """Let cells of sessions begin, give up, or end with their session."""
+        """Launch waiting cells of sessions, let them give up, or end them with their session."""
         out: list[Instruction] = []
         for session in [run for run in self._table.sessions() if not session_rules.is_open(run)]:
             out += self._table.end_cells(session)

@@ -1,9 +1,9 @@
-"""How cells share a session: what they wait for there, what they get, and when it ends. Pure.
+"""How cells share a session: what they wait for, what they get, and when the session ends. Pure.
 
-- Cells in a session's own ranks take turns, first come, first served; `--fresh` ones begin at once beside them.
-- None holds devices: the session does, until its own ranks and all new processes on them are gone.
-- A session that ends takes its cells along: those that wait end here, those in its ranks by the agent, and the
-  fresh ones are stopped.
+- Cells in a session's own ranks take turns, first come, first served; `--fresh` cells start at once beside them.
+- Cells hold no devices: the session does, until its own ranks and all `--fresh` processes on them are gone.
+- When a session ends, its cells end too: the scheduler ends the waiting ones and stops the fresh ones, the agent ends
+  those in the session's ranks.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def is_session(run: Run) -> bool:
 
 
 def is_open(session: Run) -> bool:
-    """Whether cells may still be given to it."""
+    """Whether the session accepts cells."""
     return not (session.gone or session.state.is_final or session.state is RunState.CANCELLING)
 
 
 def refusal(spec: RunSpec, session: Run | None) -> str:
-    """Why the session will never take this cell; "" when it will."""
+    """Return why the session will never accept this cell; "" when it will."""
     if session is None or not is_session(session):
         return f"there is no session {short(spec.session)} in this pool. Begin one with %sgpu_connect."
     name, ranks, asked = named(session.spec), session.spec.placement.ranks, spec.placement.ranks
@@ -65,7 +65,7 @@ def refusal(spec: RunSpec, session: Run | None) -> str:
 
 
 def on_nodes(spec: RunSpec) -> str:
-    """Why a pool of many nodes does not take the session; "" when it does."""
+    """Return why a pool of many nodes does not accept the session; "" when it does."""
     if spec.placement.nodes <= 1 and spec.placement.strategy != SPREAD:
         return ""
     asks = f"--nodes {spec.placement.nodes}" if spec.placement.nodes > 1 else "--placement spread"
@@ -76,7 +76,7 @@ def on_nodes(spec: RunSpec) -> str:
 
 
 def too_large(want: Want, stock: Stock) -> str:
-    """Why a session that several nodes could hold can't be placed."""
+    """Return why a session that would fit only on several nodes can't be placed."""
     sizes = stock.sizes(want.line, want.min_memory_bytes)
     node = max(sizes, key=sizes.__getitem__)
     return (
@@ -87,12 +87,12 @@ def too_large(want: Want, stock: Stock) -> str:
 
 
 def named(spec: RunSpec) -> str:
-    """`session work`, or its id where it has no name."""
+    """Return `session` and its name, or its short ID if it has none."""
     return f"session {spec.name or short(spec.run_id)}"
 
 
 def obstacle(table: RunTable, cell: Run, session: Run) -> str:
-    """What a waiting cell of an open session waits for, "" when it may begin; asked in order of submission."""
+    """Return what a cell of an open session waits for; "" when it may start. Call it in order of submission."""
     if session.lease is None:
         return f"its session waits for devices: {session.told[1] if session.told is not None else 'it is queued'}"
     if session.state is not RunState.RUNNING:
@@ -126,7 +126,7 @@ def titled(run: Run) -> str:
 
 
 def share(lease: Lease, spec: RunSpec) -> Lease:
-    """The session's lease as a cell gets it: whole, or its first part for fewer new processes."""
+    """Return a cell's part of the session's lease: all of it, or its first devices for fewer `--fresh` ranks."""
     ranks = spec.placement.ranks
     if ranks >= lease.ranks:
         return lease
@@ -135,14 +135,14 @@ def share(lease: Lease, spec: RunSpec) -> Lease:
 
 
 def waited_in_vain(cell: Run, why: str) -> str:
-    """What to tell of a cell whose time in the queue is over."""
+    """Return the message for a cell whose waiting time is over."""
     if cell.spec.wait_s:
         return f"it has waited for {span(cell.spec.wait_s)}: {why}. Wait longer with --wait."
     return f"{why}, and the run was not to wait. Let it queue with --wait 10m."
 
 
 def quiet_until(table: RunTable, session: Run) -> float | None:
-    """When the session ends because nothing ran in it; None while something does, or it never ends so."""
+    """Return when the session ends for being idle; None while it has cells or is paused, or without an idle limit."""
     if session.quiet_since is None or session.spec.idle_s is None or session.state is not RunState.RUNNING:
         return None
     if session.paused or table.cells_of(session.run_id):
@@ -151,18 +151,18 @@ def quiet_until(table: RunTable, session: Run) -> float | None:
 
 
 def ends_as(session: Run) -> RunState:
-    """What becomes of its cells that wait: cancelled with it, else failed."""
+    """Return the final state of its waiting cells: cancelled if the session is, else failed."""
     ending = session.stopping_as or session.state
     return RunState.CANCELLED if ending is RunState.CANCELLED else RunState.FAILED
 
 
 def end_of_cell(cell: Run, session: Run) -> str:
-    """Why a cell ends with its session: it has not begun, or has processes of its own on the session's devices."""
+    """Return why a cell ends with its session: a waiting cell, or one with its own processes on its devices."""
     why = f": {session.reason}" if session.reason else ""
     ended = " ended before it could begin" if cell.lease is None else ", whose devices it has, ended"
     return f"{named(session.spec)}{ended}{why}"
 
 
 def on_its_devices(cells: Sequence[Run]) -> bool:
-    """Whether new processes use the session's devices."""
+    """Whether `--fresh` cells use the session's devices."""
     return any(cell.spec.fresh and cell.lease is not None for cell in cells)

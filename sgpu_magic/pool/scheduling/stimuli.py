@@ -1,4 +1,4 @@
-"""What the scheduler hears and what it says: stimuli and instructions. Data only."""
+"""The scheduler's input and output: stimuli and instructions. Data only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sgpu_magic.wire.states import FailureKind, RunState
 
 
 class RunSubmitted(msgspec.Struct, frozen=True):
-    """A client wants this run; the answer, or the first inventory's, has a `RefuseRun` if it can't be."""
+    """A client submitted this run. `RefuseRun` follows, now or at the first inventory, if it can't be placed."""
 
     run: Run
     now: float
@@ -22,10 +22,11 @@ class RunAdopted(msgspec.Struct, frozen=True):
     """An earlier service launched this run, and its ranks still hold the lease.
 
     Args:
-        run: In the state in which the agent has it.
-        metered_at: When it was launched, on the clock of `now`.
-        freed: Its devices were given back: as after `LeaseFreed`.
-        hourly: What they cost in an hour when the run was placed; None for what they cost now.
+        run: The run, in the state that the agent reports.
+        lease: The lease that it holds.
+        metered_at: When its meter started, on the clock of `now`.
+        freed: Whether its devices were given back, as after `LeaseFreed`.
+        hourly: Their hourly price when the run was placed; None for the current price.
     """
 
     run: Run
@@ -37,7 +38,7 @@ class RunAdopted(msgspec.Struct, frozen=True):
 
 
 class InventoryChanged(msgspec.Struct, frozen=True):
-    """The node was looked at, and has this now."""
+    """The pool has a new inventory."""
 
     inventory: Inventory
     now: float
@@ -46,10 +47,10 @@ class InventoryChanged(msgspec.Struct, frozen=True):
 class RunMoved(msgspec.Struct, frozen=True):
     """The agent reports a run's new state. A final one does not free the lease: the ranks still exist.
 
-    `STARTING` after `RUNNING` is a group that is started again on the same lease.
+    `STARTING` after `RUNNING` means that the group is restarted on the same lease.
 
     Args:
-        reason: Why it ended, "" when that is not worth a word.
+        reason: Why it ended, "" if there is nothing to say.
         unstopped: Ranks of its session that still run it after its end.
     """
 
@@ -61,7 +62,7 @@ class RunMoved(msgspec.Struct, frozen=True):
 
 
 class CancelRequested(msgspec.Struct, frozen=True):
-    """Somebody wants the run stopped."""
+    """A client or the service wants the run stopped."""
 
     run_id: str
     reason: str
@@ -69,7 +70,7 @@ class CancelRequested(msgspec.Struct, frozen=True):
 
 
 class RunOver(msgspec.Struct, frozen=True):
-    """The ranks are gone and reaped: the lease is free. `state` is final; ignored where one was reported."""
+    """The ranks are gone and reaped: the lease is free. `state` is final; ignored if one was already reported."""
 
     run_id: str
     state: RunState
@@ -77,14 +78,14 @@ class RunOver(msgspec.Struct, frozen=True):
 
 
 class LeaseFreed(msgspec.Struct, frozen=True):
-    """No process of the run is left, and its last word is still on its way: the next run may have its devices."""
+    """No process of the run is left, but its final event has not arrived: the next run may have its devices."""
 
     run_id: str
     now: float
 
 
 class LeaseRefused(msgspec.Struct, frozen=True):
-    """The engine could not take the locks of `uuids`; they count as used outside until the next inventory."""
+    """The engine could not lock `uuids`; they count as used outside the pool until the next inventory."""
 
     run_id: str
     uuids: tuple[str, ...]
@@ -93,7 +94,7 @@ class LeaseRefused(msgspec.Struct, frozen=True):
 
 
 class LeaseGranted(msgspec.Struct, frozen=True):
-    """The engine has the run's devices. `lease` takes the place of the one that was proposed."""
+    """The engine has the run's devices. `lease` replaces the proposed one."""
 
     run_id: str
     lease: Lease
@@ -101,10 +102,10 @@ class LeaseGranted(msgspec.Struct, frozen=True):
 
 
 class RunRequeued(msgspec.Struct, frozen=True):
-    """A node of the run was lost, and nothing is left of it elsewhere: it goes back to the queue, without a lease.
+    """A node of the run was lost and its other ranks are gone: it returns to the queue, without a lease.
 
     Args:
-        why: A sentence, without a full stop.
+        why: The reason, a sentence without a full stop.
     """
 
     run_id: str
@@ -113,7 +114,7 @@ class RunRequeued(msgspec.Struct, frozen=True):
 
 
 class SessionPaused(msgspec.Struct, frozen=True):
-    """No cell shall begin in the session for now. `reason` is what a cell that waits is told; "" lets them go on."""
+    """No cell may start in the session for now. `reason` is shown to waiting cells; "" resumes the session."""
 
     run_id: str
     reason: str
@@ -121,7 +122,7 @@ class SessionPaused(msgspec.Struct, frozen=True):
 
 
 class TimePassed(msgspec.Struct, frozen=True):
-    """The time of `next_deadline` has come."""
+    """The time of `next_deadline` has been reached."""
 
     now: float
 
@@ -135,12 +136,12 @@ Stimulus = RunSubmitted | RunAdopted | InventoryChanged | TimePassed | StimulusO
 
 
 class LaunchRun(msgspec.Struct, frozen=True):
-    """Take the lease's locks and start the ranks. Answer with `RunMoved`, `LeaseRefused` or `RunOver`.
+    """Lock the lease's devices and start the ranks. Answer with `RunMoved`, `LeaseRefused` or `RunOver`.
 
-    In a pool of many nodes the lease is a proposal: `LeaseGranted` tells of another. One without devices asks for nodes
-    that an autoscaler has to bring.
+    In a pool of many nodes the lease is a proposal: `LeaseGranted` replaces it. A lease without devices requests nodes
+    from an autoscaler.
 
-    The lease of a run in a session is the session's, or a part of it: its locks are taken already.
+    The lease of a run in a session is the session's, or a part of it, whose devices are already locked.
     """
 
     run_id: str
@@ -148,7 +149,7 @@ class LaunchRun(msgspec.Struct, frozen=True):
 
 
 class MoveRun(msgspec.Struct, frozen=True):
-    """The run's state is `state` from now on: tell the client, write it down."""
+    """The run's state changed to `state`: record it and tell the client."""
 
     run_id: str
     state: RunState
@@ -156,9 +157,9 @@ class MoveRun(msgspec.Struct, frozen=True):
 
 
 class TellQueue(msgspec.Struct, frozen=True):
-    """The run waits at `position` (1 is next) of its line or session; given only when something changed.
+    """The run waits at `position` (1 is next) of its queue or session; sent only when something changed.
 
-    Where very many wait, some are told later: `Scheduler.waiting` has it as it is.
+    If very many runs wait, some get this with a delay; `Scheduler.waiting` is always current.
     """
 
     run_id: str
@@ -167,14 +168,14 @@ class TellQueue(msgspec.Struct, frozen=True):
 
 
 class Remark(msgspec.Struct, frozen=True):
-    """Tell who follows the run this sentence."""
+    """Send the run's followers this sentence."""
 
     run_id: str
     text: str
 
 
 class StopRun(msgspec.Struct, frozen=True):
-    """Take the stop path with a launched run; `state` is what it ends as."""
+    """Stop a launched run; `state` is its final state."""
 
     run_id: str
     state: RunState
@@ -182,7 +183,7 @@ class StopRun(msgspec.Struct, frozen=True):
 
 
 class RefuseRun(msgspec.Struct, frozen=True):
-    """The run is not accepted and forgotten here. `error` names the class in `errors`."""
+    """The run is refused, and the scheduler has forgotten it. `error` names the class in `errors`."""
 
     run_id: str
     error: str
@@ -190,11 +191,11 @@ class RefuseRun(msgspec.Struct, frozen=True):
 
 
 class EndRun(msgspec.Struct, frozen=True):
-    """A run that has no ranks is over and forgotten here; its `MoveRun` came just before.
+    """A run without ranks is over, and the scheduler has forgotten it; its `MoveRun` came just before.
 
     Args:
-        reason: A failure's message, or who cancelled it.
-        kind: A failure's kind.
+        reason: The failure's message, or who cancelled it.
+        kind: The failure's kind.
     """
 
     run_id: str

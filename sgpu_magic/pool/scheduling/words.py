@@ -1,8 +1,8 @@
-"""Where each waiting run stands and what it waits for, in words; who is told when. Pure.
+"""Each waiting run's position and what it waits for, in words; which runs are updated when. Pure.
 
-Up to `AT_ONCE` waiting runs are told of every change at once. Of more, the new ones and the first of each line are, and
-the others so seldom that `PER_S` are told in a second: a pool where 500 wait would do nothing else. Who asks gets all
-as it is at that moment.
+Up to `AT_ONCE` waiting runs are updated at every change. With more, only new runs and the first of each line are; the
+others are updated at a rate of `PER_S` in a second, since a pool with 500 waiting runs would do nothing else. Queries
+always return the current state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sgpu_magic.pool.scheduling.queue_rules import QueueRules
 
 AT_ONCE = 64
-"""So many runs may wait before some are told later."""
+"""The number of waiting runs above which some are updated with a delay."""
 PER_S = 100.0
 _FIRST = 4
 
@@ -33,12 +33,12 @@ Told = tuple[int, str]
 
 
 class Keepers(msgspec.Struct, frozen=True):
-    """The runs that what becomes free is kept for, because others had passed them for long.
+    """The runs that freed devices are kept for, because others passed them too long ago.
 
     Args:
-        of_users: By line and user, the first that keeps it from the user's own later runs.
-        of_lines: By line, those that keep it from everybody, the first one first.
-        nodes: By run, the one node that is kept; all of the line where none is named.
+        of_users: By line and user, the run that the user's own later runs may not pass.
+        of_lines: By line, the runs that no other run may pass, in order.
+        nodes: By run, the single node that is kept for it; the whole line is kept for runs that are not in it.
     """
 
     of_users: Mapping[tuple[Line, str], str] = msgspec.field(default_factory=dict[tuple[Line, str], str])
@@ -46,35 +46,35 @@ class Keepers(msgspec.Struct, frozen=True):
     nodes: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
 
     def before(self, run: Run, want: Want) -> str:
-        """The run that what is free is kept for; this one itself where no other is."""
+        """Return the run that free devices are kept for; this run itself if there is no other."""
         others = [one for one in self.of_lines.get(want.line, ()) if one not in self.nodes]
         return next(iter(others), self.of_users.get((want.line, run.spec.owner.user), run.run_id))
 
     def keeps(self, run: Run, want: Want) -> bool:
-        """Whether something is kept for this run."""
+        """Whether devices are kept for this run."""
         own = self.of_users.get((want.line, run.spec.owner.user)) == run.run_id
         return own or run.run_id in self.of_lines.get(want.line, ())
 
 
 class QueueWords:
-    """Tells those that wait.
+    """Sends waiting runs their positions and reasons.
 
     Args:
         table: The scheduler's runs.
-        queue: Who gets what.
-        fair: Whose turn it is.
+        queue: Decides which run gets which devices.
+        fair: Decides which user is next.
     """
 
     def __init__(self, table: RunTable, queue: QueueRules, fair: FairShare) -> None:
         self._table = table
         self._queue = queue
         self._fair = fair
-        # of many: when all were told last, and whether somebody has not been since
+        # if many wait: when all were last updated, and whether a run has not been updated since
         self._told_at = float("-inf")
         self._behind = False
 
     def tell(self) -> list[Instruction]:
-        """Tell those whose place or reason changed."""
+        """Return the updates for runs whose position or reason changed."""
         now = self._table.now
         moment = _Moment(self._table, self._queue, self._fair)
         count = self._table.count_waiting()
@@ -96,17 +96,17 @@ class QueueWords:
         return [out[number] for number in sorted(out)]
 
     def now(self) -> dict[str, Told]:
-        """Return the place and the reason of each run that waits, as it is now."""
+        """Return the current position and reason of each waiting run."""
         moment = _Moment(self._table, self._queue, self._fair)
         return {run.run_id: (position, moment.reason(run)) for run, _, position in moment.places()}
 
     def next_deadline(self) -> float | None:
-        """When those who were not told of a change are told."""
+        """Return when the delayed updates are due; None without any."""
         return self._told_at + self._table.count_waiting() / PER_S if self._behind else None
 
 
 class _Moment:
-    """The queue at one moment; runs that want the same are told the same."""
+    """The queue at one moment; runs with the same request share a reason."""
 
     def __init__(self, table: RunTable, queue: QueueRules, fair: FairShare) -> None:
         self._table = table
@@ -117,10 +117,10 @@ class _Moment:
         self._found: dict[tuple[Want, str], str] = {}
 
     def places(self, *, only_first: bool = False) -> list[tuple[Run, Line | str | None, int]]:
-        """Return the runs that wait, each with its line or session and its place there; cells after their sessions.
+        """Return the waiting runs, each with its line or session and its position there; cells after their sessions.
 
         Args:
-            only_first: Only the first of the lines in which all know their places are asked for.
+            only_first: Whether to return only the first runs of lines in which all runs know their positions.
         """
         found: list[tuple[Run, Line | str | None, int]] = []
         asked = self._table.asked()
@@ -158,11 +158,11 @@ class _Moment:
         return self._found[key]
 
 
-# ---------------------------------------------------------------- of one run
+# ---------------------------------------------------------------- one run's reason
 
 
 def waits_for(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
-    """Return what a run in the queue lacks."""
+    """Return what a run in the queue waits for."""
     if room.stock.many:
         return _on_nodes(run, want, room, keepers)
     missing = room.missing(want)
@@ -174,12 +174,12 @@ def waits_for(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
 
 
 def asked_for(want: Want, room: Room) -> str:
-    """Return what a run is told while the engine waits for nodes that the cluster is to bring."""
+    """Return the reason of a run whose nodes the cluster was asked for."""
     return "; ".join([f"{_need(want)}, {_there(want, room)}", "the cluster was asked for more nodes", *_coming(room)])
 
 
 def waited_in_vain(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
-    """What to tell of a run whose time in the queue is over."""
+    """Return the message for a run whose waiting time is over."""
     need, free = room.amount(want), room.free(want)
     if room.stock.many:
         why = waits_for(run, want, room, keepers)
@@ -216,7 +216,7 @@ def _on_nodes(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
 
 
 def _need(want: Want) -> str:
-    """`needs 8 H100 on one node`."""
+    """Return a request in words: `needs 8 H100 on one node`."""
     what = amount(want.ranks, want.line)
     if want.min_memory_bytes:
         what += f" with {want.min_memory_bytes / 1e9:g} GB"
@@ -228,7 +228,7 @@ def _need(want: Want) -> str:
 
 
 def _there(want: Want, room: Room) -> str:
-    """`12 are free of 64, the largest node has 4 free of 8 (4 are held by run 7f3a)`."""
+    """Return what is free: `12 are free of 64, the largest node has 4 free of 8 (4 are held by run 7f3a)`."""
     free, sizes = room.free_by_node(want), room.stock.sizes(want.line, want.min_memory_bytes)
     count, total = room.free(want), room.stock.total(want.line, want.min_memory_bytes)
     more = room.stock.elastic(want.line)
@@ -239,7 +239,7 @@ def _there(want: Want, room: Room) -> str:
     if want.nodes > 1:
         enough = sum(count >= want.per_node for count in free.values())
         text += f", {enough} {'node has' if enough == 1 else 'nodes have'} {want.per_node} or more free"
-    # the fullest of those that are large enough at all: what it lacks is what the run waits for
+    # the emptiest of the nodes that are large enough: the run waits for what it lacks
     least = want.per_node if want.on_one_node or want.nodes else 1
     node = _emptiest(free, sizes, least) or _emptiest(free, sizes, 1)
     held = room.held_by(want, node, most=2)
@@ -248,7 +248,7 @@ def _there(want: Want, room: Room) -> str:
 
 
 def _emptiest(free: Mapping[str, int], sizes: Mapping[str, int], least: int) -> str:
-    """The node with the most free, of those that have `least` when nothing runs; the first of several."""
+    """Return the node with the most free among those with a size of at least `least`; the first of several."""
     best, most = "", (-1, 0)
     for node, size in sizes.items():
         if size >= least and (there := (max(0, free.get(node, 0)), size)) > most:

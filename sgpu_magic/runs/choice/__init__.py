@@ -1,7 +1,7 @@
-"""What a notebook asks for without words: kept in its metadata, signed, and the default of every cell and call.
+"""A notebook's choice of devices and packages: stored in its metadata, signed, and the default of cells and calls.
 
-schema          the records, as JSON: read, checked, in words
-keeper          signed by the user who has chosen it, in the notebooks in which it was made
-packages        the packages of a choice, as a file that `--env-version` takes
-default_choice  what it adds to what was asked for
+schema          the JSON records: parsing, checks, description in words
+keeper          signing and verification; the notebooks in which a choice was made
+packages        the packages of a choice, as a file for `--env-version`
+default_choice  applies the choice to options that were not given
 """

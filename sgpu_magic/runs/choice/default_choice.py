@@ -1,6 +1,6 @@
-"""What a notebook's choice adds to what was asked for. Each option that was given wins over it, by itself.
+"""Applies a notebook's choice to options that were not given.
 
-The settings come after it. In a session that exists it does not count.
+The choice takes precedence over the settings. It does not apply to cells in an existing session.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ MAGIC_WAYS = "--gpus N --type TYPE"
 PYTHON_WAYS = 'gpus=N, gpu_type="TYPE"'
 
 
-# what was asked for last, and the environment that was found for it
+# the last choice with changed packages, and the file of its environment
 _found: tuple[tuple[Choice, str, int], str] | None = None
 
 
 def with_choice(place: Workplace, asked: R, ways: str) -> R:
-    """Return options with what the notebook's choice says where they say nothing.
+    """Fill in options that were not given: from the defaults of `sgpu run`, then from the notebook's choice.
 
     Args:
-        place: This process's.
+        place: This process's workplace.
         asked: The options of a cell, a call or a session.
-        ways: How a person says all of it, for a refusal: `MAGIC_WAYS` or `PYTHON_WAYS`.
+        ways: How to give the options instead, for error messages: `MAGIC_WAYS` or `PYTHON_WAYS`.
 
     Raises:
-        UsageError: Somebody else has chosen it, or this user in another notebook, and it is not confirmed; or it names
-            what is not there.
+        UsageError: The choice was made by another user or in another notebook and is not confirmed, or it names a pool
+            or environment that does not exist.
         EnvironmentFailed: Its packages are for another Python.
     """
     asked = with_job(asked)
@@ -52,7 +52,7 @@ def with_choice(place: Workplace, asked: R, ways: str) -> R:
         return asked
     devices = asked.devices
     ranks = choice.gpus if devices.ranks is None else 0
-    # who says how much memory they need leaves the type open
+    # a requested memory leaves the type open
     device_type = choice.type if devices.device_type is None and not devices.min_memory_bytes else ""
     pool = choice.pool if not asked.pool else ""
     packages = not asked.wishes.env_version
@@ -76,12 +76,12 @@ def with_choice(place: Workplace, asked: R, ways: str) -> R:
 
 
 def placed(place: Workplace, asked: R, ways: str) -> tuple[R, Found]:
-    """Return options with what the notebook's choice says where they say nothing, and where they lead.
+    """Return the options completed by `with_choice`, and the pool and placement for them.
 
     Args:
-        place: This process's.
+        place: This process's workplace.
         asked: The options of a cell, a call or a session.
-        ways: As of `with_choice`.
+        ways: As in `with_choice`.
 
     Raises:
         SgpuError: As `with_choice` and `placing.find_place`.
@@ -91,17 +91,17 @@ def placed(place: Workplace, asked: R, ways: str) -> tuple[R, Found]:
 
 
 def pool_name(place: Workplace) -> str:
-    """Return the pool that a choice which names none is shown with."""
+    """Return the name of the default pool, to show with a choice that names none."""
     try:
         return default_pool(place.current_settings().pool, place.pools.entries())
     except UsageError:
-        # what is wrong with the list is told where a pool of it is wanted
+        # an error in the list of pools is reported when one of them is used
         return LOCAL
 
 
 def _env_version(settings: Settings, choice: Choice) -> str:
     if not choice.env_version:
-        # the choice comes before the setting
+        # the choice takes precedence over the setting
         return "" if settings.env_version in _OWN_PACKAGES else "none"
     if not (choice.dependencies or choice.removed):
         return choice.env_version
@@ -110,7 +110,7 @@ def _env_version(settings: Settings, choice: Choice) -> str:
     found = _found
     if found is not None and found[0] == key and os.path.exists(found[1]):
         return found[1]
-    # only loaded where packages are changed
+    # imported here: only needed for changed packages
     from sgpu_magic.runs.choice.packages import env_version_of
 
     file = env_version_of(settings, choice)
@@ -141,7 +141,7 @@ def _who(held: Held) -> str:
 
 
 def held_words(held: Held, pool: str) -> str:
-    """Return what `%sgpu_env` tells of the choice, a line; "" without one."""
+    """Return the line of `%sgpu_env` about the choice; "" if there is none."""
     if held.choice is None:
         return held.problem
     whose = "" if held.confirmed else f"; {_who(held)}: %sgpu_env --accept confirms it"

@@ -1,7 +1,7 @@
-"""What a notebook asks for, kept in its metadata: signed by the user who has chosen it, and known by its notebook.
+"""Signs and verifies the choice in a notebook's metadata, and records in which notebooks it was made.
 
-A choice travels with its notebook. One that this user has not made there is not in effect before it is confirmed: it
-may take devices, spend money or install packages.
+A choice is copied with its notebook. One that this user did not make in this notebook takes effect only when confirmed,
+because it may take devices, cost money or install packages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NOTHING = Choice()
 def sign(choice: Choice, key: bytes) -> str:
     """Return a choice's signature: HMAC-SHA-256, hexadecimal.
 
-    Only what differs from an empty choice is signed: a version that knows more fields signs the same.
+    Only fields that differ from an empty choice are signed, so that versions with more fields compute the same.
     """
     said = {
         name: getattr(choice, name)
@@ -53,14 +53,14 @@ def sign(choice: Choice, key: bytes) -> str:
 
 
 def is_signed(kept: KeptChoice, key: bytes | None) -> bool:
-    """Whether the owner of the key has made this choice."""
+    """Whether the choice is signed with the key."""
     if key is None or not kept.signed.isascii():
         return False
     return hmac.compare_digest(sign(kept.choice, key), kept.signed)
 
 
 def read_key(state: Path) -> bytes | None:
-    """Return this user's key, None when there is none that can be used."""
+    """Return this user's key; None if there is none, or its file is not private."""
     file = state / KEY_FILE
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -68,18 +68,18 @@ def read_key(state: Path) -> bytes | None:
         return None
     with open(descriptor, "rb") as opened:
         status = os.fstat(descriptor)
-        # whoever can read or write it could sign for this user
+        # anyone who can read or write the key could sign for this user
         is_private = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
         key = opened.read(_KEY_BYTES + 1) if stat.S_ISREG(status.st_mode) and is_private else b""
     return key if len(key) == _KEY_BYTES else None
 
 
 def own_key(state: Path) -> bytes:
-    """Return this user's key, made when there is none. Of several processes that make one, all get the same.
+    """Return this user's key; create it if there is none. Concurrent processes get the same key.
 
     Raises:
-        OSError: It can't be written.
-        UsageError: The directory is somebody else's.
+        OSError: The key can't be written.
+        UsageError: The directory belongs to another user.
     """
     key = read_key(state)
     if key is not None:
@@ -92,22 +92,22 @@ def own_key(state: Path) -> bytes:
         with open(descriptor, "wb") as opened:
             opened.write(made)
         try:
-            # of several that make one the first one's stays
+            # fails if another process has created the key first
             os.link(temporary, file)
         except FileExistsError:
             if read_key(state) is None:
-                # of no use, or open to others: what was signed with it counts no more
+                # the existing key is invalid or not private: replace it, which invalidates its signatures
                 os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
     return read_key(state) or made
 
 
-# ---------------------------------------------------------------- where it was made
+# ---------------------------------------------------------------- notebooks in which a choice was made
 
 
 class _Chosen(msgspec.Struct, frozen=True, array_like=True):
-    """A line: a choice's signature, and a notebook in which it was made."""
+    """A line of the file: a choice's signature and a notebook in which it was made."""
 
     signed: str
     path: str
@@ -115,17 +115,16 @@ class _Chosen(msgspec.Struct, frozen=True, array_like=True):
     inode: int = 0
 
     def is_in(self, other: _Chosen) -> bool:
-        """Whether it is the same notebook, renamed perhaps."""
+        """Whether both are the same notebook, even if it was renamed."""
         same_file = self.inode != 0 and (self.device, self.inode) == (other.device, other.inode)
         return self.path == other.path or same_file
 
 
 class KnownNotebooks(msgspec.Struct, frozen=True):
-    """In which notebooks this user has made which choice: a copy of the metadata in another one is not a choice there.
+    """Records in which notebooks this user made which choice, as metadata may be copied to another notebook.
 
-    A signature says who has made a choice, and goes wherever the metadata go. What a notebook is lies outside of it:
-    its path, or the file itself, which keeps its inode when it is renamed. The list is in the state directory, and
-    several kernels may use it at once.
+    A signature identifies the user, but is copied with the metadata. The notebook is identified by its path, or by its
+    inode, which a rename keeps. The list is in the state directory; several kernels may use it at once.
 
     Args:
         state: The state directory.
@@ -134,12 +133,12 @@ class KnownNotebooks(msgspec.Struct, frozen=True):
     state: Path
 
     def add(self, signed: str, notebook: str) -> None:
-        """This user has made a choice in a notebook; a list that can't be written is left as it is."""
+        """Record that this user made a choice in a notebook. Write errors are ignored."""
         if notebook:
             self._append(_chosen(signed, notebook))
 
     def other_than(self, signed: str, notebook: str) -> str:
-        """Return where else a choice was made; "" when it was made in this notebook, or nobody knows where."""
+        """Return another notebook in which a choice was made; "" if it was made in this one, or that is unknown."""
         if not notebook:
             return ""
         here = _chosen(signed, notebook)
@@ -165,7 +164,7 @@ class KnownNotebooks(msgspec.Struct, frozen=True):
         line = msgspec.json.encode(chosen) + b"\n"
         with contextlib.suppress(OSError):
             file = private_dir(self.state) / NOTEBOOKS_FILE
-            # one write: what several kernels add does not mix
+            # a single write, so that lines of several kernels do not interleave
             descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with open(descriptor, "ab", buffering=0) as opened:
                 opened.write(line)
@@ -177,7 +176,7 @@ class KnownNotebooks(msgspec.Struct, frozen=True):
 
 
 def _chosen(signed: str, notebook: str) -> _Chosen:
-    # a path may be anything that a front end has put there
+    # the path comes from the front end and may be any text
     path = os.path.realpath(notebook).encode(errors="backslashreplace").decode() if "\0" not in notebook else ""
     device = inode = 0
     with contextlib.suppress(OSError, ValueError):
@@ -186,17 +185,17 @@ def _chosen(signed: str, notebook: str) -> _Chosen:
     return _Chosen(signed, path, device, inode)
 
 
-# ---------------------------------------------------------------- keeping
+# ---------------------------------------------------------------- the current choice
 
 
 class Held(msgspec.Struct, frozen=True):
-    """The choice that a notebook has now.
+    """The current choice of a notebook.
 
     Args:
-        choice: In effect, if it is confirmed; None without one.
-        confirmed: It is this user's, made in this notebook.
-        elsewhere: The other notebook in which this user has made it; "" when somebody else has.
-        problem: A sentence about metadata that can't be read, "" when there is nothing to say.
+        choice: The choice; None if there is none.
+        confirmed: Whether it is in effect: this user made it in this notebook, or it is empty.
+        problem: A sentence about metadata that can't be read; "" if there is no problem.
+        elsewhere: Another notebook in which this user made it; "" if another user made it.
     """
 
     choice: Choice | None = None
@@ -209,14 +208,14 @@ _EMPTY = Held()
 
 
 class ChoiceKeeper:
-    """What is in effect in this process: told by a front end, else as the notebook's own file says.
+    """Keeps the choice in effect in this process: as reported by a front end, else as read from the notebook's file.
 
-    Methods may be called by any thread.
+    Thread-safe.
 
     Args:
-        state: The state directory, where the key is.
-        notebook: Returns the notebook's file, "" when nobody has told it.
-        any_notebook: What this user has chosen in another notebook counts as well.
+        state: The state directory, with the key.
+        notebook: Returns the notebook's path, "" if unknown.
+        any_notebook: Also accept choices that this user made in another notebook.
     """
 
     def __init__(self, state: Path, notebook: Callable[[], str], *, any_notebook: bool = False) -> None:
@@ -227,29 +226,29 @@ class ChoiceKeeper:
         self._lock = threading.Lock()
         self._is_told = False
         self._told: KeptChoice | None = None
-        # chosen here, and not in the metadata yet as far as it is known
+        # chosen in this process, and not known to be in the metadata yet
         self._pending: KeptChoice | None = None
         self._held = _EMPTY
         self._looked_at: tuple[str, int, int] | None = None
 
     def now(self) -> Held:
-        """Return the choice. Costs a look at the time of the notebook's file where no front end tells, else nothing."""
+        """Return the current choice. Takes one `stat` of the notebook's file if no front end reports the choice."""
         if not self._is_told and self._pending is None:
-            # a path may be anything that a front end has put there
+            # the path comes from the front end and may be any text
             with contextlib.suppress(OSError, ValueError):
                 self._look()
         return self._held
 
     def told(self, kept: KeptChoice | None) -> KeptChoice | None:
-        """A front end says what the metadata have.
+        """Take the choice in the metadata as a front end reports it.
 
         Returns:
-            What they shall have, None to leave them as they are.
+            The choice that the front end has to write to the metadata; None to leave them unchanged.
         """
         with self._lock:
             pending = self._pending
             if pending is not None and kept != pending and (not self._is_told or kept == self._told):
-                # asked before it had written what was chosen
+                # reported before the front end had written the pending choice
                 self._is_told, self._told = True, kept
                 return pending
             if not self._is_told or kept != self._told or pending is not None:
@@ -258,11 +257,11 @@ class ChoiceKeeper:
             return None
 
     def confirm(self, choice: Choice) -> KeptChoice:
-        """This user has chosen it: it is in effect from now on. Return what the metadata shall have.
+        """Put a choice of this user into effect and return the signed choice for the metadata.
 
         Raises:
             OSError: The key can't be written.
-            UsageError: The state directory is somebody else's.
+            UsageError: The state directory belongs to another user.
         """
         choice = normal(choice)
         kept = KeptChoice(choice=choice, signed=sign(choice, own_key(self._state)), version=VERSION)
@@ -290,18 +289,18 @@ class ChoiceKeeper:
             return Held(problem=read.problem) if read.problem else _EMPTY
         signed, choice = is_signed(read.kept, read_key(self._state)), normal(read.kept.choice)
         if choice == _NOTHING or not signed or self._any_notebook:
-            # an empty one asks for nothing that anybody would have to confirm
+            # an empty choice needs no confirmation
             return Held(choice, signed or choice == _NOTHING, read.problem)
         elsewhere = self._known.other_than(read.kept.signed, self._notebook())
         return Held(choice, not elsewhere, read.problem, elsewhere)
 
 
 def keeper_of(state: Path, shell: Any) -> ChoiceKeeper:
-    """Return what keeps a notebook's choice; in a job what its user has chosen anywhere counts.
+    """Return the keeper of a notebook's choice; in a job, it accepts choices that the user made in any notebook.
 
     Args:
         state: The state directory.
-        shell: The notebook's shell, None in a plain Python program.
+        shell: The notebook's shell; None in a plain Python program.
     """
     return ChoiceKeeper(
         state, lambda: notebook_path(shell) if shell is not None else "", any_notebook=defaults.is_job()
@@ -320,10 +319,10 @@ _notebooks = msgspec.json.Decoder(_Notebook)
 
 
 def read_notebook(path: Path, size: int) -> Read:
-    """Read a notebook's file; one that is none, or that is very large, has no choice.
+    """Read the choice in a notebook's file; a file that is not a notebook or is larger than 20 MB has none.
 
     Raises:
-        OSError: It can't be read.
+        OSError: The file can't be read.
     """
     if size > MAX_FILE_BYTES:
         return Read()

@@ -1,6 +1,6 @@
-"""The packages that a choice asks for: a base, some added, some removed, as a file that `--env-version` takes.
+"""The packages of a choice: a base environment with additions and removals, as a file for `--env-version`.
 
-Those of the notebook itself are installed into the kernel's own environment, and removed from it.
+Changes to the notebook's own packages are installed into, or removed from, the kernel's environment.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _COMES = re.compile(r"^ \+ (\S+)==(\S+)", re.MULTILINE)
 
 
 class Base(msgspec.Struct, frozen=True):
-    """A base environment's lines.
+    """The requirements of a base environment.
 
     Args:
-        lines: Of a requirements file.
-        complete: They are all that is installed: no dependency is looked up.
-        python: The minor version that it is for, "" when it does not say.
+        lines: Lines of a requirements file.
+        complete: Whether the lines include all dependencies, so that nothing is resolved.
+        python: The minor version of Python that it is for; "" if not stated.
     """
 
     lines: tuple[str, ...]
@@ -56,7 +56,7 @@ class Base(msgspec.Struct, frozen=True):
 
 
 def problem_of_packages(choice: Choice) -> str:
-    """Return what of the packages can't be meant, a sentence; "" when all can."""
+    """Return why the packages of a choice are invalid, a sentence; "" if they are valid."""
     for line in choice.dependencies:
         problem = problem_of_requirement(line)
         if problem:
@@ -72,7 +72,7 @@ def problem_of_packages(choice: Choice) -> str:
 
 
 def problem_of_requirement(line: str) -> str:
-    """Return why a line can't be added; "" when it can."""
+    """Return why a requirement can't be added, a sentence; "" if it can."""
     shown = without_url_credentials(line)[:80]
     if shown != line[:80] or "${" in line:
         return f"{shown!r} has a password or a variable in it, which would be kept in the notebook: leave it out."
@@ -84,30 +84,30 @@ def problem_of_requirement(line: str) -> str:
 
 
 def env_version_of(settings: Settings, choice: Choice, *, write: bool = True) -> str:
-    """Return what `--env-version` is to be for a choice, "" for this notebook's packages.
+    """Return the value of `--env-version` for a choice; "" for this notebook's packages.
 
     Args:
-        settings: Where files are kept.
+        settings: Settings, with the directory for files.
         choice: The choice.
-        write: Have the file there; else only say what it is called.
+        write: Write the file; otherwise only return its path.
 
     Raises:
         UsageError: There is no such base, or its file can't be used.
-        EnvironmentFailed: It is for another Python.
+        EnvironmentFailed: The base is for another Python.
         OSError: The file can't be written.
     """
     if not choice.env_version or not (choice.dependencies or choice.removed):
         return choice.env_version
-    # says what is wrong with the base itself in the base's own name
+    # raises errors of the base itself, under the base's name
     order.chosen(settings, choice.env_version)
     return str(_kept(settings, choice, _text_of(choice, base_of(settings, choice.env_version)), write=write))
 
 
 def base_of(settings: Settings, name: str) -> Base:
-    """Return the lines of a base environment.
+    """Return the requirements of a base environment.
 
     Raises:
-        UsageError: There is none of that name, or its file can't be used.
+        UsageError: There is no environment of that name, or its file can't be used.
     """
     if name in BASE_NAMES:
         base = base_list(name)
@@ -126,11 +126,11 @@ def base_of(settings: Settings, name: str) -> Base:
 
 
 def problem_of_base(settings: Settings, name: str) -> str:
-    """Return why a base can't be had by this notebook, a sentence; "" when it can, as far as it is known here.
+    """Return why this notebook can't use a base, a sentence; "" if no problem is known.
 
     Raises:
         UsageError: Its file can't be used.
-        EnvironmentFailed: It has lost something.
+        EnvironmentFailed: A saved environment is incomplete.
     """
     is_file = Path(name).expanduser().is_file()
     if name not in BASE_NAMES and not is_file and name not in named_environments.saved_names(settings):
@@ -147,7 +147,7 @@ def problem_of_base(settings: Settings, name: str) -> str:
 
 
 def base_versions(base: Base) -> dict[str, str]:
-    """Versions by normalised name, "" where the base leaves it open."""
+    """Return versions by normalised name; "" where the base does not fix one."""
     return {normalised(name_of(line)): version_of(line) for line in base.lines}
 
 
@@ -164,7 +164,7 @@ def _text_of(choice: Choice, base: Base) -> str:
 
 
 def _kept(settings: Settings, choice: Choice, text: str, *, write: bool) -> Path:
-    """Have a text as a file, in a folder by its content."""
+    """Return the path of a file with the text, in a folder named by its content's digest."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     root = settings.state_path / FOLDER
     folder = root / digest
@@ -178,7 +178,7 @@ def _kept(settings: Settings, choice: Choice, text: str, *, write: bool) -> Path
 
 
 def _file_name(choice: Choice) -> str:
-    """The views show it: `4+peft.txt`, `4-torch.txt`, `mine+5.txt`."""
+    """Return the file name, which views show: `4+peft.txt`, `4-torch.txt`, `mine+5.txt`."""
     base = Path(choice.env_version).stem if choice.env_version.endswith((".txt", ".toml")) else choice.env_version
     parts = [re.sub(r"[^\w.-]", "_", base)[:40]]
     for sign, names in (("+", [name_of(line) for line in choice.dependencies]), ("-", list(choice.removed))):
@@ -190,11 +190,11 @@ def _file_name(choice: Choice) -> str:
 
 
 def missing(lines: Iterable[str], installed: dict[str, str]) -> tuple[str, ...]:
-    """Return those of `lines` that what is installed does not satisfy.
+    """Return the requirements that the installed packages do not satisfy.
 
     Args:
         lines: Requirements.
-        installed: Versions by normalised name.
+        installed: Installed versions by normalised name.
     """
     found: list[str] = []
     for line in lines:
@@ -210,15 +210,15 @@ def missing(lines: Iterable[str], installed: dict[str, str]) -> tuple[str, ...]:
 
 
 def install(settings: Settings, added: Sequence[str], removed: Sequence[str]) -> None:
-    """Install and uninstall; the kernel finds what is new at its next import.
+    """Install and uninstall packages; the kernel finds new ones at the next import.
 
     Args:
-        settings: With the package index.
-        added: Requirements.
-        removed: Names.
+        settings: Settings, with the package index.
+        added: Requirements to install.
+        removed: Names of packages to uninstall.
 
     Raises:
-        EnvironmentFailed: It can't be done; the message has the installer's reason.
+        EnvironmentFailed: The installer failed; the message has its reason.
     """
     if added:
         _check(_installer(settings, ["install", *_after_options(added)]), f"{', '.join(added)} can't be installed")
@@ -230,11 +230,11 @@ def install(settings: Settings, added: Sequence[str], removed: Sequence[str]) ->
 
 
 def would_install(settings: Settings, added: Sequence[str], timeout_s: float) -> tuple[str, ...]:
-    """Return what comes when these are installed, `peft 0.17.1`; nothing is changed.
+    """Return what an installation would add, such as `peft 0.17.1`, without changing anything.
 
     Raises:
-        TimeoutError: It takes longer.
-        EnvironmentFailed: They can't be installed.
+        TimeoutError: The answer takes longer than `timeout_s`.
+        EnvironmentFailed: The packages can't be installed.
     """
     options = [*_uv_place(), "--dry-run"]
     try:
@@ -258,7 +258,7 @@ def _installer(settings: Settings, arguments: Sequence[str]) -> Done:
 
 
 def _takes_uv() -> bool:
-    """Whether this Python runs in a virtual environment that can be written; elsewhere pip knows what to do."""
+    """Whether to use uv: this Python runs in a writable virtual environment. Otherwise pip is used."""
     return sys.prefix != sys.base_prefix and os.access(sysconfig.get_path("purelib"), os.W_OK)
 
 
@@ -267,7 +267,7 @@ def _uv_place() -> list[str]:
 
 
 def _after_options(words: Sequence[str]) -> list[str]:
-    """What was checked to be no option is not to be read as one all the same."""
+    """Put `--` before the words, so that the installer does not read them as options."""
     return ["--", *words]
 
 

@@ -1,4 +1,4 @@
-"""A notebook's choice, as it lies in its metadata and goes to a panel: JSON, checked, and in words."""
+"""The JSON records of a notebook's choice, in its metadata and in messages to the panel."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sgpu_magic.views.live.schema import Message
 from sgpu_magic.wire.devices import ANY, canonical_type
 
 VERSION = 1
-"""Of all records of the panel. A front end draws only its own version."""
+"""Version of all records of the panel. A front end only draws its own version."""
 
 CHOICE_KEY = "sgpu"
-"""Where a notebook's metadata has its choice."""
+"""Key of the choice in a notebook's metadata."""
 
 
 _MOST_PACKAGES = 500
@@ -20,15 +20,15 @@ _LONGEST_TEXT = 1000
 
 
 class Choice(Message, frozen=True):
-    """What a notebook asks for: bare `%%distributed` and the panel's Connect use it; options on the magic win.
+    """A notebook's choice: used by bare `%%distributed` and the panel's Connect; options on the magic override it.
 
     Args:
-        gpus: Number of ranks, 0 for the pool's choice.
-        type: Canonical device type, "" for the pool's choice.
-        pool: The pool's name, "" for the settings'.
-        env_version: Base environment as in `--env-version`, "" for this notebook's packages.
-        dependencies: Requirements on top of the base: `peft==0.17.1`.
-        removed: Names of the base's packages that are left out.
+        gpus: Number of ranks; 0 leaves it to the pool.
+        type: Canonical device type; "" leaves it to the pool.
+        pool: The pool's name; "" for the pool of the settings.
+        env_version: Base environment, as in `--env-version`; "" for this notebook's packages.
+        dependencies: Requirements to add to the base, such as `peft==0.17.1`.
+        removed: Names of packages to remove from the base.
     """
 
     gpus: int = 0
@@ -40,11 +40,11 @@ class Choice(Message, frozen=True):
 
 
 class KeptChoice(Message, frozen=True):
-    """A choice as it lies in the notebook's metadata under `CHOICE_KEY`.
+    """A choice as stored in the notebook's metadata under `CHOICE_KEY`.
 
     Args:
         choice: The choice.
-        signed: By whose key it was made (HMAC-SHA-256 over the choice, hexadecimal), "" by nobody's.
+        signed: Its signature with the user's key (HMAC-SHA-256, hexadecimal); "" if it is not signed.
         version: `VERSION`.
     """
 
@@ -57,11 +57,11 @@ class KeptChoice(Message, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """What a notebook's metadata say.
+    """The choice read from a notebook's metadata.
 
     Args:
-        kept: The choice, None without one that can be read.
-        problem: A sentence about what can't be read, "" when all can.
+        kept: The choice; None if there is none that can be read.
+        problem: A sentence about what can't be read; "" if there is no problem.
     """
 
     kept: KeptChoice | None = None
@@ -69,7 +69,7 @@ class Read(msgspec.Struct, frozen=True):
 
 
 def read_kept(found: object) -> Read:
-    """Read the value under `CHOICE_KEY`; whatever stands there, this does not raise."""
+    """Parse the value under `CHOICE_KEY`. Never raises."""
     if found is None:
         return Read()
     try:
@@ -95,7 +95,7 @@ def _unreadable(why: str) -> str:
 
 
 def problem_of(choice: Choice) -> str:
-    """Return why a choice can't be meant, a sentence; "" when it can. Does not look what a pool has."""
+    """Return why a choice is invalid, a sentence; "" if it is valid. Does not check what a pool has."""
     if not 0 <= choice.gpus <= MOST_RANKS:
         return f"{choice.gpus} is not a number of ranks; 1 to {MOST_RANKS} is possible."
     texts = (choice.type, choice.pool, choice.env_version, *choice.dependencies, *choice.removed)
@@ -109,7 +109,7 @@ def problem_of(choice: Choice) -> str:
     except ValueError as error:
         return str(error)
     if choice.dependencies or choice.removed:
-        # what parses requirements is only loaded where there are some
+        # imported here: only needed to parse requirements
         from sgpu_magic.runs.choice.packages import problem_of_packages
 
         return problem_of_packages(choice)
@@ -117,7 +117,7 @@ def problem_of(choice: Choice) -> str:
 
 
 def normal(choice: Choice) -> Choice:
-    """Return a choice that `problem_of` has found possible, its type in the one spelling."""
+    """Return a valid choice with the canonical name of its type; "any" becomes ""."""
     if not choice.type:
         return choice
     name = canonical_type(choice.type)
@@ -128,11 +128,11 @@ def normal(choice: Choice) -> Choice:
 
 
 def words_of(choice: Choice, pool: str) -> str:
-    """Return `2 on A10, local, this notebook's packages`.
+    """Return a description such as `2 on A10, local, this notebook's packages`.
 
     Args:
         choice: The choice.
-        pool: The settings' pool, for a choice that names none.
+        pool: The pool of the settings, for a choice that names none.
     """
     kind = label_of(choice.type)
     if choice.gpus:
@@ -143,7 +143,7 @@ def words_of(choice: Choice, pool: str) -> str:
 
 
 def packages_words(choice: Choice) -> str:
-    """Return `this notebook's packages`, `the packages of 4, peft added`."""
+    """Return a description such as `this notebook's packages` or `the packages of 4, peft added`."""
     words = [f"the packages of {choice.env_version}" if choice.env_version else "this notebook's packages"]
     if choice.dependencies:
         words.append(f"{_some(choice.dependencies)} added")
@@ -153,7 +153,7 @@ def packages_words(choice: Choice) -> str:
 
 
 def label_of(device_type: str) -> str:
-    """Return `A10` for `a10`; "" for any."""
+    """Return the label of a device type, such as `A10` for `a10`; "" for any."""
     return "" if device_type in ("", ANY) else device_type.upper()
 
 

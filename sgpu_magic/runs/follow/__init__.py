@@ -1,6 +1,6 @@
-"""A run followed to its end by the process that submitted it or attached to it.
+"""Following a run to its end, in the process that submitted it or attached to it.
 
-run_loop    folds a run's events and shows them until it ends, whatever becomes of its pool service
-outcome     a run is shown to its end, and becomes names, a result or an exception; interrupted cells
-background  runs followed while the program does something else, and views whose cell is over
+run_loop    processes and shows a run's events until it ends, across restarts of its pool service
+outcome     shows a run until it ends and delivers names, a result or an exception; interrupted cells
+background  follows runs in the background of a program, and views whose cell has finished
 """

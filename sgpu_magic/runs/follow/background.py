@@ -1,4 +1,4 @@
-"""Runs followed in the background: by a program that goes on, and by views whose cell is over."""
+"""Follows runs in the background: for programs that continue meanwhile, and for views whose cell has finished."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgpu_magic.runs.follow import outcome, run_loop
 from sgpu_magic.runs.follow.run_loop import Ending, Followed
 from sgpu_magic.wire.states import RunState
 
-# a run that has ended has its kept events sent at once; looked at so often
+# interval to check runs that had already ended, whose stored events arrive at once, and silent links
 _LOOK_S = 0.25
 _JOIN_S = 2.0
 
@@ -26,9 +26,9 @@ class _Entry(msgspec.Struct):
 
 
 class Follower:
-    """Folds the events of runs that nobody waits for. Its thread is there only while there are such runs.
+    """Processes the events of runs that no one waits for, in a thread that exists only while there are such runs.
 
-    What has ended is handed over by a thread for each run.
+    The end of each run is delivered in a thread of its own.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class Follower:
 
         Args:
             followed: The run.
-            ended: Called in a thread of its own with the run's last word; with None when it is followed no further.
-            has_ended: The run is over already: its kept events come at once, or never.
+            ended: Called in a thread of its own with the run's final event, or with None when the follower is closed.
+            has_ended: The run has already ended: its stored events arrive at once, or never.
         """
         until = time.monotonic() + run_loop.HISTORY_PATIENCE_S if has_ended else None
         with self._lock:
@@ -61,12 +61,12 @@ class Follower:
 
     @property
     def following(self) -> list[Followed]:
-        """The runs that are followed now."""
+        """The runs that are being followed."""
         with self._lock:
             return [entry.followed for entry in self._entries]
 
     def close(self) -> None:
-        """Follow none of them any further."""
+        """Stop following all runs."""
         with self._lock:
             self._closed = True
             thread, entries, self._entries = self._thread, self._entries, []
@@ -83,7 +83,7 @@ class Follower:
                     self._thread = None
                     return
                 entries = list(self._entries)
-            # nothing wakes this thread when a link to another machine has fallen silent
+            # a silent link to a remote pool does not wake this thread
             looks = any(entry.until is not None or entry.followed.run.mirror is not None for entry in entries)
             self._woken.wait(_LOOK_S if looks else None)
             self._woken.clear()
@@ -98,36 +98,36 @@ class Follower:
         if ending is None and entry.until is not None and time.monotonic() > entry.until:
             ending = run_loop.without_an_end(entry.followed)
         if ending is not None and self._remove(entry):
-            # it unpickles what came back, and may fetch it from another machine: the other runs do not wait for that
+            # in a thread, because it unpickles results and may fetch them from a remote pool
             work = threading.Thread(target=entry.ended, args=(ending,), name="sgpu-ended", daemon=True)
             work.start()
 
     def _remove(self, entry: _Entry) -> bool:
         with self._lock:
             if entry not in self._entries:
-                # closed meanwhile, which has told it
+                # closed meanwhile, and `close` has called `ended`
                 return False
             self._entries.remove(entry)
             return True
 
 
 class RunWindows:
-    """Views of runs that go on, which no cell waits for."""
+    """Views of active runs that no cell waits for."""
 
     def __init__(self) -> None:
         self._open: dict[str, Background] = {}
 
     def open(self, followed: Followed, state: RunState, live: bool) -> None:
-        """Show a run; the cell does not wait for its end.
+        """Show a run without waiting for its end.
 
         Args:
-            followed: The run, attached to. It is closed here.
-            state: Its state when it was attached to.
-            live: Follow it while it goes on; else what it has done so far is shown once.
+            followed: The run, which this process attached to. It is closed here.
+            state: The run's state when this process attached to it.
+            live: Keep the view up to date while the run is active; otherwise show its events so far once.
         """
         if live and not state.is_final:
             self._open = {run_id: window for run_id, window in self._open.items() if window.is_alive}
-            # one that stands below an earlier cell shows no more: each asked again would be a thread more
+            # stop the run's view below an earlier cell, so that there is one thread per run
             earlier = self._open.pop(followed.run.run_id, None)
             if earlier is not None:
                 earlier.stop()
@@ -140,7 +140,7 @@ class RunWindows:
                 followed.run.close()
 
     def close(self) -> None:
-        """Show none of them any further."""
+        """Stop updating all views."""
         windows, self._open = self._open, {}
         for window in windows.values():
             window.stop()
@@ -154,16 +154,16 @@ def _follow(followed: Followed, state: RunState, stopped: threading.Event) -> No
 
 
 class Background:
-    """A thread whose outputs belong to the cell that has started it.
+    """A thread whose outputs appear below the cell that started it.
 
     Args:
-        name: The thread's.
-        work: Is given the event that ends it.
+        name: The thread's name.
+        work: The function to run; takes an event that is set to stop it.
     """
 
     def __init__(self, name: str, work: Callable[[threading.Event], None]) -> None:
         self._stopped = threading.Event()
-        # with the cell's context: ipykernel keeps there which cell an output belongs to
+        # with the cell's context, where ipykernel keeps the cell that outputs belong to
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(work, self._stopped), name=name, daemon=True)
         self._thread.start()
@@ -173,6 +173,6 @@ class Background:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """End it; one that waits for a pool's answer ends when that has come, and shows nothing more."""
+        """Stop the thread. If it waits for a pool's reply, it ends after the reply and shows nothing more."""
         self._stopped.set()
         self._thread.join(_JOIN_S)

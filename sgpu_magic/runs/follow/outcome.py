@@ -1,10 +1,11 @@
-"""A run comes back to the notebook: shown to its end, then names, a result, or the culprit's exception.
+"""Shows a run until it ends and delivers its outcome: names, a result, or the exception of the first failed rank.
 
-A cell that is interrupted waits for its ranks to stop, but not for long:
+An interrupted cell waits a limited time for its ranks to stop:
 
-A run of its own       its ranks are gone soon, whatever they do: 2.5 s are waited
-A cell in a session    its ranks stay and have to come back: 2.8 s are waited. A second interrupt within 5 s of the
-                       first kills those that do not stop, also when the next cell waits for them by then
+A run with its own ranks  waits up to 2.5 s; the ranks are killed soon after, whatever they do.
+A cell in a session       waits up to 2.8 s, as its ranks stay alive and have to stop the cell. A second interrupt
+                          within 5 s of the first kills those that have not, even if the next cell already waits for
+                          them.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
-# nothing more comes of a run that goes on: its kept events have all been sent
+# without an event for this long, all stored events of an active run have arrived
 _CAUGHT_UP_S = 0.3
-# an interrupted cell is free after this whatever the ranks do (promise: 3 s)
+# an interrupted cell returns after this, whatever the ranks do (documented limit: 3 s)
 _PATIENCE_S = 2.5
-# the agent says after 2 s which ranks of a session do not stop
+# the agent reports after 2 s which ranks of a session have not stopped
 _SESSION_PATIENCE_S = 2.8
-# killed ranks are gone in a moment
+# killed ranks exit quickly
 _KILL_PATIENCE_S = 1.0
-# a second interrupt so soon means the same ranks
+# a second interrupt within this time is meant for the same ranks
 _AGAIN_S = 5.0
 _REASON = "it was interrupted"
 _AGAIN = "it was interrupted again"
@@ -48,22 +49,22 @@ def bring_back(
     interrupts: Interrupts | None = None,
     into: dict[str, Any] | None = None,
 ) -> RunResult | None:
-    """Show a run that this cell has submitted until it ends; set the names of `--out`; return its result.
+    """Show a run that this cell submitted until it ends, set the names of `--out`, and return its result.
 
     Args:
         followed: The run.
-        namespace: The notebook's.
-        restarts: Tells an interrupt that is the beginning of a restart; None when runs end with their kernel.
-        interrupts: The session's that it runs in; None for ranks of its own.
-        into: Takes the names of `--out` in the namespace's place.
+        namespace: The notebook's namespace.
+        restarts: Detects an interrupt that belongs to a kernel restart; None if there is no kernel.
+        interrupts: Interrupts of the session that it runs in; None for a run with its own ranks.
+        into: Receives the names of `--out` instead of the namespace.
 
     Returns:
-        None when the run was detached meanwhile.
+        The result; None if the run was detached meanwhile.
 
     Raises:
-        RunCancelled: It was cancelled.
-        NodeLost: What it ran on died.
-        Exception: What the culprit rank raised, by its own type where that exists here.
+        RunCancelled: The run was cancelled.
+        NodeLost: The machine or process that ran it died.
+        Exception: The exception of the rank that failed first, in its own type if that exists here.
     """
     run = followed.run
     ending: Ending | None
@@ -79,11 +80,11 @@ def bring_back(
                 return None
             _cancel(run)
         except KeyboardInterrupt:
-            # the stop button was pressed twice in one moment
+            # the stop button was pressed twice in quick succession
             _cancel(run)
         ending = _after_interrupt(followed, interrupts)
         if restarts is not None and restarts.asked.is_set():
-            # a restart interrupts first; who reads the output afterwards has another kernel
+            # a restart interrupts the cell first; its output is read after the restart
             run_id = short(run.run_id)
             followed.view.remark(f"the kernel was restarted; %sgpu_attach {run_id} shows run {run_id} again")
     followed.publisher.tick(time.monotonic(), final=True)
@@ -93,15 +94,15 @@ def bring_back(
 
 
 def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> RunResult | None:
-    """Show a run from its beginning as if its cell had run here. An interrupt only stops the watching.
+    """Show a run from its beginning, as if its cell had run here. An interrupt stops the watching, not the run.
 
     Args:
         followed: The run.
-        state: Its state when it was attached to.
-        namespace: The notebook's.
+        state: The run's state when this process attached to it.
+        namespace: The notebook's namespace.
 
     Returns:
-        None when it was interrupted.
+        The result; None after an interrupt.
 
     Raises:
         Exception: As `bring_back`.
@@ -118,12 +119,12 @@ def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> Run
 
 
 def show(followed: Followed, state: RunState, stopped: threading.Event) -> None:
-    """Show a run until it ends and bring nothing back; for a thread of its own.
+    """Show a run until it ends, without results; runs in its own thread.
 
     Args:
         followed: The run.
-        state: Its state when it was attached to.
-        stopped: Ends the showing.
+        state: The run's state when this process attached to it.
+        stopped: Return when it is set.
     """
     try:
         ending = follow(followed, has_ended=state.is_final, stopped=stopped)
@@ -136,7 +137,7 @@ def show(followed: Followed, state: RunState, stopped: threading.Event) -> None:
 
 
 def replay(followed: Followed, state: RunState) -> None:
-    """Show once what a run has done until now; arguments as for `show`."""
+    """Show a run's events so far once; arguments as in `show`."""
     if state.is_final:
         follow(followed, has_ended=True)
     else:
@@ -149,14 +150,14 @@ def replay(followed: Followed, state: RunState) -> None:
 
 
 def leave(followed: Followed) -> None:
-    """The run goes on without this notebook: say so, and let go of its memory."""
+    """Show that a run continues without this notebook, and give up its payload memory."""
     followed.pool.run_left(followed.run.run_id)
     followed.view.leave(goes_on(followed.run.spec))
     followed.publisher.tick(time.monotonic(), final=True)
 
 
 def goes_on(spec: RunSpec) -> str:
-    """Return how a detached run is come back to."""
+    """Return the sentence for a detached run, with the commands to attach to it and cancel it."""
     run = short(spec.run_id)
     brings = f" and brings {', '.join(output.name for output in spec.outputs)}" if spec.outputs else ""
     return f"run {run} goes on without this notebook · %sgpu_attach {run} shows it{brings}, sgpu cancel {run} ends it"
@@ -167,11 +168,11 @@ def _stop_watching(followed: Followed) -> None:
     followed.view.leave(f"run {run} goes on; %sgpu_status {run} and %sgpu_attach {run} show it again")
 
 
-# ---------------------------------------------------------------- a cell that was interrupted
+# ---------------------------------------------------------------- interrupted cells
 
 
 class Interrupts:
-    """Remembers the cell of a session that was interrupted last, while its ranks go on."""
+    """Remembers the last interrupted cell of a session while its ranks have not stopped."""
 
     def __init__(self) -> None:
         self._run: Run | None = None
@@ -179,33 +180,33 @@ class Interrupts:
         self._killed = False
 
     def interrupted(self, run: Run) -> None:
-        """Its cell is about to be free; whether its ranks stop is not known yet."""
+        """Record an interrupted cell whose ranks may not have stopped yet."""
         self._run, self._at = run, time.monotonic()
 
     def stopped(self, run: Run) -> None:
-        """Its ranks have stopped."""
+        """Record that the ranks of an interrupted cell have stopped."""
         if self._run is run:
             self._run = None
 
     def kill_before(self) -> None:
-        """Another cell, which waits for those ranks, is interrupted: kill them if that comes soon enough."""
+        """Kill the ranks of the last interrupted cell, within 5 s; called when a cell that waits is interrupted."""
         run, self._run = self._run, None
         if run is not None and time.monotonic() - self._at <= _AGAIN_S:
             self.kill(run)
 
     def kill(self, run: Run) -> None:
-        """Kill its ranks that have not stopped."""
+        """Kill the ranks of a run that have not stopped."""
         self._killed = True
         run.cancel(_AGAIN, kill=True)
 
     def has_killed(self) -> bool:
-        """Whether ranks were killed since this was asked last."""
+        """Whether ranks were killed since the last call."""
         killed, self._killed = self._killed, False
         return killed
 
 
 def _cancel(run: Run) -> None:
-    """Cancel, also when the stop button is pressed again meanwhile: the run would go on with nobody there."""
+    """Cancel a run, even if interrupted again meanwhile; otherwise it would continue unattended."""
     while True:
         try:
             run.cancel(_REASON)
@@ -215,11 +216,11 @@ def _cancel(run: Run) -> None:
 
 
 def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Ending | None:
-    """Wait for a cancelled run's end; None when it does not come soon.
+    """Wait for a cancelled run's end; None on timeout.
 
     Args:
         followed: The run.
-        interrupts: The session's that it runs in; None for ranks of its own.
+        interrupts: Interrupts of the session that it runs in; None for a run with its own ranks.
     """
     if interrupts is None:
         try:
@@ -231,7 +232,7 @@ def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Endin
     if followed.view.warm:
         interrupts.interrupted(run)
     else:
-        # it waits, perhaps for the ranks that the interrupt before this one has not stopped
+        # the cell has not started, perhaps because it waits for ranks that an earlier interrupt has not stopped
         interrupts.kill_before()
     try:
         ending = _wait(followed, deadline)
@@ -247,7 +248,7 @@ def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Endin
 
 
 def _not_yet_stopped(run: Run) -> str:
-    """Return what to say of a run whose end has not come in time."""
+    """Return the message for a cancelled run that has not ended in time."""
     if not run.spec.in_session:
         return f"run {short(run.run_id)} is being stopped; it holds its devices until its ranks are gone."
     return (
@@ -257,7 +258,7 @@ def _not_yet_stopped(run: Run) -> str:
 
 
 def _wait(followed: Followed, until: float) -> Ending | None:
-    """Wait for the end of a run that was cancelled; a pool service that is gone is not looked for here."""
+    """Wait for a cancelled run's end. If its pool service is gone, the run is cancelled in the background."""
     asked = threading.Event()
 
     def lost(_: Followed) -> None:
@@ -268,7 +269,7 @@ def _wait(followed: Followed, until: float) -> Ending | None:
     return follow(followed, until=until, lost=lost)
 
 
-# ---------------------------------------------------------------- what it means
+# ---------------------------------------------------------------- results and errors
 
 
 def deliver(
@@ -284,14 +285,14 @@ def deliver(
     Args:
         run: The run.
         view: Its view.
-        ended: Its last word.
-        frames: The raw frames that came with that.
-        namespace: The notebook's.
-        into: Takes the names in the namespace's place.
+        ended: Its final event.
+        frames: Raw frames of the final event.
+        namespace: The notebook's namespace.
+        into: Receives the names instead of the namespace.
 
     Raises:
-        RunCancelled: It was cancelled.
-        Exception: What the culprit rank raised, by its own type where that exists here.
+        RunCancelled: The run was cancelled.
+        Exception: The exception of the rank that failed first, in its own type if that exists here.
     """
     if ended.state is RunState.SUCCEEDED:
         return _result(run, ended, frames, namespace, namespace if into is None else into)
@@ -311,7 +312,7 @@ def _result(
 ) -> RunResult:
     returned = run.load_results(ended, frames, namespace)
     if run.spec.kind is RunKind.CALL:
-        # one value from each rank, and no name that it would be stored under
+        # a call returns one value per rank and sets no names
         values = [next(iter(rank.names.values()), None) for rank in returned]
         return RunResult(run.spec, ended, values, run.directory, run.mirror, run.ask_tracked)
     for output in run.spec.outputs:

@@ -1,4 +1,4 @@
-"""A run's events are folded and shown until it ends, whatever becomes of the pool service meanwhile."""
+"""The loop that processes and shows a run's events until it ends, across restarts of its pool service."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import FailureKind, RunState
 
 Ending = tuple[RunEnded, Sequence[bytes]]
-"""A run's last word, with the raw frames that came with it."""
+"""A run's final event, with its raw frames."""
 
 _TICK_S = 0.05
-# nothing comes: only the clock moves, and every wake-up is taken from the ranks
+# without events only the clock changes, and every wake-up takes CPU time from the ranks
 _IDLE_TICK_S = 0.25
 _LIVELY_S = 0.5
-# a pool service that died is looked for, or started, for so long
+# how long to look for, or start, the successor of a dead pool service
 _FIND_PATIENCE_S = 20.0
 _FIND_PAUSE_S = 0.1
-# the kept events of a run that has ended come at once
+# the stored events of an ended run arrive at once
 HISTORY_PATIENCE_S = 5.0
 _BATCH = 64
 
 
 class Followed(msgspec.Struct, frozen=True):
-    """A run, where it is shown, and who has it.
+    """A run with its view, publisher and pool.
 
     Args:
         run: The run.
-        view: Folded from its events.
+        view: The state built from its events.
         publisher: Shows the view.
-        pool: Finds the run's next pool service when one dies.
+        pool: The run's pool, which finds its next service if one dies.
         heard: Called after each event.
     """
 
@@ -53,10 +53,10 @@ class Followed(msgspec.Struct, frozen=True):
     heard: Callable[[], None] | None = None
 
     def look_at_link(self) -> None:
-        """Show that the pool, on another machine, is not heard any more, or is heard again."""
+        """Show or clear the note that a remote pool is silent."""
         silent_s = self.run.silent_s
         if silent_s or self.view.silence:
-            # told anew when it has lasted twice as long
+            # the note is renewed each time the silence has doubled
             told_s = 10 * 2 ** int(math.log2(max(silent_s, 10.0) / 10))
             sentence = (
                 f"the link to {self.run.pool_title} has been silent for more than {format_span(told_s)}; the run goes "
@@ -65,14 +65,14 @@ class Followed(msgspec.Struct, frozen=True):
             self.view.not_heard(sentence if silent_s else "")
 
     def take(self, patience_s: float = 0.0) -> tuple[Event, Sequence[bytes]] | None:
-        """Wait so long for the next event, and fold it; None when there is none."""
+        """Wait for the next event and apply it to the view; None on timeout."""
         item = self.run.next_event(patience_s)
         if item is not None:
             self.apply(*item)
         return item
 
     def apply(self, event: Event, frames: Sequence[bytes]) -> None:
-        """Fold an event into what is shown."""
+        """Apply an event to the view."""
         self.view.apply(event, frames)
         if isinstance(event.body, RunEnded):
             self.pool.heard_end(event.run_id, event.body.state, event.at)
@@ -89,18 +89,18 @@ def follow(
     stopped: threading.Event | None = None,
     lost: Callable[[Followed], Ending | None] | None = None,
 ) -> Ending | None:
-    """Fold a run's events and show them until it ends.
+    """Process a run's events and show them until it ends.
 
     Args:
         followed: The run.
-        until_detached: Its detachment ends this too.
-        has_ended: It is over already: its kept events come at once, or never.
-        until: When this ends at the latest, by the monotonic clock.
-        stopped: Ends this when it is set.
-        lost: Called while its pool service is gone; by default the next one is looked for.
+        until_detached: Also return when the run is detached.
+        has_ended: The run has already ended: its stored events arrive at once, or never.
+        until: Latest time to return, by the monotonic clock.
+        stopped: Return when it is set.
+        lost: Called while the run's pool service is gone. Default: `find_again`.
 
     Returns:
-        The run's last word; None when something else has ended this.
+        The run's final event; None if it returned for another reason.
     """
     run = followed.run
     heard_at = time.monotonic()
@@ -129,12 +129,12 @@ def follow(
 
 
 def advance(followed: Followed) -> Ending | None:
-    """Take the events that are there, and go on with the run's next pool service when its own has died.
+    """Process the queued events, and switch to the run's next pool service if its own has died.
 
-    For one thread that follows many runs; it waits only while a pool service is looked for.
+    For one thread that follows many runs; it blocks only while it looks for a pool service.
 
     Returns:
-        The run's last word, None while it goes on.
+        The run's final event, None while it is active.
     """
     ending = last_words(followed)
     if ending is not None:
@@ -144,7 +144,7 @@ def advance(followed: Followed) -> Ending | None:
 
 
 def last_words(followed: Followed) -> Ending | None:
-    """Take the events that are there, also those that a pool service which is gone has still said."""
+    """Process the queued events, including those of a lost pool service; return the final event if it is among them."""
     while (item := followed.take()) is not None:
         if isinstance(item[0].body, RunEnded):
             return item[0].body, item[1]
@@ -152,7 +152,7 @@ def last_words(followed: Followed) -> Ending | None:
 
 
 def without_an_end(followed: Followed) -> Ending:
-    """Return the last word of a run that has ended, when its own last word was not kept."""
+    """Return a substitute for the final event of an ended run whose last events were not kept."""
     run = followed.run
     where = f"is in {run.directory}" if run.mirror is None else f"comes with `sgpu logs {short(run.run_id)}`"
     message = f"its last events were not kept; what its ranks printed {where}"
@@ -160,7 +160,7 @@ def without_an_end(followed: Followed) -> Ending:
 
 
 def find_again(followed: Followed) -> Ending | None:
-    """Go on with the next pool service when the run's has died; return the run's end when that is not possible."""
+    """Attach to the run through its next pool service; return a final event if that is not possible."""
     run = followed.run
     died = f"{run.pool_title} ended while the run was going on"
     deadline = time.monotonic() + _FIND_PATIENCE_S
@@ -180,7 +180,7 @@ def find_again(followed: Followed) -> Ending | None:
                 message = f"{died}, and no other could be reached: {error.message.rstrip('.')}"
                 return _lost(followed, message, FailureKind.NODE_LOST)
         except SgpuError as error:
-            # it was still queued, and the next service does not take it
+            # the run was still queued, and the next service rejects it
             kind = FailureKind.CAPACITY if isinstance(error, CapacityError) else FailureKind.NODE_LOST
             return _lost(followed, f"{died}; submitted again, it was refused: {error.message}", kind)
         followed.publisher.tick(time.monotonic())

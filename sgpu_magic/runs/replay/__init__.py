@@ -1,5 +1,5 @@
-"""A run launched again from its directory: same code, data and packages, and what differs is said.
+"""Replays of recorded runs: the same code, data and packages, with a report of what differs.
 
-circumstances  in which Python a replay runs, and what differs from the run
-recorded       what a run's directory has of it, and what is submitted again
+circumstances  chooses the Python of a replay and compares it with the recorded run's
+recorded       reads a run's directory and prepares its submission
 """

@@ -1,4 +1,4 @@
-"""In which Python a replay runs, and what differs from what the run itself had."""
+"""Chooses the Python of a replay, and reports what differs from the recorded run."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
     """The Python of a replay.
 
     Args:
-        interpreter: Another one on this machine; None is this process's, or one that is built.
-        env_version: The requirements file that it is built of, "" when nothing is built.
-        digest: Of its packages, "" when it is not known.
+        interpreter: Another interpreter on this machine; None means this process's, or an environment to build.
+        env_version: The requirements file to build an environment from; "" if none is built.
+        digest: Digest of its packages; "" if unknown.
     """
 
     interpreter: Interpreter | None = None
@@ -46,12 +46,12 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(recorded: Recorded, wanted: str, *, here: bool) -> Chosen:
-    """Find the packages that the run had: in this Python, in the run's own, or built anew from what was recorded.
+    """Find a Python with the run's packages: this one, the run's own, or one built from the recorded requirements.
 
     Args:
         recorded: The run.
-        wanted: The digest of its packages, "" when it is not known.
-        here: This Python is wanted, whatever it has.
+        wanted: Digest of the run's packages; "" if unknown.
+        here: Use this Python, whatever packages it has.
     """
     own = Chosen(digest=take_snapshot().digest)
     executable = recorded.record.executable
@@ -68,7 +68,7 @@ def choose(recorded: Recorded, wanted: str, *, here: bool) -> Chosen:
 
 
 def path_of(recorded: Recorded, chosen: Chosen) -> tuple[str, ...]:
-    """Return the ranks' `sys.path`: the run's own folders, and where the chosen Python has its packages."""
+    """Return the ranks' `sys.path`: the run's own folders, and the package directories of the chosen Python."""
     then = recorded.record.sys_path
     if chosen.interpreter is not None:
         return then
@@ -78,7 +78,7 @@ def path_of(recorded: Recorded, chosen: Chosen) -> tuple[str, ...]:
 
 
 def of_run(recorded: Recorded) -> Circumstances:
-    """What is known of the run."""
+    """Return the recorded circumstances of a run."""
     record = recorded.record
     python, digest, packages = _pins(recorded)
     return Circumstances(
@@ -94,12 +94,12 @@ def of_run(recorded: Recorded) -> Circumstances:
 
 
 def of_replay(chosen: Chosen, cwd: str, packages: Mapping[str, str]) -> Circumstances:
-    """What the replay will have.
+    """Return the circumstances of a replay.
 
     Args:
-        chosen: Its Python.
+        chosen: The replay's Python.
         cwd: Its working directory.
-        packages: The run's, by canonical name: those that are built anew are the same.
+        packages: Versions of the run's packages by canonical name, used unless the replay runs in this Python.
     """
     tags = dict(git_tags(cwd))
     is_own = chosen.interpreter is None and not chosen.env_version
@@ -122,7 +122,7 @@ def _is_built(executable: str) -> bool:
 
 
 def _probe(executable: str) -> Chosen | None:
-    """Ask another Python for its packages; None when it does not tell, as one with an older sgpu-magic."""
+    """Ask another Python for its packages; None if it fails, for example because of an older sgpu-magic."""
     command = [executable, "-m", "sgpu_magic.runs.replay.circumstances"]
     try:
         answer = subprocess.run(
@@ -134,12 +134,12 @@ def _probe(executable: str) -> Chosen | None:
 
 
 def _pins(recorded: Recorded) -> tuple[str, str, dict[str, str]]:
-    """A run's Python, the digest of its packages and their versions, as its requirements file and its spec say."""
+    """Return a run's Python, and the digest and versions of its packages, from its spec and requirements file."""
     python, digest, packages = "", recorded.spec.environment, dict[str, str]()
     path = recorded.requirements
     for line in path.read_text(errors="replace").splitlines() if path is not None else ():
         if (head := _HEAD.match(line)) is not None:
-            # a run that was submitted before its packages were known has its digest only here
+            # the only place of the digest for a run submitted before its packages were known
             python, digest = head["python"], digest or head["digest"]
         try:
             pin = Requirement(line.partition(" #")[0].partition(" --hash")[0].strip())
@@ -159,16 +159,16 @@ _MAX_NAMED = 6
 
 
 class Circumstances(msgspec.Struct, frozen=True):
-    """What a run was launched with, as far as it is known; "" and empty where it is not.
+    """The circumstances of a run; "" or empty if unknown.
 
     Args:
         host: The machine of its ranks.
-        python: `3.11.7`.
-        version: sgpu-magic's.
-        digest: Of its packages.
-        packages: Versions by canonical name.
-        commit: Of the git repository that it was submitted from.
-        dirty: Whether that had uncommitted changes; None where nobody knows.
+        python: Version of Python, such as `3.11.7`.
+        version: Version of sgpu-magic.
+        digest: Digest of its packages.
+        packages: Versions of its packages by canonical name.
+        commit: Commit of the git repository that it was submitted from.
+        dirty: Whether the repository had uncommitted changes; None if unknown.
         cwd: Its working directory.
     """
 
@@ -183,7 +183,7 @@ class Circumstances(msgspec.Struct, frozen=True):
 
 
 def differences(then: Circumstances, now: Circumstances) -> list[str]:
-    """Return what a person should know before they compare the two runs, a sentence each without its full stop."""
+    """Return the differences between two runs, a sentence each without a full stop."""
     told: list[str] = []
     if then.host and then.host != now.host:
         told.append(f"it ran on {then.host}, and this machine is {now.host}")
@@ -220,7 +220,7 @@ def _package_differences(then: Mapping[str, str], now: Mapping[str, str]) -> lis
 
 
 def main() -> None:
-    """Say what this Python is and has, for a replay under another one."""
+    """Print this Python's interpreter and packages as JSON, for `_probe` in another Python."""
     found = Chosen(interpreter=this_interpreter(), digest=take_snapshot().digest)
     sys.stdout.buffer.write(msgspec.json.encode(found))
 

@@ -1,4 +1,4 @@
-"""A recorded run becomes what is submitted again: its directory is read, and nothing is unpickled here."""
+"""Reads a run's directory and prepares its replay. Nothing is unpickled here."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord, RunSpec
 from sgpu_magic.wire.states import RunKind
 
 _REPLAYABLE = (RunKind.CELL, RunKind.CALL)
-# a payload is copied some 2 s after the run's end
+# a payload is copied about 2 s after the run's end
 _PATIENCE_S = 10.0
 _PAUSE_S = 0.05
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """A run as its directory has it.
+    """A run as recorded in its directory.
 
     Args:
-        directory: Where that is.
-        record: `run.json`.
+        directory: The run's directory.
+        record: The content of `run.json`.
         packed: The payload; its buffers are views of the file.
         key: The payload's HMAC key.
-        tags: What was found out about the run after it was submitted, such as its git commit.
+        tags: Tags that were added after the submission, such as the git commit.
     """
 
     directory: Path
@@ -56,21 +56,21 @@ class Recorded(msgspec.Struct, frozen=True):
 
     @property
     def requirements(self) -> Path | None:
-        """The pins of its packages, None where they were not written."""
+        """Path of the requirements file with the pins of its packages, None if there is none."""
         path = self.directory / REQUIREMENTS
         return path if path.is_file() else None
 
 
 def read_recorded(directory: Path) -> Recorded:
-    """Read a run's directory. Of a run that has just ended it is waited for, some seconds at most.
+    """Read a run's directory. Waits up to 10 s for the files of a run that has just ended.
 
     Raises:
-        UsageError: It has nothing that could be launched again; says what is missing and why.
+        UsageError: The run can't be replayed; the message says what is missing and why.
     """
     run = short(directory.name)
     record = _read_record(directory)
     if _is_under_way(record) and _is_coming(record, _told(directory)):
-        # nothing competes with a result on its way to the notebook, so this comes after it
+        # these files are written after the result has been sent, so as not to delay it
         deadline = time.monotonic() + _PATIENCE_S
         while _is_under_way(record) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
@@ -103,7 +103,7 @@ def read_recorded(directory: Path) -> Recorded:
 
 
 def _read_record(directory: Path) -> RunRecord | None:
-    """`run.json`, None while there is none."""
+    """Read `run.json`; None if it does not exist yet."""
     path = directory / RUN_RECORD
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunRecord)
@@ -116,12 +116,12 @@ def _read_record(directory: Path) -> RunRecord | None:
 
 
 def _is_under_way(record: RunRecord | None) -> bool:
-    """Whether something of the run is not in its directory, and it is not known why."""
+    """Whether the record or payload is missing without a recorded reason."""
     return record is None or (not record.payload_kept and record.payload_note == UNDER_WAY)
 
 
 def _is_coming(record: RunRecord | None, told: _Told) -> bool:
-    """Whether that is only a matter of a moment."""
+    """Whether the missing files will be written soon."""
     return told.ended and (told.started or record is not None)
 
 
@@ -137,12 +137,12 @@ def _packed(path: Path, layout: PackedLayout, names: tuple[str, ...]) -> Packed:
 
 
 class _Told(msgspec.Struct):
-    """What a run's events tell.
+    """What a run's events say about it.
 
     Args:
-        started: Its ranks were there.
-        ended: It is over.
-        tags: As `Recorded` has them.
+        started: Whether its ranks started.
+        ended: Whether it ended.
+        tags: As in `Recorded`.
     """
 
     started: bool = False
@@ -164,24 +164,24 @@ def _told(directory: Path) -> _Told:
                 case _:
                     pass
     except (OSError, ValueError, msgspec.DecodeError):
-        # a log that is damaged tells what it has before that
+        # use the events before the damaged part of the log
         return told
     return told
 
 
-# ---------------------------------------------------------------- submitted again
+# ---------------------------------------------------------------- submission
 
 
 def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions) -> Submission:
-    """Make a submission of a recorded run. What differs from then stands in its notes. Nothing has started.
+    """Build the submission that replays a recorded run; its notes list the differences. Starts nothing.
 
     Args:
-        place: This process's.
+        place: This process's workplace.
         recorded: The run.
-        options: What may differ.
+        options: Options that replace the recorded ones.
 
     Raises:
-        UsageError: A variable that the run was given is not set here.
+        UsageError: A variable that `--env` set for the run is not set here.
         PoolError: The pool can't be reached or started.
     """
     spec = recorded.spec
@@ -230,7 +230,7 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
         max_cost=spec.max_cost,
     )
     submission = describe(place, code, asked, Found(place.pool, placement, tuple(notes)))
-    # the packages of a Python that is not this process's are known already
+    # the digest of another interpreter's packages is already known
     environment = chosen.digest if chosen.interpreter is not None else ""
     return replace(
         submission,
@@ -241,7 +241,7 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
 
 
 def _gone_variables(spec: RunSpec) -> list[str]:
-    """Variables that had travelled with the run, and that are not set here."""
+    """Return a note about variables that were sent with the run and are not set here."""
     travelled = (*spec.variable_names, *spec.secret_names)
     gone = sorted({name for name in travelled if name not in os.environ and name not in spec.env_names})
     return [f"variables that the run had and that are not set here: {', '.join(gone)}"] if gone else []

@@ -1,11 +1,11 @@
 """Sessions: ranks that stay alive between cells, holding their lease.
 
-lifetime        a session from its submission to its end: its state, waiting for it, ending it
-session         the handle: cells, calls, names, and ranks that are replaced
-registry        this process's sessions: begun, by name, the current one, ended
-fit             whether a session is what is asked for
-run_in          what is submitted to one, and how it runs there
-namespace_sync  which of the notebook's names go along
+lifetime        a session from submission to end: state, waiting, closing
+session         the handle: cells, calls, names, restarts of ranks
+registry        this process's sessions: connecting, lookup by name, the current one, closing
+fit             whether a session matches the requested options
+run_in          runs cells, calls, pushes and pulls in a session
+namespace_sync  which of the notebook's names are sent with a cell
 """
 
 from __future__ import annotations

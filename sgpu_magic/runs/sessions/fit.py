@@ -1,4 +1,4 @@
-"""Whether a connected session is what a cell, a call or a connect asks for, and what to say when it is not."""
+"""Checks whether a connected session matches the options of a cell, a call or a connect."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from sgpu_magic.runs.sessions.session import Session
 
 
 def check_cell(session: Session | None, options: RunOptions, magic: str) -> None:
-    """Refuse options of a cell that ask for something else than its session has.
+    """Reject options of a cell that contradict its session.
 
     Args:
-        session: The session that it is to run in; None for a lease of its own.
-        options: What stands on its line.
-        magic: The magic: `%%distributed` or `%%rank`.
+        session: The session that it runs in; None for a new lease.
+        options: The cell's options.
+        magic: The cell's magic: `%%distributed`, `%%rank` or `%%ray_launch`.
 
     Raises:
-        UsageError: They contradict it.
+        UsageError: An option contradicts the session.
     """
     if session is None:
         if options.only:
@@ -57,10 +57,10 @@ def check_cell(session: Session | None, options: RunOptions, magic: str) -> None
 
 
 def check_call(session: Session, options: RunOptions) -> None:
-    """Refuse options of a function's call that ask for what a session's ranks can't be.
+    """Reject options of a function call that contradict its session.
 
     Raises:
-        UsageError: They do.
+        UsageError: An option contradicts the session.
     """
     if {"ranks", "type"} & _misfits(session, options).keys():
         raise UsageError(
@@ -74,7 +74,7 @@ def check_call(session: Session, options: RunOptions) -> None:
 
 
 def lending(options: RunOptions) -> Session | None:
-    """Return the connected session on whose lease a call has room, the current one first."""
+    """Return a connected session whose lease fits a call, the current session first; None if there is none."""
     for session in reversed(registry.all_sessions()):
         if session.is_connected and _misfits(session, options, fewer=True).keys() <= {"busy"}:
             return session
@@ -82,7 +82,7 @@ def lending(options: RunOptions) -> Session | None:
 
 
 def has_devices(session: Session, devices: Devices, pool: str) -> bool:
-    """Whether a session has the devices that are asked for, in the pool that is named; "" is any."""
+    """Whether a session has the requested devices, in the named pool; "" means any pool."""
     placement = session.spec.placement
     return (
         devices.ranks in (None, session.ranks)
@@ -94,7 +94,7 @@ def has_devices(session: Session, devices: Devices, pool: str) -> bool:
 
 
 def is_same(session: Session, ask: RunOptions) -> bool:
-    """Whether a session is what a connect asks for."""
+    """Whether a session matches the options of a connect."""
     spec = session.spec
     return (
         has_devices(session, ask.devices, ask.pool)
@@ -106,12 +106,12 @@ def is_same(session: Session, ask: RunOptions) -> bool:
 
 
 def _misfits(session: Session, options: RunOptions, *, fewer: bool = False) -> dict[str, bool]:
-    """Return what of the options the session is not, each under its name, in the order in which it is told.
+    """Return the options that the session does not match, as keys in the order of reporting.
 
     Args:
         session: The session.
-        options: What is asked for.
-        fewer: Fewer ranks than it has are possible.
+        options: The requested options.
+        fewer: Accept fewer ranks than the session has.
     """
     devices, wishes, ranks = options.devices, options.wishes, options.ranks or session.ranks
     found = {

@@ -27,7 +27,7 @@ from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunState
 
 _CLOSE_PATIENCE_S = 10.0
-# a pool service that died is followed by another in about a second
+# a dead pool service is replaced within about 1 s
 _ADOPTION_PATIENCE_S = 20.0
 
 
@@ -60,12 +60,12 @@ class Lifetime:
         self._view = followed.view
         self._run = followed.run
         self._moved = threading.Condition()
-        # for coroutines: it is connected or has ended, and it has ended
+        # for coroutines: resolved when the session is connected or has ended, and when it has ended
         self._decided, self._over = Future[None](), Future[None]()
         followed = replace(followed, heard=self._heard)
         self._follower = Background("sgpu-session", lambda stopped: outcome.show(followed, RunState.QUEUED, stopped))
 
-    # ------------------------------------------------------------ what it is
+    # ------------------------------------------------------------ properties
 
     @property
     def pool(self) -> Pool:
@@ -206,7 +206,7 @@ class Lifetime:
                 "sgpu_magic.connect(...)."
             )
         if self._run.link_lost:
-            # its pool service has died; the next one takes it over
+            # its pool service died; the next one takes the session over
             with self._moved:
                 self._moved.wait_for(lambda: self.has_ended or not self._run.link_lost, _ADOPTION_PATIENCE_S)
         return self
@@ -222,7 +222,7 @@ class Lifetime:
             if is_so and not future.done():
                 future.set_result(None)
 
-    # ------------------------------------------------------------ its end
+    # ------------------------------------------------------------ ending
 
     def close(self) -> None:
         """End the session: cancel running cells, stop the ranks and free the devices."""
@@ -267,7 +267,7 @@ class Lifetime:
     async def __aexit__(self, *exception: object) -> None:
         if not self.has_ended:
             self.end("it was disconnected")
-            # as `close`: what the body has raised counts, not that its ranks take long
+            # as in `close`: an exception of the body must not be replaced by a timeout
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._over)), _CLOSE_PATIENCE_S)
         await asyncio.get_running_loop().run_in_executor(None, self._release)

@@ -1,8 +1,8 @@
-"""Which of the notebook's names go to a session's ranks: those whose value there is new, or newer than the ranks' own.
+"""Decides which of the notebook's names are sent to a session's ranks: those that are new or newer than the ranks'.
 
-By rank and name it is known what the notebook's value looked like when the rank got it, or when a cell on the rank
-set a value of its own. While the notebook's value looks like that, the rank keeps what it has. When the notebook
-changes the value or assigns it anew, that is the newer one, and goes with the next cell that reads it.
+For each rank and name, it records the digest of the notebook's value when the rank received it, or when a cell on the
+rank set its own value. While the notebook's value has that digest, the rank keeps its value. Once the notebook changes
+or rebinds the value, the notebook's is newer and is sent with the next cell that reads it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from sgpu_magic.options.values import format_ranks
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.namespace import is_ipythons
 
-# the notebook had no such name
+# digest of a name that the notebook did not have
 _ABSENT = b""
 
 NamesOf = Callable[[int], frozenset[str] | None]
-"""Asks a rank for the names that its cells and the notebook have set; None when it does not answer."""
+"""Asks a rank for the names that cells and the notebook have set on it; None if it does not answer."""
 
 
 class _Held(msgspec.Struct, frozen=True):
-    """What a rank has under one name.
+    """The record of one name on a rank.
 
     Args:
-        digest: Of the notebook's value when the rank got it or set its own; None when that could not be pickled.
-        own: A cell on the rank has set it, or `Session.push` with a value.
-        pushed: It was `Session.push`.
+        digest: Digest of the notebook's value when the rank received it or set its own; None if it can't be pickled.
+        own: Whether the rank has its own value, set by a cell on it or by `Session.push` with a value.
+        pushed: Whether `Session.push` set the value.
     """
 
     digest: bytes | None
@@ -42,15 +42,15 @@ Assigned = Mapping[str, dict[int, _Held]]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What goes along with one cell.
+    """The names to send for one cell.
 
     Args:
-        ranks: Those that take part.
-        names: Names that all of them get with the cell.
-        before: Names that only some of them lack: they get those first.
-        stay: Names that the cell reads and that stay here; the ranks have them.
-        notes: Sentences for the user.
-        prints: What every name that the cell reads looks like in the notebook.
+        ranks: The ranks that run the cell.
+        names: Names that are sent to all of these ranks with the cell.
+        before: Names that only some ranks lack, by ranks; sent before the cell.
+        stay: Names that the cell reads and that are not sent with it, because the ranks have them.
+        notes: Sentences for the run's view.
+        prints: Fingerprints of the notebook's values for all names that the cell reads.
     """
 
     ranks: tuple[int, ...]
@@ -62,11 +62,11 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Effects(msgspec.Struct, frozen=True):
-    """What a cell may have done to the ranks' names.
+    """How a cell may change the ranks' names.
 
     Args:
-        stored: Names that it could set, None when that can't be known.
-        deleted: Names that it could delete.
+        stored: Names that it may set; None if that can't be determined.
+        deleted: Names that it may delete.
     """
 
     stored: frozenset[str] | None = frozenset()
@@ -74,7 +74,7 @@ class Effects(msgspec.Struct, frozen=True):
 
 
 class Shipping:
-    """What the ranks of one session have of the notebook. Methods may be called by any thread."""
+    """Records which names the ranks of one session have, and with which values. Thread-safe."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[int, _Held]] = {}
@@ -84,13 +84,13 @@ class Shipping:
     def plan(
         self, names: Iterable[str], namespace: dict[str, object], ranks: tuple[int, ...], exclude: Collection[str] = ()
     ) -> Plan:
-        """Decide what goes along with a cell.
+        """Decide which names to send for a cell.
 
         Args:
-            names: What it reads of the notebook.
-            namespace: The notebook's.
-            ranks: Those that take part.
-            exclude: Names that stay in the notebook.
+            names: Names of the notebook that the cell reads.
+            namespace: The notebook's namespace.
+            ranks: The ranks that run the cell.
+            exclude: Names that are not sent.
         """
         prints = _looked_at(names, namespace, exclude)
         with self._lock:
@@ -109,7 +109,7 @@ class Shipping:
         return Plan(ranks, whole, before, stay, tuple(notes), prints)
 
     def sent(self, names: Iterable[str], prints: Mapping[str, Fingerprint], ranks: Iterable[int]) -> None:
-        """The ranks get the notebook's values of these names."""
+        """Record that the ranks receive the notebook's values of these names."""
         with self._lock:
             for name in names:
                 if name in prints:
@@ -118,7 +118,7 @@ class Shipping:
                     self._noted.discard(name)
 
     def not_arrived(self, names: Iterable[str], ranks: Iterable[int]) -> None:
-        """What was sent did not get there."""
+        """Record that sent names did not arrive."""
         with self._lock:
             for name in names:
                 self._drop(name, ranks)
@@ -126,14 +126,14 @@ class Shipping:
     def cell_over(
         self, effects: Effects, plan: Plan, namespace: dict[str, object], *, succeeded: bool, names_of: NamesOf
     ) -> None:
-        """A cell has run: what it has set is the ranks' own.
+        """Record that a cell has run: the names that it set have the ranks' own values.
 
         Args:
-            effects: What it could do.
-            plan: What went along with it.
-            namespace: The notebook's, whose values are older than what the cell has set.
-            succeeded: It came to its end; else the ranks are asked how far it came.
-            names_of: Asks them.
+            effects: How the cell may have changed names.
+            plan: The plan of the cell.
+            namespace: The notebook's namespace, whose values are older than those that the cell set.
+            succeeded: Whether the cell succeeded; if not, a rank is asked which names it has.
+            names_of: Asks a rank for its names.
         """
         stored, deleted = effects.stored, effects.deleted
         called = frozenset[str]().union(*(print_.stores for print_ in plan.prints.values()))
@@ -154,13 +154,13 @@ class Shipping:
                 self._set(name, plan.ranks, _Held(digest, own=True))
 
     def assigned(self, names: Iterable[str]) -> Assigned:
-        """The notebook binds these names anew: its values are the newer ones. Return what undoes that."""
+        """Record that the notebook rebinds these names, so its values are newer. Return a record to undo that."""
         with self._lock:
             self._noted.difference_update(names)
             return {name: self._held.pop(name) for name in names if name in self._held}
 
     def not_assigned(self, before: Assigned) -> None:
-        """The notebook may not have come to it: the values themselves must tell."""
+        """Undo `assigned` for a cell that failed and may not have rebound the names: their digests decide then."""
         with self._lock:
             for name, held in before.items():
                 self._held.setdefault(name, held)
@@ -168,7 +168,7 @@ class Shipping:
     def set_on_ranks(
         self, names: Iterable[str], namespace: dict[str, object], ranks: Iterable[int], *, pushed: bool = False
     ) -> None:
-        """The ranks have values of their own, or the notebook has got theirs: what it has is no newer."""
+        """Record that the ranks have their own values, or that the notebook has received theirs: its are not newer."""
         older = {name: _digest(name, {}, namespace) for name in names}
         with self._lock:
             for name, digest in older.items():
@@ -176,7 +176,7 @@ class Shipping:
                 self._noted.add(name)
 
     def pushed_names(self, ranks: Collection[int]) -> dict[int, list[str]]:
-        """Return which values that were pushed to these ranks another rank has as well, by that rank."""
+        """Return the names pushed to these ranks that another rank also has, by that rank."""
         found: dict[int, list[str]] = {}
         with self._lock:
             for name, held in self._held.items():
@@ -186,10 +186,10 @@ class Shipping:
         return found
 
     def restarted(self, ranks: Collection[int]) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """Forget what these ranks had; return what the notebook had shipped to them: names, and the ranks they lack."""
+        """Forget the names of these ranks; return those that the notebook had sent, with the ranks to send them to."""
         groups: dict[tuple[str, ...], tuple[int, ...]] = {}
         with self._lock:
-            # of a name that was told as the ranks' own, some now have the notebook's value
+            # names that were noted as the ranks' own may be noted again: some ranks now get the notebook's value
             self._noted -= self.own_names(ranks)
             for rank in ranks:
                 shipped = [name for name, held in self._held.items() if rank in held and not held[rank].own]
@@ -200,11 +200,11 @@ class Shipping:
         return groups
 
     def unknown(self, names: frozenset[str]) -> frozenset[str]:
-        """Those of `names` that no rank is known to have."""
+        """Return those of `names` that no rank is known to have."""
         return names - self._names()
 
     def own_names(self, ranks: Collection[int]) -> frozenset[str]:
-        """The names that cells have set on one of these ranks."""
+        """Return the names for which at least one of these ranks has its own value."""
         with self._lock:
             return frozenset(
                 name for name, held in self._held.items() if any(held[rank].own for rank in ranks if rank in held)
@@ -219,7 +219,7 @@ class Shipping:
     def _with_what_they_share(
         self, lacking: dict[str, tuple[int, ...]], prints: Mapping[str, Fingerprint], ranks: tuple[int, ...]
     ) -> list[str]:
-        """Send what shares objects with something that is sent, such as an optimizer's model: they stay one there."""
+        """Also send names that share objects with sent ones, such as an optimizer's model, to keep them shared."""
         notes: list[str] = []
         waiting = [name for name, some in lacking.items() if some]
         while waiting:
@@ -238,7 +238,7 @@ class Shipping:
     def _own_values(
         self, lacking: Mapping[str, tuple[int, ...]], namespace: Mapping[str, object], ranks: tuple[int, ...]
     ) -> list[str]:
-        """Say once of each name that the ranks, or some of them, have another value than the notebook."""
+        """Return a note, once per name, if the ranks or some of them have another value than the notebook."""
         notes: list[str] = []
         for name, some in lacking.items():
             held = self._held.get(name, {})
@@ -274,7 +274,7 @@ class Shipping:
 
 
 def _looked_at(names: Iterable[str], namespace: dict[str, object], exclude: Collection[str]) -> dict[str, Fingerprint]:
-    """Return what the names look like, and those that their functions and classes read."""
+    """Return fingerprints of the names, and of those that their functions and classes read."""
     prints: dict[str, Fingerprint] = {}
     waiting = list(names)
     while waiting:

@@ -19,9 +19,9 @@ from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.wire.states import RunKind
 
-# a restart is not to wait for a pool that does not answer
+# a restart must not wait for a pool that does not answer
 _RESTART_PATIENCE_S = 0.5
-# a cell and the panel may connect at the same time, and there is one session of a name
+# a cell and the panel may connect at the same time; names must be unique
 _beginning = threading.Lock()
 _lock = threading.RLock()
 _sessions: dict[str, Session] = {}
@@ -30,7 +30,7 @@ when_dropped: list[Callable[[], None]] = []
 """Called whenever a session is removed from the registry."""
 
 
-# ---------------------------------------------------------------- how one begins
+# ---------------------------------------------------------------- connecting
 
 
 def connect(
@@ -132,7 +132,7 @@ def begin(
             options = replace(options, idle_s=place.current_settings().session_idle_s)
         code = nothing_packed(place, RunKind.SESSION, name)
         submission = describe(place, code, options, found, of_cell=of_cell)
-        # its ranks begin with these; after the submission an interrupt would find a session that nobody knows of yet
+        # the packages at the start; taken before the submission, so that an interrupt can't leave an unknown session
         packages = take_snapshot()
         run = submit(found.pool, submission)
         followed = place.followed(run, ui, error_follows=False)
@@ -143,7 +143,7 @@ def begin(
         return session
 
 
-# ---------------------------------------------------------------- those that there are
+# ---------------------------------------------------------------- the connected sessions
 
 
 def add(session: Session) -> None:
@@ -172,7 +172,7 @@ def current(name: str = "") -> Session | None:
         SessionError: The session has ended since its last use. Raised only once.
     """
     with _lock:
-        # the end of these was told by a cell that was refused
+        # a refused cell has reported the end of these
         for ended in [session for session in _sessions.values() if session.ending_told]:
             drop(ended)
             ended.close()

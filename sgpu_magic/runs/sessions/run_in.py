@@ -1,4 +1,4 @@
-"""What runs in a session: a cell, a call, names to set on its ranks, names to bring back. What it has set is known."""
+"""Runs cells, calls, pushes and pulls in a session, and records which names its ranks have afterwards."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 _ASK_TIMEOUT_S = 0.3
 _END_PATIENCE_S = 0.5
-# the session tells of a death at once
+# a session reports a rank's death at once
 _DEATH_PATIENCE_S = 0.5
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """Ready to be submitted to a session.
+    """A run ready to be submitted to a session.
 
     Args:
         submission: The run.
-        plan: What goes along, and what has to go before.
-        effects: What it may do to the ranks' names.
+        plan: The names that are sent with it and before it.
+        effects: How it may change the ranks' names.
     """
 
     submission: Submission
@@ -51,22 +51,22 @@ class Prepared(msgspec.Struct, frozen=True):
     effects: Effects
 
 
-# ---------------------------------------------------------------- what is submitted
+# ---------------------------------------------------------------- preparing submissions
 
 
 def prepare_cell(session: Session, magic_line: str, body: str, options: RunOptions) -> Prepared:
-    """Read a cell and pack it. Nothing has started when this raises.
+    """Read and pack a cell. Starts nothing.
 
     Args:
         session: The session.
-        magic_line: The magic's own line, "" where the body is the whole cell.
+        magic_line: The magic's line; "" if the body is the whole cell.
         body: The code.
-        options: What is asked for.
+        options: The cell's options.
 
     Raises:
-        CellSyntaxError: It does not compile.
-        UsageError: An option names what does not exist.
-        SerializationError: A variable can't leave the notebook.
+        CellSyntaxError: The cell does not compile.
+        UsageError: An option names a variable that does not exist.
+        SerializationError: A variable can't be pickled.
     """
     place, ranks = session.place, session.ranks_of(options.only)
     cell = read_cell(place, magic_line, body, options)
@@ -83,11 +83,11 @@ def prepare_call(
     kwargs: Mapping[str, object],
     options: RunOptions,
 ) -> Prepared:
-    """Check and pack a function's call.
+    """Check and pack a function call.
 
     Raises:
-        TypeError: The arguments do not fit the function.
-        SerializationError: The function or an argument can't leave this process.
+        TypeError: The arguments do not match the function's signature.
+        SerializationError: The function or an argument can't be pickled.
     """
     place = session.place
     needed = Fingerprint((function, args, dict(kwargs)), place.namespace)
@@ -105,18 +105,18 @@ def prepare_push(
     only: tuple[int, ...] = (),
     exclude: frozenset[str] = frozenset(),
 ) -> Prepared:
-    """Pack names to be set on the ranks, whatever the ranks have under them.
+    """Pack names to set on the ranks, overwriting existing values.
 
     Args:
         session: The session.
         names: Names of the notebook.
-        values: Further names, with values that the notebook does not have.
+        values: Further names with their values.
         only: The ranks; empty means all.
-        exclude: Names that the values read and that the ranks keep their own of.
+        exclude: Names that the values read, but whose values on the ranks are kept.
 
     Raises:
         UsageError: The notebook has no such name.
-        SerializationError: A value can't leave the notebook.
+        SerializationError: A value can't be pickled.
     """
     begin = time.perf_counter()
     place = session.place
@@ -131,16 +131,16 @@ def prepare_push(
 
 
 def prepare_pull(session: Session, outputs: tuple[OutputName, ...], only: tuple[int, ...] = ()) -> Prepared:
-    """Describe names to bring back.
+    """Prepare to bring names back.
 
     Args:
         session: The session.
-        outputs: The names; of one rank the lowest that takes part.
+        outputs: The names; a name without `:all` is read from the lowest of the ranks.
         only: The ranks; empty means all.
     """
     place = session.place
     if not only and not any(output.all_ranks for output in outputs):
-        # the others need not be free for it
+        # the other ranks may be busy
         only = (0,)
     plan = session.shipping.plan((), place.namespace, session.ranks_of(only))
     name = f"pull {', '.join(output.name for output in outputs)}"
@@ -154,24 +154,24 @@ def _prepared(
     return Prepared(submission, plan, effects or Effects())
 
 
-# ---------------------------------------------------------------- how it runs
+# ---------------------------------------------------------------- running
 
 
 def run_in(
     session: Session, prepare: Callable[[], Prepared], ui: str = "auto", into: dict[str, Any] | None = None
 ) -> RunResult:
-    """Run something in a session's ranks and return its result.
+    """Submit a run to a session's ranks, wait for its end and return its result.
 
     Args:
         session: The session.
-        prepare: Makes what is submitted; one at a time, for it depends on what was shipped before.
-        ui: As of `%%distributed`.
-        into: Takes names that come back in the notebook's place.
+        prepare: Prepares the submission; called under the session's lock, as it depends on what was sent before.
+        ui: As in `%%distributed`.
+        into: Receives names that are brought back instead of the notebook.
 
     Raises:
-        RunCancelled: It was cancelled.
-        SessionError: The session can't take it.
-        Exception: What the culprit rank raised.
+        RunCancelled: The run was cancelled.
+        SessionError: The session can't run it.
+        Exception: The exception of the rank that failed first.
     """
     place = session.place
     run, prepared = start_in(session, prepare)
@@ -188,21 +188,21 @@ def run_in(
     if result is None:
         raise RunCancelled(f"run {run.run_id[:8]} was detached and goes on without this cell.", run_id=run.run_id)
     if into is None and run.spec.outputs and run.spec.kind is not RunKind.CALL:
-        # what the notebook has now is the ranks' own value
+        # the notebook's value now equals the ranks' own
         names = [output.name for output in run.spec.outputs]
         session.shipping.set_on_ranks(names, place.namespace, session.ranks_of(()))
     return result
 
 
 def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[Run, Prepared]:
-    """Hand something over to a session's ranks; `settle` has to be called when it is over.
+    """Submit a run to a session's ranks; the caller must call `settle` when it is done with the run.
 
     Args:
         session: The session.
-        prepare: As for `run_in`.
+        prepare: As in `run_in`.
 
     Raises:
-        SgpuError: As `run_in`.
+        SgpuError: As in `run_in`.
     """
     with session.lock:
         try:
@@ -210,20 +210,20 @@ def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[Run, Pr
         except KeyboardInterrupt:
             raise RunCancelled("interrupted before the run was submitted; nothing was started.") from None
     for ranks, names in prepared.plan.before:
-        # what only some ranks lack goes to those alone: the others' own values stay
+        # names that only some ranks lack are sent to those alone; the others keep their own values
         push(session, names, ranks, exclude=prepared.plan.stay)
     submission, plan = prepared.submission, prepared.plan
     with session.lock:
         try:
             run = submit(session.pool, submission)
         except SessionError:
-            # told by this very error where the session has ended; its own last word may be on its way
+            # if the session has ended, this error reports it; its final event may still arrive
             session.ending_told = session.wait_for_end(_END_PATIENCE_S)
             raise
         try:
             session.shipping.sent(submission.packed.names, plan.prints, plan.ranks)
         except BaseException:
-            # interrupted: nobody would follow it
+            # interrupted: the run would be left without a follower
             run.cancel("it was interrupted while it was submitted")
             let_go(session.pool, run)
             raise
@@ -231,7 +231,7 @@ def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[Run, Pr
 
 
 def _with_the_dead(session: Session, error: RunCancelled) -> RunCancelled:
-    """Say which ranks a second interrupt has killed."""
+    """Return the error, with a sentence about ranks that a second interrupt killed."""
     if not session.interrupts.has_killed():
         return error
     dead = session.wait_for_the_dead(_DEATH_PATIENCE_S)
@@ -249,23 +249,23 @@ def _with_the_dead(session: Session, error: RunCancelled) -> RunCancelled:
 def push(
     session: Session, names: Sequence[str], ranks: tuple[int, ...], exclude: frozenset[str] = frozenset()
 ) -> RunResult:
-    """Set names of the notebook on some ranks, without a word."""
+    """Set names of the notebook on some ranks, without a view."""
     return run_in(session, lambda: prepare_push(session, tuple(names), {}, ranks, exclude), "none")
 
 
 def names_on(session: Session, rank: int) -> frozenset[str] | None:
-    """Ask a rank for the names that its cells and the notebook have set; None when it does not answer."""
+    """Ask a rank for the names that cells and the notebook have set on it; None if it does not answer."""
     question = RankQuestion(rank=rank, what="names")
     answer = session.pool.ask_rank(session.run_id, question, _ASK_TIMEOUT_S)
     return None if answer.problem else frozenset(answer.names)
 
 
 def settle(session: Session, prepared: Prepared, view: RunView) -> None:
-    """The cell is over for this process: remember what its ranks have now."""
+    """Record which names the ranks have after a run that this process is done with."""
     packed, plan, shipping = prepared.submission.packed, prepared.plan, session.shipping
     ended = view.ended
     if not view.warm and ended is not None:
-        # it never began
+        # the run never started
         shipping.not_arrived(packed.names, plan.ranks)
         return
     failure = ended.failure if ended is not None else None

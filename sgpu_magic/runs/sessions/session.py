@@ -25,7 +25,7 @@ from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.words import names_text
 from sgpu_magic.wire.run import OutputName
 
-# so many names are listed in a sentence
+# how many names a sentence lists
 _MOST_NAMES = 12
 
 
@@ -63,7 +63,7 @@ class Session(Lifetime):
         self.lock = threading.RLock()
         super().__init__(place, followed, variables)
 
-    # ------------------------------------------------------------ using it
+    # ------------------------------------------------------------ running code and moving names
 
     def run(
         self,
@@ -193,7 +193,7 @@ class Session(Lifetime):
         self.checked()
         return _restarted(self, self.only(ranks or None))
 
-    # ------------------------------------------------------------ for those who prepare cells
+    # ------------------------------------------------------------ for the preparation of cells
 
     def only(self, ranks: Iterable[int] | int | str | None) -> tuple[int, ...]:
         """Return the selected ranks in ascending order; empty for all.
@@ -269,6 +269,6 @@ def _names_lost(session: Session, ranks: tuple[int, ...]) -> frozenset[str]:
     for rank in sorted(living, key=lambda rank: rank in ranks):
         there = names_on(session, rank)
         if there is not None:
-            # what is known is known by rank
+            # only names that no rank is known to have: for the others, the records per rank decide
             return own | session.shipping.unknown(there)
     return own

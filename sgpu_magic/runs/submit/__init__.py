@@ -1,9 +1,9 @@
-"""A cell or call becomes a run of a pool: read, packed, described, handed over.
+"""Submission of cells and calls as runs: read, packed, described, sent to a pool.
 
-cell_source    a cell, read and packed with the names that it needs
-pack_call      a function and its arguments, checked and packed
-spec           what was packed and asked for becomes the run's spec, with no secret in it
-placing        the pool that a run goes to, and what it asks for there
-mlflow_target  where a run is tracked, and the git repository that it comes from
-submit         the handing over, with the packages, code, variables and files that a run needs at its pool
+cell_source    reads a cell and packs it with the names that it needs
+pack_call      checks and packs a function and its arguments
+spec           builds the run's spec from packed code and options; redacts secrets
+placing        chooses the pool and what to request there
+mlflow_target  where a run is tracked, and the state of its git repository
+submit         sends a run with the packages, code, variables and files that it needs
 """

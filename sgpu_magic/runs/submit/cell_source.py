@@ -1,4 +1,4 @@
-"""A cell becomes what is shipped: its source is read, the names that it needs are found, and they are packed."""
+"""Reads a cell's source, finds the names that it needs, and packs them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _WORD = re.compile(r"[^\W\d]\w*")
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """A cell that was read.
+    """A cell that has been read.
 
     Args:
-        magic_line: The magic's own line, as it may be written down; "" where the body is the whole cell.
-        body: The code below it.
-        number: The notebook's number of it; None from a program.
-        names: What it reads, and what it may set.
-        read: The notebook's values that it reads, by name.
+        magic_line: The magic's line, without values of `--env`; "" if the body is the whole cell.
+        body: The code below the magic's line.
+        number: The cell's number; None from a program.
+        names: The names that it reads and may set.
+        read: Values of the notebook that it reads, by name.
         begin: When it was read, by the performance counter.
     """
 
@@ -50,17 +50,17 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions) -> Cell:
-    """Find what a cell needs.
+    """Parse a cell and find the names that it needs.
 
     Args:
-        place: This process's runs; its namespace is the notebook's.
-        magic_line: The magic's own line; "" where the body is the whole cell.
-        body: The code below it.
-        options: What is shipped beside, and what stays.
+        place: This process's workplace.
+        magic_line: The magic's line; "" if the body is the whole cell.
+        body: The code below the magic's line.
+        options: The options; `extra` and `exclude` are used.
 
     Raises:
-        CellSyntaxError: It does not compile.
-        UsageError: An option names what does not exist.
+        CellSyntaxError: The cell does not compile.
+        UsageError: An option names a variable that does not exist.
     """
     begin = time.perf_counter()
     magic_line = without_values(magic_line)
@@ -84,19 +84,19 @@ def pack_cell(
     not_own: Collection[str] = (),
     notes: Iterable[str] = (),
 ) -> PackedCode:
-    """Pack a cell with what it needs. What is left out is so for ranks that have nothing of the notebook.
+    """Pack a cell with the names that it needs. The defaults are for new ranks, which have no names yet.
 
     Args:
-        place: This process's runs.
+        place: This process's workplace.
         cell: The cell.
-        options: What is brought back, and what stays.
-        names: Those of its names that are shipped; None is all of them.
-        stay: Names that it reads and that the ranks have.
-        not_own: Names whose values on the ranks are not the notebook's.
-        notes: Sentences for the user.
+        options: The options; `outputs` and `exclude` are used.
+        names: The names to ship; None means all that the cell reads.
+        stay: Names that the cell reads and that the ranks already have.
+        not_own: Names whose values on the ranks differ from the notebook's.
+        notes: Sentences for the run's view.
 
     Raises:
-        SerializationError: A variable can't leave the notebook.
+        SerializationError: A variable can't be pickled.
     """
     code = spec.pack(
         place,
@@ -125,10 +125,10 @@ def pack_cell(
 
 
 def check_outputs(cell: Cell, outputs: Iterable[OutputName]) -> None:
-    """Refuse what the cell can't return from new ranks, rather than run it for nothing.
+    """Check before the run that the cell sets the names to bring back from new ranks.
 
     Raises:
-        UsageError: It never sets a name that is to be brought back.
+        UsageError: It never sets one of them.
     """
     stored = cell.names.stored
     if stored is None:
@@ -143,12 +143,12 @@ def check_outputs(cell: Cell, outputs: Iterable[OutputName]) -> None:
 
 
 def has_code(body: str) -> bool:
-    """Whether a cell has more than blank lines and comments: else it would start ranks for nothing."""
+    """Whether a cell has more than blank lines and comments."""
     return any(text and not text.startswith("#") for text in map(str.strip, body.splitlines()))
 
 
 def without_values(magic_line: str) -> str:
-    """The magic's line as it may be written down: values of --env are often secrets."""
+    """Return the magic's line without values of `--env`, which are often secrets."""
     words = shlex.split(magic_line, comments=True)
     shown = [_without_value(word, before) for word, before in zip(words, ["", *words], strict=False)]
     return " ".join(shown) if any(word == "--env" or word.startswith("--env=") for word in words) else magic_line
@@ -162,7 +162,7 @@ def _without_value(word: str, before: str) -> str:
 
 
 def _name_of(cell: Cell) -> str:
-    """What to call a cell: the first function or class that it defines, else its number."""
+    """Return a cell's name: the first function or class that it defines, else its number."""
     found = _DEFINITION.search(cell.body)
     if found is not None:
         return found[1]
@@ -170,7 +170,7 @@ def _name_of(cell: Cell) -> str:
 
 
 def _does_not_compile(error: SyntaxError, source: str, number: int | None) -> CellSyntaxError:
-    """Say it as IPython says it of a plain cell."""
+    """Return the error in the form that IPython uses for plain cells."""
     lines = source.splitlines()
     line = error.lineno or 1
     text = lines[line - 1] if line <= len(lines) else ""
@@ -181,10 +181,9 @@ def _does_not_compile(error: SyntaxError, source: str, number: int | None) -> Ce
 
 
 def transform_of(shell: Any) -> Callable[[str], str] | None:
-    """Return the shell's own transform of cells, None without a shell.
+    """Return the shell's transform of cells, None without a shell.
 
-    What sends plain cells to a session's ranks has an attribute `sends_cells` and is left out: it would take the cell's
-    body for such a cell.
+    It skips the transformer of `%sgpu_auto`, which has the attribute `sends_cells` and would rewrite the cell's body.
     """
     if shell is None:
         return None

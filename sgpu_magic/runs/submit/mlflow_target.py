@@ -1,11 +1,11 @@
-"""Where a run is tracked: what the notebook's own MLflow says, else its variables, else the settings.
+"""Where a run is tracked: the notebook's own MLflow configuration, else its variables, else the settings.
 
-With it goes the state of the git repository that the run is submitted from, found behind the submission's back.
+The state of the git repository that the run is submitted from is determined in the background.
 
-MLflow is never imported here: who has it in use has imported it.
+MLflow is never imported here: a notebook that uses it has imported it.
 """
 
-# of MLflow nothing but what has been imported by others is used, as it lies in `sys.modules`
+# MLflow is only accessed through `sys.modules`, without types
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import STORE_VARIABLES, Tracking, absolute_uri
 
 MOVE_NAMES = (RunKind.PUSH, RunKind.PULL)
-"""They move names between the notebook and a session's ranks, and are nobody's runs."""
+"""Kinds of runs that only move names between the notebook and a session's ranks; they are not tracked."""
 
 _URI = "MLFLOW_TRACKING_URI"
 _FALLBACK_NAME = "notebook"
 
 Tags = tuple[tuple[str, str], ...]
-# a large repository on a network's disk takes longer, and then nothing is said
+# a large repository on a network file system takes longer; its state is then not recorded
 _TIMEOUT_S = 2.0
 _FRESH_S = 5.0
 _COMMAND = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
 
 
 def place_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple[RunSpec, Tracking | None]:
-    """Return the run's spec with what tracking adds to it, and where it is tracked; None where it is not."""
+    """Return the run's spec, marked as tracked if it is, and its tracking target; None if it is not tracked."""
     asked = submission.wishes.track
     track = settings.track if asked is None else "all" if asked else "off"
     if spec.kind in MOVE_NAMES or track == "off":
@@ -65,20 +65,20 @@ def place_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple
         experiment_id=experiment_id,
         parent=own.parent or environ.get("MLFLOW_RUN_ID", ""),
         variables={name: environ[name] for name in environ if name.startswith(STORE_VARIABLES)},
-        # a notebook in whose own MLflow run this is uses MLflow
+        # within an active MLflow run of the notebook, the run is always tracked
         if_it_matters=track == "auto" and not own.parent,
     )
     return msgspec.structs.replace(spec, tracked=True), tracking
 
 
 class _OwnPlace(msgspec.Struct, frozen=True):
-    """What the notebook's own MLflow has been told.
+    """The configuration of the notebook's own MLflow; "" where a value is not set.
 
     Args:
-        uri: The tracking store that was set, or that the active run is in; "" for none.
-        default_uri: Where it would go by itself; "" where it is not in use.
+        uri: The tracking store that was set, or the store of the active run.
+        default_uri: The store that MLflow would use by default; "" if MLflow is not in use.
         registry_uri: The registry that was set.
-        experiment_id: The experiment that was set, or that the active run is in.
+        experiment_id: The experiment that was set, or the experiment of the active run.
         parent: The active run.
     """
 
@@ -93,11 +93,11 @@ _NOT_IN_USE = _OwnPlace()
 
 
 def _own_place(environ: Mapping[str, str], *, given: bool) -> _OwnPlace:
-    """Look into MLflow's modules, if the notebook has imported them.
+    """Read the configuration from MLflow's modules, if the notebook has imported them.
 
     Args:
         environ: The ranks' variables.
-        given: The run was given a store with `--env`, which counts more than the notebook's.
+        given: Whether `--env` sets a store for the run, which takes precedence over the notebook's.
     """
     utils: Any = sys.modules.get("mlflow.tracking._tracking_service.utils")
     fluent: Any = sys.modules.get("mlflow.tracking.fluent")
@@ -117,14 +117,14 @@ def _own_place(environ: Mapping[str, str], *, given: bool) -> _OwnPlace:
             parent=info.run_id if info is not None else "",
         )
     except (AttributeError, TypeError, ImportError):
-        # it is being imported by another thread now, or is another MLflow than those that have these names
+        # another thread is importing MLflow, or its version does not have these names
         return _NOT_IN_USE
 
 
 def _experiment_name(spec: RunSpec) -> str:
-    """After the notebook's file, or the script's."""
+    """Name the experiment after the notebook's or script's file."""
     file = spec.owner.notebook
-    # in a notebook without a name it is what `%run -i` has left there
+    # not in a notebook without a name, where `__file__` is a remnant of `%run -i`
     if not file and spec.cell.execution_count is None:
         main: Any = sys.modules.get("__main__")
         file = getattr(main, "__file__", None) or ""
@@ -135,20 +135,20 @@ def _experiment_name(spec: RunSpec) -> str:
 
 
 _asking = threading.Lock()
-# by directory: when git was asked, by the monotonic clock, and what it has said
+# by directory: when git was asked, by the monotonic clock, and the tags
 _seen: dict[str, tuple[float, Tags]] = {}
 
 
 def tell_git_state(directory: str, told: Callable[[Tags], None]) -> None:
-    """Call `told` with the state of a repository: at once when it is known, else soon, from a thread.
+    """Call `told` with the state of a repository: at once if it is known, else later from a thread.
 
     Args:
-        directory: A folder in it; where there is no repository, or no git, nothing is told.
-        told: Is given MLflow's tags.
+        directory: A folder in the repository; without a repository or git, `told` is not called.
+        told: Takes MLflow's tags.
     """
 
     def find() -> None:
-        # of many runs that are submitted at once the first asks git
+        # if many runs are submitted at once, only the first asks git
         with _asking:
             tags = _known(directory)
             if tags is None:
@@ -165,16 +165,16 @@ def tell_git_state(directory: str, told: Callable[[Tags], None]) -> None:
 
 
 def _known(directory: str) -> Tags | None:
-    """Return what was found a moment ago."""
+    """Return the tags found within the last 5 s, None if there are none."""
     at, tags = _seen.get(directory, (-math.inf, ()))
     return tags if time.monotonic() - at < _FRESH_S else None
 
 
 def git_tags(directory: str) -> Tags:
-    """Ask git for commit, branch, whether anything has changed, and where the repository comes from.
+    """Return the repository's commit, branch, uncommitted changes and remote URL as MLflow tags.
 
     Returns:
-        Nothing where there is no git, no repository, or no answer in time.
+        The tags; empty without git, a repository, or an answer in time.
     """
     lines = _git(directory, "status", "--porcelain=v2", "--branch", "--untracked-files=normal")
     if lines is None:
@@ -193,7 +193,7 @@ def git_tags(directory: str) -> Tags:
 
 
 def _git(directory: str, *arguments: str) -> list[str] | None:
-    """The lines that git writes; None where there is no git, and when it has failed or takes too long."""
+    """Return git's output lines; None if there is no git, or it fails or takes too long."""
     try:
         done = subprocess.run(
             [*_COMMAND, *arguments],

@@ -1,4 +1,4 @@
-"""A function's call becomes what is submitted: arguments checked, function and arguments packed, all described."""
+"""Packs a function call: checks the arguments, and packs the function with them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESULT_NAME = "__sgpu_result__"
 
 _BODY = f"{RESULT_NAME} = {CALL_NAME}()\n"
 _ARGUMENT = re.compile(rf"`?{CALL_NAME}\.(?:args\[(\d+)\]|kwargs\['(\w+)'\])")
-# a call's own record has no name that could be excluded
+# the call's own record has no name that the user could exclude
 _EXCLUDE = re.compile(rf",? or keep the name out with --exclude {CALL_NAME}")
 
 
@@ -39,22 +39,22 @@ def pack_call(
     *,
     stay: frozenset[str] = frozenset(),
 ) -> PackedCode:
-    """Check a call's arguments and pack it. Nothing has started when this raises.
+    """Check a call's arguments and pack the call. Starts nothing.
 
-    Functions and classes of the notebook or the script itself go by value into the ranks' namespace, with the names
-    that they read; those of modules that can be imported go by reference.
+    Functions and classes of the notebook or script are pickled by value, with the names that they read; those of
+    importable modules are pickled by reference.
 
     Args:
-        place: This process's; its namespace is the notebook's or the script's.
-        function: What every rank calls.
+        place: This process's workplace.
+        function: The function that every rank calls.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        options: Which names of the namespace stay here, and whether rank 0 alone runs it.
-        stay: Names that it reads and that the ranks have.
+        options: The options; `exclude` and `ray` are used.
+        stay: Names that the function reads and that the ranks already have.
 
     Raises:
-        TypeError: The arguments do not fit the function.
-        UsageError: It can't be called at all.
+        TypeError: The arguments do not match the function's signature.
+        UsageError: `function` is not callable.
         SerializationError: The function or an argument can't be pickled.
     """
     begin = time.perf_counter()
@@ -71,7 +71,7 @@ def pack_call(
             CellSource(body=_BODY, execution_count=cell_number(place.shell)),
             {CALL_NAME: call},
             begin=begin,
-            # with a Ray cluster of its own it runs in rank 0 alone
+            # the driver of a Ray cluster runs in rank 0 only
             outputs=(OutputName(RESULT_NAME, all_ranks=not options.ray),),
             exclude=stay.union(options.exclude),
         )
@@ -86,10 +86,10 @@ def pack_call(
 
 
 def by_reference(function: Callable[..., object]) -> Callable[..., object]:
-    """Return what stands for `function` in a pickle stream.
+    """Return the object to pickle for `function`.
 
-    A decorator's object stands in its module under the function's name. The function itself can't be found there,
-    so the decorator's object goes, by that name, and is asked for its function where it arrives.
+    The module of a decorated function has the decorator's object under the function's name, so the function itself
+    can't be pickled by reference. The decorator's object is pickled instead, and yields its function on the rank.
     """
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if module is None or module.__name__ == "__main__":
@@ -108,17 +108,17 @@ def by_reference(function: Callable[..., object]) -> Callable[..., object]:
 def bind(
     function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Return the arguments with what each rank fills in by itself: `rank`, `local_rank`, `world_size`, `device`.
+    """Bind the arguments, with placeholders that each rank fills in: `rank`, `local_rank`, `world_size`, `device`.
 
-    A parameter of that name is filled in when the caller leaves it out and it has no default.
+    A parameter of such a name is filled in if the caller omits it and it has no default.
 
     Raises:
-        TypeError: The arguments do not fit; in Python's own words.
+        TypeError: The arguments do not match the signature; with Python's usual message.
     """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        # C code that does not tell
+        # C code without a signature
         return args, dict(kwargs)
     try:
         bound = signature.bind_partial(*args, **kwargs)
@@ -143,11 +143,11 @@ def bind(
 def arguments(
     function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return a call's arguments by the names of the function's parameters; what each rank fills in is left out."""
+    """Return a call's arguments by parameter name, without those that each rank fills in."""
     try:
         bound = inspect.signature(function).bind_partial(*args, **kwargs)
     except (TypeError, ValueError):
-        # C code that does not tell
+        # C code without a signature
         return dict(kwargs)
     found: dict[str, object] = {}
     for name, value in bound.arguments.items():
@@ -169,7 +169,7 @@ def _refuse(
     filled: Iterable[str],
     error: TypeError,
 ) -> NoReturn:
-    """Raise what Python says when a function with this signature is called so: `inspect` says it in other words."""
+    """Raise the TypeError of a real call with this signature, because the messages of `inspect` differ."""
     told = TypeError(f"{name_of(function)}() {error}")
     parameters = [
         parameter.replace(
@@ -196,7 +196,7 @@ def _refuse(
     raise told from None
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- messages
 
 
 def _shown(label: str, name: str) -> str:
@@ -210,7 +210,7 @@ def _shipped_names(packed: Packed, name: str, *, has_arguments: bool) -> tuple[s
 
 
 def _in_the_calls_words(message: str, name: str, function: Callable[..., object]) -> str:
-    """Say which argument can't leave: the call itself is nothing that a user has written."""
+    """Name the user's function and argument in a message, instead of the internal record of the call."""
 
     def argument(found: re.Match[str]) -> str:
         return found[2] or _parameter(function, int(found[1]))
@@ -218,7 +218,7 @@ def _in_the_calls_words(message: str, name: str, function: Callable[..., object]
     message = _ARGUMENT.sub(argument, message).replace("inside the cell", f"inside {name}")
     message, left_out = _EXCLUDE.subn("", message)
     if left_out:
-        # of three remedies two are left
+        # the message lists two remedies instead of three
         message = re.sub(r"(?<=\. )([^.,]*), ([^.,]*)\.$", r"\1 or \2.", message)
     message = message.replace(f"the cell uses `{CALL_NAME}`, which uses", f"{name} uses")
     message = message.replace(
@@ -229,7 +229,7 @@ def _in_the_calls_words(message: str, name: str, function: Callable[..., object]
 
 
 def _parameter(function: Callable[..., object], index: int) -> str:
-    """What the function calls its positional argument number `index`: `x`, `rest[1]`."""
+    """Return the parameter's name of positional argument `index`: `x`, `rest[1]`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Which pool a run goes to, and what it asks for there."""
+"""Chooses a run's pool, and the placement to request there."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from sgpu_magic.options.values import STRATEGIES, check_spread
 from sgpu_magic.wire.devices import Placement
 
 CPU_RANKS = 2
-"""Ranks on CPU of a run that does not say how many."""
+"""Default number of ranks on CPU."""
 
-# a pool is asked for the runs that hold its devices
+# `recent` of 1 includes all active runs, which hold the pool's devices
 _HOLDERS = 1
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Where a run goes.
+    """A run's pool and placement.
 
     Args:
-        pool: Its pool.
-        placement: What it asks for there.
-        notes: Sentences for its view: why it goes there, and which settings the pool does not have.
+        pool: The pool.
+        placement: The devices to request there.
+        notes: Sentences for the run's view: the reason for the choice, and settings that the pool does not apply.
     """
 
     pool: Pool
@@ -47,19 +47,19 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def find_place(pools: Pools, settings: Settings, name: str, devices: Devices) -> Found:
-    """Return where a run goes. A pool that it names is the one; else one is chosen.
+    """Return the pool and placement of a run: the named pool, else one chosen by `pool_choosing.choose`.
 
     Args:
-        pools: This process's.
-        settings: As they are now.
-        name: The pool that options, the notebook's choice or the settings name, or a kind: `reserved`, `on-demand`; ""
-            leaves the choice to us.
-        devices: What it asks for.
+        pools: The process's pools.
+        settings: The current settings.
+        name: The pool named by the options, the notebook's choice or the settings, or a kind: `reserved`, `on-demand`;
+            "" to choose one.
+        devices: The devices that the run requests.
 
     Raises:
-        UsageError: There is no such pool, or it asks for what can't be.
-        CapacityError: The pool, or every pool, lacks what it asks for.
-        PoolError: The pool that it names can't be reached.
+        UsageError: There is no such pool, or the request is invalid.
+        CapacityError: The pool, or every pool, lacks the devices.
+        PoolError: The named pool can't be reached.
     """
     check_spread(devices.ranks, devices.nodes, devices.strategy)
     entries = pools.entries() if name != LOCAL else ()
@@ -94,15 +94,15 @@ def find_place(pools: Pools, settings: Settings, name: str, devices: Devices) ->
 
 
 def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) -> int:
-    """Ranks without `--gpus`: all devices of this machine's one type, else two on CPU.
+    """Return the number of ranks without `--gpus`: all devices of the type in the local pool, else 2 on CPU.
 
     Args:
-        pool: Where.
-        entry: As `pools.toml` has it; None for this machine's own.
-        device_type: What is asked for; None for anything.
+        pool: The pool.
+        entry: Its entry in `pools.toml`; None for the local pool.
+        device_type: The requested type; None for any.
 
     Raises:
-        UsageError: The pool is shared with others.
+        UsageError: The pool is remote, and so shared with others: the number is required.
     """
     if device_type == "cpu":
         return CPU_RANKS
@@ -119,7 +119,7 @@ def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) 
 
 
 def _chosen(pools: Pools, settings: Settings, entries: tuple[PoolEntry, ...], devices: Devices, kind: str) -> Choice:
-    """Ask all pools that may have what is wanted, and choose one."""
+    """Ask all pools that may have the devices, and choose one."""
     if kind and not entries:
         raise UsageError(
             f"--pool {kind} asks for a pool of that kind, and none is listed. `sgpu pool add NAME tcp://host:port "
@@ -133,7 +133,7 @@ def _chosen(pools: Pools, settings: Settings, entries: tuple[PoolEntry, ...], de
 
 
 def _may_have(entry: PoolEntry, wanted: Wanted) -> bool:
-    """Whether it is worth asking: of a pool whose types are listed one knows without."""
+    """Whether the pool may have the devices, according to its entry in `pools.toml`."""
     if wanted.kind and entry.reserved != (wanted.kind == KINDS[0]):
         return False
     return not entry.types or wanted.device_type in (None, "any", *entry.types)
@@ -146,7 +146,7 @@ def _asked(pool: Pool, entry: PoolEntry | None) -> Asked:
 
 
 def _type_by_memory(pool: Pool, entry: PoolEntry | None, devices: Devices, money: Money) -> str | None:
-    """Return the type that is asked for, or the cheapest that fits; checked."""
+    """Return the requested type after a check of its memory, else the cheapest type with enough memory."""
     asked = _asked(pool, entry)
     wanted = Wanted(devices.ranks, devices.device_type, devices.min_memory_bytes)
     if devices.device_type in (None, "any"):

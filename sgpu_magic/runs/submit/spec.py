@@ -1,4 +1,4 @@
-"""The one place that describes a run: what was asked for and what was packed become its spec, with no secret in it."""
+"""Builds a run's spec from its options and packed code, and redacts secrets in it."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _lock = threading.Lock()
 
 
 class PackedCode(msgspec.Struct, frozen=True):
-    """Code and values, ready to be described.
+    """Packed code and values of a run.
 
     Args:
-        kind: What it is.
-        name: What to call it if the options do not say.
-        cell: What the ranks execute.
-        packed: What is shipped.
+        kind: Kind of the run.
+        name: Default name of the run.
+        cell: Source that the ranks execute.
+        packed: The packed values.
         key: The run's HMAC key.
-        outputs: Names that come back.
-        shipped: What is said of it.
-        parameters: Those of its values that are scalars.
+        outputs: Names to bring back.
+        shipped: Summary of what is shipped, for the view.
+        parameters: Scalar values, as parameters for tracking.
     """
 
     kind: RunKind
@@ -64,15 +64,15 @@ class Submission(msgspec.Struct, frozen=True):
     """A run ready to be submitted.
 
     Args:
-        spec: All of it that may be written down.
-        packed: What is shipped.
+        spec: The run's spec. Secrets in its source are redacted on submission, before it is written to disk.
+        packed: The packed values.
         key: The run's HMAC key.
-        environ: The ranks' environment.
-        wishes: About packages and tracking.
-        given: Names of the variables that the user set for this run or session (`--env`): they travel anywhere.
-        interpreter: The ranks' Python; None is this process's.
-        stand: Where the ranks stand; None is where this process does.
-        pool: The name of the pool that it goes to.
+        environ: The ranks' environment variables.
+        wishes: Options for packages, tracking and uploads.
+        given: Names of variables that the user set for this run or session (`--env`); these are sent to any pool.
+        interpreter: The ranks' Python; None means this process's.
+        stand: The ranks' working directory and `sys.path`; None means this process's.
+        pool: Name of the pool that it is submitted to.
     """
 
     spec: RunSpec
@@ -101,18 +101,18 @@ def pack(
     """Pack values with the names of this process's namespace that they read, and the sources that defined them.
 
     Args:
-        place: This process's runs.
-        kind: What it becomes.
-        name: What to call it.
-        cell: What the ranks execute.
-        values: By name, as the ranks get them.
-        begin: When its capture began, by the performance counter.
-        outputs: Names that come back.
-        exclude: Names that stay here whoever reads them.
+        place: This process's workplace.
+        kind: Kind of the run.
+        name: Default name of the run.
+        cell: Source that the ranks execute.
+        values: Values to ship, by their names on the ranks.
+        begin: When the capture began, by the performance counter.
+        outputs: Names to bring back.
+        exclude: Names that are not shipped, even if values read them.
         submodules: Names of loaded modules to import on the ranks too.
 
     Raises:
-        SerializationError: A value can't leave this process.
+        SerializationError: A value can't be pickled.
     """
     key = new_key()
     packed = pack_namespace(values, place.namespace, key, exclude=exclude, submodules=submodules)
@@ -127,7 +127,7 @@ def pack(
 
 
 def nothing_packed(place: Workplace, kind: RunKind, name: str, outputs: tuple[OutputName, ...] = ()) -> PackedCode:
-    """Return what stands for code in a run that executes none."""
+    """Return empty packed code for a run that executes none."""
     key = new_key()
     return PackedCode(kind, name, CellSource(body=""), pack_namespace({}, place.namespace, key), key, outputs)
 
@@ -141,16 +141,15 @@ def describe(
     *,
     of_cell: bool = True,
 ) -> Submission:
-    """Make what was packed and asked for a submission. Nothing has started.
+    """Build a submission from packed code and options. Starts nothing.
 
     Args:
-        place: This process's runs.
-        code: What is shipped.
-        options: What was asked for.
-        found: Where it goes.
-        session: Whose devices it uses: its ranks, or with `options.fresh` new processes beside them; None for a lease
-            of its own.
-        of_cell: The cell that is running submits it.
+        place: This process's workplace.
+        code: The packed code.
+        options: The run's options.
+        found: The run's pool and placement.
+        session: The session whose ranks it uses, or with `options.fresh` whose devices; None requests a new lease.
+        of_cell: Whether the running cell submits the run.
     """
     variables, wishes = dict(options.variables), options.wishes
     if session is not None:
@@ -188,18 +187,18 @@ def describe(
     return Submission(spec, code.packed, code.key, environ, wishes, frozenset(variables), pool=found.pool.name)
 
 
-# ---------------------------------------------------------------- what may be written down
+# ---------------------------------------------------------------- redaction
 
 
 def without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec, CellSource | None]:
-    """Return the spec with secrets in its cell's source blanked, and the source as it is to be run.
+    """Redact secrets in the spec's source, parameters and name.
 
     Args:
-        spec: The run's.
-        environ: The ranks' variables; those among them that are secrets are looked for, and known kinds of tokens.
+        spec: The run's spec.
+        environ: The ranks' variables; values of secret variables are redacted, as are known kinds of tokens.
 
     Returns:
-        The spec, and None where nothing had to be blanked.
+        The redacted spec and the source to execute; None instead of the source if nothing was redacted.
     """
     with _lock:
         blanker = _secrets.blanker(environ)
@@ -220,14 +219,14 @@ def without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec,
 
 
 def scalars(values: Mapping[str, object]) -> Parameters:
-    """Return the numbers, truth values and short texts among `values`, as text; what looks like a secret is left out.
+    """Return the numbers, booleans and short strings among `values` as text, without those that look like secrets.
 
     Args:
-        values: By name.
+        values: Values by name.
     """
     found: list[tuple[str, str]] = []
     for name, value in values.items():
-        # their subclasses may print themselves in any way
+        # exact types, because subclasses may have any repr
         if type(value) not in (int, float, bool, str) or name.startswith("_"):
             continue
         text = value if isinstance(value, str) else _number(value)
@@ -242,5 +241,5 @@ def _number(value: object) -> str | None:
     try:
         return repr(value)
     except ValueError:
-        # an int of more digits than Python writes
+        # an int with more digits than Python converts to text
         return None

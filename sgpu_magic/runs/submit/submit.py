@@ -1,6 +1,6 @@
-"""A run is handed over to its pool with the packages, code, variables and files that it needs there.
+"""Submits a run to its pool with the packages, code, variables and files that it needs there.
 
-Where the nodes see this machine's files, and no other packages are asked for, nothing is gathered: less than 0.1 ms.
+If the nodes see this machine's files and no other packages are requested, nothing is collected: less than 0.1 ms.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _OWN_PACKAGES = ("", "none")
 _BUNDLES = "bundles"
 _MOST_SESSIONS = 50
 
-# by session: local modules that its ranks have, and directories of projects that they have wheels of. They may import
-# later what an earlier cell has brought
+# by session: local modules that its ranks have, and directories of projects of which they have wheels; later cells may
+# import them too
 _sent: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {}
 
 
 def submit(pool: Pool, submission: Submission) -> Run:
-    """Hand a run over to its pool, with the packages, code and variables that it needs there.
+    """Submit a run to its pool, with the packages, code, variables and files that it needs there.
 
     Raises:
         UsageError: This process belongs to a rank of a run.
-        RunCancelled: Interrupted before the pool had taken it, or just then.
+        RunCancelled: The submission was interrupted.
         SgpuError: As `Pool.submit`.
     """
     if parent := os.environ.get("SGPU_RUN_ID", ""):
-        # each rank would submit one, and all would wait for devices that the run itself holds
+        # each rank would submit a run, and all would wait for devices that this run holds
         raise UsageError(
             f"rank {os.environ.get('RANK', '0')} of run {short(parent)} asks for run {submission.spec.name}, and a run "
             "can't start another: it could wait for devices that it holds itself. Submit it from the notebook or from "
@@ -86,15 +86,15 @@ def submit(pool: Pool, submission: Submission) -> Run:
 
 
 def interrupted(run: Run) -> RunCancelled:
-    """Cancel a run that was interrupted before anybody followed it; return what to raise."""
+    """Cancel a run that was interrupted before it was followed; return the exception to raise."""
     run.cancel("it was interrupted")
     return RunCancelled(f"run {short(run.run_id)} was interrupted as it began.", run_id=run.run_id)
 
 
 def let_go(pool: Pool, run: Run) -> None:
-    """The run is over for this process: its memory may be used for the next one, and nobody follows it any more.
+    """Release a run that this process is done with: stop following it and free its payload memory for reuse.
 
-    The ranks of a session keep what was shipped to them mapped, so that memory is never written again.
+    Ranks of a session keep their payloads mapped, so that memory is never written again.
     """
     if run.spec.in_session:
         pool.run_left(run.run_id)
@@ -107,20 +107,20 @@ def let_go(pool: Pool, run: Run) -> None:
 
 
 def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[RunSpec, dict[str, str], Attachments]:
-    """Gather what the run's ranks need and the pool's nodes may not have.
+    """Collect what the run's ranks need and the pool's nodes may lack.
 
     Args:
         pool: The pool.
-        settings: Its settings as they are now.
+        settings: Its current settings.
         submission: The run.
 
     Returns:
-        The spec with the digests of what goes along and no secret in it, the ranks' variables, and what goes along.
+        The spec with the digests of the attachments and without secrets, the ranks' variables, and the attachments.
 
     Raises:
-        EnvironmentFailed: It can't be had there, as known before anything starts.
-        SerializationError: The payload needs modules that can't travel.
-        UsageError: `--env-version` names nothing.
+        EnvironmentFailed: The packages are known not to be available there.
+        SerializationError: The payload needs modules that can't be shipped.
+        UsageError: `--env-version` does not name an environment.
         PoolError: The pool can't be started or reached.
     """
     spec, cell = without_secrets(submission.spec, submission.environ)
@@ -144,7 +144,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         spec = replace(spec, environment=environment.digest, environment_label=environment.label)
     if not elsewhere:
         if environment is not None and not environment.resolve:
-            # the ranks see this machine's files, but they import from other packages
+            # the ranks see this machine's files but have other packages: only check the imports
             _local_code(submission, source, environment)
         return _noted(spec, notes), submission.environ, along
     variables = travelling(submission.environ, given=submission.given, chosen=settings.variables)
@@ -171,7 +171,7 @@ def _noted(spec: RunSpec, notes: tuple[str, ...]) -> RunSpec:
 
 
 def _without_effect(wishes: Wishes) -> tuple[str, ...]:
-    """A sentence about options that change nothing where the ranks have the notebook's own Python."""
+    """Return a note about package options that have no effect because the ranks use the notebook's own Python."""
     asked = [*["--torch mine"] * wishes.torch_mine, *["--allow-build"] * wishes.allow_build]
     if not asked:
         return ()
@@ -183,10 +183,10 @@ def _without_effect(wishes: Wishes) -> tuple[str, ...]:
 
 
 def _wished(pool: Pool, settings: Settings, wishes: Wishes) -> tuple[Environment, tuple[str, ...]] | None:
-    """The packages that were asked for and what to say of them, None where the notebook's own are meant."""
+    """Return the requested environment and notes about it; None for the notebook's own packages."""
     if (wishes.env_version or settings.env_version) in _OWN_PACKAGES:
         return None
-    # only loaded where packages travel
+    # imported here: only needed for requested packages
     from sgpu_magic.packages.order import chosen
 
     found = chosen(settings, wishes.env_version, torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
@@ -197,7 +197,7 @@ def _wished(pool: Pool, settings: Settings, wishes: Wishes) -> tuple[Environment
 
 
 def _own(pool: Pool, wishes: Wishes) -> tuple[Environment, tuple[str, ...], tuple[str, ...]]:
-    """The notebook's own packages, what to say of them, and the directories of projects of which wheels were made."""
+    """Return the notebook's own packages, notes about them, and directories of projects that are shipped as wheels."""
     ordered = packages.of(pool).environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
     snapshot = take_snapshot()
     driver = _driver(pool) if wishes.torch_mine else ""
@@ -208,7 +208,7 @@ def _own(pool: Pool, wishes: Wishes) -> tuple[Environment, tuple[str, ...], tupl
 
 
 def _driver(pool: Pool) -> str:
-    """The version of the node's NVIDIA driver, "" without one."""
+    """Return the version of the pool's NVIDIA driver, "" if there is none."""
     status = pool.status(recent=0)
     return status.inventory.driver if status is not None else ""
 
@@ -220,17 +220,17 @@ def _local_code(
     known: Iterable[str] = (),
     projects: tuple[str, ...] = (),
 ) -> list[LocalCode]:
-    """The user's own modules that a run needs.
+    """Return the user's own modules that a run needs.
 
     Args:
         submission: The run.
-        cell: Its cell with nothing blanked.
+        cell: Its cell, not redacted.
         environment: The ranks' packages.
-        known: Modules that its session's ranks have already.
-        projects: Directories of projects that they have wheels of.
+        known: Modules that the session's ranks already have.
+        projects: Directories of projects of which the ranks have wheels.
 
     Raises:
-        SerializationError: The payload needs modules that neither these nor the packages have.
+        SerializationError: The payload needs modules that are in neither of them.
     """
     from sgpu_magic.packages.local_code import find_local_code
 
@@ -245,17 +245,17 @@ def _local_code(
 
 
 def _files(files: Iterable[str]) -> Iterable[str]:
-    """The sources of functions that are from real files: a program's own."""
+    """Yield the sources of the files that define shipped functions, such as those of a script."""
     for file in files:
         try:
             yield Path(file).read_text(encoding="utf-8", errors="replace")
         except OSError:
-            # a cell's name, or an interactive line
+            # not a real file: a cell or an interactive line
             continue
 
 
 def _bundled(settings: Settings, code: list[LocalCode]) -> tuple[tuple[CodeBundle, ...], tuple[str, ...]]:
-    """Local code as archives, and what to say of their size."""
+    """Return local code as archives, and notes about their size."""
     from sgpu_magic.packages.local_code import check_size
 
     notes = check_size(code, warn_bytes=settings.code_warn_bytes, limit_bytes=settings.code_limit_bytes)
@@ -271,10 +271,10 @@ def _bundles_in(folder: Path) -> Bundles:
 
 
 def _uploads_of(submission: Submission) -> tuple[Upload, ...]:
-    """Return what goes along with a run: what it asks for, else what `sgpu run` gives.
+    """Return a run's uploads: those requested, else the defaults of `sgpu run`.
 
     Raises:
-        UsageError: One is not there.
+        UsageError: A folder or file does not exist.
     """
     spec, wished = submission.spec, submission.wishes.uploads
     if spec.kind in mlflow_target.MOVE_NAMES:
@@ -291,6 +291,6 @@ def _upload(text: str, cwd: Path) -> Upload:
         raise UsageError(f"--upload {text!r}: there is no such folder or file. Paths are those of {cwd}.")
     below = os.path.relpath(path, cwd)
     if below.split(os.sep, 1)[0] in (os.curdir, os.pardir):
-        # the working directory itself, or outside of it
+        # the working directory itself, or a path outside of it
         below = ""
     return Upload(name=os.path.normpath(os.path.expanduser(text)), path=path, below=below)

@@ -1,4 +1,4 @@
-"""The pages of help that errors name: Markdown files beside this one, as they are or as plain text."""
+"""The help pages that errors name: Markdown files in this folder, available as Markdown or as plain text."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def topics() -> list[str]:
 
 
 def page(topic: str) -> str:
-    """Return a page as Markdown; the list of all for "".
+    """Return a page as Markdown.
 
     Args:
-        topic: Its name, or that of an error, such as `WorkerDied`.
+        topic: The page's name, or an error's, such as `WorkerDied`; "" for the list of all pages.
 
     Raises:
         UsageError: There is no such page.

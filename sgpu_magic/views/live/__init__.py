@@ -1,18 +1,18 @@
-"""What a front end is told of a run, and what it may ask: the same over a widget's comm and over the server.
+"""The live view's protocol: updates and requests are the same over a widget's comm and over the Jupyter server.
 
-schema        what is drawn but for the log's lines, as JSON
-messages      what goes between them: told, asked, answered, as JSON
+schema        everything a live view shows except log lines, as JSON
+messages      updates, requests and replies, as JSON
 
-feed          what a front end is told of a run, at most 10 messages a second, and what it is answered
+feed          updates for one front end, at most 10 messages a second, and replies to its requests
 
-snapshot      `RunView` -> `Snapshot`: what is drawn but for the log's lines, small enough for one message
-rank_cards    its grid of ranks, with progress bars read from text
+snapshot      `RunView` -> `Snapshot`: everything shown except log lines, small enough for one message
+rank_cards    the grid of ranks, with progress bars parsed from text
 
-log_index     which line of which rank is the n-th of all; the newest lines
-log_reader    any lines of a run's logs, without reading all of them
+log_index     maps the n-th line of the run to a rank and its line; holds the newest lines
+log_reader    reads any lines of a run's logs without reading whole files
 
-live_views    one kernel's views: whether a run gets one, and the widget that shows it
-rank_widgets  the comms of widgets that ranks have made
-comm          questions and their answers, also while the cell blocks the kernel
+live_views    the views of one kernel: whether a run gets one, and the widget that shows it
+rank_widgets  the comms of widgets that ranks have created
+comm          requests and replies, also while a cell blocks the kernel
 widgets       the ipywidget itself
 """

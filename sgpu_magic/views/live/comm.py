@@ -1,10 +1,10 @@
-"""Questions of front ends and the way their answers go back, also while a cell blocks the kernel's main thread.
+"""Requests of front ends and their replies, also while a cell blocks the kernel's main thread.
 
-A question comes by one of two ways. On ipykernel 7.1 and later JupyterLab sends a widget's messages to a thread of
-their own (a subshell); 7.4 lets the kernel say which, so that front ends that know of no subshells are served too.
-On every kernel there is the control channel, whose thread has to be free for interrupts: there only what takes a
-moment is answered at once. The rest is done by one thread of ours, and its answer goes out from the thread that
-brought the question: a ZeroMQ socket belongs to its thread.
+A request arrives by one of two ways. With ipykernel 7.1 and later JupyterLab sends a widget's messages to a separate
+thread, a subshell; 7.4 lets the kernel choose it, so that front ends without support for subshells are served too.
+Every kernel has the control channel, whose thread must stay free for interrupts, so only quick requests are answered
+there at once. A worker thread answers the others, and the reply is sent from the thread that received the request,
+as a ZeroMQ socket belongs to its thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPLY = "sgpu_reply"
 Answerer = Callable[[Question], Answer]
 Send = Callable[[dict[str, object]], None]
 Taker = Callable[[object, Send], None]
-"""Takes a question and what sends its answer, from any thread; returns at once."""
+"""Takes a request and a function that sends its reply from any thread; returns at once."""
 
 _MOST_TAKEN = 256
 _AT_ONCE = (AskHello, AskCancel)
@@ -38,24 +38,24 @@ _CLOSED = "This view is not live any more: its run has ended, or another view ha
 
 
 class Channels:
-    """The open views of one kernel, and the ways to them.
+    """The open views of one kernel, and the channels to them.
 
     Args:
         kernel: The ipykernel.
 
     Attributes:
-        serve_comms: A widget's messages are answered while a cell blocks if the front end sends them to a subshell.
-        serve_every_comm: They are answered wherever it sends them.
+        serve_comms: Widget messages that the front end sends to a subshell are answered while a cell blocks.
+        serve_every_comm: All widget messages are answered while a cell blocks.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        # of the two below: a view may be opened by one thread while another closes the last one
+        # protects the next two: one thread may open a view while another closes the last one
         self._lock = threading.Lock()
         self._open: dict[str, Taker] = {}
-        # those that are no widget
+        # models that are not widgets
         self._served: dict[str, Taker] = {}
-        # (model, number) of the newest questions: a widget asks on the other way too when an answer takes long
+        # (model, number) of the newest requests: a widget repeats a request on the other channel if a reply takes long
         self._taken: deque[tuple[str, object]] = deque(maxlen=_MOST_TAKEN)
         self._worker: ThreadPoolExecutor | None = None
         self._subshell = OwnSubshell(kernel)
@@ -63,7 +63,7 @@ class Channels:
         kernel.control_handlers[REQUEST] = self._from_control
 
     def opened(self, widget: Any, answer: Answerer) -> None:
-        """Answer questions to this widget's model from now on.
+        """Answer requests to this widget's model from now on.
 
         Args:
             widget: The ipywidget.
@@ -72,7 +72,7 @@ class Channels:
         self._listen(widget, partial(self._ask, answer))
 
     def opened_for(self, widget: Any, take: Taker) -> None:
-        """Have this widget's custom messages taken by `take` from now on, each once; `closed` ends that."""
+        """Pass this widget's custom messages to `take` from now on, each once; `closed` ends that."""
 
         def once(content: object, send: Send) -> None:
             if not self._is_taken(widget.model_id, content):
@@ -81,18 +81,18 @@ class Channels:
         self._listen(widget, once)
 
     def serve(self, model_id: str, take: Taker | None) -> None:
-        """Have questions to a model that is no widget taken by `take` from now on; by nobody when it is None."""
+        """Pass requests to a model that is not a widget to `take` from now on; None ends that."""
         with self._lock:
             self._served.pop(model_id, None)
             if take is not None:
                 self._served[model_id] = lambda content, send: take(content, _from_any_thread(send))
 
     def take(self, comm: Any) -> None:
-        """Have what the front end says to this comm handled where the cell does not block."""
+        """Have the front end's messages to this comm handled in a thread that the cell does not block."""
         self._subshell.take(comm)
 
     def closed(self, widget: Any) -> None:
-        """Answer no more questions to this widget, which is about to be closed."""
+        """Stop answering requests to this widget, which is about to be closed."""
         widget.on_msg(self._from_comm, remove=True)
         with self._lock:
             self._open.pop(widget.model_id, None)
@@ -100,7 +100,7 @@ class Channels:
                 self._rest()
 
     def remove(self) -> None:
-        """Give the kernel its channels back."""
+        """Remove all handlers from the kernel."""
         if self._kernel.control_handlers.get(REQUEST) == self._from_control:
             del self._kernel.control_handlers[REQUEST]
         with self._lock:
@@ -115,20 +115,20 @@ class Channels:
         widget.on_msg(self._from_comm)
 
     def _rest(self) -> None:
-        """Nobody asks: keep no thread for it."""
+        """End the threads, as no view is open."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.shutdown(wait=False, cancel_futures=True)
         self._subshell.drop()
 
-    # ------------------------------------------------------------ the ways
+    # ------------------------------------------------------------ channels
 
     def _from_comm(self, widget: Any, content: object, buffers: object) -> None:
-        """Runs in a subshell's thread, or in the main thread when nothing blocks it."""
+        """Handle a widget's message, in a subshell's thread, or in the main thread when nothing blocks it."""
         self._take(widget.model_id, content, widget.send)
 
     async def _from_control(self, stream: Any, ident: Any, parent: Any) -> None:
-        """Runs in the control channel's thread."""
+        """Handle a request in the control channel's thread."""
 
         def send(answer: dict[str, object]) -> None:
             reply = {"status": "ok", "answer": answer}
@@ -138,7 +138,7 @@ class Channels:
         self._take(str(asked.get("model_id")), asked.get("question"), send)
 
     def _take(self, model_id: str, content: object, send: Send) -> None:
-        """Answer now or soon; `send` is called in this thread."""
+        """Answer a request now or later; `send` is called in this thread."""
         take = self._open.get(model_id) or self._served.get(model_id)
         if take is not None:
             take(content, send)
@@ -146,7 +146,7 @@ class Channels:
             send(messages.to_builtins(Refusal(n=question.n, text=_CLOSED)))
 
     def _is_taken(self, model_id: str, content: object) -> bool:
-        """Whether this widget's question has come before, on the other way; it is answered there, once."""
+        """Whether this widget's request has arrived before on the other channel, where it is answered."""
         number = _number_of(content)
         with self._lock:
             if (model_id, number) in self._taken:
@@ -177,7 +177,7 @@ class Channels:
         try:
             return messages.to_builtins(answer(question))
         except Exception as error:
-            # a thread's top, and a front end that waits
+            # top of a thread, and a front end waits for a reply
             self._kernel.log.exception("sgpu-magic can't answer %r", question)
             text = f"This can't be answered: {type(error).__name__}: {error}"
             return messages.to_builtins(Refusal(n=question.n, text=text))
@@ -188,7 +188,7 @@ def _number_of(content: object) -> object:
 
 
 def _question_of(content: object, send: Send) -> Question | None:
-    """Return a run view's question, None for what is none, which is said."""
+    """Return a run view's request; refuse anything else and return None."""
     try:
         return messages.question_of(content)
     except msgspec.ValidationError as error:
@@ -198,13 +198,13 @@ def _question_of(content: object, send: Send) -> Question | None:
 
 
 def _from_any_thread(send: Send) -> Send:
-    """Return what sends from this thread, which runs a loop, whichever calls it."""
+    """Return a function that any thread can call to send from this thread, which runs an event loop."""
     loop = asyncio.get_running_loop()
-    # with the context of the question, which names its message as the answer's parent
+    # the request's context sets its message as the reply's parent
     context = contextvars.copy_context()
 
     def send_here(answer: dict[str, object]) -> None:
-        # a loop that is closed by now belonged to a subshell that nobody needs any more
+        # a closed loop belonged to a subshell that has been ended
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(partial(send, answer), context=context)
 
@@ -212,21 +212,21 @@ def _from_any_thread(send: Send) -> Send:
 
 
 class OwnSubshell:
-    """A subshell for widgets' messages that their front end has sent to the main shell.
+    """A subshell for widget messages that their front end sends to the main shell.
 
-    ipykernel 7.4 asks a comm which shell shall handle a message for it. By itself it would say: the one that last
-    published on it, which is the one that the cell blocks.
+    ipykernel 7.4 asks a comm which shell handles its messages. By default it is the one that last published on the
+    comm, which is the one that the cell blocks.
 
     Args:
         kernel: The ipykernel.
 
     Attributes:
-        kernel_has_them: It has subshells.
-        kernel_asks: It asks a comm for the shell.
+        kernel_has_them: The kernel has subshells.
+        kernel_asks: The kernel asks a comm for the shell.
     """
 
     def __init__(self, kernel: Any) -> None:
-        # where a kernel is, this has been imported; a terminal shall not pay for it
+        # imported late: a kernel has imported it already, a terminal does not need it
         from ipykernel.comm.comm import BaseComm
 
         # None on ipykernel 6
@@ -236,18 +236,18 @@ class OwnSubshell:
         self._id: str | None = None
 
     def take(self, comm: Any) -> None:
-        """Have messages for this comm handled where the cell does not block."""
+        """Have messages to this comm handled in the subshell."""
         if self.kernel_asks:
             comm._reply_subshell_for = self._route
 
     def drop(self) -> None:
-        """End its thread. Views that are open must not be left."""
+        """End its thread. No view may be open."""
         subshell, self._id = self._id, None
         if subshell is not None:
             self._thread.io_loop.add_callback(partial(_delete, self._thread.manager, subshell))
 
     def _route(self, data: object, asked: str | None) -> str | None:
-        """Runs in the shell channel's thread, the one that may start subshells."""
+        """Return the shell for a message; called in the shell channel's thread, which may create subshells."""
         if asked is None and self._id is None:
             create = getattr(self._thread.manager, "_create_subshell", None)
             self._id = create() if create is not None else None

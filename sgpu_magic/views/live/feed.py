@@ -1,4 +1,4 @@
-"""What a front end is told of a run, at most 10 messages a second, and what it is answered; none is over 64 kB."""
+"""Updates for a front end, at most 10 a second, and replies to its requests; no message exceeds 64 kB."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from sgpu_magic.views.units import format_ranks, steady_time
 
 _WINDOW_S = 1.0
 _MAX_MESSAGES = 10
-# lines leave room in every second for its snapshot and a change of state
+# lines leave room in each second for a snapshot and a change of state
 _LINES_EVERY_S = 0.125
 _SNAPSHOT_EVERY_S = 1.0
 
 
 class Feed:
-    """What a front end is told of a run without asking.
+    """The updates for a run's front end.
 
-    One thread has the view: it applies events to it, and takes what is to be told. Any other thread may ask `hello`,
-    `since`, `locate`, `numbers_of` and `totals`: what they read is behind the log's lock, and the view is not among it.
+    One thread owns the view: it applies events and calls `told` and `snapshot`. Any thread may call `hello`, `since`,
+    `locate`, `numbers_of` and `totals`, which read only data protected by the log's lock, never the view.
 
     Args:
-        view: The run; no event was applied to it yet.
-        clock: The time by the views' clock.
+        view: The run, before any event was applied.
+        clock: Returns the time by the views' clock.
     """
 
     def __init__(self, view: RunView, clock: Callable[[], float] = steady_time) -> None:
@@ -74,10 +74,10 @@ class Feed:
         self._made_at = clock()
         self._latest = snapshot_of(view, 1, self._told_ranks, self._made_at)
 
-    # ------------------------------------------------------------ the thread that has the view
+    # ------------------------------------------------------------ the thread that owns the view
 
     def told(self, now: float) -> list[NewLines]:
-        """Return what is to be sent now: one message of new lines, or nothing.
+        """Return the updates to send now: one message of new lines, or nothing.
 
         Args:
             now: Monotonic time in seconds.
@@ -95,7 +95,7 @@ class Feed:
         return [message]
 
     def snapshot(self, now: float) -> Snapshot | None:
-        """Return the snapshot that is to be sent now; None when nothing has changed or it is too early.
+        """Return the snapshot to send now; None when nothing has changed or it is too early.
 
         Args:
             now: Monotonic time in seconds.
@@ -117,7 +117,7 @@ class Feed:
     # ------------------------------------------------------------ any thread
 
     def hello(self, n: int) -> HelloAnswer:
-        """Return where the run is, for a view that opens."""
+        """Return the run's current state, for a view that opens."""
         with self._lock:
             made = self._latest
             passed = max(self._clock() - self._made_at, 0.0) if made.ticking else 0.0
@@ -126,34 +126,34 @@ class Feed:
             return HelloAnswer(n=n, snapshot=snapshot, seq=self._seq)
 
     def since(self, total: int) -> NewLines | None:
-        """Return the lines after so many of all ranks, for a page that asks again and again; None without any."""
+        """Return the lines after the first `total` of all ranks, for a page that polls; None when there are none."""
         with self._lock:
             return self._new_lines(total) if total < self._order.total else None
 
     def locate(self, first: int, count: int) -> list[Piece]:
-        """Return which lines of which ranks are those from `first` among all on."""
+        """Return which lines of which ranks are the `count` lines from number `first` among all lines."""
         with self._lock:
             return self._order.locate(first, count)
 
     def numbers_of(self, rank: int, lines: Sequence[int]) -> list[int]:
-        """Return the numbers among all lines of a rank's lines, given in ascending order."""
+        """Return the numbers among all lines of a rank's lines, which are given in ascending order."""
         with self._lock:
             return self._order.numbers_of(rank, lines)
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Lines of each rank's log."""
+        """Number of lines in each rank's log."""
         with self._lock:
             return tuple(self._order.totals)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _new_lines(self, total: int) -> NewLines:
         first, rows = self._recent.rows_since(total)
         return NewLines(seq=self._seq, first=first, rows=tuple(rows), ranks=tuple(self._order.totals))
 
     def _lines_told(self) -> tuple[int, ...]:
-        """Return the lines that a snapshot counts: those told; all before anybody was told any."""
+        """Return the numbers of lines for a snapshot: those sent so far; all lines if none were sent yet."""
         if not self._seq:
             self._told_total, self._told_ranks = self._order.total, tuple(self._order.totals)
         return self._told_ranks
@@ -165,7 +165,7 @@ class Feed:
 
 
 def _stage(view: RunView) -> object:
-    """Return what is to be shown at once when it changes."""
+    """Return the values whose change triggers a snapshot at once."""
     return (
         view.state, view.is_final, view.left, view.attempt, view.lease is not None, view.stalled is not None,
         view.warm, view.position, view.waiting_for, view.reason, len(view.rank_failures),
@@ -173,7 +173,7 @@ def _stage(view: RunView) -> object:
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------- what it is answered
+# ---------------------------------------------------------------- replies
 
 _MAX_JSON_BYTES = 60_000
 _MAX_SOUGHT_CHARS = 1000
@@ -183,17 +183,17 @@ T = TypeVar("T")
 
 
 class Answers:
-    """Answers questions about one run, in any thread: beside the one that applies events, several at once.
+    """Answers requests about one run. Thread-safe, also while another thread applies events.
 
-    What events change is read through the feed, whose lock it is; the reader has its own for its index. Of the view
-    only what never changes is used.
+    State that events change is read through the feed, under its lock; the reader has a separate lock for its index.
+    Only constant attributes of the view are used.
 
     Args:
         view: The run.
         feed: Its feed.
         reader: Its logs.
-        cancel: Stops the run and returns what to say.
-        stacks: Asks the ranks where they are and returns what to say, a line each.
+        cancel: Cancels the run and returns a sentence about it.
+        stacks: Returns the stacks of the ranks as lines.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Answers:
         self._stacks = stacks
 
     def answer(self, question: Question) -> Answer:
-        """Return the answer, a `Refusal` with its reason where there is none; it is smaller than 64 kB."""
+        """Return the reply, or a `Refusal` with the reason; it is smaller than 64 kB."""
         try:
             return self._answer(question)
         except SgpuError as error:
@@ -281,7 +281,7 @@ class Answers:
         size = MAX_LOG_BYTES
         while True:
             text, following = self._reader.piece(ask.rank, ask.offset, size)
-            # every control character of a log takes six bytes
+            # in JSON every control character of a log takes six bytes
             if json_bytes(text) <= _MAX_JSON_BYTES:
                 return LogAnswer(n=ask.n, text=text, next_offset=following)
             size = size * 2 // 3
@@ -297,11 +297,11 @@ class Answers:
         return LogAnswer(n=ask.n, text="".join(pieces), next_offset=following if following < total else None)
 
     def _rows(self, first: int, count: int, rank: int | None) -> Generator[LineRow]:
-        """Yield lines with their rank and number, until one is not in its log."""
+        """Yield lines with their rank and number, up to the first that is missing in its log."""
         if count <= 0:
             return
         pieces = self._feed.locate(first, count) if rank is None else [Piece(rank, first, count)]
-        # the lines of a rank follow each other in its log, whoever wrote between them
+        # a rank's lines are consecutive in its log, so one reader per rank is enough
         with ExitStack() as opened:
             readers: dict[int, Iterator[str]] = {}
             for piece in pieces:
@@ -327,7 +327,7 @@ class Answers:
 
 
 def _fitting(items: Iterable[T], most: int) -> list[T]:
-    """Return the first items that take at most so many bytes of JSON together."""
+    """Return the first items whose JSON takes at most `most` bytes in total."""
     kept: list[T] = []
     size = 0
     for item in items:

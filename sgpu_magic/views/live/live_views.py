@@ -1,4 +1,4 @@
-"""The live views of one kernel: whether a run gets one, and the widget that shows it while it goes on."""
+"""The live views of one kernel: whether a run gets one, and the widget that shows an active run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sgpu_magic.views.summary_words import is_quiet
 from sgpu_magic.wire.states import RunKind
 
 HELLO_S = 5.0
-# the background's import of the widget takes 50 ms, on a slow disk longer
+# the background import of the widget takes 50 ms, longer on a slow disk
 _IMPORT_S = 2.0
 _NO_HELLO = (
     "The live view did not open in this front end. JupyterLab and Notebook show it when anywidget 0.11 is installed "
@@ -41,7 +41,7 @@ _NO_HELLO = (
 
 
 class _Form(Enum):
-    """What is shown now."""
+    """The form that is shown now."""
 
     NOTHING = auto()
     WIDGET = auto()
@@ -50,19 +50,19 @@ class _Form(Enum):
 
 
 class WidgetPublisher:
-    """Shows a run by its live view; without the widget it is shown as `NotebookPublisher` does.
+    """Shows a run in a live view, or as `NotebookPublisher` does if the widget is not available.
 
-    Nothing appears in the first 100 ms unless the run has ended. Then one output shows the view, which is told what
-    is new by at most 10 messages a second; what ranks display stands below it. At the end every output takes its
-    final form, in which no widget is left.
+    Nothing appears in the first 100 ms unless the run has ended. Then one output shows the view, which gets at most
+    10 updates a second; displays of the ranks appear below it. At the end every output gets its final form, without
+    the live view's widget.
 
     Args:
         view: The run.
-        feed: What the front end is told of it.
-        answers: What it is answered.
-        widgets: Those of its ranks.
-        channels: Bring its questions.
-        kernel: Has the ipywidget.
+        feed: Its updates.
+        answers: Answers requests of the front end.
+        widgets: The widgets of its ranks.
+        channels: Deliver the requests.
+        kernel: Provides the ipywidget's class.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class WidgetPublisher:
                 self._form = _Form.HTML
             return
         channels = self._channels
-        # what the feed has made before is of the run's beginning
+        # prefer a new snapshot, as the feed's last one may be from the run's start
         drawn = messages.to_builtins(self._feed.snapshot(now) or self._feed.hello(0).snapshot)
         self._widget = widget_class(snapshot=drawn, comms="subshell" if channels.serve_comms else "blocking")
         self._form, self._opened_at = _Form.WIDGET, now
@@ -132,7 +132,7 @@ class WidgetPublisher:
                 self._displays_version = -1
 
     def _answer(self, question: Question) -> Answer:
-        """Runs in any thread."""
+        """Answer a request; may be called by any thread."""
         self._greeted = True
         return self._answers.answer(question)
 
@@ -141,7 +141,7 @@ class WidgetPublisher:
             return
         self._form = _Form.FINAL
         try:
-            # before the widget is closed: at no time there is a view without its model
+            # before the widget is closed, so that there is never a view without its model
             self._static.remark = ""
             self._static.tick(now, final=True)
         finally:
@@ -158,23 +158,22 @@ class WidgetPublisher:
             widget.close()
 
 
-# as `jupyter_client.session.Session.msg_id` makes them
+# the form of `jupyter_client.session.Session.msg_id`
 _CLIENTS_ID = re.compile(r"[0-9a-f-]+_\d+_\d+")
-# JupyterLab's, Notebook's and VS Code's word, and that of server-side execution
+# the key used by JupyterLab, Notebook and VS Code, and that of server-side execution
 _CELL_IDS = frozenset(("cellId", "cell_id"))
 
 
 class Buttons(msgspec.Struct, frozen=True):
-    """What a view's buttons do and where its log is.
+    """The actions of a view's buttons, and where its log is.
 
     Args:
-        directory: The run's, with a log for each rank.
-        cancel: Stops the run and returns what to say. Called in any thread.
-        stacks: Returns where every rank is, a line each. Called in any thread; may take a second.
-        bring: Brings what has come to a file of that name to the directory of a run on another machine; None where
-            the directory has it.
-        tell: Tells widgets of its ranks something. Called in any thread.
-        owned: The run was submitted here: its events come from the beginning, once.
+        directory: The run's directory, with a log for each rank.
+        cancel: Cancels the run and returns a sentence about it. Called in any thread.
+        stacks: Returns the stacks of all ranks as lines. Called in any thread; may take a second.
+        bring: Fetches what a file of that name has gained on another machine; None if the directory is the run's own.
+        tell: Sends comm messages to widgets of its ranks. Called in any thread.
+        owned: The run was submitted here, so its events arrive from the beginning, once.
     """
 
     directory: Path
@@ -186,35 +185,35 @@ class Buttons(msgspec.Struct, frozen=True):
 
 
 class LiveViews:
-    """Chooses how a run is shown and keeps what its kernel's live views share.
+    """Chooses how a run is shown, and holds what its kernel's live views share.
 
     Args:
         kernel: The ipykernel, None without one.
 
     Attributes:
-        channels: The ways to this kernel's views; None where it has none.
-        widget_class: The ipywidget once it is imported; None until then, and for ever where there is none.
+        channels: The channels to this kernel's views; None without a Jupyter kernel.
+        widget_class: The ipywidget's class once it is imported; None before, and if it can't be imported.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        # what is not a Jupyter kernel with channels of its own has no live views
+        # only a Jupyter kernel with a control channel has live views
         self.channels = Channels(kernel) if hasattr(kernel, "control_handlers") else None
         self.widget_class: Any = None
         self._of_sessions: dict[str, RankWidgets] = {}
-        # 50 ms that no cell is to wait for
+        # takes 50 ms, so in the background
         self._importing = threading.Thread(target=self._import, name="sgpu-widget", daemon=True)
         if self.channels is not None:
             self._importing.start()
 
     def publisher_for(self, ui: str, view: RunView, stream: TextIO, buttons: Buttons) -> Publisher:
-        """Return the publisher of `--ui`: `none`, `text`, `streams`, `widget`, or what suits the place (`auto`).
+        """Return the publisher for `--ui`: `none`, `text`, `streams`, `widget`, or by the front end (`auto`).
 
         Args:
             ui: The option's value.
-            view: The run, to which no event was applied yet.
+            view: The run, before any event was applied.
             stream: Where text goes.
-            buttons: What the view's buttons do.
+            buttons: The actions of the view's buttons.
         """
         widgets = self._widgets_for(view, buttons)
         view.models = widgets.models
@@ -224,7 +223,7 @@ class LiveViews:
         return publisher
 
     def _widgets_for(self, view: RunView, buttons: Buttons) -> RankWidgets:
-        """Return what speaks for the widgets of a run's ranks: in a session what speaks for those of all its cells."""
+        """Return the comms of the widgets of a run's ranks; the cells of a session share one object."""
         channels = self.channels if self.is_watched else None
         spec = view.spec
         if spec.kind is RunKind.SESSION and buttons.owned:
@@ -253,36 +252,36 @@ class LiveViews:
 
     @property
     def is_importing(self) -> bool:
-        """The widget's class may still come."""
+        """The import of the widget's class is in progress."""
         return self._importing.is_alive()
 
     @property
     def expects_hello(self) -> bool:
-        """Whether a front end that can draw a view says so within 5 s, also while the cell blocks."""
+        """Whether a front end that can show the view sends `AskHello` within 5 s, also while the cell blocks."""
         serves = self.channels is not None and self.channels.serve_every_comm
         return serves or not self._has_no_subshells
 
     def serve(self, model_id: str, take: Taker | None) -> None:
-        """Have questions to a model that is no run's view taken by `take`; by nobody when it is None."""
+        """Pass requests to a model that is not a run's view to `take`; None ends that."""
         if self.channels is not None:
             self.channels.serve(model_id, take)
 
     def close(self) -> None:
-        """Give the kernel its channels back."""
+        """Remove all handlers from the kernel."""
         if self.channels is not None:
             self.channels.remove()
 
     @property
     def is_watched(self) -> bool:
-        """Whether a notebook may be open: headless kernels (nbclient, papermill) are asked for no input."""
+        """Whether a notebook may be open: headless clients (nbclient, papermill) do not accept input requests."""
         return self._takes_input and not self.is_console
 
     @property
     def is_console(self) -> bool:
-        """Whether the cell comes from a console, which prints displays as they come and ignores their updates.
+        """Whether the cell comes from a console, which prints displays as they arrive and ignores their updates.
 
-        Jupyter Console, qtconsole and Spyder are clients by `jupyter_client`, whose message ids end in their process
-        id and a count. A notebook's front end has ids of its own, and names the cell in the request's metadata.
+        Jupyter Console, qtconsole and Spyder use `jupyter_client`, whose message ids end in the process id and a
+        count. Front ends of notebooks use other ids, and name the cell in the request's metadata.
         """
         if not self._takes_input:
             return False
@@ -292,20 +291,20 @@ class LiveViews:
 
     @property
     def _takes_input(self) -> bool:
-        """Whether the front end of the cell that runs can ask a person."""
+        """Whether the front end of the running cell can prompt the user."""
         if self.channels is None:
             return False
         return bool(self._kernel.get_parent("shell").get("content", {}).get("allow_stdin"))
 
     @property
     def _has_no_subshells(self) -> bool:
-        """Whether the front end is one whose widgets can't reach a kernel that is busy, by any way of theirs."""
+        """Whether the front end is one whose widgets can't reach a busy kernel on any channel."""
         return "__vsc_ipynb_file__" in self._kernel.shell.user_ns or "google.colab" in sys.modules
 
     def _import(self) -> None:
         try:
             from sgpu_magic.views.live.widgets import RunViewWidget
         except (ImportError, OSError):
-            # another version of anywidget or ipywidgets than we ask for, or none
+            # anywidget or ipywidgets is missing or has an unsupported version
             return
         self.widget_class = RunViewWidget

@@ -1,4 +1,4 @@
-"""Which line of which rank is the n-th of all, in compact arrays, and the newest lines as they came. Pure."""
+"""Maps the n-th line of a run to a rank and its line, in compact arrays; also keeps the newest lines. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_IN_ONE = (1 << 32) - 1
 
 
 class Piece(NamedTuple):
-    """Consecutive lines of one rank: the number of the first in the rank's log, and how many."""
+    """Consecutive lines of one rank: the number of the first in the rank's log, and their count."""
 
     rank: int
     first: int
@@ -26,14 +26,14 @@ class Piece(NamedTuple):
 
 
 class LogOrder:
-    """Folds what ranks have written into the order of their lines.
+    """The order in which lines of all ranks arrived, folded from output events.
 
-    A line counts where its newline arrives. What is kept is a rank and a number for every run of lines of one rank (6
-    bytes), and for every 1,024 of those how many lines of each rank came before them.
+    A line counts when its newline arrives. The index keeps a rank and a count for each sequence of consecutive lines
+    of one rank (6 bytes), and for every 1,024 sequences the number of lines of each rank before them.
 
     Attributes:
-        totals: Lines of each rank.
-        total: Lines of all.
+        totals: Number of lines of each rank.
+        total: Number of lines of all ranks.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -42,12 +42,12 @@ class LogOrder:
         self._open = [False] * ranks
         self._ranks = array("H")
         self._counts = array("I")
-        # what came before the blocks: lines of all, and of each rank
+        # number of lines before each block: of all ranks, and of each rank
         self._before_block: list[int] = []
         self._rank_before_block: list[Sequence[int]] = []
 
     def write(self, body: OutputWritten) -> int:
-        """Count the lines that a batch finishes and return how many."""
+        """Count the lines that a batch completes; return their number."""
         text = body.text
         lines = text.count("\n") + body.skipped_lines
         if lines:
@@ -55,15 +55,15 @@ class LogOrder:
         if text:
             self._open[body.rank] = not text.endswith("\n")
         elif body.end - body.start > body.skipped_bytes:
-            # the beginning of a character
+            # the first bytes of an incomplete character
             self._open[body.rank] = True
         elif body.skipped_bytes:
-            # what is left out ends with a newline where nothing is left
+            # skipped bytes that are followed by no text end with a newline
             self._open[body.rank] = False
         return lines
 
     def finish(self) -> list[int]:
-        """The run is over: lines that were begun are lines. Return their ranks."""
+        """Count unfinished lines as lines, as the run has ended; return their ranks."""
         begun = [rank for rank, is_open in enumerate(self._open) if is_open]
         for rank in begun:
             self._add(rank, 1)
@@ -71,12 +71,12 @@ class LogOrder:
         return begun
 
     def locate(self, first: int, count: int, most: int | None = None) -> list[Piece]:
-        """Return which lines of which ranks are those from `first` on, fewer than `count` where the log ends.
+        """Return which lines of which ranks are the `count` lines from `first` on, fewer at the log's end.
 
         Args:
-            first: The number of the first among all lines.
-            count: How many lines.
-            most: Pieces after which the rest is left out; None is all of them.
+            first: The number of the first line among all lines.
+            count: Number of lines.
+            most: Maximum number of pieces; None for no limit.
         """
         first, end = max(first, 0), min(first + count, self.total)
         pieces: list[Piece] = []
@@ -99,7 +99,7 @@ class LogOrder:
     def numbers_of(self, rank: int, lines: Sequence[int]) -> list[int]:
         """Return the numbers among all lines of a rank's lines, which are given in ascending order.
 
-        Lines that the rank does not have yet are left out.
+        Lines that the rank does not have yet are skipped.
         """
         numbers: list[int] = []
         index = at = behind = 0
@@ -146,15 +146,15 @@ Rows = list[LineRow | LineSkip]
 
 
 class _Batch(NamedTuple):
-    """Lines of one rank as they came.
+    """Lines of one rank that arrived together.
 
     Args:
         rank: The rank.
-        first: The number of the first of them in the rank's log.
-        at: Its number among all lines.
-        lines: How many.
-        head: What the rank had written of the first of them before; None when that is not known.
-        text: The rest of it, and the others.
+        first: The number of the first line in the rank's log.
+        at: The number of the first line among all lines.
+        lines: Number of lines.
+        head: The part of the first line that had arrived before; None when unknown.
+        text: The rest of the first line, and the other lines.
     """
 
     rank: int
@@ -166,15 +166,15 @@ class _Batch(NamedTuple):
 
 
 class RecentLines:
-    """Keeps what came last: 256 thousand characters, and of each rank the line that it has begun.
+    """Keeps the newest 256 thousand characters, and the unfinished line of each rank.
 
-    A batch costs two searches for newlines; a line costs something only when it is drawn.
+    A batch costs two searches for newlines; a line costs nothing until it is shown.
 
-    One thread writes. What others read they read with the lock held.
+    One thread writes. Other threads must hold the lock while they read.
 
     Attributes:
         order: The order of all lines.
-        lock: Held while something is written.
+        lock: Held during writes.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -185,7 +185,7 @@ class RecentLines:
         self._chars = 0
 
     def write(self, body: OutputWritten) -> None:
-        """Fold a batch in."""
+        """Add a batch."""
         with self.lock:
             self._write(body)
 
@@ -194,7 +194,7 @@ class RecentLines:
         head = self._begun[rank]
         skipped = body.skipped_lines
         if body.skipped_bytes:
-            # where the text begins within its line is not known
+            # the position of the text within its line is unknown
             head = None
         at, first = self.order.total, self.order.totals[rank]
         lines = self.order.write(body) - skipped
@@ -210,7 +210,7 @@ class RecentLines:
         self._begun[rank] = None if begun is not None and len(begun) > MAX_RAW_CHARS else begun
 
     def finish(self) -> None:
-        """The run is over: lines that were begun are lines."""
+        """Count unfinished lines as lines, as the run has ended."""
         with self.lock:
             at = self.order.total
             for rank in self.order.finish():
@@ -219,10 +219,9 @@ class RecentLines:
                 at += 1
 
     def rows_since(self, first: int) -> tuple[int, Rows]:
-        """Return the lines from number `first` among all on; what would not fit is skipped, and the newest are there.
+        """Return the lines from number `first` among all lines on: the newest ones that fit, and skips for the others.
 
-        The number that is returned is that of the first row: a later one than `first` when even the skips would be
-        too many.
+        The returned number is that of the first row: larger than `first` if even the skips would be too many.
         """
         rows: Rows = []
         size = 0
@@ -250,7 +249,7 @@ class RecentLines:
             self._chars -= len(self._batches.popleft().text)
 
     def _newest_first(self, first: int) -> Iterator[tuple[int, LineRow | LineSkip]]:
-        """Yield the rows from the last line back to `first`, each with the number among all where it begins."""
+        """Yield the rows from the last line back to `first`, each with its first line's number among all lines."""
         end = self.order.total
         for batch in reversed(self._batches):
             yield from self._skipped(max(batch.at + batch.lines, first), end)
@@ -268,14 +267,14 @@ class RecentLines:
             end = batch.at
 
     def _skipped(self, begin: int, end: int) -> Iterator[tuple[int, LineSkip]]:
-        """Yield what came between two batches, from its end on: lines that no event has brought."""
+        """Yield skips for lines between two batches, from the last to the first."""
         for piece in reversed(self.order.locate(begin, end - begin)):
             end -= piece.lines
             yield end, (piece.rank, piece.first, piece.lines)
 
 
 def _put_before(rows: Rows, row: LineRow | LineSkip) -> None:
-    """Add a row to rows that go from the last to the first; skips that touch become one."""
+    """Add a row to rows in reverse order; adjacent skips are merged."""
     rank, first, what = row
     if rows and not isinstance(what, str):
         after = rows[-1]

@@ -1,4 +1,4 @@
-"""Lines of a run's logs as they are drawn, any of them without reading all: an index of where every 64 kB begins."""
+"""Reads any lines of a run's logs as views show them, using an index of the line number at every 64 kB."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from sgpu_magic.views.live.messages import json_bytes
 from sgpu_magic.views.output import MAX_LINE_CHARS, collapse
 
 MAX_RAW_CHARS = 1 << 18
-"""A raw line longer than this, after what `\\r` has begun again is taken away, is told by its log only."""
+"""A raw line longer than this, without what `\\r` has overwritten, is available from its log only."""
 
 MAX_JSON_BYTES = 40_000
-"""One line as JSON."""
-# shorter ones can't reach that: what takes most is four bytes a character
+"""Maximum size of one line as JSON."""
+# shorter lines can't exceed that, as a character takes at most four bytes
 _SURELY_SMALL_CHARS = MAX_JSON_BYTES // 4
 
 
 def line_text(raw: str) -> str:
-    """Return what stands between two newlines of a log as a terminal shows it: colours stay, nothing else does."""
+    """Return a raw line of a log as a terminal shows it: colours stay, other escape sequences are removed."""
     text = collapse(raw).rstrip("\b")
     if len(text) <= _SURELY_SMALL_CHARS:
         return ansi.colours_only(text)
@@ -39,8 +39,8 @@ def cut_line(text: str, length: int) -> str:
     """Return the beginning of a long line and how much is left out.
 
     Args:
-        text: The line, at least its first `MAX_LINE_CHARS`.
-        length: Its characters.
+        text: The line, at least its first `MAX_LINE_CHARS` characters.
+        length: Number of its characters.
     """
     keep = min(MAX_LINE_CHARS, len(text))
     while True:
@@ -53,7 +53,7 @@ def cut_line(text: str, length: int) -> str:
 
 
 def last_rewrite(raw: str) -> str:
-    """Return the part of an unfinished line that can still be seen, however it goes on."""
+    """Return the part of an unfinished line that may still be visible, however the line continues."""
     return raw[raw.rstrip("\r").rfind("\r") + 1 :] if "\r" in raw else raw
 
 
@@ -63,27 +63,27 @@ _MAX_LINE_BYTES = 1 << 20
 _MOST_CHAR_BYTES = 4
 _CONTINUATIONS = bytes(range(0x80, 0xC0))
 
-# as `collapse` and `ansi.plain` see a line, but never across two
+# as in `collapse` and `ansi.plain`, but never across lines
 _REWRITTEN = re.compile(rb"^[^\n]*\r+(?=[^\r\n])", re.MULTILINE)
 _SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?)")
 _CONTROLS = bytes([*range(9), *range(11, 32), 127])
 
 
 class Matches(NamedTuple):
-    """Lines that contain a text: the numbers of the last ones, ascending, and how many there are."""
+    """Lines that contain a text: the numbers of the last ones, ascending, and the number of all."""
 
     numbers: list[int]
     total: int
 
 
 class LogReader:
-    """Reads the logs in a run's directory, which may not be there yet, and grow.
+    """Reads the logs in a run's directory, which may not exist yet and may grow.
 
-    Any thread may ask: the index has a lock of its own. Files are open only while they are read.
+    Thread-safe: the index has a lock. Files are open only while they are read.
 
     Args:
-        directory: The run's.
-        bring: Brings what has come to a log of that name, from another machine; None where the directory has it.
+        directory: The run's directory.
+        bring: Fetches what a remote log of that name has gained; None if the directory is the run's own.
     """
 
     def __init__(self, directory: Path, bring: Callable[[str], None] | None = None) -> None:
@@ -100,9 +100,9 @@ class LogReader:
         return self.path(rank).exists()
 
     def lines_from(self, rank: int, first: int) -> Generator[str]:
-        """Yield the lines from number `first` on, as they are drawn, also a last one without newline.
+        """Yield the lines from number `first` on, as views show them, including a last one without a newline.
 
-        To be closed by who does not take them all.
+        Close the generator if you do not exhaust it.
         """
         with self._opened(rank) as file:
             if file is None:
@@ -114,13 +114,13 @@ class LogReader:
             yield from _lines_at(file, begin)
 
     def find(self, rank: int, text: str, lines: int, most: int) -> Matches:
-        """Look for a text, whatever its case, in what can be seen of the lines.
+        """Find a text, ignoring case, in the visible part of the lines.
 
         Args:
-            rank: Whose log.
-            text: What to look for.
-            lines: Only among so many first lines.
-            most: How many numbers are returned.
+            rank: The rank whose log to search.
+            text: The text to find.
+            lines: Number of lines to search, from the first.
+            most: Maximum number of line numbers to return.
         """
         found: deque[int] = deque(maxlen=most)
         total = at = 0
@@ -139,7 +139,7 @@ class LogReader:
         return Matches(list(found), total)
 
     def piece(self, rank: int, offset: int, size: int) -> tuple[str, int | None]:
-        """Return at most `size` bytes of a log as they are, and where the next piece begins, None at the log's end."""
+        """Return at most `size` bytes of the raw log, and the offset of the next piece, None at the log's end."""
         with self._opened(rank) as file:
             if file is None:
                 return "", None
@@ -148,7 +148,7 @@ class LogReader:
             return data.decode("utf-8", "replace"), None
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(data[:size])
-        # a character that the end of the piece cuts in two belongs to the next piece
+        # a character that is cut by the end of the piece belongs to the next piece
         held = len(decoder.getstate()[0])
         return text, offset + size - held
 
@@ -174,13 +174,13 @@ class LogReader:
         index = self._indexes.get(rank)
         identity = (status.st_dev, status.st_ino)
         if index is None or index.identity != identity or status.st_size < index.size:
-            # it is another file, or was emptied: what is known of it is wrong
+            # the file was replaced or truncated, so the index is invalid
             index = self._indexes[rank] = _Index(identity)
         return index
 
 
 class _Index:
-    """Knows of every 64 kB how many lines end before it. Two arrays would do for a log of any size."""
+    """The number of lines that end before every 64 kB of a log."""
 
     def __init__(self, identity: tuple[int, int]) -> None:
         # the file's device and inode
@@ -191,7 +191,7 @@ class _Index:
         self._before = array("Q")
 
     def line_start(self, file: int, line: int) -> int | None:
-        """Return the offset of a line, None when the log has no such line; a line without newline is one."""
+        """Return the offset of a line, None when the log has no such line; a last line without newline counts."""
         if line > self._lines:
             self._extend(file, line)
         if line == 0:
@@ -221,7 +221,7 @@ class _Index:
 
 
 def _lines_at(file: int, at: int) -> Iterator[str]:
-    """Yield the lines from an offset on; of a line that is too long for the memory only the part that is drawn."""
+    """Yield the lines from an offset on; for a line that is too long for memory only the visible part."""
     rest = b""
     while data := os.pread(file, _STEP_BYTES, at):
         at += len(data)
@@ -237,7 +237,7 @@ def _lines_at(file: int, at: int) -> Iterator[str]:
 
 
 def _long_line(file: int, begin: int) -> tuple[str, int]:
-    """Return the line at `begin` as it is drawn, and where the next one begins."""
+    """Return the line at `begin` as views show it, and the offset of the next one."""
     seen = end = begin
     returned = False
     while data := os.pread(file, _STEP_BYTES, end):
@@ -271,7 +271,7 @@ def _characters(file: int, begin: int, end: int) -> int:
 
 
 def _whole_lines(file: int) -> Iterator[bytes]:
-    """Yield a log in pieces that end with a newline, the last one perhaps without."""
+    """Yield a log in pieces that end with a newline, except possibly the last."""
     rest = b""
     at = 0
     while data := os.pread(file, _FIND_BYTES, at):
@@ -281,20 +281,20 @@ def _whole_lines(file: int) -> Iterator[bytes]:
             yield rest + data[:end]
             rest = data[end:]
         else:
-            # of a line without an end no more than its beginning is drawn
+            # only the beginning of a line without an end is shown
             rest = _REWRITTEN.sub(b"", rest + data)[:_MAX_LINE_BYTES]
     if rest:
         yield rest
 
 
 def _matches(piece: bytes, wanted: str) -> list[int]:
-    """Return which lines of a piece contain `wanted`, a text in small letters."""
+    """Return which lines of a piece contain `wanted`, a text in lower case."""
     if b"\r" in piece:
         piece = _REWRITTEN.sub(b"", piece)
     if b"\x1b" in piece:
         piece = _SEQUENCE.sub(b"", piece)
     lowered = piece.translate(None, _CONTROLS).decode("utf-8", "replace").lower()
-    # most pieces have none
+    # most pieces have no match
     if wanted not in lowered:
         return []
     return [index for index, line in enumerate(lowered.split("\n")) if wanted in line]

@@ -1,6 +1,6 @@
-"""Records between a run's view in the browser and the kernel (or the Jupyter server), as JSON.
+"""Messages between a run's view in the browser and the kernel or the Jupyter server, as JSON.
 
-The front end's half of them is generated: `labextension/src/run_view/records.ts`. No record has a key `id`: ipykernel
+Their TypeScript twins are generated: `labextension/src/run_view/records.ts`. No message has a key `id`: ipykernel
 7.4.0 leaks memory for kernel-to-front-end messages that have one.
 """
 
@@ -14,21 +14,21 @@ LineRow = tuple[int, int, str]
 """One line of the log: its rank, its number in the rank's log (from 0), its text with colour codes."""
 
 LineSkip = tuple[int, int, int]
-"""Lines that are in the log and not in the message: their rank, the first one's number, how many."""
+"""Lines that are in the log but not in the message: their rank, the first one's number, their count."""
 
 
-# ------------------------------------------------------------------ told without being asked
+# ------------------------------------------------------------------ updates
 
 
 class NewLines(Message, frozen=True, tag_field="kind", tag="lines"):
     """Lines that ranks have written, in order of arrival.
 
     Args:
-        seq: 1, 2, 3 ... A front end that misses one asks for what it lacks with `AskLines`.
-        first: The number of the first of them among the lines of all ranks, from 0. Lines before it that were not told
-            are in the log: even their skips would have been too many.
-        rows: Lines, and skips for what would not fit.
-        ranks: Lines of each rank's log after these.
+        seq: 1, 2, 3 ... A front end that misses a number requests the missing lines with `AskLines`.
+        first: The number of the first line among the lines of all ranks, from 0. Earlier lines that were not sent are
+            in the log only, as even their skips would have been too many.
+        rows: Lines, and skips for lines that would not fit.
+        ranks: Number of lines in each rank's log after these.
     """
 
     seq: int
@@ -38,20 +38,20 @@ class NewLines(Message, frozen=True, tag_field="kind", tag="lines"):
 
 
 class Gone(Message, frozen=True, tag_field="kind", tag="gone"):
-    """Nobody feeds this view any more; `text` says why and what to do."""
+    """This view gets no more updates; `text` says why and what to do."""
 
     text: str
 
 
-# ------------------------------------------------------------------ questions and answers
+# ------------------------------------------------------------------ requests and replies
 
 
 class AskHello(Message, frozen=True, tag_field="kind", tag="hello"):
-    """A view has opened, or comes back after a pause: it wants to know where the run is.
+    """A view has opened or resumes after a pause, and requests the run's current state.
 
     Args:
-        n: The question's number, chosen by the front end.
-        over: How it asks: `subshell`, `control`, `shell` or `server`.
+        n: The request's number, chosen by the front end.
+        over: The channel that it uses: `subshell`, `control`, `shell` or `server`.
     """
 
     n: int
@@ -59,13 +59,13 @@ class AskHello(Message, frozen=True, tag_field="kind", tag="hello"):
 
 
 class AskLines(Message, frozen=True, tag_field="kind", tag="lines"):
-    """Lines of the log.
+    """Request lines of the log.
 
     Args:
-        n: The question's number.
-        first: The first one's number, among all or in the rank's log.
-        count: How many, at most `MAX_LINES`.
-        rank: Whose; None is all ranks in order of arrival.
+        n: The request's number.
+        first: The first line's number, among all lines or in the rank's log.
+        count: Number of lines, at most `MAX_LINES`.
+        rank: The rank; None for all ranks in order of arrival.
     """
 
     n: int
@@ -75,12 +75,12 @@ class AskLines(Message, frozen=True, tag_field="kind", tag="lines"):
 
 
 class AskFind(Message, frozen=True, tag_field="kind", tag="find"):
-    """Lines that contain a text, whatever its case.
+    """Find lines that contain a text, ignoring case.
 
     Args:
-        n: The question's number.
-        text: What to look for; not empty.
-        rank: Whose; None is all.
+        n: The request's number.
+        text: The text to find; not empty.
+        rank: The rank; None for all.
     """
 
     n: int
@@ -89,12 +89,12 @@ class AskFind(Message, frozen=True, tag_field="kind", tag="find"):
 
 
 class AskLog(Message, frozen=True, tag_field="kind", tag="log"):
-    """A piece of the whole log as text, for copying and downloading.
+    """Request a piece of the whole log as text, for copying and downloading.
 
     Args:
-        n: The question's number.
-        offset: Where it begins: 0, then the `next_offset` of the answer before.
-        rank: Whose log as it is; None is all ranks' lines with their rank before each.
+        n: The request's number.
+        offset: Where it begins: 0, then the `next_offset` of the previous reply.
+        rank: The rank whose raw log to read; None for the lines of all ranks, each prefixed with its rank.
     """
 
     n: int
@@ -109,7 +109,7 @@ class AskCancel(Message, frozen=True, tag_field="kind", tag="cancel"):
 
 
 class AskStacks(Message, frozen=True, tag_field="kind", tag="stacks"):
-    """Where is every rank now?"""
+    """Request the stacks of all ranks."""
 
     n: int
 
@@ -117,20 +117,20 @@ class AskStacks(Message, frozen=True, tag_field="kind", tag="stacks"):
 Question = AskHello | AskLines | AskFind | AskLog | AskCancel | AskStacks
 
 MAX_LINES = 500
-"""Lines in one answer."""
+"""Maximum number of lines in one reply."""
 MAX_MATCHES = 1000
-"""Matches in one answer."""
+"""Maximum number of matches in one reply."""
 MAX_LOG_BYTES = 48_000
-"""Bytes of the log in one answer: a message stays under 64 kB."""
+"""Maximum bytes of the log in one reply, which keeps the message under 64 kB."""
 
 
 class HelloAnswer(Message, frozen=True, tag_field="kind", tag="hello"):
-    """Where the run is.
+    """The run's current state.
 
     Args:
-        n: The question's number.
-        snapshot: What is drawn.
-        seq: Number of the last `NewLines` that counts in `snapshot.lines`.
+        n: The request's number.
+        snapshot: The current snapshot.
+        seq: Number of the last `NewLines` that is included in `snapshot.lines`.
     """
 
     n: int
@@ -139,7 +139,7 @@ class HelloAnswer(Message, frozen=True, tag_field="kind", tag="hello"):
 
 
 class LinesAnswer(Message, frozen=True, tag_field="kind", tag="lines-answer"):
-    """Lines, fewer than asked where the log ends or the message would grow too large; `total` is all there are."""
+    """Lines, fewer than requested at the log's end or at the message's size limit; `total` is the number of all."""
 
     n: int
     first: int
@@ -148,7 +148,7 @@ class LinesAnswer(Message, frozen=True, tag_field="kind", tag="lines-answer"):
 
 
 class FindAnswer(Message, frozen=True, tag_field="kind", tag="find-answer"):
-    """Numbers of the lines that match, ascending, at most `MAX_MATCHES` (the last ones); `total` is all there are."""
+    """Ascending numbers of the last matching lines, at most `MAX_MATCHES`; `total` is the number of all matches."""
 
     n: int
     matches: tuple[int, ...]
@@ -164,14 +164,14 @@ class LogAnswer(Message, frozen=True, tag_field="kind", tag="log-answer"):
 
 
 class TextAnswer(Message, frozen=True, tag_field="kind", tag="text"):
-    """What came of a button, a line each."""
+    """The result of a button, as lines of text."""
 
     n: int
     lines: tuple[str, ...]
 
 
 class Refusal(Message, frozen=True, tag_field="kind", tag="refusal"):
-    """Why there is no answer, in a sentence."""
+    """A sentence about why the request can't be answered."""
 
     n: int
     text: str
@@ -185,19 +185,19 @@ _encoder = msgspec.json.Encoder()
 
 
 def json_bytes(value: object) -> int:
-    """Return how long a value is as JSON."""
+    """Return the size of a value as JSON in bytes."""
     return len(_encoder.encode(value))
 
 
 def to_builtins(message: Message) -> dict[str, object]:
-    """Return a record as what a comm's own encoder takes."""
+    """Convert a message to builtin types, which a comm can encode."""
     return msgspec.to_builtins(message)
 
 
 def question_of(content: object) -> Question:
-    """Check what a front end has sent.
+    """Convert a front end's message to a request.
 
     Raises:
-        msgspec.ValidationError: It is no question.
+        msgspec.ValidationError: It is not a valid request.
     """
     return msgspec.convert(content, Question)

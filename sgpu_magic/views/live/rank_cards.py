@@ -1,4 +1,4 @@
-"""The grid of a run's ranks, with the progress bars that their lines draw: tqdm's, rich's, Keras', `epoch 7/10`."""
+"""The grid of a run's ranks, with progress bars parsed from their lines: tqdm's, rich's, Keras', `epoch 7/10`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _state(view: RunView, rank: int, failure: Failure | None) -> tuple[str, Tone
         if failure.is_consequence:
             return "released", "plain"
         if last_part(failure.type_name) == "KeyboardInterrupt":
-            # what the stop path sends to those that a collective does not hold
+            # the stop path interrupts ranks that are not blocked in a collective
             return "ended", "plain"
         return "failed", "bad"
     if view.is_final:
@@ -78,7 +78,7 @@ def _state(view: RunView, rank: int, failure: Failure | None) -> tuple[str, Tone
 
 
 def _last(rank: int, state: str, failure: Failure | None, last: str) -> str:
-    """Return what the rank has said last, or what is to be known of it first."""
+    """Return the rank's last line, or its failure or restart command, which take precedence."""
     if state == "dead":
         return restart_command((rank,))
     if failure is None or state != "failed":
@@ -103,7 +103,7 @@ _MAX_LABEL = 40
 
 # `epoch 7/10:  62%|██████▏   | 61/98 [00:02<00:01, 25.1it/s]`, cut off anywhere after the first `|`
 _TQDM = re.compile(r"(?P<label>[^|]*?)(?<![\d.])(?P<percent>\d{1,3})%\|[^|]*(?:\|\s*(?P<counts>[^\s/\[]+/[^\s\[]+))?")
-# `epoch 7: 57it [00:03, 18.9it/s]`: nobody knows how many there will be
+# `epoch 7: 57it [00:03, 18.9it/s]`: the total is unknown
 _TQDM_ENDLESS = re.compile(r"(?P<label>.*?)(?P<count>\d[\d.]*[kMGTPEZ]?[^\W\d]*) \[\d+:\d\d(?::\d\d)?, ")
 # `Training ━━━━━━━━━╸━━━━━━  62% 0:00:12`
 _RICH = re.compile(r"(?P<label>[^━╸╺]*)[━╸╺]{3,}\s+(?P<percent>\d{1,3})%")
@@ -118,7 +118,7 @@ _WORDS = re.compile(
 
 
 def bar_of(line: str) -> Bar | None:
-    """Return the progress bar that a line draws, None when it draws none; of several bars the first, the outer one.
+    """Return the progress bar in a line, None without one; of several bars the first, which is the outer one.
 
     Args:
         line: A line without escape sequences.
@@ -147,7 +147,7 @@ def bar_of(line: str) -> Bar | None:
 
 
 def bar_of_all(bars: Sequence[Bar | None]) -> Bar | None:
-    """Return the progress of a run from its ranks' bars: their mean when more than half of them tell a fraction."""
+    """Return the mean of the ranks' bars if more than half of the ranks have a fraction, else None."""
     told = [bar for bar in bars if bar is not None and bar.fraction is not None]
     fractions = [bar.fraction for bar in told if bar.fraction is not None]
     if not fractions or 2 * len(fractions) <= len(bars):
@@ -163,7 +163,7 @@ def _bar(fraction: float, label: str, percent: int) -> Bar:
 
 
 def _fraction(counts: str, percent: int) -> float:
-    """Prefer `61/98` to the rounded percentage; `12.3M/45.0M` says no more than it."""
+    """Return the fraction from `61/98`, more precise than the percentage; `12.3M/45.0M` is not."""
     done, _, total = counts.partition("/")
     if done.isdecimal() and total.isdecimal() and 0 <= int(done) <= int(total) > 0:
         return int(done) / int(total)

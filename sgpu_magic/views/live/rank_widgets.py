@@ -1,6 +1,6 @@
-"""Widgets of ranks at the front end: each gets a comm of the kernel's own, which speaks for it.
+"""Widgets of ranks at the front end: the kernel opens a comm for each and relays its messages.
 
-Ids have a prefix, so that ranks never clash.
+Ids get a prefix, so that those of different ranks never clash.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from sgpu_magic.wire.rank_events import CommMessage, can_merge
 from sgpu_magic.wire.record import short
 
 INTERVAL_S = 0.1
-# messages of one widget; older ones are dropped
+# maximum number of unsent messages of one widget; older ones are dropped
 _MOST_UNSENT = 200
-# cells whose displays turn static when their session ends
+# maximum number of cells whose displays become static when their session ends
 _MOST_LEFT = 100
 
 Tell = Callable[[TellComms, Sequence[bytes]], None]
 
 
 class RankWidgets:
-    """The comms of a run's widgets, or of a session's. Methods may be called by any thread.
+    """The comms of a run's or a session's widgets. Thread-safe.
 
     Args:
-        channels: Bring what the front end says while a cell blocks; None where nobody looks.
-        tell: Sends to the pool.
-        run_id: The run, or the session.
-        stays: The ranks, and so the widgets, are there when a cell has ended.
+        channels: Deliver the front end's messages while a cell blocks; None without a front end.
+        tell: Sends messages to the pool.
+        run_id: The run or the session.
+        stays: The ranks and their widgets outlive a cell.
     """
 
     def __init__(self, channels: Channels | None, tell: Tell, run_id: str, *, stays: bool) -> None:
@@ -48,21 +48,21 @@ class RankWidgets:
         self._run_id = run_id
         self._token = f"{short(run_id)}-{secrets.token_hex(3)}"
         self._lock = self.models.lock
-        # None while it is being opened: widgets may refer to each other
+        # None while a comm is being opened, as widgets may refer to each other
         self._comms: dict[ModelKey, Any] = {}
-        # in the order of their turn
+        # the next two: in the order in which they will be sent
         self._unopened: dict[ModelKey, None] = {}
         self._unsent: dict[ModelKey, deque[Moved]] = {}
         self._sent_at = 0.0
         self._left: deque[Callable[[], object]] = deque(maxlen=_MOST_LEFT)
-        # a display of the cell that ends is live
+        # the cell that is ending has a display with a live widget
         self._left_live = False
         self._closed = channels is None
 
     # ------------------------------------------------------------ displays
 
     def bundle(self, item: DisplayItem, *, final: bool) -> dict[str, object]:
-        """Return what is published of a display: with the live widget, or what stands for it.
+        """Return the MIME bundle to publish for a display: with the live widget, or its static form.
 
         Args:
             item: The display.
@@ -79,7 +79,7 @@ class RankWidgets:
         return {**item.bundle, WIDGET_MIME: {**cast("dict[str, object]", view), "model_id": self._id(key)}}
 
     def leave(self, redraw: Callable[[], object]) -> None:
-        """Have displays of a cell that has ended drawn again, without live widgets, when these are gone."""
+        """Call `redraw` for an ended cell when its live widgets are closed, to replace them by static forms."""
         if self._left_live and not self._closed:
             self._left.append(redraw)
         self._left_live = False
@@ -87,7 +87,7 @@ class RankWidgets:
     # ------------------------------------------------------------ to the front end
 
     def tick(self, now: float) -> None:
-        """Send what is due, at most 10 messages in 0.1 s: what has come into being first."""
+        """Send at most 10 messages every 0.1 s, new widgets first."""
         if now - self._sent_at < INTERVAL_S or not (self._unopened or self._unsent):
             return
         self._sent_at = now
@@ -99,14 +99,14 @@ class RankWidgets:
                     self._open(key)
                 elif self._unsent:
                     key = next(iter(self._unsent))
-                    # the others' turn comes next
+                    # taken out and added at the end, so that widgets take turns
                     unsent = self._unsent.pop(key)
                     self._send(key, unsent.popleft())
                     if unsent:
                         self._unsent[key] = unsent
 
     def close(self) -> None:
-        """Close every comm; displays that were left live are drawn without them first."""
+        """Close every comm, after replacing live displays by static forms."""
         self._closed = True
         while self._left:
             self._left.popleft()()
@@ -119,7 +119,7 @@ class RankWidgets:
                     comm.close()
 
     def _moved(self, moved: Moved) -> None:
-        """A model has changed; called with the lock held."""
+        """Queue a change of a model; called with the lock held."""
         key = moved.key
         if self._closed:
             return
@@ -128,7 +128,7 @@ class RankWidgets:
             self._unopened.pop(key, None)
             comm = self._comms.pop(key, None)
             if comm is not None:
-                # opened again: a rank has come in another's place
+                # opened again, as the rank was restarted
                 comm.close()
             if moved.kind == "open":
                 self._unopened[key] = None
@@ -143,7 +143,7 @@ class RankWidgets:
         unsent.append(moved)
 
     def _open(self, key: ModelKey) -> bool:
-        """Open a widget's comm, those of the widgets that it refers to first; False where there is no such widget."""
+        """Open a widget's comm after those of the widgets that it refers to; False if there is no such widget."""
         model = self.models.get(key)
         if model is None or self._channels is None:
             return False
@@ -195,7 +195,7 @@ class RankWidgets:
     # ------------------------------------------------------------ from the front end
 
     def _heard(self, key: ModelKey, message: Mapping[str, Any]) -> None:
-        """Runs in a subshell's thread, or in the main thread when nothing blocks it."""
+        """Handle a message, in a subshell's thread, or in the main thread when nothing blocks it."""
         data: dict[str, Any] = without_prefix(message["content"].get("data") or {}, self._prefix(key))
         buffers = [bytes(buffer) for buffer in message.get("buffers") or ()]
         model = self.models.get(key)
@@ -211,9 +211,9 @@ class SessionWidgets:
     """Shows a session and keeps its widgets up to date between cells, until it ends.
 
     Args:
-        publisher: Shows it.
-        widgets: Its ranks'.
-        ended: Called when it is not followed any more.
+        publisher: Shows the session.
+        widgets: The widgets of its ranks.
+        ended: Called when the session is not followed any more.
     """
 
     def __init__(self, publisher: Publisher, widgets: RankWidgets, ended: Callable[[], object]) -> None:
@@ -243,7 +243,7 @@ def references(value: object) -> Iterator[str]:
 
 
 def with_prefix(value: Any, prefix: str) -> Any:
-    """Return a state in which widgets are referred to by their ids with a prefix."""
+    """Return a state with a prefix added to the ids of the widgets that it refers to."""
     return _replaced(value, REFERENCE, REFERENCE + prefix)
 
 

@@ -1,4 +1,4 @@
-"""Records of what is drawn of a run but its log's lines, as JSON. `messages` has those that are told and asked."""
+"""Records of everything that a live view shows except log lines, as JSON. `messages` has updates and requests."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Literal
 import msgspec
 
 VERSION = 3
-"""Of these records. A front end draws only its own version."""
+"""Version of these records. A front end renders only its own version."""
 
 Tone = Literal["plain", "busy", "good", "bad", "warn"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the records: immutable; every field is there on the wire."""
+    """Base of the records: immutable, with every field present on the wire."""
 
 
 class Bar(Message, frozen=True):
     """A progress bar.
 
     Args:
-        fraction: 0 to 1, None when the total is not known.
-        text: What it says, such as `epoch 7/10 · 62 %`.
+        fraction: 0 to 1, None when the total is unknown.
+        text: Its text, such as `epoch 7/10 · 62 %`.
     """
 
     fraction: float | None
@@ -34,10 +34,10 @@ class Curve(Message, frozen=True):
     Args:
         name: `GPU`, `memory`, `power`, `temperature`, `CPU`.
         unit: `%`, `GB`, `W`, `°C`, `cores`.
-        values: Oldest first; None where nothing was told.
-        began_s: When the first was measured: seconds since the ranks started.
-        step_s: Seconds between two.
-        top: What the axis ends at; None when the largest value shall be taken.
+        values: Oldest first; None where nothing was reported.
+        began_s: Time of the first value, seconds since the ranks started.
+        step_s: Seconds between two values.
+        top: End of the axis; None for the largest value.
     """
 
     name: str
@@ -53,17 +53,17 @@ class RankCard(Message, frozen=True):
 
     Args:
         rank: The rank.
-        state: A word: `waiting`, `running`, `done`, `failed`, `released`, `ended`; of a session `alive`, `dead`.
+        state: `waiting`, `running`, `done`, `failed`, `released` or `ended`; in a session `alive` or `dead`.
         tone: Its colour.
-        label: Its device, "" when it has none of its own.
+        label: Its device, "" when it has none.
         last: Its last line, without colours.
         bar: Its progress bar, None without one.
-        use: What it uses, in words: `94 % · 18.2 GB`; marked `CPU` where no GPU is; "" before the first sample.
-        details: Everything that was measured, a line each, for those who look closer; absent values say so.
-        curves: The first is drawn in the grid.
-        idle: Why it stands out, "" when it does not: `GPU under 5 % for 60 s: it waits in the DataLoader`.
-        host: The node that it and the ranks after it are on, "" where that is the one of the rank before, or where all
-            are on one node.
+        use: Its usage in words: `94 % · 18.2 GB`; starts with `CPU` without a GPU; "" before the first sample.
+        details: Everything that was measured, one line each; values that are not reported are marked as absent.
+        curves: Its curves; the grid shows the first.
+        idle: `GPU under 5 % for 60 s: it waits in the DataLoader`, "" when its GPU is not idle.
+        host: The node of this rank and the following ones, "" if it is the same as for the rank before, or if all
+            ranks are on one node.
     """
 
     rank: int
@@ -92,7 +92,7 @@ class MemoryCard(Message, frozen=True):
     Args:
         rank: The rank.
         cells: Its device, then used, reserved, free and total in words.
-        shares: Of the total, each 0 to 1: what tensors hold, what torch's allocator keeps besides, what others hold.
+        shares: Shares of the total, each 0 to 1: held by tensors, cached by torch's allocator, held by others.
         culprit: Its allocation failed first.
     """
 
@@ -113,12 +113,12 @@ class MemoryBlock(Message, frozen=True):
     """What held the memory when an allocation failed.
 
     Args:
-        title: Above the table.
-        heads: Of its columns: rank, device, used, reserved, free, total.
-        rows: The culprit first.
-        more: What is left out, "" when nothing is.
-        largest: Above the tensors, "" when there are none.
-        tensors: The culprit's largest.
+        title: Heading of the table.
+        heads: Its column heads: rank, device, used, reserved, free, total.
+        rows: Its rows, the culprit first.
+        more: The number of ranks left out, "" for none.
+        largest: Heading of the tensors, "" when there are none.
+        tensors: The culprit's largest tensors.
     """
 
     title: str
@@ -133,9 +133,9 @@ class FailureBlock(Message, frozen=True):
     """The first failure of a run, its cell's lines first.
 
     Args:
-        rank: The culprit, None when it is no rank's doing.
-        lines: What is always shown.
-        whole: The whole traceback when it is longer than that, else empty.
+        rank: The culprit, None for a failure that no rank caused.
+        lines: The lines that are always shown.
+        whole: The whole traceback if `lines` has only a part of it, else empty.
         memory: What held the memory when an allocation failed, None for other failures.
     """
 
@@ -146,14 +146,14 @@ class FailureBlock(Message, frozen=True):
 
 
 class Cost(Message, frozen=True):
-    """What a run that goes on has cost, so that a front end's own clock can go on with it.
+    """The running cost of an active run, which a front end continues by its own clock.
 
     Args:
-        text: When this was made: `$0.37`.
-        per_s: What it costs in a second; 0 when only `text` is to be drawn.
-        seconds: For how long its meter had run when this was made. Each second that has begun counts whole.
+        text: The cost when this was created: `$0.37`.
+        per_s: Cost per second; 0 to show only `text`.
+        seconds: Metered seconds when this was created. Each second that has begun counts as a whole.
         currency: Such as `USD`.
-        mark: What follows the sum, such as ` (simulated)`.
+        mark: The text after the amount, such as ` (simulated)`.
     """
 
     text: str
@@ -164,49 +164,49 @@ class Cost(Message, frozen=True):
 
 
 class Link(Message, frozen=True):
-    """A page elsewhere: `http` or `https`, checked."""
+    """A link to a web page; the URL is checked to be `http` or `https`."""
 
     text: str
     url: str
 
 
 class Snapshot(Message, frozen=True):
-    """Everything that is drawn of a run but its log's lines. All texts are plain; the front end escapes them.
+    """Everything that a live view shows except log lines. All texts are plain; the front end escapes them.
 
     Args:
         version: `VERSION`.
-        seq: Grows with each; one that is not newer than what is drawn is old.
+        seq: Grows with each snapshot; ignore a snapshot that is not newer than the current one.
         run_id: The run.
-        short_id: As people write it.
+        short_id: The short form of its id.
         name: Its name.
-        mark: A word before all others, such as `auto` for a cell that `%sgpu_auto` has sent; "" without one.
-        state: The word in the header: a run's state, a session's, or `goes on` when it is not followed any more.
+        mark: A word before all others, such as `auto` for a cell that `%sgpu_auto` submitted; "" for none.
+        state: The word in the header: a run's or a session's state, or `goes on` when it is not followed any more.
         tone: The header's colour.
-        final: Nothing changes any more.
-        devices: `4 ranks · cpu, gloo` or `4 x A10, nccl`, and that they are simulated; of a cell in a session
+        final: The run will not change any more.
+        devices: `4 ranks · cpu, gloo` or `4 x A10, nccl`, with a mark for simulated devices; for a cell in a session
             `3 of 4 ranks · session work`.
-        pool: The pool's name, "" where the session says it.
-        host: Where it runs, "" until known, and where the session says it.
+        pool: The pool's name, "" for a cell in a session.
+        host: Where it runs, "" until known and for a cell in a session.
         attempt: `attempt 2 of 3`, "" for the first.
-        elapsed_s: Seconds since its ranks started, when this was made.
-        ticking: The clock goes on.
-        cost: What it has cost so far, None without a price and when it is over: then `meta` says it.
-        meta: Further words for the header, such as the time that is left and why it was cancelled.
-        preparing: What is going on before the ranks run, a line each; empty then.
-        bar: The progress of the run as a whole, None when no rank has a bar.
-        ranks: The grid; empty before there is anything to say.
-        only: The ranks that take part, ascending; empty means all that `lines` has.
-        idle: GPUs that stand out, a line each.
+        elapsed_s: Seconds since its ranks started, when this was created.
+        ticking: The elapsed time is running.
+        cost: The cost so far; None without a price, and for an ended run, whose cost is in `meta`.
+        meta: Further words for the header, such as the remaining time and why it was cancelled.
+        preparing: What happens before the ranks run, one line each; empty afterwards.
+        bar: The progress of the run as a whole, None without one.
+        ranks: The grid; empty before the ranks are being started.
+        only: The ranks that take part, ascending; empty for all ranks.
+        idle: Warnings about idle GPUs and other current problems, one line each.
         notes: Sentences for the user.
-        stall: Where the ranks wait for each other, a line each.
+        stall: Where the ranks of a stalled run wait, one line each.
         failure: The first failure, None while there is none.
-        others: What became of the other ranks, a line each.
-        footer: What was shipped and returned, what to do next.
-        tracked: Its page in MLflow, None where there is none.
-        lines: Lines of each rank's log so far, by rank number, also of ranks that do not take part.
-        can_cancel: Cancel means something.
-        stop: What the button says that ends it: `Cancel`, or `Disconnect` for a session.
-        attach: The command that brings the run back after its kernel was restarted.
+        others: How the other ranks ended, one line each.
+        footer: What was shipped and returned, and what to do next.
+        tracked: A link to its MLflow run, None when there is no web page.
+        lines: Number of lines in each rank's log so far, by rank, including ranks that do not take part.
+        can_cancel: The run can be cancelled.
+        stop: Label of the button that stops it: `Cancel`, or `Disconnect` for a session.
+        attach: The command that shows the run again after a restart of its kernel.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""`RunView` -> `Snapshot`: what is drawn of a run but the lines of its log, as much as one message takes. No I/O."""
+"""`RunView` -> `Snapshot`: everything that a view shows except log lines, small enough for one message. No I/O."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ _BEFORE_RUNNING = (RunState.QUEUED, RunState.PREPARING, RunState.STARTING)
 
 
 def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | None = None) -> Snapshot:
-    """Return what is drawn of a run.
+    """Return a run's snapshot.
 
     Args:
         view: The run.
         seq: The snapshot's number.
-        log_lines: Lines of each rank's log so far.
-        now: Time by the views' clock; the present when left out.
+        log_lines: Number of lines in each rank's log so far.
+        now: Time by the views' clock; by default the present.
 
     Returns:
-        At most 60 kB of JSON: of many ranks the curves become coarser and the details fewer.
+        A snapshot of at most 60 kB of JSON; for many ranks it has coarser curves and fewer details.
     """
     now = steady_time() if now is None else now
     cards = rank_cards(view)
@@ -76,7 +76,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
     notes = view.notes
     left_out = len(notes) - _MAX_NOTES
     word = state_word(view)
-    # a cell in a session names the session, which says where that is
+    # a cell in a session names the session, whose view shows the location
     session = " · ".join(place_words(view)) if view.spec.in_session else ""
     goes_on = not (view.is_final or view.left)
     return fitted(
@@ -142,18 +142,18 @@ def _tracked(view: RunView) -> Link | None:
 
 
 def _first_failure(view: RunView) -> Failure | None:
-    """Return the root cause; while the run is still stopping, the first failure that a rank has told."""
+    """Return the root cause; while the run is still stopping, the first failure that a rank has reported."""
     if view.is_final:
         return view.failure if view.state is not RunState.SUCCEEDED else None
     if view.session is not None:
-        # a rank of it may die, and the session goes on
+        # a session continues when one of its ranks dies
         return None
     told = list(view.rank_failures.values())
     return next((failure for failure in told if not failure.is_consequence), told[0] if told else None)
 
 
 def _failure(view: RunView, failure: Failure | None) -> FailureBlock | None:
-    """Return how a failure is drawn, None without one.
+    """Return the block that shows a failure, None without one.
 
     Args:
         view: The run.
@@ -187,7 +187,7 @@ def _meta(view: RunView, now: float) -> list[str]:
 
 
 def _time_left(view: RunView, now: float) -> str:
-    """Return `07:12 left` when a time limit was asked for, or when less than a quarter of it is left."""
+    """Return `07:12 left` when a time limit was set, or when less than a quarter of it is left."""
     limit = view.spec.timeout_s
     if view.deadline is None or view.is_final:
         return ""
@@ -196,7 +196,7 @@ def _time_left(view: RunView, now: float) -> str:
 
 
 def _preparing(view: RunView, now: float) -> list[str]:
-    """Return what is going on before the ranks run, a line each; empty then, and where a session's ranks are there."""
+    """Return what happens before the ranks run, as lines; empty afterwards, and for a started cell in a session."""
     is_there = view.spec.in_session and view.state is not RunState.QUEUED
     if view.state not in _BEFORE_RUNNING or is_there:
         return []
@@ -214,14 +214,14 @@ def _preparing(view: RunView, now: float) -> list[str]:
 
 
 def _footer(view: RunView) -> list[str]:
-    """Return what was returned and shipped, what stayed where it was, and what to do next."""
+    """Return what was returned and shipped, values that could not be returned, and what to do next."""
     parts = values_left_there(view)
     is_told_above = view.state in _BEFORE_RUNNING and not view.spec.in_session
     if not is_told_above and (not view.is_final or view.state is RunState.SUCCEEDED):
-        # before, it stands among what is going on
+        # before that it is part of `_preparing`
         parts += [returned_text(view), shipped_text(view), label_text(view)]
     if view.is_final and tracked_link(view) is None:
-        # a page stands in the picture as a link
+        # a web page is shown as a link
         parts.append(tracked_text(view))
     if view.left:
         parts.append(view.left)
@@ -251,7 +251,7 @@ T = TypeVar("T")
 
 
 def fitted(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot with as much of its texts and cards as one message takes."""
+    """Return the snapshot with texts and cards reduced until it fits into one message."""
     for lines, characters in _TEXT_LEVELS:
         if json_bytes(replace(snapshot, ranks=())) <= _MAX_TEXT_BYTES:
             break
@@ -264,7 +264,7 @@ def fitted(snapshot: Snapshot) -> Snapshot:
 
 
 def _shorter(snapshot: Snapshot, lines: int, characters: int) -> Snapshot:
-    """Cut every list of texts to its beginning and its end, and every text to its beginning."""
+    """Cut each list of texts to its beginning and end, and each text to its beginning."""
 
     def cut(block: tuple[FailureLine, ...]) -> tuple[FailureLine, ...]:
         kept = _ends(block, lines, FailureLine(text="...", kind="text"))
@@ -288,7 +288,7 @@ def _cut(text: str, characters: int) -> str:
     return text if len(text) <= characters else f"{text[:characters]} ..."
 
 
-# each step of what the one before has left: curves and their points, the last line, details
+# each step reduces the result of the previous one: curves and their points, the last line, details
 _SMALLER_CARDS: tuple[Callable[[RankCard], RankCard], ...] = (
     lambda card: card,
     lambda card: replace(card, curves=card.curves[:2]),
@@ -300,7 +300,7 @@ _SMALLER_CARDS: tuple[Callable[[RankCard], RankCard], ...] = (
 
 
 def _fewer(snapshot: Snapshot) -> Snapshot:
-    """Leave out cards from the end until it fits, those that have something to say last."""
+    """Leave out cards from the end until it fits, first those without a warning or failure."""
     cards = list(snapshot.ranks)
     while len(cards) > 1:
         dull = [card for card in cards if card.tone not in ("bad", "warn") and not card.idle]

@@ -1,6 +1,6 @@
-"""The ipywidget of a run's live view, and what the panel's shares with it.
+"""The ipywidget of a run's live view, and the base class that it shares with the panel's.
 
-To import it takes some 50 ms, which no cell is to wait for.
+Importing this module takes about 50 ms, so it is done in the background.
 """
 
 # ipywidgets declares few types
@@ -23,11 +23,11 @@ class KeyedWidget(anywidget.AnyWidget):
     """An anywidget whose model id is known before its comm is open.
 
     Args:
-        comms: `subshell` when the kernel answers a widget's messages while a cell blocks, if the front end sends
-            them to a subshell; else `blocking`: ask over the control channel.
+        comms: `subshell` if the kernel answers a widget's messages that the front end sends to a subshell while a
+            cell blocks; else `blocking`: use the control channel.
 
     Attributes:
-        model_key: The model's id, which questions over the control channel name.
+        model_key: The model's id, which requests over the control channel include.
     """
 
     comms = traitlets.Unicode("blocking").tag(sync=True)
@@ -38,7 +38,7 @@ class KeyedWidget(anywidget.AnyWidget):
         try:
             super().__init__(model_id=key, model_key=key, **state)
         except BaseException:
-            # an interrupt: nobody else could close what is open by now
+            # such as an interrupt: close what is open, as no one else has a reference
             self.close()
             raise
 
@@ -48,7 +48,7 @@ class KeyedWidget(anywidget.AnyWidget):
         return {_VIEW_MIME: {"version_major": 2, "version_minor": 0, "model_id": self.model_key}}
 
     def close(self) -> None:
-        """Close its comm and that of its layout, which ipywidgets leaves open."""
+        """Close its comm and its layout's comm, which ipywidgets leaves open."""
         layout = self.layout
         super().close()
         layout.close()
@@ -58,12 +58,12 @@ _ESM = resources.files("sgpu_magic").joinpath("static/run_view.js").read_text(en
 
 
 class RunViewWidget(KeyedWidget):
-    """What the browser knows of a run: the last snapshot and how to ask. Lines go as messages of their own.
+    """The state of a live view in the browser: the last snapshot. Lines are sent as separate messages.
 
     Args:
         snapshot: `schema.Snapshot` as JSON.
     """
 
-    # text and not a Path: anywidget would watch the file
+    # text instead of a Path: anywidget would watch the file
     _esm = traitlets.Unicode(_ESM).tag(sync=True)
     snapshot = traitlets.Dict().tag(sync=True)

@@ -1,14 +1,14 @@
-"""A cell in a rank: prepared, run, shown, described where it failed, and what it brings back.
+"""A cell on a rank: preparation, execution, display, failures and results.
 
-cell_run        one order to execute: prepare, run, tell
-diagnosis       how it failed; what held the memory when there was none left
-shell           IPython in the rank
-results         what it brings back, and the names that cells have set
-failures        an exception described, and let go of
-asking          the user's objects about themselves, whatever their classes do
-displays        to the notebook, or into the widget whose block is under way
-widgets         what widgets say and hear
-questions       completion and inspection while no cell runs
-edited_modules  the user's own modules, edited since their import
-profiling       a trace of torch's profiler around it
+cell_run        executes one order: prepare, run, reply
+diagnosis       describes a failure: traceback, line of the cell, memory use
+shell           the rank's IPython shell
+results         packs a cell's results, and lists the names that cells have set
+failures        describes an exception, and frees what its frames hold
+asking          calls methods of the user's objects safely
+displays        sends displays to the notebook, or to the enclosing `Output` widget
+widgets         widgets' comm messages in both directions
+questions       completion and inspection between cells
+edited_modules  finds and reloads the user's modules that were edited after their import
+profiling       runs torch's profiler around a cell
 """

@@ -1,6 +1,6 @@
-"""Asking the user's objects about themselves, as an exception for its text: nothing that they do ends the rank.
+"""Calls methods of the user's objects, such as an exception's `__str__`, so that nothing they do ends the rank.
 
-Such a question runs code that may raise, exit or loop. What it does costs at most its own answer.
+They may raise, exit or loop; then a default takes the place of their result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def slot(owner: type, name: str) -> Callable[[Any], Any]:
-    """Read an attribute of `owner`'s own: no class below it can put code in the way."""
+    """Return a getter of an attribute that `owner` itself defines, which subclasses can't override."""
     return owner.__dict__[name].__get__
 
 
@@ -32,7 +32,7 @@ module_of = slot(type, "__module__")
 
 
 class _Asking:
-    """Whether the user's code is being asked, what it has refused, and whether the user wants it to end."""
+    """Whether a call is in progress, whether it was interrupted, and how many calls have failed."""
 
     def __init__(self) -> None:
         self.now = False
@@ -44,14 +44,17 @@ _state = _Asking()
 
 
 def ask(function: Callable[..., T], *arguments: Any, default: T) -> T:
-    """Return what the user's code answers, `default` where it raises or exits, or an interrupt ends its loop."""
+    """Call the user's code and return its result, or `default` if it raises, exits or is interrupted.
+
+    After an interrupt, further calls return their `default` at once.
+    """
     if _state.interrupted:
         _state.refused += 1
         return default
     _state.now = True
     try:
         return function(*arguments)
-    except BaseException:  # noqa: BLE001  whatever it is, it is no failure of the cell's
+    except BaseException:  # noqa: BLE001  whatever it is, it is not the cell's failure
         _state.refused += 1
         return default
     finally:
@@ -59,15 +62,15 @@ def ask(function: Callable[..., T], *arguments: Any, default: T) -> T:
 
 
 def is_asking() -> bool:
-    """Whether this thread is within the user's code that describes an exception."""
+    """Whether this is the main thread and a call by `ask` is in progress."""
     return _state.now and threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager
 def interruptible() -> Generator[None]:
-    """While an exception is described, an interrupt ends only what the user's code does there.
+    """While an exception is described, let an interrupt end only the user's code that is called for it.
 
-    A rank that is released from a collective is interrupted next, and its error must be reported all the same.
+    A rank that is released from a collective is interrupted next, and must still report its error.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -87,7 +90,7 @@ def _interrupt_the_asked(signum: int, frame: types.FrameType | None) -> None:
 
 
 def is_exit(error: BaseException) -> bool:
-    """Whether this is `sys.exit()` without a code that says failure."""
+    """Whether this is `sys.exit()` with a code that means success."""
     if not issubclass(type(error), SystemExit):
         return False
     code = _code_of(error)
@@ -95,25 +98,25 @@ def is_exit(error: BaseException) -> bool:
 
 
 def is_a(error: BaseException, *kinds: type[BaseException]) -> bool:
-    """`isinstance` by the object's real type: to ask an object for its class may run the user's code."""
+    """`isinstance` by the object's real type: `isinstance` itself may run the user's code."""
     return issubclass(type(error), kinds)
 
 
 def text_of(value: object) -> str | None:
-    """The characters of a string of any class, None where it is none."""
+    """Return a `str` of the characters of a string of any subclass, None for other objects."""
     return str.__str__(value) if issubclass(type(value), str) else None  # pyright: ignore[reportArgumentType]
 
 
 def encodable(text: str) -> str:
-    """The text with surrogates written out: no message can carry them."""
+    """Return the text with surrogates escaped, which UTF-8 can't encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def begin() -> None:
-    """Count anew what is refused."""
+    """Reset the count of `refused`."""
     _state.refused = 0
 
 
 def refused() -> int:
-    """How often since `begin` an answer was refused."""
+    """Return the number of calls since `begin` that gave no result of their own."""
     return _state.refused

@@ -1,4 +1,4 @@
-"""One order to execute: prepare, run the cell in the shell, and what to tell of it."""
+"""One `Execute` order: prepare, run the cell in the shell, make the reply."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -33,21 +33,21 @@ from sgpu_magic.worker.process.rank_context import Standing
 
 
 def warm_up(shell: RankShell) -> None:
-    """Run a cell and format a traceback once in the zygote: the first of each costs 10 and 140 ms."""
+    """Run a cell and format a traceback once in the zygote: the first ones take 10 and 140 ms."""
     for source in ("1 + 1", "def _f():\n    raise ValueError('warm')\n_f()"):
         shell.run_cell(source, store_history=False)
     shell.reset(new_session=True)
-    # `reset` takes these too, and multiprocessing reads them
+    # `reset` removes these too, and multiprocessing reads them
     shell.user_ns.update(dict.fromkeys(("__spec__", "__loader__", "__package__", "__doc__")))
     shell.begin_cell(is_first=True)
-    # multiprocessing asks for it before it starts a child that is not forked
+    # multiprocessing reads it before it starts a child that is not forked
     shell.user_module.__spec__ = None
 
 
 def rehearse(shell: RankShell) -> None:
-    """Take the way of a cell once while there is time: a fork's first touch of each page copies it.
+    """Go through a cell's steps once while the rank is idle: the first write to each page after a fork copies it.
 
-    Saves 5 ms of the 10 that a standby rank's first cell takes on a small machine. Leaves nothing in the namespace.
+    Saves 5 of the 10 ms that a standby rank's first cell takes on a small machine. Leaves nothing in the namespace.
     """
     environ = dict(os.environ)
     os.environ.clear()
@@ -66,9 +66,10 @@ def rehearse(shell: RankShell) -> None:
 
 
 def source_of(cell: CellSource) -> str:
-    """The cell with its magic's line as a comment, so that line numbers are the editor's.
+    """Return the cell with its magic's line as a comment, so that line numbers match the editor's.
 
-    A body that begins with a cell magic of its own must stay in front to be recognised.
+    A body that itself begins with a cell magic is returned without that comment: IPython expects the magic in the
+    first line.
     """
     lines = cell.body.splitlines(keepends=True)
     is_indented = next((line for line in lines if line.strip()), "")[:1].isspace()
@@ -80,12 +81,12 @@ def source_of(cell: CellSource) -> str:
 
 
 def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, float]:
-    """Run the cell in the shell's namespace; return what it raised, and its time in seconds."""
+    """Run the cell in the shell's namespace. Return the exception it raised, if any, and its time in seconds."""
     hook = hook_of(shell)
     hook.last_value = None
     hook.source = order.cell.body
     shell.execution_count = order.cell.execution_count or 1
-    # of the notebook's earlier cells, and in a session of the rank's own
+    # from the notebook's earlier cells, and in a session from the rank's own
     shell.compile.flags |= order.cell.future_flags
     begin = time.perf_counter()
     outcome = shell.run_cell(source_of(order.cell), store_history=False)
@@ -97,13 +98,13 @@ def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, fl
 
 
 class CellRun:
-    """Executes one `Execute` on the main thread; interrupts are allowed meanwhile.
+    """Executes one `Execute` on the main thread, with interrupts allowed.
 
     Args:
-        standing: The rank's place, taken before in a session.
-        message: The order.
-        order: What came with it.
-        say: Tells the agent something.
+        standing: The rank's state between cells; set up before in a session.
+        message: The agent's message.
+        order: The message with its frames and descriptors.
+        say: Sends a message to the agent.
     """
 
     def __init__(self, standing: Standing, message: Execute, order: Order, say: Callable[[Record], None]) -> None:
@@ -120,11 +121,11 @@ class CellRun:
         self._shell.begin_cell(self._rank == min(message.only, default=0), whole)
 
     def run(self) -> Reply:
-        """Do it all; every error becomes the reply."""
+        """Execute the order. Every error becomes a reply."""
         try:
             self._prepare()
-            # a model's reducer that is the last to hold a destroyed group waits for gloo's threads with Python's lock
-            # held, and those may want it (torch 2.13): the group is let go of after the cell, which gives the lock away
+            # a model's reducer that holds the last reference to a destroyed group waits for gloo's threads with the GIL
+            # held, and those may need it (torch 2.13): this reference is dropped after the cell, which releases the GIL
             self.groups = rendezvous.groups()
             self._look_at_modules()
         except (Exception, SystemExit) as error:  # noqa: BLE001  the user's classes and modules may raise anything
@@ -161,17 +162,17 @@ class CellRun:
         try:
             error, seconds = run_cell(self._shell, message)
         finally:
-            # an interrupt, or a peer's failure, is not to cost the trace
+            # an interrupt, or a peer's failure, must not lose the trace
             interrupts.refuse()
             self._say(Remarked(text=trace.end()))
         interrupts.allow()
         return error, seconds
 
     def failed(self, error: BaseException) -> Reply:
-        """Tell of the error, and let go of all that hangs on it."""
-        # to describe it takes a while, and the interrupt that a peer's failure brings must not take its place
+        """Return the reply that describes the error, and free what the error holds."""
+        # describing takes a while, and the interrupt that follows a peer's failure must not replace this error
         interrupts.refuse()
-        # interrupted before it was looked at
+        # still open if the rank was interrupted before it read the payload
         self.leave_payload()
         with asking.interruptible():
             failure = diagnosis.describe(error, self._shell, self._rank)
@@ -183,13 +184,13 @@ class CellRun:
         return reply
 
     def leave_payload(self) -> None:
-        """Let go of a payload that nobody has looked at."""
+        """Close a payload that was not read."""
         if self._payload_fd >= 0:
             os.close(self._payload_fd)
             self._payload_fd = -1
 
     def _look_at_modules(self) -> None:
-        """Tell of modules that were edited since their import, or load them anew."""
+        """Report modules that were edited since their import, or reload them if the order says so."""
         message, first = self._message, self._shell.is_first
         is_cell = message.in_session and message.kind in (RunKind.CELL, RunKind.CALL)
         if not is_cell or not (message.reload or first):
@@ -215,7 +216,7 @@ class CellRun:
         self._take_names()
 
     def _take_place(self) -> None:
-        """Stand where the kernel stands."""
+        """Take over the kernel's context."""
         message = self._message
         if message.in_session:
             self._standing.follow(message.context, message.rank_variables)
@@ -224,7 +225,7 @@ class CellRun:
             self._say(Joined())
 
     def _take_names(self) -> None:
-        """Take what was shipped into the namespace."""
+        """Unpack the payload into the namespace."""
         message = self._message
         self._shell.show_sources(message.cell.linecache)
         if message.inline:
@@ -241,30 +242,30 @@ class CellRun:
 
 
 class _Steps:
-    """Steps that optimizers of this process have made."""
+    """Number of optimizer steps in this process."""
 
     count = 0
 
 
 def count_optimizer_steps() -> None:
-    """Count the steps of optimizers from now on. For the zygote."""
+    """Count optimizer steps from now on. Called in the zygote."""
     register_optimizer_step_post_hook(_stepped)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    # a compiled step would be compiled again for each number
+    # a compiled step would be recompiled for each count
     if not torch.compiler.is_compiling():
         _Steps.count += 1
 
 
 class LoneTraining:
-    """Says whether a rank of several has trained without the others, which is seldom meant and never an error.
+    """Detects a rank of several that trains without the others, which is rarely intended and never an error.
 
-    Watches one cell, from when it is made.
+    Covers one cell, from the creation of this object on.
 
     Args:
         rank: This rank.
-        ranks: How many run the cell.
+        ranks: Number of ranks that run the cell.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -274,7 +275,7 @@ class LoneTraining:
         self._began_at = time.time()
 
     def remark(self) -> str:
-        """What the user is told, "" when this rank has trained nothing or has met the others."""
+        """Return a remark for the user, "" if this rank has not trained or has called a collective."""
         if self._ranks == 1 or _Steps.count == self._steps or not flight_recorder.records_every_backend():
             return ""
         _, entered_at = flight_recorder.current()

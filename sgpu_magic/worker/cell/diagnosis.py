@@ -1,4 +1,4 @@
-"""How a cell failed, as its rank describes it: the traceback, the cell's line, what held the memory."""
+"""Description of a cell's failure on its rank: traceback, line of the cell, memory use."""
 
 # torch and IPython are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -31,9 +31,10 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
-    """Describe how a cell failed: the traceback as IPython draws it, the cell's line, what the rank was in.
+    """Describe a cell's failure: IPython's traceback, the line of the cell, the torch function that the rank was in.
 
-    Of an allocation that failed, what held the memory; of a rank that its peers or the user ended, how much it held.
+    The description of a failed allocation has the largest tensors, that of a rank stopped by the user or by a peer's
+    failure its memory use.
     """
     shown = shell.shown
     if shown is None or shown.error is not error:
@@ -75,7 +76,7 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
 
 
 def _position(entry: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:
-    """The last line of a notebook cell on the stack, and the torch function entered below it."""
+    """Return the innermost line of a notebook cell on the stack, and the torch function called from there."""
     line: int | None = None
     where = ""
     cells = shell.compile._filename_map  # pyright: ignore[reportPrivateUsage]
@@ -89,7 +90,7 @@ def _position(entry: types.TracebackType | None, shell: RankShell) -> tuple[int 
 
 
 _LARGEST = 8
-# in one list or dictionary
+# items looked at in one list or dictionary
 _MOST_ITEMS = 1000
 _CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
 _MODULE_LEVEL = "<module>"
@@ -105,13 +106,13 @@ def is_out_of_memory(error: BaseException, message: str) -> bool:
 
 
 def measure(device: str) -> RankMemory | None:
-    """Return what is used and free, None when the device does not tell. Cheap.
+    """Return the used and free memory, None if the device does not answer. Cheap.
 
     Args:
         device: `cuda`, or `cpu`.
     """
     if device == "cuda" and torch.cuda.is_initialized():
-        # a GPU whose last kernel failed answers nothing more
+        # a GPU whose last kernel failed answers no more queries
         with contextlib.suppress(RuntimeError):
             free, total = torch.cuda.mem_get_info()
             return RankMemory(
@@ -131,28 +132,28 @@ def measure(device: str) -> RankMemory | None:
 
 
 def take_stock(error: BaseException, entry: types.TracebackType | None, shell: RankShell) -> RankMemory | None:
-    """Return what held the memory, with the largest tensors; before the error's frames are freed.
+    """Return the memory use with the largest tensors. To be called before the error's frames are freed.
 
     Args:
         error: The failed allocation.
-        entry: Its frames.
-        shell: Whose names tell what a tensor is.
+        entry: Its traceback.
+        shell: The rank's shell, whose namespace names the tensors.
     """
     device = "cuda" if is_a(error, torch.cuda.OutOfMemoryError) else "cpu"
     found = measure(device)
     if found is None:
         return None
-    # a Python that has no memory left for this tells what it can
+    # without enough memory for the list, the totals are returned alone
     with contextlib.suppress(MemoryError):
         return msgspec.structs.replace(found, largest=_largest(device, _names(entry, shell)))
     return found
 
 
 def _largest(device: str, names: dict[int, str]) -> tuple[TensorUse, ...]:
-    """The tensors with the largest storages; of those that share one the one with a name, else any."""
+    """Return the tensors with the largest storages. Of tensors that share one, a named one is preferred."""
     by_storage: dict[int, TensorUse] = {}
     for found in gc.get_objects():
-        # by type: to ask an object for its class may run the user's code
+        # by type: `isinstance` may run the user's code
         if not issubclass(type(found), torch.Tensor):
             continue
         with contextlib.suppress(*_TENSOR_PROBLEMS):
@@ -176,7 +177,7 @@ def _largest(device: str, names: dict[int, str]) -> tuple[TensorUse, ...]:
 
 
 def _names(entry: types.TracebackType | None, shell: RankShell) -> dict[int, str]:
-    """Name by id of each tensor that hangs at a notebook's name, or at a local one of the frames that failed."""
+    """Return names by id for tensors reachable from the notebook's names or from locals of the failed frames."""
     names: dict[int, str] = {}
     # IPython's own names of values come last
     namespace: dict[str, Any] = shell.user_ns
@@ -222,14 +223,14 @@ def _tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor
         parts[f"{name}.grad"] = tensor.grad
     for way, part in parts.items():
         yield way, part
-        # a sharded one is a shell around the part that is here
+        # a sharded tensor wraps its local part
         local = getattr(part, "_local_tensor", None)
         if isinstance(local, torch.Tensor):
             yield way, local
 
 
 def free() -> None:
-    """Give back what only waits to be collected, and what torch keeps for its next allocation."""
+    """Free uncollected garbage and torch's cached GPU memory."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""What a rank displays: to the notebook, or into the widget whose block is under way.
+"""A rank's displays, which go to the notebook or to the enclosing `Output` widget.
 
-`with output:` in a rank: what the block prints and displays goes into the widget, as `interact` wants it. In a notebook
-the front end does that, by the message that a print answers; in a rank no message has asked for it.
+In a `with output:` block on a rank, prints and displays go to the widget, as `interact` needs it. In a notebook the
+front end does this by the parent message of each print; a rank's output has no such message.
 """
 
 # IPython's own attributes are only partly typed
@@ -30,14 +30,14 @@ _MOST_OUTPUTS = 200
 
 
 def _discard(message: Record) -> None:
-    """Before the fork there is nobody to report to."""
+    """Discard displays before the fork."""
 
 
 class RankDisplayPublisher(DisplayPublisher):
-    """`display()` and `clear_output()` of a rank."""
+    """`display()` and `clear_output()` on a rank."""
 
     report: Report = staticmethod(_discard)
-    # blocks under way whose displays go into a widget, the innermost last
+    # entered `with output:` blocks, innermost last
     captures: ClassVar[list[Any]] = []
 
     def publish(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -67,22 +67,22 @@ class RankDisplayPublisher(DisplayPublisher):
 
 
 def _to_json(value: Mapping[str, object]) -> bytes:
-    # what is no UTF-8 has no place in JSON either
+    # surrogates become "?": JSON is UTF-8
     return json.dumps(value, default=encode_binary, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def encode_binary(value: object) -> str:
-    """What JSON has no form for, as text."""
+    """Encode a value that JSON can't represent as text: bytes in base64, anything else by `str`."""
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode("ascii")
     return str(value)
 
 
 class _Captured:
-    """What one block has printed and displayed.
+    """The output of one block.
 
     Args:
-        widget: The `Output`.
+        widget: The `Output` widget.
     """
 
     def __init__(self, widget: Any) -> None:
@@ -121,7 +121,7 @@ class _Captured:
 
 
 class _Stream(io.TextIOBase):
-    """`sys.stdout` or `sys.stderr` in the block."""
+    """`sys.stdout` or `sys.stderr` within a block."""
 
     def __init__(self, captured: _Captured, name: str) -> None:
         self._captured = captured
@@ -149,12 +149,16 @@ def _exit(
     sys.stdout, sys.stderr = captured.streams
     if not isinstance(error, Exception):
         return None
-    # as in a notebook, whose shell shows it: the block ends, and the code after it goes on
+    # as in a notebook, whose shell shows the error: the block ends, and the code after it goes on
     captured.fail(error)
     return True
 
 
 def teach(output_class: Any) -> None:
-    """Have `ipywidgets.Output` capture by itself."""
+    """Make `ipywidgets.Output` capture output in this process.
+
+    Args:
+        output_class: `ipywidgets.Output`.
+    """
     if output_class.__enter__ is not _enter:
         output_class.__enter__, output_class.__exit__ = _enter, _exit

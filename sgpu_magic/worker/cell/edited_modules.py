@@ -1,7 +1,8 @@
-"""The user's own modules on a rank that stays: which were edited since their import, and how to load them anew.
+"""The user's modules on a session's rank: finds those that were edited since their import, and reloads them.
 
-The user's own are those that lie in the kernel's directory or under an entry of its path that is no part of a Python
-installation. What a file was when Python read it is noted as Python asks for it, so that an edit during a cell counts.
+The user's modules are those in the kernel's working directory, or under an entry of its `sys.path` that is not part of
+a Python installation. A file's time and size are recorded when Python reads them at import, so that an edit during a
+cell counts.
 """
 
 # autoreload has no types
@@ -29,11 +30,11 @@ from sgpu_magic.worker.cell.shell import RankShell
 _PACKAGE = str(Path(__file__).parents[2])
 
 Mark = tuple[float, int]
-"""Time of change and size: a file with another mark was edited."""
+"""Modification time and size. A file whose mark differs from the recorded one was edited."""
 
 
 def note_imports() -> None:
-    """Note of every source file what it is when it is imported. Once, in the zygote."""
+    """Record the mark of every source file that is imported from now on. Called once, in the zygote."""
     original = SourceFileLoader.path_stats
 
     def path_stats(self: SourceFileLoader, path: str) -> Any:
@@ -48,10 +49,10 @@ _noted: dict[str, Mark] = {}
 
 
 class EditedModules:
-    """Looks before each cell of a session.
+    """Finds and reloads edited modules before each cell of a session.
 
     Args:
-        shell: Whose namespace follows a module that is loaded anew.
+        shell: The rank's shell, whose namespace gets the new values of reloaded modules.
     """
 
     def __init__(self, shell: RankShell) -> None:
@@ -64,7 +65,7 @@ class EditedModules:
         self._old_objects: dict[tuple[str, str], list[Any]] = {}
 
     def find(self, context: RankContext) -> dict[str, types.ModuleType]:
-        """Return the edited modules by file. Costs 2 us for each of the user's own modules."""
+        """Return the edited modules by file. Takes 2 us for each of the user's modules."""
         own = self._own_files(context)
         if not own:
             return {}
@@ -78,7 +79,7 @@ class EditedModules:
         }
 
     def remark(self, edited: dict[str, types.ModuleType], context: RankContext, rank: int) -> str:
-        """Return what to tell the user, "" when it was told before."""
+        """Return a remark for the user, "" if the same edits were reported before."""
         new = [path for path in edited if self._told.get(path) != _mark(path)]
         for path in new:
             mark = _mark(path)
@@ -91,14 +92,14 @@ class EditedModules:
         return f"rank {rank} holds {versions} of {names}, edited since: --reload loads {them} anew."
 
     def reload(self, edited: dict[str, types.ModuleType], context: RankContext) -> str:
-        """Load the edited modules anew and return what to tell the user.
+        """Reload the edited modules and return a remark for the user.
 
-        Functions, classes and instances that others hold follow (IPython's autoreload); plain values that other
-        modules of the user's or the notebook have imported by name are set anew there.
+        Existing functions, classes and instances are updated in place (IPython's autoreload). Plain values that the
+        notebook or other modules of the user have imported by name are replaced there.
 
         Raises:
-            SyntaxError: A file does not compile; nothing was loaded.
-            Exception: What a module raised; it stays as it was.
+            SyntaxError: A file does not compile; nothing was reloaded.
+            Exception: A module raised it; that module stays as it was.
         """
         for path in edited:
             with open(path, "rb") as file:
@@ -109,13 +110,13 @@ class EditedModules:
         own = [module for module, file in files if file is not None and self._own.get(file)]
         for path, module in _in_order(edited):
             before = dict(vars(module))
-            # a cached one counts as current when the edit was within its second and left the size
+            # a cached file counts as current if the edit came within the same second and kept the size
             with contextlib.suppress(OSError, NotImplementedError):
                 os.unlink(importlib.util.cache_from_source(path))
             try:
                 superreload(module, importlib.reload, self._old_objects)
             except BaseException as error:
-                # the user's lines begin below the import system's
+                # drop the import system's frames above the user's
                 error.__traceback__ = _from_file(error.__traceback__, path)
                 raise
             self._pass_values_on(module, before, own)
@@ -136,7 +137,7 @@ class EditedModules:
     def _pass_values_on(
         self, module: types.ModuleType, before: dict[str, Any], own: Sequence[types.ModuleType]
     ) -> None:
-        """What was imported by name is a copy of the reference: set it anew where it is still the old value."""
+        """Replace values that were imported by name, where they are still the old ones."""
         namespaces: list[dict[str, Any]] = [self._shell.user_ns]
         namespaces += [vars(other) for other in own if other is not module and _imports_from(other, module.__name__)]
         for name, value in vars(module).items():
@@ -180,7 +181,7 @@ def _mark(path: str) -> Mark | None:
     try:
         stats = os.stat(path)
     except OSError:
-        # gone, as an editor may leave it for a moment
+        # missing, as for a moment while an editor saves
         return None
     return stats.st_mtime, stats.st_size
 
@@ -197,7 +198,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _in_order(edited: dict[str, types.ModuleType]) -> list[tuple[str, types.ModuleType]]:
-    """Each module after those of the edited that it imports."""
+    """Order the modules so that each comes after the edited modules that it imports."""
     names = {module.__name__: path for path, module in edited.items()}
     ordered: dict[str, None] = {}
 
@@ -215,7 +216,7 @@ def _in_order(edited: dict[str, types.ModuleType]) -> list[tuple[str, types.Modu
 
 
 def _imported(path: str, module: types.ModuleType) -> set[str]:
-    """Names of the modules that the file imports, all that they could be."""
+    """Return all names of modules that the file may import."""
     found: set[str] = set()
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         for node in ast.walk(ast.parse(Path(path).read_bytes())):

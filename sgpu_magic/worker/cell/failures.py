@@ -1,7 +1,7 @@
-"""How a cell failed: its exception described without trusting the user's code, and then let go of.
+"""Describes a cell's exception without trusting the user's code, and frees what it holds afterwards.
 
-Its text, its notes and its drawing are asked for once, by `asking.ask`, and may be 300 MB long. All that draws a
-traceback works on the stand-in that `look_at` makes, which has plain texts of bounded length.
+The exception's text, notes and `_render_traceback_` are requested once, by `asking.ask`; they may be 300 MB long.
+Tracebacks are drawn from the stand-in that `look_at` makes, which has plain texts of bounded length.
 """
 
 # IPython's own attributes are only partly typed
@@ -39,7 +39,7 @@ from sgpu_magic.worker.cell.asking import (
     traceback_of,
 )
 
-# what a person reads of one exception; a hundred ranks that all fail tell less than 2 MB
+# enough to read; a hundred ranks that all fail send less than 2 MB
 MESSAGE_CHARS = 10_000
 # 400 lines; the notebook shows all of it
 TRACEBACK_CHARS = 40_000
@@ -51,7 +51,7 @@ _MOST_NOTES = 20
 _MOST_GROUPED = 15
 _MOST_LINES = 1_000
 _NAME_CHARS = 200
-# above the recursion limit that a notebook has
+# above a notebook's recursion limit
 _MOST_FRAMES = 3_200
 _FRAMES_KEPT = 100
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -66,10 +66,13 @@ _PEER_LOST = re.compile(
 
 
 class WholeTexts:
-    """The file of a run's directory that has what was too long to show.
+    """The file in the run's directory for texts that are too long to show.
 
     Args:
-        path: The file; None where the run has no directory.
+        path: The file, None if the run has no directory.
+
+    Attributes:
+        has_cut: Whether a text was cut.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -81,8 +84,8 @@ class WholeTexts:
 
         Args:
             text: Any text.
-            most: Characters.
-            what: The heading under which the whole is kept; "" for a text that is kept in another form.
+            most: Limit in characters.
+            what: The heading of the whole text in the file; "" for a text that is there in another form.
         """
         if len(text) <= most:
             return text
@@ -110,16 +113,16 @@ class WholeTexts:
 
 
 class Shown(msgspec.Struct):
-    """An exception as it is described.
+    """A described exception.
 
     Args:
         error: The user's object.
-        stand_in: An exception of the same name and text, with the same traceback, causes and notes; ours.
-        type_name: Qualified.
-        message: Its text, bounded.
-        is_odd: No object to hand over: its own code raised, exited or was interrupted, or it has too much text.
-        has_group: It is a group, or one is shown before it.
-        drawing: The lines that its `_render_traceback_` draws, None where it has none.
+        stand_in: Our exception of the same name and text, with the same traceback, causes and notes.
+        type_name: The qualified name of its type.
+        message: Its text, cut to `MESSAGE_CHARS`.
+        is_odd: The object is not to be sent: its own code raised, exited or was interrupted, or its text was cut.
+        has_group: It is an exception group, or is shown after one.
+        drawing: The lines that its `_render_traceback_` returns, None if it has no such method.
         lines: Its traceback as IPython draws it.
     """
 
@@ -134,7 +137,7 @@ class Shown(msgspec.Struct):
 
 
 def look_at(error: BaseException, whole: WholeTexts) -> Shown:
-    """Ask the exception for all that is shown of it. Never raises on account of the user's code."""
+    """Describe an exception. Never raises because of the user's code."""
     asking.begin()
     standing = _Standing(whole)
     stand_in = standing.of(error)
@@ -149,30 +152,30 @@ def look_at(error: BaseException, whole: WholeTexts) -> Shown:
 
 
 def is_peer_lost(error: BaseException, message: str) -> bool:
-    """Whether this is how the loss of a peer shows in gloo and NCCL: always a consequence, never the cause."""
+    """Whether this is gloo's or NCCL's error for a lost peer: always a consequence, never the cause."""
     return is_a(error, RuntimeError) and (_PEER_LOST.search(message) is not None or _is_revoked(error, message))
 
 
 def _is_revoked(error: BaseException, message: str) -> bool:
-    """`rendezvous.revoke_store` has freed the rank."""
+    """Whether the error comes from `rendezvous.revoke_store`, which freed the rank."""
     return name_of(type(error)) == "DistStoreError" and message == os.strerror(errno.ENXIO)
 
 
 def message_of(shown: Shown) -> str:
-    """The error's own text, where that says something."""
+    """Return the error's text, or a readable one where it says nothing."""
     if _is_revoked(shown.error, shown.message):
         return "released while it waited for a peer that did not come"
     return shown.message
 
 
 class _Standing:
-    """Makes the stand-ins of an exception and of what is shown before it; each object once.
+    """Makes the stand-ins of an exception and of those shown before it, one for each object.
 
     Args:
-        whole: Takes texts that are too long.
+        whole: The file for texts that are too long.
 
     Attributes:
-        has_group: There is a group among them.
+        has_group: Whether one of them is an exception group.
     """
 
     def __init__(self, whole: WholeTexts) -> None:
@@ -239,7 +242,7 @@ class _Standing:
         found: Any = ask(_get_notes, error, default=None)
         if found is None:
             return []
-        # what is no list is shown as Python itself does
+        # anything but a list is shown as Python does
         listed: list[object] = list(found[:_MOST_NOTES]) if type(found) in (list, tuple) else [found]
         notes: list[str] = []
         for note in listed:
@@ -250,7 +253,7 @@ class _Standing:
         return notes
 
     def _take_place(self, error: BaseException, made: Any) -> None:
-        """Of a SyntaxError: file, line and text, where they are what Python puts there."""
+        """Copy a SyntaxError's file, line and text, where they have the types that Python gives them."""
         for name in ("filename", "text", "lineno", "offset", "end_lineno", "end_offset"):
             value = slot(SyntaxError, name)(error)
             if name in ("filename", "text"):
@@ -270,7 +273,7 @@ def _draw_itself(error: Any) -> Any:
 
 
 def _names_of(cls: type) -> tuple[str, str]:
-    """The module and the qualified name of an exception's class."""
+    """Return the module and the qualified name of an exception's class."""
     return _plain_name(module_of(cls), "?"), _plain_name(qualname_of(cls))
 
 
@@ -283,7 +286,7 @@ def _plain_name(name: object, default: str = "Exception") -> str:
 
 
 def _bounded(entry: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without the middle of a recursion that nobody can read."""
+    """Return the traceback without the middle of a very deep recursion."""
     entries: list[types.TracebackType] = []
     while entry is not None:
         entries.append(entry)
@@ -297,9 +300,10 @@ def _bounded(entry: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def leave_own_frames_out(error: BaseException) -> None:
-    """End the traceback where the cell called into this package, as `input()` in a rank does.
+    """Remove this package's frames from the traceback.
 
-    A function's call begins with the function's own frame: those before it are no code of the user's.
+    It ends where the cell called into this package, as `input()` on a rank does. For a called function it begins with
+    the function's own frame.
     """
     last, before, entry = None, None, traceback_of(error)
     while entry is not None:
@@ -315,7 +319,7 @@ def leave_own_frames_out(error: BaseException) -> None:
 
 
 def drop_tracebacks(error: BaseException) -> None:
-    """Let go of what the frames of an exception and of those before it hold: the next cell needs the room."""
+    """Free what the frames of an exception and of those before it hold: the next cell needs the memory."""
     waiting, seen = [error], set[int]()
     while waiting:
         one = waiting.pop()
@@ -330,15 +334,15 @@ def drop_tracebacks(error: BaseException) -> None:
 
 
 def _clear_frames(entry: types.TracebackType | None) -> None:
-    """Empty the frames: what drew the traceback still holds them, in cycles that Python collects at some time.
+    """Clear the frames: the objects that drew the traceback still hold them, in cycles that are collected later.
 
-    To clear a generator's frame would end the generator, which the user's code may still hold.
+    A generator's frame is left alone: clearing it would end the generator, which the user's code may still hold.
     """
     for frame, _ in traceback.walk_tb(entry):
         if not frame.f_code.co_flags & _GENERATORS:
-            # it still runs: one of those that lead to the cell
+            # a RuntimeError means that the frame still runs: it is one of those outside the cell
             with contextlib.suppress(RuntimeError):
                 frame.clear()
                 if sys.version_info < (3, 13):
-                    # asked for again, the copy of the variables that was made for the drawing is emptied too
+                    # reading it again also empties the copy of the variables that was made for the drawing
                     _ = frame.f_locals

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-# small operations come at 100,000 a second and take half a kilobyte of memory each: more than this makes a trace that
-# no viewer opens, and that the rank may have no room for
+# 100,000 small operations a second take half a kilobyte of memory each: a longer trace may not fit in the rank's
+# memory, and no viewer opens it
 LONGEST_S = 20.0
 
 _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
 
 
 class CellTrace:
-    """Traces what the main thread and torch's own threads do in one cell.
+    """Traces the main thread and torch's threads during one cell.
 
     Args:
         run_dir: The run's directory.
@@ -42,14 +42,14 @@ class CellTrace:
         self._stopped_after: float | None = None
 
     def begin(self) -> None:
-        """Trace from now on."""
+        """Start tracing."""
         from torch import profiler
 
         activities = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(profiler.ProfilerActivity.CUDA)
         self._profiler = profiler.profile(activities=activities)
-        # the library under torch's profiler tells each of its steps on the rank's stderr, unless it begins like this
+        # Kineto logs each of its steps to the rank's stderr unless it starts with this setting
         said = os.environ.setdefault(_LOG_LEVEL, _SILENT)
         try:
             self._profiler.start()
@@ -60,11 +60,11 @@ class CellTrace:
         threading.Thread(target=self._limit, name="sgpu-profile", daemon=True).start()
 
     def end(self) -> str:
-        """Write the trace down. Returns what the user should know of it, a sentence."""
+        """Write the trace and return a remark for the user."""
         self._over.set()
         ends_by_term = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if ends_by_term:
-            # where another rank has failed, or the run was cancelled: the agent gives it time
+            # another rank has failed, or the run was cancelled; the agent gives the rank time to write
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             self._stop()
@@ -99,7 +99,7 @@ class CellTrace:
         text, packed = f"{self._path}.json", f"{self._path}.tmp"
         try:
             self._stopped.export_chrome_trace(text)
-            # its own packing takes the slowest level: three times as long for a tenth less
+            # torch compresses at the slowest level: three times as long for a file a tenth smaller
             with open(text, "rb") as plain, gzip.open(packed, "wb", compresslevel=3) as file:
                 shutil.copyfileobj(plain, file, 1 << 20)
             os.replace(packed, self._path)
@@ -120,9 +120,9 @@ def _call_waiting(_: object) -> int:
 
 
 def in_main_thread(call: Callable[[], None]) -> None:
-    """Have `call` called by the main thread, between two of its instructions.
+    """Let the main thread call `call` between two of its bytecode instructions.
 
-    A profiler ends in the thread where it began, and a signal would interrupt what the cell waits in.
+    A profiler must be stopped in the thread that started it, and a signal would interrupt the cell's system calls.
     """
     _waiting.append(call)
     ctypes.pythonapi.Py_AddPendingCall(_call_waiting, None)

@@ -1,4 +1,4 @@
-"""Answers about a rank's namespace while no cell runs: completion, inspection, names."""
+"""Answers about a rank's namespace between cells: completion, inspection, names."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -24,17 +24,17 @@ _MOST_MATCHES = 500
 
 
 class _TooLong(BaseException):
-    """The time is over; no `except Exception` on the way takes it for its own."""
+    """The time limit is exceeded. Not an `Exception`, so that no `except Exception` catches it."""
 
 
 def warm_up(shell: RankShell) -> None:
-    """Answer each once in the zygote, where it costs no rank anything."""
+    """Answer one question of each kind in the zygote, so that ranks are fast from the start."""
     for what, code in (("complete", "pri"), ("inspect", "print")):
         answer(shell, RankQuestion(rank=0, what=what, code=code, cursor=len(code)))
 
 
 def answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
-    """Answer, or say why not. Whatever the user's objects raise on being looked at is such a reason."""
+    """Answer a question. If the user's objects raise or take too long, the answer's `problem` says so."""
     with _quiet():
         try:
             with _limited(_LIMIT_S):
@@ -59,7 +59,7 @@ def _answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
 
 def _complete(shell: RankShell, question: RankQuestion) -> RankAnswer:
     completer = shell.Completer
-    # it would look at the sources of all that is imported, for as long as that takes
+    # jedi would read the sources of all imported modules, with no time limit
     completer.use_jedi = False
     matches: list[Match] = []
     start = end = question.cursor
@@ -88,7 +88,7 @@ def _inspect(shell: RankShell, question: RankQuestion) -> RankAnswer:
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Generator[None]:
-    """Raise `_TooLong` in the body when the time is over. An alarm of the user's own goes off later by that time."""
+    """Raise `_TooLong` in the block after `seconds`. A pending alarm of the user's is delayed by the block's time."""
 
     def ring(signum: int, frame: FrameType | None) -> None:
         raise _TooLong
@@ -106,7 +106,7 @@ def _limited(seconds: float) -> Generator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """IPython's completer prints what a matcher raises: nobody has run anything that could have failed."""
+    """Hide the errors of matchers, which IPython's completer would print although no cell runs."""
 
     def unseen(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What a cell brings back: the names that were asked for, the last expression's value, or its exception."""
+"""A cell's results: the requested names and the last expression's value, or its exception."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -28,7 +28,7 @@ from sgpu_magic.worker.cell.shell import RankShell, hook_of
 from sgpu_magic.worker.group import rendezvous
 
 CALLABLE = "__sgpu_call__"
-"""Name of the function in a run of kind CALL; its cell calls it."""
+"""Name of the function in a run of kind CALL, which the run's cell calls."""
 
 _VALUE_LIMIT_BYTES = 100_000_000
 _NAMES_SHOWN = 5
@@ -36,17 +36,17 @@ _NAMES_SHOWN = 5
 GIVEN = ("rank", "local_rank", "world_size", "device")
 """Names that are set on every rank before its first cell."""
 
-# what IPython keeps of outputs, and what a run of this package sets for itself
+# names in which IPython keeps inputs and outputs, and this package's own
 _INTERNAL = re.compile(r"_+\d*|_i\d*|_ii|_iii|_oh|_ih|_dh|__.*__|__sgpu_.*")
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The rank's last word about a cell.
+    """The rank's reply to an order.
 
     Args:
-        message: `Finished` or `Failed`.
+        message: `Joined`, `Finished` or `Failed`.
         blobs: Its raw frames.
-        buffer: The memory file whose descriptor goes along; ours until the message is sent.
+        buffer: The memory file whose descriptor is sent along; ours until the message is sent.
     """
 
     message: Record
@@ -59,11 +59,18 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes) -> Reply:
-    """Tell of a failure, with the exception itself where that can be pickled, is small and has a text of its own."""
+    """Return the reply for a failure, with the exception itself if it can be pickled, is small and is not odd.
+
+    Args:
+        failure: The description of the failure.
+        error: The user's exception.
+        shell: The rank's shell.
+        key: The run's key, which signs the payload.
+    """
     grouped = rendezvous.is_grouped()
     packed = None
     if shell.shown is not None and not shell.shown.is_odd:
-        # its type, message and traceback travel anyway
+        # the type, message and traceback are in `failure` anyway
         packed = asking.ask(_pack, error, key, buffers.INLINE_LIMIT, default=None)
     if packed is None or packed.total_bytes > buffers.INLINE_LIMIT:
         return Reply(Failed(failure=failure, grouped=grouped))
@@ -72,14 +79,14 @@ def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes)
 
 
 def finished(packed: Packed | None, rank: int, run_dir: str, *, text: str, problem: str, seconds: float) -> Reply:
-    """Tell that the cell ran through, with what it brings back.
+    """Return the reply for a cell that succeeded, with its results.
 
     Args:
-        packed: What it brings back, None for nothing.
+        packed: The results, None for nothing.
         rank: The rank.
-        run_dir: Where the result goes that memory has no room for.
+        run_dir: The run's directory, for a result that does not fit in memory.
         text: The last expression as text.
-        problem: Why its value stays here, "" when it does not.
+        problem: Why its value is not returned, "" if it is.
         seconds: The cell's time.
 
     Raises:
@@ -108,10 +115,10 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
     """Pack the names that this rank returns and the last expression's value.
 
     Returns:
-        The packed result, None when there is nothing to return, and why the value stays here ("" when it does not).
+        The packed result, None if there is nothing to return, and why the value is not returned ("" if it is).
 
     Raises:
-        UsageError: A name does not exist here.
+        UsageError: A name does not exist on this rank.
         SerializationError: A name can't be pickled.
     """
     key = order.context.key
@@ -140,7 +147,7 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
 
 
 def names_set(shell: RankShell) -> list[str]:
-    """Names that cells have set or that came along with them, in the order in which they came."""
+    """Return the names that cells have set or that were shipped with them, oldest first."""
     hidden: dict[str, object] = shell.user_ns_hidden
     return [
         name
@@ -165,7 +172,7 @@ def _missing(output: OutputName, shell: RankShell, order: Execute, rank: int) ->
 
 
 def _pack_call(shell: RankShell, order: Execute, rank: int) -> Packed | None:
-    """What a function returned, always, also None; and forget it here."""
+    """Pack a function's return value, even None, and remove it from the namespace."""
     function: object = shell.user_ns.pop(CALLABLE, None)
     first = rank == min(order.only, default=0)
     names = {output.name: shell.user_ns.pop(output.name, None) for output in order.outputs if output.all_ranks or first}
@@ -176,13 +183,13 @@ def _pack_call(shell: RankShell, order: Execute, rank: int) -> Packed | None:
     except SerializationError:
         what = f"what {getattr(function, '__name__', 'the function')}() returned on rank {rank}"
         for value in names.values():
-            # once more, under words that tell the user what it is
+            # again, under a name that tells the user what it is
             _pack({"names": {what: value}, "value": None}, order.context.key)
         raise
 
 
 def forget_call(shell: RankShell, order: Execute) -> None:
-    """Let go of a called function, its arguments and what it returned: they are no names of the user's."""
+    """Remove a called function, with its arguments, and its return values from the namespace."""
     for name in (CALLABLE, *(output.name for output in order.outputs)):
         shell.user_ns.pop(name, None)
 
@@ -191,7 +198,7 @@ def pack_names(names: dict[str, object], value: object, rank: int, key: bytes, o
     """Pack names and a value.
 
     Raises:
-        SerializationError: Something can't be pickled; tells which name of `option`.
+        SerializationError: Something can't be pickled; the message has the name and `option`.
     """
     try:
         return _pack({"names": names, "value": value}, key)

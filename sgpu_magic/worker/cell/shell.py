@@ -1,4 +1,4 @@
-"""IPython in a rank: displays, the last expression and tracebacks go to the notebook instead of a terminal."""
+"""A rank's IPython shell: displays, the last expression and tracebacks go to the notebook instead of a terminal."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -31,7 +31,7 @@ from sgpu_magic.worker.cell.failures import Shown, WholeTexts
 from sgpu_magic.worker.process import interrupts
 
 _PLAIN = "text/plain"
-# in `IPython.core`: what of it ends a cell when it shows a traceback; the rest shows one and means no end
+# modules of `IPython.core` in which a shown traceback ends the cell; other code shows one and goes on
 _ENDING = ("IPython.core.interactiveshell", "IPython.core.magics.", "sgpu_magic.")
 _NOT_ENDING = ("excepthook", "tb")
 _EXIT = "An exception has occurred, use %tb to see the full traceback.\n"
@@ -40,18 +40,18 @@ _LAST = ("last_exc", "last_type", "last_value", "last_traceback")
 
 
 class CellEnded(BaseException):
-    """Ends a cell in whose middle IPython has shown a traceback and would go on, as `%run` does.
+    """Ends a cell in the middle of which IPython has shown a traceback and would go on, as `%run` does.
 
-    No `Exception`: the user's code around the magic does not see one in a notebook either.
+    Not an `Exception`: in a notebook the user's code around the magic does not see one either.
     """
 
 
 def _do_nothing() -> None:
-    """Before the fork nobody waits for a cell."""
+    """Default of `report_raised`, in effect before the fork."""
 
 
 class RankDisplayHook(DisplayHook):
-    """The last expression: its value travels in the result, its rich forms are displayed."""
+    """Keeps the last expression's value for the result, and displays its rich representations."""
 
     last_value: object = None
     last_text: str = ""
@@ -59,15 +59,15 @@ class RankDisplayHook(DisplayHook):
 
     @property
     def prompt_count(self) -> int:
-        """The notebook's number of the cell: `Out[7]`. IPython takes one off where it keeps a history."""
+        """The cell's number in the notebook, as in `Out[7]`. IPython subtracts one where it keeps a history."""
         return self.shell.execution_count  # pyright: ignore[reportOptionalMemberAccess]
 
     def quiet(self) -> bool:
-        """Whether the cell ends with a semicolon. IPython asks the history, which a rank has not."""
+        """Whether the cell ends with a semicolon. IPython looks in the history, which a rank doesn't have."""
         return bool(self.semicolon_at_end_of_expression(self.source))
 
     def write_output_prompt(self) -> None:
-        """The value's text stands in the run's result, not after a prompt of each rank."""
+        """Print no prompt: the value's text is shown in the run's result."""
 
     def write_format_data(self, format_dict: Mapping[str, object], md_dict: Mapping[str, object] | None = None) -> None:
         self.last_text = str(format_dict.get(_PLAIN, ""))
@@ -79,10 +79,10 @@ class RankDisplayHook(DisplayHook):
         self.last_value = result
 
     def log_output(self, format_dict: Mapping[str, object]) -> None:
-        """Without history there is nothing to log to."""
+        """Do nothing: there is no history to log to."""
 
     def finish_displayhook(self) -> None:
-        """No prompt, so no line to end after it."""
+        """Do nothing: without a prompt there is no line to end."""
 
 
 class RankShell(InteractiveShell):
@@ -91,11 +91,11 @@ class RankShell(InteractiveShell):
     display_pub_class = Type(RankDisplayPublisher)
     displayhook_class = Type(RankDisplayHook)
 
-    # the cell's failure, and where the cell was when it ended in the middle of a magic
+    # the cell's failure, and the traceback of the cell where it ended in the middle of a magic
     shown: Shown | None = None
     unwound: types.TracebackType | None = None
     whole = WholeTexts()
-    # results of the cells that run, the outer ones first
+    # results of the running cells, outermost first
     _running: list[Any] = []
 
     # called when the cell has raised, before its traceback is drawn
@@ -105,10 +105,10 @@ class RankShell(InteractiveShell):
     is_first: bool = True
 
     def begin_cell(self, is_first: bool, whole: Path | None = None) -> None:
-        """Forget what the last cell has left.
+        """Reset the state of the last cell.
 
         Args:
-            is_first: Of the ranks that take part this is the one that speaks for all.
+            is_first: Whether this is the first of the ranks that run the cell; only it reports what is alike on all.
             whole: The file for texts of a failure that are too long to show.
         """
         self.failed_at, self.shown, self.unwound = 0.0, None, None
@@ -117,9 +117,9 @@ class RankShell(InteractiveShell):
         self._running.clear()
 
     def forget_failure(self) -> None:
-        """Let go of the last cell's value, and of its error with all frames."""
+        """Free the last cell's value, and its error with all frames."""
         hook_of(self).last_value = None
-        # it holds the value, or the error
+        # holds the value or the error
         self.last_execution_result = None
         shown, self.shown, self.unwound = self.shown, None, None
         if shown is None:
@@ -133,7 +133,7 @@ class RankShell(InteractiveShell):
         self.SyntaxTB.last_syntax_error = None
 
     def _inspect(self, *args: Any, **kwargs: Any) -> Any:
-        """`obj?` and its like: what one rank shows is enough."""
+        """Show `obj?` and the like on one rank only."""
         if self.is_first:
             return super()._inspect(*args, **kwargs)  # pyright: ignore[reportUnknownVariableType]
         return None
@@ -144,13 +144,13 @@ class RankShell(InteractiveShell):
             with interrupts.raised():
                 return await super().run_code(code_obj, result, async_=async_)
         finally:
-            # a coroutine that was abandoned may end within a later cell
+            # an abandoned coroutine may end within a later cell
             if self._running and self._running[-1] is result:
                 self._running.pop()
 
     def run_cell(self, *args: Any, **kwargs: Any) -> Any:
-        """A cell within a cell, as of `%run` and `%%capture`, ends both when it fails."""
-        # the callbacks around a cell print an interrupt, and the cell would go on
+        """Run a cell. A nested cell, as of `%run` and `%%capture`, ends the outer cell too when it fails."""
+        # the callbacks around a cell print an interrupt and let the cell go on
         with interrupts.held():
             result = super().run_cell(*args, **kwargs)
         if self._running and self.shown is not None:
@@ -165,9 +165,9 @@ class RankShell(InteractiveShell):
         exception_only: bool = False,
         running_compiled_code: bool = False,
     ) -> None:
-        """Show an exception: as the cell's failure where IPython ends something with it, else as output."""
+        """Show an exception: as the cell's failure if the caller in IPython ends the cell with it, else as output."""
         if widgets.is_hearing() and threading.current_thread() is threading.main_thread():
-            # of a widget's callback: as in a notebook, the cell that runs goes on
+            # raised in a widget's callback: as in a notebook, the running cell goes on
             traceback.print_exc()
             return
         error = exc_tuple[1] if exc_tuple else sys.exc_info()[1]
@@ -201,7 +201,7 @@ class RankShell(InteractiveShell):
         exception_only: bool = False,
         has_frames: bool = True,
     ) -> None:
-        """Note the time first: drawing a traceback takes up to 0.1 s, and the earliest failure is the one shown."""
+        """Record the time, then draw: drawing takes up to 0.1 s, and the run shows the earliest failure."""
         now = time.time()
         in_middle = any(result is None or result.error_in_exec is not error for result in self._running)
         if asking.is_a(error, CellEnded):
@@ -211,7 +211,7 @@ class RankShell(InteractiveShell):
             is_failure = ends and in_main_thread
             with asking.interruptible():
                 failures.leave_own_frames_out(error)
-                # to ask for its text may take long; only a RuntimeError's tells whether a peer was lost
+                # getting the text may take long; only a RuntimeError's text tells whether a peer was lost
                 may_be_victim = self.released or asking.is_a(error, RuntimeError)
                 if is_failure and not may_be_victim:
                     self.report_raised()
@@ -223,7 +223,7 @@ class RankShell(InteractiveShell):
             if not is_failure:
                 sys.stderr.write("\n".join(shown.lines) + "\n")
                 return
-            # the first failure is the cell's; code that goes on past the end of its cell only follows it
+            # the first failure is the cell's; later ones come from code that goes on after it
             if self.shown is None:
                 self.failed_at, self.shown = now, shown
         if in_middle and self.shown is not None:
@@ -232,8 +232,9 @@ class RankShell(InteractiveShell):
     def _draw(
         self, shown: Shown, tb_offset: int | None, exception_only: bool, has_frames: bool, *, plainly: bool
     ) -> list[str]:
-        """A rank that a peer's failure took down is told of in one line: to draw its traceback would only keep the
-        culprit's waiting.
+        """Draw the traceback, without IPython's formatting (`plainly`) for a rank that failed because a peer did.
+
+        Formatting it would only delay the traceback of the rank that failed first.
         """
         error, kind = shown.stand_in, type(shown.stand_in)
         entry = error.__traceback__
@@ -255,11 +256,11 @@ class RankShell(InteractiveShell):
                 if drawn is None:
                     drawn = self.InteractiveTB.structured_traceback(kind, error, entry, tb_offset=tb_offset)
             return [drawn] if isinstance(drawn, str) else [str(line) for line in drawn]
-        except BaseException:  # noqa: BLE001  the sources on the way are the user's too, as a module's loader is
+        except BaseException:  # noqa: BLE001  drawing runs the user's code too, such as a module's loader
             return [f"{shown.type_name}: {shown.message}"]
 
     def _draw_group(self, error: BaseException) -> list[str]:
-        """IPython can't: as Python itself does, without IPython's own frame and with the cells' names."""
+        """Draw a group as Python does, without IPython's frame and with the cells' names. IPython can't draw one."""
         entry = error.__traceback__
         if entry is not None and entry.tb_next is not None:
             error = error.with_traceback(entry.tb_next)
@@ -271,10 +272,14 @@ class RankShell(InteractiveShell):
         return frame[0] if name is None else f"{name[0]} {name[1]}, line {frame[2]}"
 
     def enable_gui(self, gui: str | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A rank has no event loop for windows; inline figures need none."""
+        """Do nothing: a rank has no event loop for windows, and inline figures need none."""
 
     def show_sources(self, entries: tuple[tuple[str, str, int | None], ...]) -> None:
-        """Let tracebacks and `inspect.getsource` see the notebook cells whose functions came along."""
+        """Make the notebook cells of shipped functions visible to tracebacks and `inspect.getsource`.
+
+        Args:
+            entries: File name, source and execution count (None if unknown) of each cell.
+        """
         for name, source, execution_count in entries:
             linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
             if execution_count is not None:
@@ -282,7 +287,11 @@ class RankShell(InteractiveShell):
 
 
 def hook_of(shell: RankShell) -> RankDisplayHook:
-    """The shell's display hook, narrowed to ours."""
+    """Return the shell's display hook as a `RankDisplayHook`.
+
+    Raises:
+        TypeError: User code has replaced the hook.
+    """
     hook = shell.displayhook
     if not isinstance(hook, RankDisplayHook):
         raise TypeError(f"the rank's display hook was replaced by {type(hook).__name__}")
@@ -290,7 +299,7 @@ def hook_of(shell: RankShell) -> RankDisplayHook:
 
 
 def create() -> RankShell:
-    """Make the process's one shell: no history, no profile, no start-up files, no threads."""
+    """Create the process's shell, without history, profile, start-up files and threads."""
     config = Config()
     config.HistoryManager.enabled = False
     config.HistoryManager.hist_file = ":memory:"
@@ -298,7 +307,7 @@ def create() -> RankShell:
     config.InteractiveShell.banner1 = ""
     warnings.filterwarnings("ignore", message="To exit: use 'exit', 'quit', or Ctrl-D")
     shell = RankShell.instance(config=config)
-    # who has prompts has a person, and Lightning refuses to be one rank of many there
+    # prompts mark an interactive session, in which Lightning refuses to run as one rank of many
     del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
     shell.set_hook("show_in_pager", _show_page, 99)
     shell.colors = "neutral" if "neutral" in str(type(shell).colors.info()).lower() else "Neutral"
@@ -306,13 +315,19 @@ def create() -> RankShell:
 
 
 def _show_page(shell: RankShell, data: object, start: int = 0, screen_lines: int = 0) -> None:
-    """What IPython would show in a pager is displayed."""
+    """Display what IPython would show in a pager."""
     bundle = data if isinstance(data, dict) else {_PLAIN: str(data)}
     shell.display_pub.publish(bundle)
 
 
 def report_to(shell: RankShell, report: Report, report_raised: Callable[[], None]) -> None:
-    """After the fork: where displays go, and the word that a traceback is being drawn."""
+    """Connect the shell to the agent after the fork.
+
+    Args:
+        shell: The rank's shell.
+        report: Sends a display.
+        report_raised: Called when the cell has raised, before its traceback is drawn.
+    """
     shell.report_raised = report_raised
     publisher = shell.display_pub
     if isinstance(publisher, RankDisplayPublisher):

@@ -1,7 +1,7 @@
-"""Widgets in a rank: what they say goes out in batches, what the front end says reaches them in the main thread.
+"""Widgets on a rank: their messages are sent in batches, and the front end's are delivered in the main thread.
 
-ipywidgets and anywidget make their comms by the package `comm`, whose two functions are replaced here. State that
-changes faster than it is sent is merged: the newest value of each trait goes out, 10 times a second at most.
+ipywidgets and anywidget create their comms with the package `comm`, whose two functions are replaced here. State that
+changes faster than it is sent is merged: the newest value of each trait is sent, at most 10 times a second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.cell import displays
 
 _INTERVAL_S = 0.1
-# of who has sent much
+# after a rank has sent `_MUCH_BYTES`
 _SLOW_INTERVAL_S = 1.0
 _MUCH_BYTES = 16 << 20
 _MOST_BYTES = 128 << 20
@@ -36,16 +36,16 @@ _BATCH_BYTES = 1 << 20
 _BATCH_BUFFERS = 500
 _MOST_HEARD = 1000
 _UPDATE = '"update"'
-# no process sends it: it stands for "look into the inbox" within this one, and interrupts no system call
+# raised only within this process, by `_thread.interrupt_main`: "look into the inbox"; interrupts no system call
 _SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGIO
-# what runs the cell, or the function
+# modules that run the cell, or the function
 _BASES = ("IPython.core.", "sgpu_magic.payload.call")
-# code of these holds locks that a widget's callback may want too
+# their code holds locks that a widget's callback may need too
 _UNSAFE = ("sgpu_magic", "threading", "logging", "queue", "importlib", "comm", "ipywidgets", "traitlets", "concurrent")
 
 
 class Send(Protocol):
-    """Sends to the agent; from any thread."""
+    """Sends a message to the agent, from any thread."""
 
     def __call__(self, message: Record, blobs: Sequence[bytes] = (), /) -> None: ...
 
@@ -54,8 +54,13 @@ class _Said(msgspec.Struct):
     """A comm message that waits to be sent.
 
     Args:
-        state: JSON of each trait, for what opens a widget or updates it; None for other messages.
-        rest: JSON of the data beside `state` and `buffer_paths`.
+        comm_id: The comm's id.
+        kind: The message type without `comm_`: `open`, `msg` or `close`.
+        target: The target name, "" if the message has none.
+        rest: JSON of each entry of the data other than `state` and `buffer_paths`.
+        metadata: JSON.
+        state: JSON of each trait in a message that opens or updates a widget; None for other messages.
+        buffers: The path and bytes of each buffer.
     """
 
     comm_id: str
@@ -102,7 +107,7 @@ class _Comms:
     """The comms of this process."""
 
     def __init__(self) -> None:
-        # the package `comm`'s; None where that is not installed
+        # of the package `comm`; None if it is not installed
         self.manager: Any = None
         self._pid = 0
         self._send: Send | None = None
@@ -118,11 +123,11 @@ class _Comms:
     # ------------------------------------------------------------ to the front end
 
     def begin(self, send: Send | None, is_helped: Callable[[], bool]) -> None:
-        """Send what widgets say from now on; None: their kernel would not understand it. For the main thread.
+        """Send widgets' messages from now on. To be called in the main thread.
 
         Args:
-            send: To the agent.
-            is_helped: Whether `tick` is called now.
+            send: Sends to the agent; None if the kernel does not support widgets.
+            is_helped: Tells whether the helper thread calls `tick` now.
         """
         self._pid, self._send, self._is_helped = os.getpid(), send, is_helped
         if signal.getsignal(_SIGNAL) != self.interrupted:
@@ -130,7 +135,7 @@ class _Comms:
 
     def say(self, said: _Said) -> None:
         if self._send is None or os.getpid() != self._pid:
-            # nobody listens, or this is a child that user code has forked
+            # not supported by the kernel, or a child that user code has forked
             return
         if said.kind == "open" and (outputs := sys.modules.get("ipywidgets.widgets.widget_output")) is not None:
             displays.teach(outputs.Output)
@@ -149,23 +154,23 @@ class _Comms:
         if wait_s <= 0:
             self.flush()
         elif not self._is_helped():
-            # between cells nobody else sends it, and a thread that goes on may say something all the time
+            # between cells nothing else sends it, and a thread of the user's may produce messages all the time
             time.sleep(wait_s)
             self.flush()
 
     def tick(self) -> None:
-        """Send what is due. Called 20 times a second while the main thread works."""
+        """Send messages that are due. Called 20 times a second while the main thread works."""
         if self._said and time.monotonic() - self._sent_at >= self._interval_s:
             self.flush()
         self._call_main_thread()
 
     def end_cell(self) -> None:
-        """Send what waits, and the whole of figures, which have told of their changes only."""
+        """Send waiting messages, and the complete state of figures, which have sent only changes."""
         comms: dict[str, Any] = self.manager.comms if self.manager is not None and self._send is not None else {}
         for each in list(comms.values()):
             widget: Any = getattr(each._msg_callback, "__self__", None)
             if hasattr(widget, "_widget_data"):
-                # so plotly's figures take their data into the state that is sent
+                # this makes plotly's figures put their data into the state that is sent
                 try:
                     widget._repr_mimebundle_()
                 except Exception as error:  # noqa: BLE001  a library's code
@@ -173,7 +178,7 @@ class _Comms:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, in its order."""
+        """Send the waiting messages in order."""
         with self._lock:
             said, self._said, self._newest = self._said, [], {}
             self._sent_at = time.monotonic()
@@ -200,7 +205,7 @@ class _Comms:
         had = self._sent_bytes
         self._sent_bytes += size
         if self._sent_bytes <= _MOST_BYTES:
-            # the agent's end is noticed by who reads
+            # the receiving loop notices that the agent is gone
             with contextlib.suppress(OSError):
                 self._send(CommsSaid(messages=tuple(messages)), frames)
         elif had <= _MOST_BYTES:
@@ -214,7 +219,7 @@ class _Comms:
     # ------------------------------------------------------------ from the front end
 
     def heard(self, messages: Sequence[CommMessage], frames: Sequence[bytes]) -> None:
-        """Keep messages for the main thread and call it. Runs in the helper's thread."""
+        """Queue messages for the main thread and signal it. Runs in the helper thread."""
         rest = list(frames)
         for message in messages:
             buffers, rest = rest[: message.buffers], rest[message.buffers :]
@@ -226,12 +231,12 @@ class _Comms:
             _thread.interrupt_main(_SIGNAL)  # pyright: ignore[reportArgumentType]
 
     def interrupted(self, signum: int, frame: FrameType | None) -> None:
-        """Runs in the main thread between two steps of the cell; where that is no good place, it is called again."""
+        """Handle the signal in the main thread, in the middle of the cell; if that is not safe, `tick` repeats it."""
         if not self.hears and _is_safe(frame):
             self.hear()
 
     def hear(self) -> None:
-        """Let the widgets have what has come for them."""
+        """Deliver the queued messages to their widgets."""
         self.hears = True
         try:
             while self._inbox:
@@ -253,16 +258,16 @@ _comms = _Comms()
 
 
 def install() -> None:
-    """Have widgets made from now on say what they say to this module. For the zygote."""
+    """Route the messages of widgets created from now on through this module. Called in the zygote."""
     try:
         import comm
         from comm.base_comm import BaseComm, CommManager
     except ImportError:
-        # no widgets without it
+        # widgets need it
         return
 
     class RankComm(BaseComm):
-        """A comm whose other end is at the front end, behind agent, pool and kernel."""
+        """A comm that reaches the front end through agent, pool and kernel."""
 
         def publish_msg(
             self,
@@ -294,7 +299,7 @@ tick = _comms.tick
 
 
 def _is_safe(frame: FrameType | None) -> bool:
-    """Whether the cell's own code, or a library's that holds no lock of ours, was interrupted."""
+    """Whether the signal interrupted the cell's own code, or library code that holds no lock used here."""
     at = frame
     while at is not None:
         name = str(at.f_globals.get("__name__", ""))
@@ -316,7 +321,7 @@ def _said(
     metadata: Mapping[str, Any] | None,
     buffers: Sequence[bytes] | None,
 ) -> _Said:
-    """Write a comm message down as it is now: its parts may change before it is sent."""
+    """Serialize a comm message at once: its parts may change before it is sent."""
     raw = [bytes(buffer) for buffer in buffers or ()]
     rest, state = dict(data), None
     if isinstance(rest.get("state"), dict) and isinstance(rest.get("buffer_paths"), list):

@@ -1,6 +1,6 @@
 """The process groups of a rank.
 
-rendezvous       the group is joined before the cell, and accepted when user code asks again
-renewal          groups, and models in the middle of an iteration, go on after connections were lost
-flight_recorder  the collective that the rank is in
+rendezvous       joins the group before the cell, and accepts a second `init_process_group` by user code
+renewal          reconnects groups after a lost connection, and resets models that were in the middle of an iteration
+flight_recorder  tells which collective the rank is in
 """

@@ -1,10 +1,10 @@
-"""torch's flight recorder: the collective that this rank is in.
+"""Reads from torch's flight recorder which collective this rank is in.
 
-Newer torch (seen with 2.13) records gloo and NCCL alike, earlier ones NCCL alone and under another name; a torch that
-has neither tells nothing. The size of the buffer is read when the first process group is made.
+Newer versions of torch (seen with 2.13) record gloo and NCCL; earlier ones record NCCL only, under another name. A
+torch without a recorder gives no answer. torch reads the buffer's size when it makes the first process group.
 
-With 2,000 entries an all_reduce of one number over gloo takes as long as without: the smallest of 80 means of 300 was
-117 us with and 122 us without.
+With 2,000 entries, an all_reduce of one number over gloo takes as long as without a recorder: the smallest of 80 means
+of 300 calls was 117 us with and 122 us without.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DUMP = next((name for name in _SIZES if hasattr(_distributed_c10d, name)), "")
 
 
 class _Entry(msgspec.Struct):
-    """The part of an entry that is read here; absent in some versions what has a default."""
+    """The fields of an entry that are read here. Some versions lack some of them, so all have defaults."""
 
     profiling_name: str = ""
     state: str = ""
@@ -53,48 +53,49 @@ _forgotten = _Forgotten()
 
 
 def switch_on() -> None:
-    """Ask torch to record, unless the user has said how much. Before the first process group.
+    """Switch the recorder on, unless the user has set its size. To be called before the first process group is made.
 
-    torch 2.13 records as many by itself; earlier ones may not. One that knows the newer variable warns of the older.
+    torch 2.13 records 2,000 entries by default; earlier versions may not. A version that knows the newer variable warns
+    about the older one.
     """
     if _DUMP and not any(name in os.environ for name in _SIZES.values()):
         os.environ[_SIZES[_DUMP]] = _BUFFER_ENTRIES
 
 
 def records_every_backend() -> bool:
-    """Whether a collective that is not recorded was not called; earlier torch records NCCL's alone."""
+    """Whether torch records the collectives of all backends; earlier versions record NCCL's only."""
     return _DUMP == _EVERY_BACKEND
 
 
 def current(rehearsed: int = 0) -> tuple[Collective | None, float]:
     """Return the collective that this rank is in, else its last one, and when it was called.
 
-    None and 0.0 when none is recorded. The time is in seconds since the epoch.
+    The time is in seconds since the epoch. Returns None and 0.0 if no collective is recorded.
 
-    Takes 30 ms when the recorder is full, without waiting for any collective. May be called by any thread.
+    Takes 30 ms with a full recorder and waits for no collective. May be called by any thread.
 
     Args:
-        rehearsed: Collectives of the first process group that were none of the user's.
+        rehearsed: Number of collectives at the beginning of the default group that were not the user's.
     """
-    # what was made before a renewal is over, also what the recorder takes for pending
+    # collectives from before a renewal are over, even those that the recorder has as pending
     if _forgotten.before_ns:
         rehearsed = 0
     try:
         return newest(getattr(_distributed_c10d, _DUMP)(), rehearsed, _forgotten.before_ns)
     except (AttributeError, RuntimeError, msgspec.DecodeError):
-        # no recorder, one that is switched off, or of a form that this version does not know
+        # no recorder, one that is switched off, or an unknown format
         return None, 0.0
 
 
 def forget() -> None:
-    """The groups are connected anew: what the recorder has by now is over, and the numbers begin again."""
+    """Ignore the entries recorded so far. Called after a renewal, after which the numbers begin again."""
     _forgotten.before_ns = time.time_ns()
 
 
 def newest(trace: bytes | str, rehearsed: int = 0, since_ns: int = 0) -> tuple[Collective | None, float]:
-    """Return the first collective of the trace that is not done, else the last one, and when it was called.
+    """Return the first unfinished collective of the trace, else the last one, and when it was called.
 
-    NCCL's are queued: the rank waits in the first of those that are not done.
+    NCCL's collectives are queued: the rank waits in the first unfinished one.
     """
     entries = [entry for entry in _decoder.decode(trace).entries if entry.time_created_ns >= since_ns]
     theirs = [entry for entry in entries if not _is_rehearsed(entry, rehearsed)]
@@ -122,7 +123,7 @@ def _is_rehearsed(entry: _Entry, rehearsed: int) -> bool:
 
 
 def _group_name(entry: _Entry) -> str:
-    """The group's description where the user gave one, else its number; "" for the default group."""
+    """Return the group's description if the user gave one, else its number; "" for the default group."""
     name, description = (*entry.process_group, "", "")[:2]
     if description == "default_pg" or name in ("", "0"):
         return ""

@@ -1,11 +1,11 @@
-"""The process group of a run: joined before the cell, accepted when user code asks again.
+"""The run's process group: joins it before the cell, and accepts a second `init_process_group` by user code.
 
-On one node the first rendezvous goes over a file (a memory file where there are such): no port to guess, no name to
-look up. `MASTER_ADDR` and `MASTER_PORT` name a loopback socket that the agent has bound already. Its server starts in
-rank 0 only when somebody rendezvouses through it; torch is told then, as under torchrun, that the launcher hosts the
-store (`TORCHELASTIC_USE_AGENT_STORE`), so every rank is a client. The variable does not stay in the environment: the
-processes that a rank starts may meet at an address of their own, where one of them has to be the host. Over several
-nodes that server, on the first node's own address, is where the ranks meet at first too.
+On one node the first rendezvous uses a file (a memory file where the system has them), which needs neither a free port
+nor name resolution. `MASTER_ADDR` and `MASTER_PORT` name a loopback socket that the agent has already bound. Rank 0
+starts a store server on it only when user code makes another rendezvous. Then `TORCHELASTIC_USE_AGENT_STORE` tells
+torch, as under torchrun, that the launcher hosts the store, so every rank is a client. The variable does not stay in
+the environment: processes that a rank starts may rendezvous at another address, where one of them must be the host.
+Across nodes the first rendezvous uses this server too, on the first node's address.
 """
 
 # torch.distributed re-exports its stores without saying so
@@ -27,11 +27,13 @@ import torch.distributed.distributed_c10d as c10d
 
 
 class _LateStore:
-    """Where the run's ranks meet: rank 0's listening socket, and the server once somebody needs it.
+    """The store at `MASTER_ADDR` and `MASTER_PORT`, whose server starts when it is first needed.
 
     Attributes:
-        groups_made: How often this rank has made the group.
-        address: `MASTER_ADDR` and `MASTER_PORT`, as the agent has given them.
+        groups_made: How often this rank has made the default group.
+        address: `MASTER_ADDR` and `MASTER_PORT`, as set by the agent.
+        listening_fd: Rank 0's listening socket, until the server takes it.
+        server: The store's server in rank 0, None until it is needed.
     """
 
     def __init__(self) -> None:
@@ -61,10 +63,10 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 class _FileStores:
-    """The files over which this rank has met the others; the last one is in use.
+    """The file stores of this rank's rendezvous; the last one is in use.
 
-    torch writes to a store's file when the store is freed, and ends the process where it can't: none ever is, and no
-    descriptor is closed.
+    torch writes to a store's file when the store is freed, and ends the process if it can't. So no store is ever freed
+    and no descriptor closed.
     """
 
     def __init__(self) -> None:
@@ -79,9 +81,10 @@ class _FileStores:
         return store
 
     def revoke(self) -> None:
-        """Whoever waits in the store for a peer gets an error: it opens the file again and again.
+        """Make every wait for a peer in the store fail.
 
-        A socket can't be opened. Stores of a file with a name are left alone.
+        A waiting store reopens its file again and again. The descriptor becomes a socket, which can't be opened. Stores
+        in a named file are left alone.
         """
         if self._descriptor < 0:
             return
@@ -97,12 +100,12 @@ revoke_store = _file_stores.revoke
 
 
 def keep_listening_socket(descriptor: int) -> None:
-    """Rank 0 only: the socket behind `MASTER_PORT`."""
+    """Keep the socket bound to `MASTER_PORT`. Called on rank 0 only."""
     _late_store.listening_fd = descriptor
 
 
 def ranks_meet_at(address: str, port: str) -> None:
-    """Say what `MASTER_ADDR` and `MASTER_PORT` are, whatever user code makes of them."""
+    """Record the agent's `MASTER_ADDR` and `MASTER_PORT`, which user code may change in the environment."""
     _late_store.address = (address, port)
 
 
@@ -112,16 +115,16 @@ def join(rank: int, ranks: int, store_path: str, *, cuda: bool, several_nodes: b
     Args:
         rank: Global rank.
         ranks: World size.
-        store_path: File of the first rendezvous, where all ranks are on this node.
+        store_path: File of the first rendezvous if all ranks are on this node.
         cuda: Also use NCCL, for tensors on the rank's GPU.
-        several_nodes: The ranks meet at `MASTER_ADDR` and `MASTER_PORT`, over the interface that the environment names.
+        several_nodes: Use the store at `MASTER_ADDR` and `MASTER_PORT`, and the interface that the environment names.
     """
     if several_nodes:
         _late_store.start_server()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.PrefixStore("ranks", dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
     else:
-        # whatever a cluster's settings say: all ranks are on this node, and any other interface looks names up
+        # against a cluster's settings: all ranks are on this node, and other interfaces need name resolution
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
         store = open_store(store_path, ranks)
     backend = "cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo"
@@ -129,9 +132,9 @@ def join(rank: int, ranks: int, store_path: str, *, cuda: bool, several_nodes: b
 
 
 def accept_second_init() -> None:
-    """Let user code and frameworks call `init_process_group` although the group is there, and rendezvous again.
+    """Let user code and frameworks call `init_process_group` although the group exists, and rendezvous again.
 
-    Done in the zygote, before anybody can have imported the functions by name.
+    Called in the zygote, before user code can import the functions by name.
     """
     original_init = c10d.init_process_group
     os.register_at_fork(after_in_child=_leave_groups_to_the_parent)
@@ -173,17 +176,18 @@ def accept_second_init() -> None:
             store = create_store(hostname, port, *args, **kwargs)
         finally:
             del os.environ[_USE_AGENT_STORE]
-        # under torchrun a third group reads the addresses of the second and hangs
+        # without a prefix, as under torchrun, a third group reads the addresses of the second and hangs
         return dist.PrefixStore(f"group_{_late_store.groups_made}", store)
 
     torch_rendezvous._create_c10d_store = create_store_with_server
 
 
 def _check_arguments(given: dict[str, Any]) -> None:
-    """Refuse what torch refuses where the group is not there yet, and a group that is not the run's.
+    """Reject arguments that torch itself rejects, and those of a group other than the run's.
 
     Raises:
-        ValueError: As of torch; likewise the others.
+        ValueError: As in torch, or `rank` or `world_size` differs from the run's.
+        AssertionError: As in torch.
     """
     if given.get("store") is not None and given.get("init_method") is not None:
         raise AssertionError("Cannot specify both init_method and store.")
@@ -216,14 +220,14 @@ _parents_groups: list[object] = []
 
 
 def _is_child() -> bool:
-    """Whether this process was forked by a rank: the run's group is not its own."""
+    """Whether this process was forked by a rank, and so is not in the run's group."""
     return bool(_parents_groups)
 
 
 def _leave_groups_to_the_parent() -> None:
-    """In a process that a rank forks, as `torch.multiprocessing` does: it is in no group, and may make one of its own.
+    """Leave all groups in a process that a rank forks, as `torch.multiprocessing` does; it may make its own.
 
-    The objects are kept: to destroy them would wait for threads that a fork does not have.
+    The group objects are kept: destroying them would wait for threads that don't exist after the fork.
     """
     world: Any = c10d._world  # pyright: ignore[reportPrivateUsage]
     if not dist.is_initialized():
@@ -246,5 +250,5 @@ def groups() -> list[object]:
 
 
 def is_grouped() -> bool:
-    """Whether the default process group is there."""
+    """Whether the default process group exists."""
     return dist.is_initialized()

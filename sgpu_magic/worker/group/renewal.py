@@ -1,13 +1,13 @@
-"""Process groups that go on after their connections were lost: each group object gets a new backend.
+"""Reconnects process groups after a lost connection, by giving each group object a new backend.
 
 A model wrapped in DDP or sharded by FSDP, a DeviceMesh and the user's own groups hold torch's `ProcessGroup`, which
-dispatches to a backend by device. The group stays, the backend is made anew over a new store. Which groups there are,
-every rank tells in that store first: only those that all their members still have can be connected.
+dispatches to a backend by device. The group object stays, and gets a new backend over a new store. First, every rank
+publishes its groups in that store: only groups that all their members still have can be reconnected.
 
-DDP and FSDP2 keep the state of an iteration in the model. When a lost connection has cut one off, all ranks have to be
-told alike that it is over (`mend_models`), else the next iteration raises, or mixes its collectives up.
+DDP and FSDP2 keep the state of an iteration in the model. After a lost connection has cut off an iteration, this state
+must be reset on all ranks alike (`mend_models`), else the next iteration raises or mismatches its collectives.
 
-Tried with gloo on torch 2.13. For NCCL the same is done in the way that torch allows since 2.6.
+Tested with gloo on torch 2.13. NCCL is reconnected in the way that torch allows since 2.6.
 """
 
 # torch.distributed re-exports its stores without saying so, and much of it is private
@@ -32,21 +32,21 @@ import torch.distributed.distributed_c10d as c10d
 from sgpu_magic.worker.group import flight_recorder, rendezvous
 
 _PATIENCE = datetime.timedelta(seconds=60)
-# torch's own numbers end below, and the number is kept in a byte
+# torch's own backend types end below, and the type is stored in one byte
 _FIRST_TYPE, _LAST_TYPE = 16, 255
 _DEFAULT = "default"
-# the classes themselves, also while others stand in for them
+# the classes themselves, also while `_handing_out` replaces them
 _GLOO: Any = c10d.ProcessGroupGloo
 _NCCL: Any = getattr(c10d, "ProcessGroupNCCL", None)
 
 
 class _Census(msgspec.Struct):
-    """What one rank has.
+    """One rank's groups.
 
     Args:
-        backends: Backends of its default group by device; empty when it has none.
-        count: torch's number of the next group.
-        groups: Global ranks of each further group that it is in, by the group's name.
+        backends: Backends of its default group by device; empty if it has none.
+        count: torch's number for the next group.
+        groups: Global ranks of each other group that the rank is in, by the group's name.
     """
 
     backends: dict[str, str]
@@ -55,10 +55,10 @@ class _Census(msgspec.Struct):
 
 
 class _State:
-    """What all renewals of this rank share."""
+    """State shared by all renewals of this rank."""
 
     def __init__(self) -> None:
-        # a group reuses the backend that it has had under a number before
+        # never reused: a group keeps using the backend that it already has for a type
         self.next_type = _FIRST_TYPE
         self.device: Any = None
         # NCCL backends that `Release` has aborted
@@ -69,20 +69,20 @@ _state = _State()
 
 
 def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), *, cuda: bool) -> str:
-    """Connect the groups anew; return what could not be kept, a sentence, "" when everything goes on.
+    """Reconnect the groups. Returns a sentence about the lost ones, "" if all were reconnected.
 
-    Every rank of the default group calls this with the same store. One that has no default group, as a new process
-    or as one whose cell has destroyed it, initialises it.
+    Every rank of the default group calls this with the same store. A rank without a default group (a new process, or
+    one whose cell has destroyed the group) initialises it.
 
     Args:
         rank: Global rank.
         ranks: World size.
         store_path: The new store's file.
         replaced: Ranks that are new processes.
-        cuda: The rank has a GPU of its own.
+        cuda: The rank has its own GPU.
 
     Raises:
-        RuntimeError: A rank does not come, or torch refuses.
+        RuntimeError: A rank does not take part within 60 s, or torch refuses.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.LOOPBACK
     store = rendezvous.open_store(store_path, ranks)
@@ -96,7 +96,7 @@ def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), 
     else:
         _initialise(rank, ranks, store, cuda=cuda and dist.is_nccl_available())
     lost = _connect_others(rank, store, every_census, replaced)
-    # a rank that failed before it made a group, and a new one, would count on from another number
+    # ranks that failed before they made a group, and new ones, would number the next group differently
     c10d._world.group_count = max(c10d._world.group_count, *(census.count for census in every_census))
     flight_recorder.forget()
     if was_grouped:
@@ -106,10 +106,12 @@ def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), 
 
 
 def abort_nccl(*, stays: bool) -> None:
-    """Free a rank that sits in an NCCL collective (torch 2.6 or newer). Gloo's are freed through their sockets.
+    """Release a rank that is blocked in an NCCL collective (torch 2.6 or newer).
+
+    Gloo's collectives are released by shutting down their sockets.
 
     Args:
-        stays: The groups are kept, to be connected anew: only their backends are aborted.
+        stays: Abort only the backends, and keep the groups for a renewal.
     """
     if not rendezvous.is_grouped() or "nccl" not in str(dist.get_backend_config()):
         return
@@ -124,7 +126,7 @@ def abort_nccl(*, stays: bool) -> None:
 
 
 def _take_census(store: Any, rank: int, ranks: int) -> list[_Census]:
-    """Tell the others what this rank has, and hear it from them."""
+    """Publish this rank's groups, and return those of all ranks."""
     own = _Census(backends={}, count=0, groups={})
     if rendezvous.is_grouped():
         world = c10d.GroupMember.WORLD
@@ -138,7 +140,7 @@ def _take_census(store: Any, rank: int, ranks: int) -> list[_Census]:
 
 
 def _connect_others(rank: int, store: Any, every_census: Sequence[_Census], replaced: Sequence[int]) -> str:
-    """Connect the groups that all their members have, in the same order everywhere; return what is lost."""
+    """Reconnect the groups that all their members have, in the same order on all ranks. Returns the lost ones."""
     lost: dict[str, None] = {}
     groups = {str(name): group for group, name in c10d._world.pg_names.items()}
     for name in sorted({name for census in every_census for name in census.groups}):
@@ -157,7 +159,7 @@ def _connect_others(rank: int, store: Any, every_census: Sequence[_Census], repl
 
 
 def _backends_of(group: Any) -> dict[str, str]:
-    """Backend by device, such as `cpu: gloo`."""
+    """Return the backends by device, such as `{"cpu": "gloo"}`."""
     config: Any = c10d._world.pg_backend_config[group]
     return dict(c10d.BackendConfig(config).get_device_backend_map())
 
@@ -170,8 +172,8 @@ def _connect(group: Any, name: str, rank: int, ranks: int, store: Any) -> None:
 
     Args:
         group: torch's group.
-        name: The same for it on all ranks.
-        rank: This rank in the group.
+        name: Its prefix in the store, the same on all ranks.
+        rank: This rank's number in the group.
         ranks: The group's size.
         store: The new store.
     """
@@ -189,7 +191,7 @@ def _connect(group: Any, name: str, rank: int, ranks: int, store: Any) -> None:
         kind = c10d.ProcessGroup.BackendType(_next_type())
         for device in devices:
             group._register_backend(torch.device(device), kind, backend)
-    # they tell the new backends, too
+    # these also pass on to the new backends
     group._set_group_name(own_name)
     group._set_group_desc(group.group_desc)
     c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], c10d.PrefixStore(f"{name}/torch", store))
@@ -203,14 +205,14 @@ def _next_type() -> int:
 
 
 def _timeout_of(group: Any, devices: Sequence[str]) -> datetime.timedelta:
-    # a group in torch's debug mode has a wrapper there without options
+    # in torch's debug mode the backend is a wrapper without options
     with contextlib.suppress(RuntimeError, AttributeError):
         return group._get_backend(torch.device(devices[0])).options._timeout
     return c10d.default_pg_timeout
 
 
 def _name(backend: Any, group_name: Any, members: Sequence[int]) -> None:
-    """As torch does for a new group."""
+    """Set the backend's name and ranks, as torch does for a new group."""
     backend.options.global_ranks_in_group = list(members)
     backend.options.group_name = group_name
     backend._set_sequence_number_for_group()
@@ -259,7 +261,7 @@ def _initialise(rank: int, ranks: int, store: Any, *, cuda: bool) -> None:
 
 @contextlib.contextmanager
 def _handing_out(class_name: str, make: Any, prefix: str, store: Any) -> Generator[None]:
-    """While torch makes the default group: let it get our backend where it makes its own."""
+    """Within the block, let torch get our backend where it would create an object of the class."""
     real = getattr(c10d, class_name)
 
     class StandIn(type):
@@ -280,9 +282,9 @@ def _handing_out(class_name: str, make: Any, prefix: str, store: Any) -> Generat
 
 
 def mend_models() -> None:
-    """Let every model that DDP or FSDP2 wraps begin its next iteration afresh; gradients under way are lost.
+    """Reset the iteration state of every model that DDP or FSDP2 wraps; partial gradients are lost.
 
-    Looks through the objects of the process: 20 ms for a million.
+    Scans all objects of the process, which takes 20 ms for a million.
     """
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     sharded = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
@@ -291,10 +293,10 @@ def mend_models() -> None:
     kinds = tuple(kind for kind in (ddp, fsdp) if kind is not None)
     if not kinds:
         return
-    # by type: to ask an object for its class may run the user's code
+    # by type: `isinstance` may run the user's code
     for module in [found for found in gc.get_objects() if issubclass(type(found), kinds)]:
         if ddp is not None and issubclass(type(module), ddp):
-            # also makes all ranks lay their buckets out anew at the same iteration
+            # also makes all ranks rebuild their buckets at the same iteration
             if hasattr(module, "reducer"):
                 module._update_process_group(module.process_group)
         elif hasattr(module, "reset_iter_state"):
@@ -307,6 +309,6 @@ def _reset_sharded(module: Any) -> None:
         return
     for one in state._state_ctx.all_states:
         for group in one._fsdp_param_groups:
-            # the reset would wait for it, and it never comes
+            # the reset would wait for its result, which never comes
             group._all_gather_result = None
     module.reset_iter_state()

@@ -1,4 +1,4 @@
-"""The thread beside a rank's main thread: receives, flushes the output, samples the stack, does what can't wait."""
+"""A rank's helper thread: receives messages, flushes output, samples the stack, handles what can't wait."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ OrderMessage = Prepare | Renew | Execute | AnswerQuestion | CommsHeard | Leave
 
 
 class Order(NamedTuple):
-    """What the main thread is to do.
+    """An order for the main thread.
 
     Args:
-        message: The agent's word.
+        message: The agent's message.
         frames: Its raw frames.
-        descriptors: What came along; the main thread owns them.
+        descriptors: The descriptors that came with it; the main thread owns them.
     """
 
     message: OrderMessage
@@ -57,16 +57,21 @@ class Order(NamedTuple):
 
 
 class Helper:
-    """Started with the rank's first order, and there until the process ends.
+    """The helper thread, which runs from the rank's first order until the process ends.
 
-    While the main thread works it wakes 20 times a second; while that waits, only for messages.
+    It wakes 20 times a second while the main thread works, and only for messages while the main thread is idle.
 
     Args:
-        link: To the agent; from `start` on only this thread receives.
-        shell: Told when its rank is released.
-        sampler: Where the main thread's stack is kept.
-        rank: Rank 0 gets one descriptor more than the others.
-        rehearsed: Collectives that this rank has made before its run.
+        link: Connection to the agent; after `start` only this thread receives.
+        shell: The rank's shell, whose `released` is set by a `Release`.
+        sampler: Records the main thread's stack.
+        rank: Global rank; rank 0 gets one descriptor more than the others.
+        rehearsed: Number of collectives that this rank called before its run.
+
+    Attributes:
+        orders: The orders for the main thread.
+        in_place: Set when the agent has placed a display.
+        stays: Whether the rank belongs to a session.
     """
 
     def __init__(self, link: Link[ToRank], shell: RankShell, sampler: Sampler, rank: int, rehearsed: int) -> None:
@@ -78,14 +83,14 @@ class Helper:
         self._rank = rank
         self._rehearsed = rehearsed
         self._prepared = False
-        # Prepare, Execute and CommsHeard that the main thread has not ended; the first came before the thread
+        # unfinished Prepare, Execute and CommsHeard orders; the first came before the thread started
         self._unended = 1
         self._count_lock = threading.Lock()
         self._receives = False
         self.stays = False
 
     def order_of(self, message: OrderMessage, frames: Sequence[bytes]) -> Order:
-        """Put a message and its descriptors together. Called by who receives, in the order of arrival."""
+        """Combine a message with its descriptors. Called by the receiving thread, in the order of arrival."""
         match message:
             case Prepare():
                 count = int(self._rank == 0)
@@ -102,24 +107,24 @@ class Helper:
 
     @property
     def is_busy(self) -> bool:
-        """The main thread has an order that it has not ended."""
+        """Whether the main thread has an unfinished order."""
         return self._unended > 0
 
     def has_order(self) -> bool:
-        """Whether something was sent that the main thread has not begun, or not ended."""
+        """Whether the agent has sent something that the main thread has not begun or not finished."""
         waiting = array.array("i", [0])
         fcntl.ioctl(self._link.fileno(), termios.FIONREAD, waiting)
-        # in the order of its way: the other thread may take it from one place to the next meanwhile
+        # checked in the order that a message passes: the helper thread may move it on meanwhile
         return waiting[0] > 0 or self._receives or self.is_busy
 
     def start(self) -> None:
-        """From now on this thread is the only one that receives."""
-        # not a `threading.Thread`: its start waits until it runs, milliseconds on a busy machine, and user code that
-        # lists threads need not see it
+        """Start the thread, which is the only one that receives from now on."""
+        # not a `threading.Thread`: `start` waits until the thread runs, milliseconds on a busy machine, and user code
+        # that lists threads need not see this one
         _thread.start_new_thread(self._help, ())
 
     def rest(self) -> None:
-        """The main thread is done with its order. Called before it says so: the next one may come right after."""
+        """Mark the main thread's order as finished. Called before its reply: the next order may come right after."""
         with self._count_lock:
             self._unended -= 1
 
@@ -157,16 +162,16 @@ class Helper:
             case TellCollectives(request=request):
                 current, entered_at = flight_recorder.current(self._rehearsed)
                 answer = Collectives(request=request, current=current, entered_at=entered_at)
-                # the agent's end is noticed by who reads
+                # the receiving loop notices that the agent is gone
                 with contextlib.suppress(OSError):
                     self._link.send(answer)
             case Execute() | Prepare():
-                # here and not by the main thread: a release that follows is one of this cell's
+                # here and not in the main thread: a `Release` that follows belongs to this cell
                 self._shell.released = False
                 self._put(self.order_of(message, frames))
             case CommsHeard():
                 widgets.heard(message.messages, frames)
-                # taken between two orders what the running cell has not taken before
+                # messages that the running cell has not handled are handled before the next order
                 self._put(Order(message))
             case Renew() | AnswerQuestion() | Leave():
                 self.orders.put(self.order_of(message, frames))
@@ -178,7 +183,7 @@ class Helper:
 
 
 def _shut_down(fd: int) -> None:
-    """End a connection without closing its number, which its owner still holds."""
+    """Shut a connection down without closing its descriptor, which its owner still holds."""
     try:
         with socket.socket(fileno=os.dup(fd)) as sock:
             sock.shutdown(socket.SHUT_RDWR)

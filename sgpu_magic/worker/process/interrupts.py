@@ -1,4 +1,4 @@
-"""When a rank hears an interrupt: while it prepares or runs a cell, and at no other time."""
+"""When a rank accepts an interrupt: only while it prepares or runs a cell."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import FrameType
 
 
 class _Early:
-    """An interrupt that came before its cell could be interrupted.
+    """An interrupt that arrived before its cell could be interrupted.
 
     Attributes:
-        came: There is one.
-        is_order_waiting: Where to look whether a cell is on its way.
-        refusals: Counts the calls of `refuse`: what began before one has no say after it.
+        came: Whether there is one.
+        is_order_waiting: Tells whether an order is waiting.
+        refusals: Number of calls of `refuse`; blocks of `held` and `raised` entered before it leave the handler alone.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ _early = _Early()
 
 
 def look_for_orders(is_order_waiting: Callable[[], bool]) -> None:
-    """Say how to see whether an order has been sent that the main thread has not taken yet."""
+    """Set the function that tells whether an order was sent that the main thread has not finished."""
     _early.is_order_waiting = is_order_waiting
 
 
 def _refuse(signum: int, frame: FrameType | None) -> None:
-    """A handler and not `SIG_IGN`, which programs that the rank starts would inherit for good."""
+    """Handle an interrupt between cells. Programs that the rank starts would inherit `SIG_IGN`."""
     if _early.is_order_waiting is not None and _early.is_order_waiting():
         _early.came = True
 
@@ -43,9 +43,9 @@ def _remember(signum: int, frame: FrameType | None) -> None:
 
 
 def refuse() -> None:
-    """From now on an interrupt does nothing, unless a cell is on its way: then it is that cell's.
+    """Ignore interrupts from now on; one that arrives while an order is waiting is kept for its cell.
 
-    One that arrives on the way here does nothing either.
+    An interrupt that arrives during this call is ignored too.
     """
     _early.refusals += 1
     while True:
@@ -57,17 +57,17 @@ def refuse() -> None:
 
 
 def forget() -> None:
-    """The cell is over, and what came after its end was meant for it."""
+    """Drop an interrupt that arrived after the end of its cell."""
     _early.came = False
 
 
 def allow() -> None:
-    """From now on an interrupt raises `KeyboardInterrupt` in the main thread.
+    """Let interrupts raise `KeyboardInterrupt` in the main thread from now on.
 
-    By Python's own handler: `asyncio.run` puts its own in the place of that one alone.
+    Uses Python's default handler, the only one that `asyncio.run` replaces with its own.
 
     Raises:
-        KeyboardInterrupt: One came while the cell was on its way.
+        KeyboardInterrupt: An interrupt arrived before this call and was kept for this cell.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     came, _early.came = _early.came, False
@@ -77,10 +77,10 @@ def allow() -> None:
 
 @contextlib.contextmanager
 def held() -> Generator[None]:
-    """Keep an interrupt for later within code that would swallow it, as IPython does around the user's code.
+    """Defer interrupts in a block that would swallow them, as IPython's code around the user's does.
 
     Raises:
-        KeyboardInterrupt: At the end, if one came.
+        KeyboardInterrupt: At the end of the block, if an interrupt arrived.
     """
     if not _is_handled_by(signal.default_int_handler):
         yield
@@ -96,10 +96,10 @@ def held() -> Generator[None]:
 
 @contextlib.contextmanager
 def raised() -> Generator[None]:
-    """Within `held`: let the user's code be interrupted.
+    """Within `held`, let the user's code be interrupted.
 
     Raises:
-        KeyboardInterrupt: At the beginning, if one came before.
+        KeyboardInterrupt: At the beginning of the block, if an interrupt arrived before it.
     """
     if not _is_handled_by(_remember):
         yield
@@ -109,7 +109,7 @@ def raised() -> Generator[None]:
         allow()
         yield
     finally:
-        # a coroutine that was abandoned may end within a later cell
+        # an abandoned coroutine may end within a later cell
         if refusals == _early.refusals:
             _hold()
 

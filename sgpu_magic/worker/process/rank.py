@@ -1,6 +1,6 @@
-"""One rank's life: join the group, do what the agent orders, report, wait for the next order, leave.
+"""A rank's main loop: join the group, execute an order, report, wait for the next order, exit.
 
-A fresh rank gets one `Execute`, then `Leave`. One of a session gets `Prepare`, and then orders without end.
+A fresh rank gets one `Execute`, then `Leave`. A session's rank gets `Prepare`, then any number of orders.
 """
 
 # IPython's own attributes are only partly typed
@@ -47,22 +47,22 @@ from sgpu_magic.worker.process import interrupts, terminal, trace
 from sgpu_magic.worker.process.helper import Helper, Order
 from sgpu_magic.worker.process.rank_context import Standing, reseed
 
-# an agent that is busy with a flood answers later; a display out of place is better than a rank that waits
+# an agent that is busy with a flood of output answers later; a misplaced display is better than a blocked rank
 _DISPLAY_TIMEOUT_S = 1.0
 
 
 def live(order: Fork, descriptors: list[int]) -> int:
-    """Be a rank until the agent says `Leave` or goes away. Returns the exit status.
+    """Run as a rank until the agent sends `Leave` or is gone. Returns the exit status.
 
     Args:
         order: The group and this rank's place in it.
-        descriptors: Control socket, output pipe, error pipe, stack file, and the store's memory file unless it has
-            a path.
+        descriptors: Control socket, output pipe, error pipe, stack file, and the store's memory file unless the store
+            has a path.
     """
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    # until it has work: a cell's tensors are faster with them
+    # until there is work: a cell's tensors are faster with huge pages
     processes.allow_huge_pages(False)
     terminal.install(descriptors[1], descriptors[2])
     sampler = trace.install(descriptors[3])
@@ -76,7 +76,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
         try:
             rendezvous.join(order.rank, order.ranks, store_path, cuda=False)
         except RuntimeError as error:
-            # a peer is gone already; told once there is a run to tell it of
+            # a peer is gone already; reported with the first run
             join_error = error
     shell = rank_shell.RankShell.instance()
     terminal.refuse_input(shell, order.rank)
@@ -92,7 +92,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
     try:
         _Life(link, helper, Standing(order, store_path, join_error)).go_on(first)
     except ConnectionError:
-        # the agent is gone; there is nobody left to tell
+        # the agent is gone
         return 1
     return 0
 
@@ -101,9 +101,9 @@ class _Life:
     """The main thread's loop.
 
     Args:
-        link: To the agent.
-        helper: Hands the orders over.
-        standing: The rank's place.
+        link: Connection to the agent.
+        helper: Receives the orders.
+        standing: The rank's state between cells.
     """
 
     def __init__(self, link: Link[ToRank], helper: Helper, standing: Standing) -> None:
@@ -113,11 +113,11 @@ class _Life:
         self._shell = standing.shell
         self._display_lock = threading.RLock()
         self._pid = os.getpid()
-        # a fresh rank's last result stays until it leaves: to give its pages back takes time
+        # a fresh rank keeps its last result until it exits: releasing the pages takes time
         self._last: Reply | None = None
 
     def go_on(self, order: Order) -> None:
-        """Obey until the agent says `Leave`."""
+        """Execute orders until the agent sends `Leave`."""
         rank_shell.report_to(self._shell, self._report_display, self._report_raised)
         interrupts.look_for_orders(self._helper.has_order)
         self._helper.start()
@@ -155,7 +155,7 @@ class _Life:
                 interrupts.refuse()
         except KeyboardInterrupt as error:
             interrupts.refuse()
-            # it may have failed already
+            # the cell may have failed before the interrupt
             shown = self._shell.shown
             reply = run.failed(error if shown is None else shown.error)
         in_rank.end()
@@ -163,10 +163,10 @@ class _Life:
         if run.was_out_of_memory:
             diagnosis.free()
         elif isinstance(reply.message, Failed):
-            # what drew its traceback
+            # objects that drew the traceback
             gc.collect(1)
         if self._helper.stays and isinstance(reply.message, Failed):
-            # where all ranks failed alike nothing is connected anew, and models may still be half way
+            # where all ranks failed alike nothing is reconnected, and models may be in the middle of an iteration
             renewal.mend_models()
         if self._helper.stays:
             if reply.buffer is not None:
@@ -177,7 +177,7 @@ class _Life:
     def _cell_run(self, message: Execute, order: Order) -> CellRun:
         if message.ray is None:
             return CellRun(self._standing, message, order, self._link.send)
-        # a plain cell has no use for it
+        # plain cells don't need it
         from sgpu_magic.worker.ray.ray_run import RayRun
 
         return RayRun(self._standing, message, order, self._link.send, message.ray)
@@ -190,7 +190,7 @@ class _Life:
                 interrupts.allow()
                 self._standing.take(message.context, message.device, message.rank_variables, renewal=message.renewal)
                 if self._standing.cuda and torch.cuda.is_available():
-                    # makes the context: half a second that no cell is to wait for
+                    # creates the CUDA context, which takes half a second, before the first cell
                     torch.cuda.synchronize()
                 reply = Reply(Joined())
             finally:
@@ -202,7 +202,7 @@ class _Life:
         self._tell(reply)
 
     def _renew(self, message: Renew, order: Order) -> None:
-        # one that came meanwhile was no cell's
+        # an interrupt since the last cell belongs to no cell
         interrupts.forget()
         store_path = message.store_path or f"/proc/self/fd/{order.descriptors[0]}"
         try:
@@ -219,7 +219,7 @@ class _Life:
         self._link.send(QuestionAnswered(request=message.request, answer=answer))
 
     def _hear(self) -> None:
-        """Let widgets hear what the front end has said to them while no cell ran."""
+        """Deliver the front end's messages to widgets between cells."""
         if self._helper.stays:
             try:
                 try:
@@ -230,7 +230,7 @@ class _Life:
             except KeyboardInterrupt:
                 interrupts.refuse()
                 if not self._helper.orders.empty():
-                    # it was meant for the cell that waits
+                    # it was meant for the waiting cell
                     signal.raise_signal(signal.SIGINT)
             terminal.flush()
             widgets.flush()
@@ -240,20 +240,20 @@ class _Life:
         terminal.flush()
         widgets.end_cell()
         terminal.write_each_line()
-        # before the last word: the next order may come right after
+        # before the reply: the next order may come right after it
         self._helper.rest()
         interrupts.forget()
         self._link.send(reply.message, reply.blobs, reply.descriptors)
 
     def _report_display(self, message: Record) -> None:
-        """Send a display and wait until it has its place.
+        """Send a display and wait until the agent has placed it among the output.
 
-        Output goes another way than messages: what is printed next could overtake the display otherwise.
+        Output and messages travel separately: without the wait, later output could overtake the display.
         """
-        # a display of a widget comes after the widget
+        # a widget must arrive before its display
         widgets.flush()
         if os.getpid() != self._pid:
-            # a forked child has no helper thread that would hear the answer
+            # a forked child has no helper thread to receive the answer
             self._link.send(message)
             return
         with self._display_lock:
@@ -266,13 +266,13 @@ class _Life:
             self._link.send(Raised())
 
     def _leave(self) -> None:
-        """Run what user code registered for the interpreter's exit, then exit at idle priority.
+        """Lower all threads to idle priority and run the exit functions that user code has registered.
 
-        The interpreter's own exit takes 0.4 s after an import of torch and is not worth it; the caller ends the
-        process without it.
+        The caller then ends the process without the interpreter's own exit, which takes 0.4 s after an import of
+        torch.
         """
         with contextlib.suppress(OSError, AttributeError):
-            # every thread: the last one to end takes the memory down, and that may be one of gloo's
+            # every thread: the last one to end frees the memory, and that may be one of gloo's
             for thread in os.listdir("/proc/self/task"):
                 os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]

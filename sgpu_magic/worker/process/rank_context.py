@@ -1,6 +1,6 @@
-"""What a rank has taken over before a cell: the kernel's place, its own device, its place in the process group.
+"""What a rank takes over before a cell: the kernel's context, the rank's own device, its place in the process group.
 
-The kernel's place is its directory, path, environment and umask.
+The kernel's context is its working directory, `sys.path`, environment and umask.
 """
 
 # IPython's own attributes are only partly typed
@@ -25,7 +25,11 @@ from sgpu_magic.worker.group.renewal import renew
 
 
 def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str, str]) -> None:
-    """Take over working directory, `sys.path`, umask and the whole environment.
+    """Take over the kernel's working directory, `sys.path`, umask and whole environment.
+
+    Args:
+        context: The kernel's context.
+        rank_variables: torchrun's variables of this rank, set over the kernel's.
 
     Raises:
         OSError: The kernel's directory can't be entered any more.
@@ -44,9 +48,10 @@ def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str
 
 
 def reseed() -> None:
-    """Give this rank random numbers of its own, as every new process has them.
+    """Seed the random number generators anew, as in a new process.
 
-    A new process seeds torch's CPU generator from the system (c10 `createCPUGenerator`), its CUDA ones all alike.
+    A new process seeds torch's CPU generator from the system (c10 `createCPUGenerator`), and its CUDA generators all
+    alike.
     """
     random.seed()
     torch.default_generator.seed()
@@ -57,7 +62,7 @@ def reseed() -> None:
 def set_threads(context_environ: dict[str, str], ranks_here: int) -> None:
     """Use the user's `OMP_NUM_THREADS`, else an equal share of the cores (torchrun gives 1).
 
-    `OMP_NUM_THREADS` alone does nothing once torch is imported. numpy's BLAS was held at one thread in the zygote.
+    `OMP_NUM_THREADS` alone has no effect once torch is imported. The zygote limits numpy's BLAS to one thread.
     """
     asked = context_environ.get("OMP_NUM_THREADS", "")
     threads = int(asked) if asked.isdigit() and int(asked) > 0 else max(1, core_count() // ranks_here)
@@ -72,12 +77,12 @@ def set_threads(context_environ: dict[str, str], ranks_here: int) -> None:
 
 
 def follow_kernel(old: RankContext, new: RankContext, rank_variables: dict[str, str]) -> None:
-    """Take over what the kernel has changed since the last cell; what the rank itself has changed stays.
+    """Take over the kernel's changes since the last cell, and keep the rank's own changes.
 
     Args:
-        old: Where the kernel stood at the last cell.
-        new: Where it stands now.
-        rank_variables: The rank's own, which the kernel's never replace.
+        old: The kernel's context at the last cell.
+        new: The kernel's context now.
+        rank_variables: The rank's own variables, which the kernel's never replace.
 
     Raises:
         OSError: The kernel's new directory can't be entered any more.
@@ -102,9 +107,9 @@ def follow_kernel(old: RankContext, new: RankContext, rank_variables: dict[str, 
 
 
 def forget_missing_directories() -> None:
-    """A directory that did not exist when it was looked for counts as empty for good.
+    """Make the import system look again at path entries that did not exist before, which it caches as empty for good.
 
-    Changed ones are noticed by their time of change, without `importlib.invalidate_caches`, which touches 1.5 MB in
+    It notices changed directories by their modification time. `importlib.invalidate_caches` would touch 1.5 MB in
     every rank.
     """
     for entry in [entry for entry, finder in sys.path_importer_cache.items() if finder is None]:
@@ -115,8 +120,8 @@ def set_device(kind: str, rank_variables: dict[str, str]) -> torch.device:
     """Make the rank's own GPU current and return the rank's device.
 
     Args:
-        kind: `cpu`, or `cuda` when the rank has a GPU of its own.
-        rank_variables: torchrun's.
+        kind: `cpu`, or `cuda` when the rank has its own GPU.
+        rank_variables: torchrun's variables of this rank.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -133,12 +138,12 @@ def set_device(kind: str, rank_variables: dict[str, str]) -> torch.device:
 
 
 class Standing:
-    """Taken whole by a new rank, and then by what changes from cell to cell.
+    """A rank's state between cells: `take` sets all of it up, `follow` applies what changes from cell to cell.
 
     Args:
         fork: The group and this rank's place in it.
         store_path: File of the first rendezvous.
-        join_error: Why the rank could not join early; None when it has, or has not tried.
+        join_error: Why the rank could not join the group early; None if it has joined or has not tried.
     """
 
     def __init__(self, fork: Fork, store_path: str, join_error: RuntimeError | None) -> None:
@@ -154,13 +159,13 @@ class Standing:
         self._variables: dict[str, str] = {}
 
     def take(self, context: RankContext, device: str, rank_variables: dict[str, str], *, renewal: bool = False) -> None:
-        """Stand where the kernel stands, take the device and join the process group.
+        """Take over the kernel's context, set the device and join the process group.
 
         Args:
-            context: The kernel's place.
-            device: `cpu`, or `cuda` when the rank has a GPU of its own.
-            rank_variables: torchrun's.
-            renewal: The other ranks are in a group already and connect it anew.
+            context: The kernel's context.
+            device: `cpu`, or `cuda` when the rank has its own GPU.
+            rank_variables: torchrun's variables of this rank.
+            renewal: The other ranks already have a group and reconnect it.
 
         Raises:
             OSError: The kernel's directory can't be entered any more.
@@ -175,7 +180,7 @@ class Standing:
             raise self._join_error
         own_device = set_device(device, rank_variables)
         if not self._joined:
-            # the kernel's environment has taken the place of the zygote's
+            # the kernel's environment has replaced the zygote's, which had the recorder's variable
             flight_recorder.switch_on()
             if renewal:
                 renew(self.rank, self.ranks, self._store_path, (self.rank,), cuda=self.cuda)
@@ -191,7 +196,7 @@ class Standing:
         )
 
     def follow(self, context: RankContext, rank_variables: dict[str, str]) -> None:
-        """Take over what has changed since the last cell; what the rank itself has changed stays.
+        """Take over the kernel's changes since the last cell, and keep the rank's own changes.
 
         Raises:
             OSError: The kernel's new directory can't be entered any more.

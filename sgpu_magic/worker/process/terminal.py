@@ -1,14 +1,14 @@
-"""What a rank has in place of a terminal: two pipes for its output, and nothing that could be asked.
+"""A rank's stdout, stderr and stdin: two pipes for its output, and no keyboard.
 
-stdout and stderr are at descriptor level, in exact order for Python's own writes. C code and child processes write to
-descriptors 1 and 2 directly. Python's `sys.stderr` writes into the *same* pipe as `sys.stdout`, each write framed by
-two marks, so that what a program prints to the two in turn arrives in that turn; the agent takes the marks away again.
+stdout and stderr are redirected at descriptor level. C code and child processes write to descriptors 1 and 2 directly.
+Python's `sys.stderr` writes into the *same* pipe as `sys.stdout`, each write framed by two marks, so that Python's
+writes to the two arrive in their exact order; the agent removes the marks.
 
-stdout is block-buffered, which is several times faster than line-buffered. A line after a pause goes out at once, so
-that the last words of a rank that dies are not lost with its buffer; `flush` is called every 50 ms by the rank's helper
-thread, before each display, before each write to stderr and at the end.
+stdout is block-buffered, which is several times faster than line-buffered. A line after a pause is written at once, so
+that the last lines of a rank that dies are not lost with its buffer. `flush` is called every 50 ms by the rank's helper
+thread, before each display, before each write to stderr and at the end of the cell.
 
-Whatever asks for a keyboard fails at once and says what to do instead; `exit` ends its cell.
+Functions that read from a keyboard fail at once with a message that says what to do instead. `exit` ends the cell.
 """
 
 # IPython's own attributes are only partly typed
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _BUFFER_BYTES = 1 << 16
-# a line that comes sooner after the last one that was written out waits in the buffer: that is a flood
+# a line that follows the last written one within this time is part of a flood, and stays in the buffer
 _PAUSE_S = 0.005
 
 
 class _LineBuffer(io.BufferedWriter):
-    """Asked for a flush at every line's end, it writes out only after a pause. Costs 0.6 us a line."""
+    """Flushes at the end of a line only after a pause. Costs 0.6 us a line."""
 
     pause_s = _PAUSE_S
     line_at = 0.0
@@ -48,19 +48,19 @@ class _LineBuffer(io.BufferedWriter):
             super().flush()
 
     def write_out(self) -> None:
-        """Flush whatever the time."""
+        """Flush without regard to the pause."""
         super().flush()
 
 
 class _Stdout(io.TextIOWrapper):
-    """Hands each line over to a `_LineBuffer`; an explicit flush is always done."""
+    """Passes each line to a `_LineBuffer`; an explicit flush always writes."""
 
     def __init__(self, lines: _LineBuffer) -> None:
         super().__init__(lines, encoding="utf-8", errors="backslashreplace", line_buffering=True)
         self._lines = lines
 
     def flush(self) -> None:
-        # the helper's flushes are no lines: the next line is not held back because of one
+        # the helper's flushes are not lines: they must not hold back the next line
         line_at = self._lines.line_at
         super().flush()
         self._lines.line_at = line_at
@@ -71,7 +71,7 @@ class _Stdout(io.TextIOWrapper):
 
 
 class _MarkedStderr(io.RawIOBase):
-    """Descriptor 2 to those who ask for it; what Python writes goes marked into descriptor 1."""
+    """Writes to descriptor 1 between two marks; `fileno` is descriptor 2."""
 
     def writable(self) -> bool:
         return True
@@ -89,7 +89,7 @@ class _MarkedStderr(io.RawIOBase):
 
 
 def install(stdout_pipe: int, stderr_pipe: int) -> None:
-    """Make the two pipes this process's descriptors 1 and 2, `/dev/null` 0, and replace Python's streams."""
+    """Make the pipes descriptors 1 and 2, open `/dev/null` as descriptor 0, and replace Python's streams."""
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (stdout_pipe, 1), (stderr_pipe, 2)):
         os.dup2(source, target, inheritable=True)
@@ -102,12 +102,12 @@ def install(stdout_pipe: int, stderr_pipe: int) -> None:
         line_buffering=True,
     )
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # pyright: ignore[reportConstantRedefinition]
-    # a forked child must not print again what its parent had buffered
+    # a forked child must not print its parent's buffer again
     os.register_at_fork(before=flush, after_in_child=write_each_line)
 
 
 def flush() -> None:
-    """Write out what Python has buffered. Never fails: user code may have closed or replaced the streams."""
+    """Write out Python's buffers. Never fails, even if user code has closed or replaced the streams."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -116,15 +116,15 @@ def flush() -> None:
 
 
 def write_each_line(on: bool = True) -> None:
-    """Write each line out at once, or hold back those that come fast, while a cell runs and the helper thread flushes.
+    """Write each line out at once, or (`on` false) buffer lines that follow quickly.
 
-    Between cells nobody flushes what the user's threads print, and in a forked child nobody ever does.
+    Buffering needs the helper thread's flushes, which happen only while a cell runs, and never in a forked child.
     """
     if isinstance(sys.stdout, _Stdout):
         sys.stdout.write_every_line(on)
 
 
-# ---------------------------------------------------------------- nobody is there to answer
+# ---------------------------------------------------------------- no keyboard
 
 
 def refuse_input(shell: InteractiveShell, rank: int) -> None:

@@ -1,7 +1,7 @@
-"""Where a rank is, for those outside it: its stack file (see `wire.stack_area`).
+"""A rank's stack file, which the agent reads: where the rank is, and where it was when it died (see `wire.zygote`).
 
-faulthandler    writes there when C code crashes, and on `STACK_SIGNAL`, also while C code holds the interpreter
-Sampler         keeps the main thread's last stack there: after SIGKILL and `os._exit` nobody can write any more
+faulthandler    writes to it when C code crashes, and on `STACK_SIGNAL`, also while C code holds the interpreter
+Sampler         keeps the main thread's last stack in it, for deaths by SIGKILL and `os._exit`
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from sgpu_magic.wire.zygote import AREA_BYTES, HEADER, LENGTH, STACK_SIGNAL, TEX
 from sgpu_magic.worker.cell import asking
 
 _MAX_FRAMES = 200
-# kept of a deep stack: what it is in, and above that the notebook's own frames
+# frames kept of a deep stack: the innermost ones, and above them only those of notebook cells
 _INNERMOST = 24
 _CELL = "<ipython-input-"
 
 
 def install(descriptor: int) -> Sampler:
-    """Let faulthandler write into the stack file from now on, and return who samples into it.
+    """Let faulthandler write to the stack file from now on, and return the sampler that writes to its area.
 
     Args:
-        descriptor: The stack file, its position after the area. Kept open.
+        descriptor: The stack file, positioned after the area. Kept open.
     """
     faulthandler.enable(file=descriptor, all_threads=True)
-    # one thread: the system hands a process's signal to its main thread, and to read the others while they run is
-    # not safe. The first handler of the chain was the default action, which ends the process.
+    # one thread: the system delivers a process's signal to its main thread, and reading the other threads' stacks
+    # while they run is not safe. No chain: it would end in the default action, which ends the process.
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=False, chain=False)
-    # what a child process's crash says belongs to the rank's output, not to the rank's own story
+    # a child process's crash report belongs to the rank's output, not to the rank's own stack
     os.register_at_fork(after_in_child=_crash_to_stderr)
     sampler = Sampler(descriptor)
     _sample_before_exit(sampler)
@@ -44,9 +44,9 @@ def install(descriptor: int) -> Sampler:
 
 
 def _sample_before_exit(sampler: Sampler) -> None:
-    """`os._exit` leaves at once: the sample before it would be of an earlier line.
+    """Sample the stack in `os._exit`, else the last sample would show an earlier line.
 
-    From the text of an exception it does not leave: that is no part of the cell.
+    Called while an exception is being described, `os._exit` raises `SystemExit` instead: the rank must not end there.
     """
     leave, rank = os._exit, os.getpid()
 
@@ -71,8 +71,8 @@ def _crash_to_stderr() -> None:
 class Sampler:
     """Writes the main thread's stack into the file's area when it has changed.
 
-    A call costs 3 us for 20 frames when nothing has changed and 11 us when something has, for 200 frames 40 and 100 us:
-    0.02 to 0.2 % of a core at 20 calls a second. It makes no system call.
+    A call takes 3 us for 20 frames when nothing has changed and 11 us when something has; for 200 frames 40 and
+    100 us. That is 0.02 to 0.2 % of a core at 20 calls a second. It makes no system call.
 
     Args:
         descriptor: The stack file.
@@ -86,7 +86,7 @@ class Sampler:
         HEADER.pack_into(self._area, 0, self._main, 0)
 
     def sample(self) -> None:
-        """Look at the main thread. Called by any other thread."""
+        """Record the main thread's stack. May be called by any thread."""
         frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
         frames: list[FrameType] = []
         seen: list[tuple[int, int]] = []

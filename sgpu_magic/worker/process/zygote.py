@@ -4,7 +4,7 @@ Started by the agent as `python -m sgpu_magic.worker.process.zygote <fd>` with t
 touches CUDA or NVML, never runs a parallel operation and never starts a thread, so a fork of it is as good as a fresh
 process. It counts its threads before each fork and refuses when there is more than one.
 
-It is the ranks' parent and subreaper: it reports how each child ended, and when the agent is gone it kills every
+It is the ranks' parent and subreaper: it reports each child's exit status. When the agent is gone, it kills every
 descendant and exits.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
     except Exception as error:
         link.send(ZygoteFailed(message=f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from error
-    # objects made so far never die: keeps the collector from touching, and so copying, their pages in every rank
+    # objects made so far never die: frozen, the collector does not touch, and so copy, their pages in every rank
     gc.collect()
     gc.freeze()
     processes.collapse_pages()
@@ -55,10 +55,10 @@ def main() -> None:
 
 
 def _preload() -> str:
-    """Import torch and IPython and make the rank's shell, so that no rank has to. Returns torch's version.
+    """Import torch and IPython and create the shell once for all ranks. Returns torch's version.
 
-    Starts no thread: numpy's BLAS would start a pool at import, so its pool is held at one thread until the fork;
-    `rank_context.set_threads` raises it again in the rank.
+    Starts no thread: numpy's BLAS would start a thread pool at import, so it is limited to one thread until the fork.
+    `rank_context.set_threads` raises the limit in the rank.
     """
     from sgpu_magic.functions import compat
 
@@ -68,7 +68,7 @@ def _preload() -> str:
         warnings.simplefilter("ignore")
         import torch
 
-        # what each rank needs at once would otherwise be imported, and lie in memory, once per rank
+        # every rank needs these at once; imported here they are shared
         for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.process.rank"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
@@ -83,7 +83,7 @@ def _preload() -> str:
         cell_run.count_optimizer_steps()
         widgets.install()
     compat.install()
-    # outside: the shell's own filters stay, as in the notebook
+    # outside `catch_warnings`: the filters that the shell sets stay, as in the notebook
     rank_shell = shell.create()
     cell_run.warm_up(rank_shell)
     questions.warm_up(rank_shell)
@@ -93,7 +93,7 @@ def _preload() -> str:
 
 
 def _leave_finalizers_out_of_exits() -> None:
-    """What was made here is not taken down by each rank: torch's operator libraries would copy 28 MB for that."""
+    """Keep ranks from finalizing the zygote's objects at exit: torch's operator libraries would copy 28 MB for it."""
     registry: dict[Any, object] = vars(weakref.finalize)["_registry"]
     for made_here in list(registry):
         made_here.atexit = False
@@ -124,7 +124,7 @@ def _serve(link: Link[ToZygote]) -> None:
 
 
 def _wake(signum: int, stack: FrameType | None) -> None:
-    """SIGCHLD needs a handler, or no byte is written to the wakeup descriptor."""
+    """Handle SIGCHLD: without a Python handler no byte is written to the wakeup descriptor."""
 
 
 def _report_ended(link: Link[ToZygote]) -> bool:
@@ -182,7 +182,7 @@ def _become_rank(
         from sgpu_magic.worker.process import rank
 
         status = rank.live(order, descriptors)
-    except Exception:  # noqa: BLE001  a process's entry: the rank's log is where a fault of ours can be read
+    except Exception:  # noqa: BLE001  a process's entry: an internal error goes to the rank's log
         traceback.print_exc()
         terminal.flush()
     finally:

@@ -1,8 +1,8 @@
-"""`@ray_launch`: a run's own Ray cluster on its nodes, whose driver is the cell in rank 0.
+"""`@ray_launch`: a run's own Ray cluster on its nodes, with the cell on rank 0 as its driver.
 
-ray_run  the cell of such a run in each rank; the user's error out of Ray's
-cluster  the node's part of the cluster, and what the nodes tell each other
-node     the program beside a node's first rank which starts Ray's processes, watches them and ends them; imports ray
-metrics  a node's numbers for the MLflow run
-driver   rank 0's own part: Ray's last lines, no Ray Serve; what it and Ray's processes find in their environment
+ray_run  the cell of such a run on each rank, and the user's error extracted from Ray's
+cluster  each rank's part in the cluster, and the coordination between nodes
+node     a child process of each node's first rank that starts, watches and stops Ray's processes; imports ray
+metrics  a node's metrics for the MLflow run
+driver   rank 0: complete log lines, Ray Serve refused, environment variables of the driver and of Ray's processes
 """

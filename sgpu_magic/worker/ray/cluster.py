@@ -1,18 +1,18 @@
-"""One rank's part in the run's Ray cluster: begin, be joined, end.
+"""One rank's part in the run's Ray cluster.
 
-rank 0              starts the head here, waits for the other nodes, drives, and lets all go
-first of a node     starts Ray there when the head is up, waits for the driver's end
-any other           waits for the driver's end
+rank 0              starts the head on its node, waits for the other nodes, runs the driver, releases the other ranks
+first of a node     starts Ray on its node when the head is up, waits for the end of the driver
+any other           waits for the end of the driver
 
-The token goes through the process group, at once. All that follows stands in the group's own store, into which each
-rank looks: nobody sits in a collective, so a rank that waits for the driver hears an interrupt.
+The token is broadcast in the process group at the start. All further coordination uses keys of the group's store, which
+the ranks poll: no rank blocks in a collective, so an interrupt reaches a rank that waits for the driver.
 
-    head            address and version of the head, which is up
-    joined/NODE     Ray is up there too, or why it is not
-    lines/ASKED     the driver wants to know how many lines its tasks and actors have written on each node
-    lines/ASKED/NODE
-    done            the driver is done, however it ended: the cluster goes
-    gone/NODE       Ray has stopped there
+    head                address and version of the head, set when it is up
+    joined/NODE         empty when Ray is up on that node, else the reason why it is not
+    lines/ASKED         the driver requests the number of lines that its tasks and actors have written on each node
+    lines/ASKED/NODE    that node's number of lines
+    done                the driver has ended, in whatever way, and the cluster stops
+    gone/NODE           Ray has stopped on that node
 """
 
 # torch.distributed re-exports its stores without saying so
@@ -50,14 +50,14 @@ _PACKAGE = str(Path(__file__).parents[3])
 
 
 class Member:
-    """A rank of the run, whichever.
+    """What all ranks have in common.
 
     Args:
-        order: The node's part.
-        message: What the rank is to execute.
-        shell: The rank's.
+        order: The node's part of the cluster.
+        message: The order that the rank executes.
+        shell: The rank's shell.
         rank: Global rank.
-        say: Tells the agent.
+        say: Sends a message to the agent.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Member:
         self._leads = torchruns["LOCAL_RANK"] == "0"
         self._node = int(torchruns["GROUP_RANK"])
         self._nodes = int(torchruns["GROUP_WORLD_SIZE"])
-        # of the rank's path what is not of its Python installation
+        # entries of the rank's `sys.path` outside its Python installation
         installed = frozenset(context.installed)
         self._paths = tuple(entry for entry in context.sys_path if entry and entry not in installed)
         self._say = say
-        # Ray's numbers are wanted
+        # Ray's metrics go to the MLflow run
         self._tracked = message.tracking is not None
-        # user code may destroy the group; its store stays
+        # kept here because user code may destroy the group
         self._store = dist.PrefixStore("ray", c10d._get_default_store())
         self._process: NodeProcess | None = None
         self._metrics: RayMetrics | None = None
@@ -84,7 +84,7 @@ class Member:
         self._logs: Path | None = None
 
     def end(self) -> None:
-        """Stop Ray on this node. Called once, whatever has happened."""
+        """Stop Ray on this node. Called once, after success or failure."""
         if self._metrics is not None:
             self._metrics.end()
         if self._process is not None:
@@ -114,20 +114,20 @@ class Head(Member):
     _asked = 0
 
     def begin(self) -> None:
-        """Start the head, and tell the other ranks its token. Ray need not be up when this returns."""
+        """Start the head, and send its token to the other ranks. Returns before Ray is up."""
         token = secrets.token_hex(32)
         self._lines = Lines(self._lines_elsewhere)
         self._driver = Driver(self._lines)
-        # another cluster that the notebook or the node is in is none of this run's
+        # the notebook or the node may be in another cluster
         driver.forget_others()
         self._head = self._start(token, "")
-        # before anything imports Ray, which reads some of them then
+        # before Ray is imported, which reads some of them
         os.environ.update(self._ray)
         _from_first(token)
         self._driver.begin()
 
     def joined(self) -> None:
-        """Return when the cluster is whole.
+        """Wait until all nodes have joined the cluster, and connect the driver.
 
         Raises:
             EnvironmentFailed: Ray can't be started on a node.
@@ -148,17 +148,17 @@ class Head(Member):
 
     def end(self) -> None:
         self._driver.end()
-        # a store that was revoked, or whose host is gone
+        # the store was revoked, or its host is gone
         with contextlib.suppress(RuntimeError):
             self._store.set("done", "")
             self._answers("gone", _STOP_S)
         super().end()
 
     def _answers(self, what: str, within_s: float) -> list[str]:
-        """Return what the other nodes have set under this name.
+        """Return the values that the other nodes have set under this name.
 
         Raises:
-            RuntimeError: One does not in time, or a rank is gone.
+            RuntimeError: A node has not set it in time, or a rank is gone.
         """
         until = time.monotonic() + within_s
         found: list[str] = []
@@ -166,7 +166,7 @@ class Head(Member):
             key = f"{what}/{node}"
             while not self._store.check([key]):
                 if time.monotonic() > until or self._shell.released:
-                    # in the words of a lost connection: it is one, and no cause
+                    # worded as a lost connection, so that it counts as a consequence and not as the cause
                     raise RuntimeError(f"Connection closed by peer: the first rank of node {node} is gone")
                 time.sleep(_LOOK_S)
             found.append(self._store.get(key).decode())
@@ -208,7 +208,7 @@ class Guest(Member):
     """Any other rank."""
 
     def hold(self) -> None:
-        """Join Ray where this rank leads its node, and return when the driver is done.
+        """Start Ray if this rank is its node's first, and return when the driver has ended.
 
         Raises:
             EnvironmentFailed: Ray can't be started here, or one of its processes has died.
@@ -235,7 +235,7 @@ class Guest(Member):
     def end(self) -> None:
         super().end()
         if self._leads:
-            # rank 0 may have gone without waiting for it
+            # rank 0 may have exited without waiting for it
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"gone/{self._node}", "")
 
@@ -260,7 +260,11 @@ class Guest(Member):
 
 
 def _from_first(token: str | None) -> str:
-    """Give the token to all others, or get it: through the process group, as every rank is in it."""
+    """Broadcast the token from rank 0 in the process group, and return it.
+
+    Args:
+        token: The token on rank 0, None on the others.
+    """
     words: list[str | None] = [token]
     dist.broadcast_object_list(words, src=0, device=torch.device("cpu"))
     return words[0] or ""

@@ -1,7 +1,7 @@
-"""Rank 0's own part: it is connected, its lines from tasks and actors are whole, it leaves at the end; no Ray Serve.
+"""Ray in the driver, rank 0: connects to the cluster, waits for the last lines of tasks and actors, and disconnects.
 
-Ray Serve is refused: a run ends with its driver, and nobody outside could reach what it serves. What the driver and
-Ray's processes find in their environment stands here too.
+Also refuses Ray Serve, since the run's cluster ends with its driver and can't be reached from outside, and makes the
+environment variables of the driver and of Ray's processes.
 """
 
 # Ray's inner parts are only partly typed
@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.wire.rank import PrivateRay
 
-# those that start a Serve instance (ray/serve/api.py)
+# functions that start a Serve instance (ray/serve/api.py)
 _STARTERS = ("run", "run_many", "start")
 _REFUSAL = (
     "Ray Serve can't be started in a @ray_launch run (rank 0): the run's cluster ends with its driver, so nothing "
@@ -36,16 +36,16 @@ _REFUSAL = (
     "your own that stays."
 )
 _LOOK_S = 0.03
-# without a single line more; Ray's log monitor looks every 0.1 s
+# the wait ends after this time without a new line; Ray's log monitor looks every 0.1 s
 _QUIET_S = 1.5
 _SHUTDOWN_S = 10.0
 _OURS = "sgpu_count"
-# Ray's own marks in a worker's log, which are no lines (ray_constants.LOG_PREFIX_*)
+# Ray's marks in a worker's log, which don't count as lines (ray_constants.LOG_PREFIX_*)
 _MARKS = (b":actor_name:", b":task_name:", b":job_id:")
 
 
 class _ServeFinder(MetaPathFinder):
-    """Finds Ray Serve as the finders behind it do, and guards it once it is imported."""
+    """Finds Ray Serve through the other finders, and guards it once it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,14 +59,14 @@ class _ServeFinder(MetaPathFinder):
             spec: ModuleSpec | None = find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    # the loader's own, of this import alone
+                    # set on the loader object, which serves this import only
                     spec.loader.exec_module = functools.partial(_execute_guarded, spec.loader.exec_module)
                 return spec
         return None
 
 
 def refuse_serve() -> None:
-    """Refuse Ray Serve in this process when it is imported. Its other names stay: libraries import them."""
+    """Make the functions that start Ray Serve fail in this process. Its other names stay: libraries import them."""
     sys.meta_path.insert(0, _ServeFinder())
 
 
@@ -74,7 +74,7 @@ def _execute_guarded(execute: Callable[[ModuleType], None], module: ModuleType) 
     try:
         execute(module)
     except ImportError as error:
-        # it lacks its own packages, and to install them would not help; those that can do without it catch this too
+        # Serve's own dependencies are missing, and installing them would not help; optional imports catch this too
         raise ImportError(_REFUSAL, name=error.name) from error
     for name in _STARTERS:
         if hasattr(module, name):
@@ -86,10 +86,13 @@ def _refuse(*args: object, **kwargs: object) -> NoReturn:
 
 
 class Lines:
-    """Counts the lines that Ray's log monitors have brought to the driver.
+    """Counts the lines that Ray's log monitors have sent to the driver.
 
     Args:
-        elsewhere: Counts the lines that were written on the other nodes.
+        elsewhere: Returns the number of lines written on the other nodes.
+
+    Attributes:
+        logs: This node's log directory, None until Ray is up.
     """
 
     def __init__(self, elsewhere: Callable[[], int]) -> None:
@@ -99,13 +102,13 @@ class Lines:
         self.logs: Path | None = None
 
     def take(self, batch: Any) -> None:
-        """A batch has come; in Ray's own thread."""
+        """Count a batch of lines. Called in Ray's own thread."""
         if isinstance(batch, dict) and str(batch.get("pid", "")).isdigit():
             self._come += len(batch.get("lines", ()))
             self._came_at = time.monotonic()
 
     def wait(self) -> None:
-        """Wait until all that workers have written has come, or nothing more comes."""
+        """Wait until all lines that workers have written have arrived, or none has arrived for 1.5 s."""
         if self.logs is None:
             return
         written = written_in(self.logs) + self._elsewhere()
@@ -128,10 +131,10 @@ def written_in(logs: Path) -> int:
 
 
 class Driver:
-    """What is done to Ray in the driver's process, from its import until after its last word.
+    """Ray in the driver's process, from its import to the end of the cell.
 
     Args:
-        lines: Counts what has come.
+        lines: Counts the lines that have arrived.
     """
 
     def __init__(self, lines: Lines) -> None:
@@ -139,22 +142,22 @@ class Driver:
         self._connected: Any = None
 
     def begin(self) -> None:
-        """Import Ray, which takes half a second. Where it is missing the node's process says so."""
+        """Import Ray, which takes half a second. If Ray is missing, the node's process reports it."""
         refuse_serve()
         with contextlib.suppress(ImportError):
             self._prepare(importlib.import_module("ray"))
 
     def connect(self) -> None:
-        """Connect to the cluster that `RAY_ADDRESS` names: the code need not call `ray.init()`, and may.
+        """Connect to the cluster that `RAY_ADDRESS` names, so that calling `ray.init()` is optional.
 
         Raises:
-            EnvironmentFailed: It can't be reached.
+            EnvironmentFailed: The cluster can't be reached.
         """
         ray: Any = importlib.import_module("ray")
         if ray.is_initialized():
-            # by a value that was unpickled
+            # unpickling a value has connected already
             return
-        # it says where it connects to, which the run's own note has said
+        # Ray logs the address, which the run's own remark already has
         log = logging.getLogger("ray._private.worker")
         log.disabled = True
         try:
@@ -165,11 +168,11 @@ class Driver:
             log.disabled = False
 
     def end(self) -> None:
-        """Wait for the last lines and leave the cluster, if the cell is still in it."""
+        """Wait for the last lines and disconnect, if the cell has not done so."""
         ray: Any = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return
-        # a cluster that is half dead may never answer
+        # a broken cluster may never answer
         leaving = threading.Thread(target=ray.shutdown, name="sgpu-ray-leave", daemon=True)
         leaving.start()
         leaving.join(_SHUTDOWN_S)
@@ -178,7 +181,7 @@ class Driver:
         try:
             from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
         except ImportError:
-            # another version keeps it elsewhere: its last lines may be missing, as they are without us
+            # another version keeps it elsewhere: then the last lines may be missing, as in plain Ray
             return
         dispatcher.add_handler(_OURS, self._lines.take)
         shutdown: Callable[..., Any] = ray.shutdown
@@ -192,7 +195,7 @@ class Driver:
 
         @functools.wraps(init)
         def init_once_more(*args: Any, **kwargs: Any) -> Any:
-            """The code's first call is no second one: it has what it asks for, as if nothing had been connected."""
+            """Let the user's first `ray.init()` succeed, as if the driver were not connected yet."""
             connected, self._connected = self._connected, None
             if connected is not None and ray.is_initialized():
                 if not args and not kwargs.keys() - {"ignore_reinit_error"}:
@@ -200,7 +203,7 @@ class Driver:
                 shutdown()
             return init(*args, **kwargs)
 
-        # a module has no such attributes for a type checker
+        # `setattr`: a type checker does not know these attributes of a module
         setattr(ray, "shutdown", wait_and_shut_down)  # noqa: B010
         setattr(ray, "init", init_once_more)  # noqa: B010
 
@@ -210,7 +213,7 @@ class Driver:
 
 LOOPBACK = "127.0.0.1"
 
-# of another cluster: the one that the notebook or the node's own pool is in
+# variables of another cluster, which the notebook or the node's pool may be in
 _OTHERS = frozenset({
     "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
     "RAY_CLIENT_MODE", "RAY_CLUSTER_ID", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_JOB_CONFIG_JSON_ENV_VAR",
@@ -218,7 +221,7 @@ _OTHERS = frozenset({
     "RAY_RAYLET_PID", "RAY_RUNTIME_ENV_HOOK", "RAY_SERIALIZED_RUNTIME_ENV_CONTEXT", "RAY_START_HOOK", "RAY_TMPDIR",
     "RAY_USE_TLS",
 })  # fmt: skip
-# a task is no rank: what reads these would wait for peers that never come
+# a task is not a rank: code that reads these would wait for peers that never come
 _OF_RANKS = frozenset({
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE",
     "GROUP_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
@@ -229,10 +232,10 @@ _OF_RANKS = frozenset({
 
 
 def write_token(directory: str, token: str) -> str:
-    """Keep the token where Ray's processes of this node read it; returns the file, of mode 0600.
+    """Write the token to a file of mode 0600, from which Ray's processes on this node read it. Returns its path.
 
     Raises:
-        OSError: It can't be written.
+        OSError: The file can't be written.
     """
     path = Path(directory, "token")
     path.touch(mode=0o600, exist_ok=False)
@@ -241,24 +244,24 @@ def write_token(directory: str, token: str) -> str:
 
 
 def of_ray(token_file: str, order: PrivateRay) -> dict[str, str]:
-    """Variables of the driver and of Ray's own processes alike.
+    """Return the environment variables of the driver and of Ray's own processes.
 
     Args:
-        token_file: Where the token is.
+        token_file: The file with the token.
         order: The node's part of the cluster.
     """
     variables = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": token_file,
         "RAY_USAGE_STATS_ENABLED": "0",
-        # lines that are alike are lines all the same
+        # show repeated lines
         "RAY_DEDUP_LOGS": "0",
         # no fixed port: two clusters may be on one machine
         "DASHBOARD_METRIC_PORT": "0",
     }
     if order.address == LOOPBACK:
-        # else `ray.init()` takes the machine's own address in the place of the loopback one (services.py,
-        # resolve_ip_for_localhost), where nothing listens
+        # else `ray.init()` replaces the loopback address by the machine's own (services.py, resolve_ip_for_localhost),
+        # where nothing listens
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return variables
 
@@ -269,10 +272,10 @@ def of_processes(
     """Return the environment of Ray's processes on a node.
 
     Args:
-        environ: The rank's.
-        ray: Of `of_ray`.
-        paths: Entries of the rank's path that are not of its Python installation; what tasks import is found there.
-        package: Directory that this package is in.
+        environ: The rank's environment.
+        ray: The variables from `of_ray`.
+        paths: Entries of the rank's `sys.path` outside its Python installation, from which tasks import modules.
+        package: The directory that contains this package.
     """
     kept = {name: value for name, value in environ.items() if name not in _OTHERS | _OF_RANKS}
     found = [*paths, *([] if package in paths else [package])]
@@ -280,6 +283,6 @@ def of_processes(
 
 
 def forget_others() -> None:
-    """Another cluster that the notebook or the node is in is none of this run's."""
+    """Remove the variables of another cluster, which the notebook or the node may be in, from this environment."""
     for name in _OTHERS:
         os.environ.pop(name, None)

@@ -1,13 +1,13 @@
-"""A Ray node's numbers for the run's MLflow run, read from the node's own metrics agent in Prometheus' format.
+"""A Ray node's metrics for the MLflow run, read from the node's metrics agent in Prometheus format.
 
     system/node0/ray_cpu_utilization_percentage      of the node's CPUs (ray_node_cpu_utilization)
     system/node0/ray_memory_usage_megabytes          of the node (ray_node_mem_used)
-    system/node0/ray_object_store_megabytes          memory of Ray's objects here (ray_object_store_used_memory)
-    system/node0/ray_tasks_running                   tasks that workers here execute (ray_tasks, Source executor)
-    system/node0/ray_actors                          actors that live here (ray_actors, Source executor)
-    system/node0/ray_cpus_in_use, ray_gpus_in_use    of those that Ray gives away (ray_resources)
+    system/node0/ray_object_store_megabytes          memory of Ray's objects on the node (ray_object_store_used_memory)
+    system/node0/ray_tasks_running                   tasks running on the node (ray_tasks, Source executor)
+    system/node0/ray_actors                          actors alive on the node (ray_actors, Source executor)
+    system/node0/ray_cpus_in_use, ray_gpus_in_use    of those that Ray allocates (ray_resources)
 
-They are read every five seconds, by the node's first rank.
+The node's first rank reads them every five seconds.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _GONE_STATES = ("DEAD", "PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING"
 
 
 class RayMetrics:
-    """Reads the node's numbers while the run goes on.
+    """Reads a node's metrics in a thread while the run goes on.
 
     Args:
-        address: Where the node is reached.
-        port: Its metrics agent's.
+        address: The node's address.
+        port: The port of its metrics agent.
         node: The node's number in the run.
-        say: Tells the agent.
+        say: Sends a message to the agent.
     """
 
     def __init__(self, address: str, port: int, node: int, say: Callable[[MetricsReported], None]) -> None:
@@ -52,7 +52,7 @@ class RayMetrics:
         self._thread.start()
 
     def end(self) -> None:
-        """Read once more, and no longer: what is said after this is another cell's."""
+        """Read once more and stop: later metrics would belong to another cell."""
         self._over.set()
         self._thread.join(2 * _TIMEOUT_S)
 
@@ -70,13 +70,13 @@ class RayMetrics:
                 try:
                     self._say(MetricsReported(metrics=points))
                 except OSError:
-                    # the agent is gone, and this rank goes too
+                    # the agent is gone, and this rank ends too
                     return
             if over:
                 return
 
     def _read(self) -> dict[str, float]:
-        """The numbers now; none where the metrics agent does not answer."""
+        """Return the current values, none if the metrics agent does not answer."""
         try:
             with urllib.request.urlopen(self._url, timeout=_TIMEOUT_S) as answer:
                 text = answer.read().decode("utf-8", "replace")
@@ -86,7 +86,7 @@ class RayMetrics:
 
 
 def values_in(text: str) -> dict[str, float]:
-    """Return the numbers that stand in a metrics agent's answer, by our keys."""
+    """Return the values in a metrics agent's answer, by the names above without their prefix."""
     values: dict[str, float] = {}
     for name, labels, value in _samples(text):
         match name:

@@ -1,13 +1,14 @@
-"""Starts Ray's processes of one node, watches them, and ends them with all that they have started.
+"""Starts and watches Ray's processes on one node, and kills them with all their descendants.
 
     python -m sgpu_magic.worker.ray.node PRIVATE_RAY HEAD
 
-`NodeProcess` is that program as its rank holds it. Its standard input is a socket: what it has to say goes there, one
-JSON record a line, and when the other end is shut down all is killed. As a subreaper it gets what Ray's processes leave
-behind, so nothing of them outlives it; when it is killed itself, the agent finds them by the run's mark.
+A node's first rank runs this program as a `NodeProcess`. The program's standard input is a socket, to which it writes
+one JSON record a line; when the rank shuts the other end down, it kills all processes and exits. As a subreaper it
+adopts the orphans of Ray's processes, so none of them outlives it. If it is killed itself, the agent finds them by the
+run's mark.
 
-`ray start --block` would do, but for what its command line has no option for: a raylet whose simulated GPUs are not
-seen by the workers, and an end that comes with the rank's own.
+`ray start --block` has no options for two things needed here: workers that don't see a raylet's simulated GPUs, and an
+end together with the rank.
 """
 
 # Ray's inner parts are only partly typed
@@ -40,7 +41,7 @@ from sgpu_magic.system.child_process import wait_or_kill
 from sgpu_magic.wire.rank import PrivateRay
 from sgpu_magic.wire.record import Record
 
-# Ray's own limits add up to less, also on a machine that swaps
+# more than the sum of Ray's own time limits, also on a machine that swaps
 _START_S = 240.0
 _STOP_S = 10.0
 _LOOK_S = 0.1
@@ -50,9 +51,9 @@ _TEMP = "r"
 # `[2026-11-22 20:56:52,855 E 5600 5600] (raylet) ...` and the lines of its Python programs
 _BAD = re.compile(r"^\[\S+ \S+ [EFC] |\b(ERROR|CRITICAL)\b|^\w*(Error|Exception)\b")
 _FRAME = re.compile(r"\(\+0x[0-9a-f]+\)")
-# without these the cluster can't do anything
+# without these the cluster can't work
 _VITAL = ("gcs_server", "raylet")
-# custom resource of nodes whose GPUs are simulated
+# custom resource of nodes with simulated GPUs
 _SIMULATED = "simulated"
 
 
@@ -61,10 +62,10 @@ class NodeStarted(Record, frozen=True, tag="node-started", kw_only=True):
 
     Args:
         address: The head's `host:port`.
-        dashboard: The dashboard's `host:port`, "" where this node has none.
-        metrics_port: Of the node's metrics in Prometheus' format, on `address`; 0 where there are none.
-        session_directory: Of Ray's sockets and logs.
-        ray_version: Ray's.
+        dashboard: The dashboard's `host:port`, "" if this node has none.
+        metrics_port: Port of the node's metrics in Prometheus format, at the node's own address; 0 if it has none.
+        session_directory: The directory of Ray's sockets and logs.
+        ray_version: Ray's version.
     """
 
     address: str
@@ -78,9 +79,9 @@ class NodeTroubled(Record, frozen=True, tag="node-troubled", kw_only=True):
     """Ray could not be started here, or one of its processes has died.
 
     Args:
-        text: What has happened, a clause: "Ray's raylet ended with status 1".
+        text: What has happened, a clause such as "Ray's raylet (5600) ended with status 1".
         log: The end of that process's log.
-        missing: Ray is not installed in the ranks' Python.
+        missing: Whether the reason is that Ray is not installed in the ranks' Python.
     """
 
     text: str
@@ -92,15 +93,15 @@ _words: msgspec.json.Decoder[NodeStarted | NodeTroubled] = msgspec.json.Decoder(
 
 
 class NodeProcess:
-    """Ray's processes on this node, as the child of the rank that leads here.
+    """The program that runs Ray's processes on this node, a child process of the node's first rank.
 
     Args:
         order: The node's part of the cluster.
         head: The head's `host:port`; "" makes this node the head.
-        environ: Their environment.
+        environ: The environment of the program and of Ray's processes.
 
     Raises:
-        OSError: The system has no process or descriptor left.
+        OSError: No process or descriptor is left.
     """
 
     def __init__(self, order: PrivateRay, head: str, environ: Mapping[str, str]) -> None:
@@ -108,7 +109,7 @@ class NodeProcess:
         self._lines = self._socket.makefile("rb")
         self._ending = False
         with theirs:
-            # in the rank's own session: the agent finds all that is left of it there
+            # in the rank's own session, where the agent looks for its remaining processes
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "sgpu_magic.worker.ray.node", msgspec.json.encode(order).decode(), head],
                 stdin=theirs.fileno(),
@@ -116,14 +117,14 @@ class NodeProcess:
             )
 
     def fileno(self) -> int:
-        """Readable when the program has something to say."""
+        """Return the socket's descriptor, which is readable when the program has written a record."""
         return self._socket.fileno()
 
     def started(self) -> NodeStarted:
-        """Wait until Ray is up here.
+        """Wait until Ray is up on this node.
 
         Raises:
-            EnvironmentFailed: It can't be started.
+            EnvironmentFailed: Ray can't be started, or is not up after 240 s.
         """
         if not select.select([self], [], [], _START_S)[0]:
             raise EnvironmentFailed(
@@ -136,14 +137,14 @@ class NodeProcess:
         return word
 
     def heard(self) -> NodeStarted | NodeTroubled:
-        """Return the program's next word. To be called when there is something to read."""
+        """Return the program's next record. Blocks until there is one."""
         line = self._lines.readline()
         if not line:
             return NodeTroubled(text=f"the program that holds Ray ended with status {self._process.wait()}")
         return _words.decode(line)
 
     def watch(self, troubled: Callable[[NodeTroubled], None]) -> None:
-        """Have it told, in a thread, when one of Ray's processes dies."""
+        """Start a thread that calls `troubled` when one of Ray's processes dies."""
 
         def listen() -> None:
             word = self.heard()
@@ -153,11 +154,11 @@ class NodeProcess:
         threading.Thread(target=listen, name="sgpu-ray-node", daemon=True).start()
 
     def stop(self) -> None:
-        """End all of Ray's processes here; return when they are gone."""
+        """Stop all of Ray's processes on this node, and return when they have ended."""
         self._ending = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-        # what one that is killed leaves the agent finds by the run's mark
+        # if the program must be killed, the agent finds the remaining processes by the run's mark
         wait_or_kill(self._process, _STOP_S)
 
 
@@ -174,23 +175,23 @@ def _why_not(word: NodeTroubled) -> str:
 
 
 def main() -> None:
-    """Be the node until the rank shuts the socket down, or Ray's own processes end."""
+    """Run Ray until the rank shuts the socket down or one of Ray's vital processes ends."""
     order, head = msgspec.json.decode(sys.argv[1], type=PrivateRay), sys.argv[2]
-    # an interrupt is the driver's
+    # interrupts are for the driver
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda signum, frame: _end(order))
     processes.become_subreaper()
     link = socket.socket(fileno=os.dup(0))
-    # what Ray starts is not to hold the socket, and what it prints is none of the driver's output
+    # Ray's processes must not inherit the socket, and their stdout is not the driver's output
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    # how often Ray has looked for its raylet is nobody's
+    # Ray logs each attempt to reach its raylet
     logging.disable(logging.INFO)
     try:
         node, started = _start_patiently(order, head)
     except ImportError as error:
         _say(link, NodeTroubled(text=f"{error}", missing=error.name in ("ray", "ray._raylet")))
-    except Exception as error:  # noqa: BLE001  a process's entry: whatever Ray raises is told by the rank
+    except Exception as error:  # noqa: BLE001  a process's entry: the rank reports whatever Ray raises
         _say(link, NodeTroubled(text=f"Ray could not be started: {error}", log=_tails(order.directory)))
     else:
         _say(link, started)
@@ -200,14 +201,14 @@ def main() -> None:
 
 def _end(order: PrivateRay) -> NoReturn:
     processes.kill_descendants()
-    # the agent does it too, when it is alive
+    # the agent removes them too, if it is alive
     for directory in (order.directory, order.disk_directory):
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
 
 def _say(link: socket.socket, word: NodeStarted | NodeTroubled) -> None:
-    # the rank is gone: nobody is left to tell
+    # an OSError means that the rank is gone
     with contextlib.suppress(OSError):
         link.sendall(msgspec.json.encode(word) + b"\n")
 
@@ -216,10 +217,10 @@ def _say(link: socket.socket, word: NodeStarted | NodeTroubled) -> None:
 
 
 def _start_patiently(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
-    """Start, and again where it took too long.
+    """Start Ray, and try again after a timeout.
 
-    Ray gives its processes 15 s to import what they need, the dashboard's 30, and no setting changes that: from a cold
-    or shared disk it may take longer, and then the next time finds it in memory.
+    Ray gives its processes 15 s for their imports, and the dashboard's 30 s, which no setting changes. From a cold or
+    shared disk the imports may take longer; the next attempt finds the files in memory.
     """
     for _ in range(_STARTS - 1):
         try:
@@ -232,7 +233,7 @@ def _start_patiently(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
 
 
 def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
-    """Start Ray's processes and return when they are there."""
+    """Start Ray's processes, and return when they are up."""
     import ray
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -252,7 +253,7 @@ def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
         "num_gpus": order.gpus,
         "object_store_memory": order.object_store_bytes,
         "object_spilling_directory": order.disk_directory,
-        # Ray opens its own directory to all (mode 0777); the one around it is private
+        # Ray makes its own directory accessible to all (mode 0777); its parent is private
         "temp_dir": str(Path(order.directory) / _TEMP),
         "include_log_monitor": True,
         "log_to_stderr": False,
@@ -275,9 +276,9 @@ def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
         }
     else:
         wanted["gcs_address"] = head
-    # what tasks ask Ray about is asked here, and not of another cluster on this machine
+    # tasks must query this cluster, and not another one on this machine
     os.environ["RAY_ADDRESS"] = head
-    # a version that does not know one has no such port or process
+    # a Ray version without one of these parameters has no such port or process
     known = inspect.signature(RayParams.__init__).parameters
     params = RayParams(**{name: value for name, value in wanted.items() if name in known})
     node = Node(params, head=is_head, shutdown_at_exit=False, spawn_reaper=False)
@@ -291,24 +292,24 @@ def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
 
 
 def _no_gpus() -> dict[str, str]:
-    """Variables of workers whose GPUs are simulated: they find none, whatever Ray gives them."""
-    # Ray itself must not see the empty list: it refuses to count more GPUs than are visible
+    """Return the variables of workers with simulated GPUs, which hide real GPUs whatever Ray assigns."""
+    # Ray itself must not see the empty list: it refuses more GPUs than are visible
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     if not any(Path("/dev").glob("nvidia[0-9]*")):
-        # nothing is to be hidden, and `ray.get_gpu_ids()` tells the simulated ones
+        # nothing to hide, and without these variables `ray.get_gpu_ids()` returns the simulated GPUs
         return {}
     return {"CUDA_VISIBLE_DEVICES": "", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def _has_dashboard() -> bool:
-    """Whether `ray[default]` is there, whose parts the dashboard needs."""
+    """Whether `ray[default]` is installed, which the dashboard needs."""
     from ray._private.utils import get_dashboard_dependency_error
 
     return get_dashboard_dependency_error() is None
 
 
 def _free_port(address: str) -> int:
-    """A port that is free now. 0 would do where Ray takes it for any; not every version does."""
+    """Return a port that is free now: not every version of Ray takes 0 for any free port."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as sock:
         sock.bind((address, 0))
         return int(sock.getsockname()[1])
@@ -318,7 +319,7 @@ def _free_port(address: str) -> int:
 
 
 def _watch(node: Any, session_directory: str, link: socket.socket) -> None:
-    """Return when the rank has shut the socket down, or a process has died without which nothing goes on."""
+    """Return when the rank has shut the socket down or a vital process has died."""
     while not select.select([link], [], [], _LOOK_S)[0]:
         for kind, process in node.dead_processes():
             if kind not in _VITAL:
@@ -327,19 +328,19 @@ def _watch(node: Any, session_directory: str, link: socket.socket) -> None:
             ended = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
             text, log = f"Ray's {kind} ({process.pid}) {ended}", _tail_of(Path(session_directory) / "logs", kind)
             _say(link, NodeTroubled(text=text, log=log))
-            # the driver may go down with it before it can tell
+            # also printed: the driver may die with it before it can report this
             print(f"sgpu: {text}.\n{log}".rstrip(), file=sys.stderr, flush=True)  # noqa: T201
             return
 
 
 def _tails(directory: str) -> str:
-    """What the logs of Ray's processes that did not start end with."""
+    """Return the ends of the vital processes' logs, after a failed start."""
     logs = Path(directory) / _TEMP / "session_latest" / "logs"
     return "\n".join(f"{kind}: {text}" for kind in _VITAL if (text := _tail_of(logs, kind)))
 
 
 def _tail_of(logs: Path, kind: str) -> str:
-    """The last lines that tell of errors; without such the last ones, but for the frames of a stack."""
+    """Return the last error lines of a process's logs, else the last lines; without stack frames."""
     files = (logs / f"{kind}.{suffix}" for suffix in ("out", "err", "log"))
     text = "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
     lines = [line for line in text.splitlines() if line.strip() and not _FRAME.search(line)]

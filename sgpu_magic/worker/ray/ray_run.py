@@ -1,6 +1,7 @@
-"""The cell of a run with its own Ray cluster, in each rank: rank 0 drives, the others hold their devices.
+"""The cell of a run with its own Ray cluster: rank 0 is the driver, the other ranks hold their devices.
 
-What user code raised in a Ray task or actor is taken out of Ray's own error: its type, its message and its lines.
+An exception that user code raised in a Ray task or actor is extracted from Ray's error with its type, message and
+lines.
 """
 
 # Ray's errors are only partly typed
@@ -30,16 +31,16 @@ from sgpu_magic.worker.process.rank_context import Standing
 from sgpu_magic.worker.ray.cluster import Guest, Head, Member
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+?)\s*$', re.MULTILINE)
-# as `ray::f() (pid=12, ip=10.0.0.1)`, in colours or not
+# such as `ray::f() (pid=12, ip=10.0.0.1)`, with or without colours
 _TASK = re.compile(r"ray::(?P<task>[\w.<>]+(?:\(\))?)\S*\s*\(pid=(?P<pid>\d+), ip=(?P<ip>[\d.:a-f]+)")
 _NOT_A_NAME = re.compile(r"\W")
 
 
 class RayRun(CellRun):
-    """Executes one `Execute` that has `ray`. Arguments as of `CellRun`.
+    """Executes one `Execute` that has `ray`. The other arguments are those of `CellRun`.
 
     Args:
-        ray: Of the order.
+        ray: The order's `ray`.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class RayRun(CellRun):
         self._member: Member | None = None
 
     def run(self) -> Reply:
-        """Do it all; every error becomes the reply. Ray is gone from this node when it is there."""
+        """Execute the order. Every error becomes a reply; Ray has stopped on this node when this returns."""
         try:
             return super().run() if self._rank == 0 else self._hold()
         finally:
-            # an interrupt is not to leave anything behind
+            # an interrupt must leave nothing behind
             interrupts.refuse()
             if self._member is not None:
                 self._member.end()
@@ -63,7 +64,7 @@ class RayRun(CellRun):
         self._take_place()
         self._member = head = Head(self._ray, self._message, self._shell, self._rank, self._say)
         head.begin()
-        # what the cell reads is unpickled while Ray starts
+        # unpickles the cell's variables while Ray starts
         self._take_names()
         head.joined()
 
@@ -72,7 +73,7 @@ class RayRun(CellRun):
         return users_own(error, self._shell), seconds
 
     def _hold(self) -> Reply:
-        """Hold the devices until the driver is done."""
+        """Hold the devices until the driver has finished."""
         begin = time.perf_counter()
         try:
             self._take_place()
@@ -86,14 +87,14 @@ class RayRun(CellRun):
 
 
 def users_own(error: BaseException | None, shell: RankShell) -> BaseException | None:
-    """Return what user code raised where the driver's error only tells of that, else the same error.
+    """Return the exception that user code raised if the driver's error is Ray's report of one, else the same error.
 
-    The traceback that is shown is the task's, with the lines of the cells that it went through; a note says where the
-    driver waited for it.
+    The shown traceback is the task's, with the lines of the cells that it went through. A note says where the driver
+    waited for the task.
 
     Args:
-        error: What the driver raised; None for nothing.
-        shell: The rank's; its traceback is drawn anew.
+        error: The driver's exception, None if it raised nothing.
+        shell: The rank's shell, which draws the new traceback.
     """
     exceptions: Any = sys.modules.get("ray.exceptions")
     if error is None or exceptions is None or not is_a(error, exceptions.RayTaskError):
@@ -103,9 +104,9 @@ def users_own(error: BaseException | None, shell: RankShell) -> BaseException | 
         innermost = innermost.cause
     own: object = innermost.cause
     if not isinstance(own, BaseException) or isinstance(own, exceptions.RayError):
-        # it could not be pickled there, or is Ray's own
+        # it could not be pickled in the task, or is Ray's own
         return error
-    # Ray makes the driver's error an instance of the own error's type too, whose text is the task's traceback
+    # Ray's error is an instance of the user's exception type too, with the task's traceback as its text
     text = str(vars(innermost).get("traceback_str") or innermost)
     own.__cause__, own.__suppress_context__ = None, True
     own.__traceback__ = None
@@ -117,7 +118,7 @@ def users_own(error: BaseException | None, shell: RankShell) -> BaseException | 
 
 
 def _frames(text: str) -> list[tuple[str, int, str]]:
-    """The frames that a traceback's text has, outermost first, but for Ray's own."""
+    """Return the frames in a traceback's text without Ray's own, outermost first."""
     ray: Any = sys.modules["ray"]
     own = os.path.dirname(str(ray.__file__)) + os.sep
     found = [(entry["file"], int(entry["line"]), entry["name"]) for entry in _FRAME.finditer(text)]
@@ -125,7 +126,12 @@ def _frames(text: str) -> list[tuple[str, int, str]]:
 
 
 def with_frames(own: BaseException, frames: list[tuple[str, int, str]]) -> BaseException:
-    """Give the error a traceback of these frames, outermost first: each is of a function that raises in its line."""
+    """Give the error a traceback of these frames, by functions that raise it in those lines.
+
+    Args:
+        own: The user's exception, which is also returned.
+        frames: File, line and function name of each frame, outermost first.
+    """
     for file, line, name in reversed(frames):
         function = _NOT_A_NAME.sub("_", name.rpartition(".")[2]) or "task"
         first = _begin_of(file, line, function)
@@ -139,7 +145,7 @@ def with_frames(own: BaseException, frames: list[tuple[str, int, str]]) -> BaseE
         try:
             made()
         except BaseException as raised:  # noqa: BLE001  it is the error itself
-            # the first frame is this function's
+            # without the first frame, which is this function's
             frame = raised.__traceback__.tb_next if raised.__traceback__ is not None else None
             if frame is not None:
                 frame.tb_next = rest
@@ -148,7 +154,7 @@ def with_frames(own: BaseException, frames: list[tuple[str, int, str]]) -> BaseE
 
 
 def _begin_of(file: str, line: int, function: str) -> int:
-    """The line in which the function begins: from there its source is shown. The same line where it is not found."""
+    """Return the line in which the function begins, where its displayed source starts, else the same line."""
     lines = linecache.getlines(file)
     begin = re.compile(rf"\s*(async\s+)?def\s+{re.escape(function)}\b")
     return next((number for number in range(min(line, len(lines)), 0, -1) if begin.match(lines[number - 1])), line)

@@ -1,4 +1,4 @@
-"""A machine with GPUs where there are none: a stand-in for NVML's library, for processes that a test starts.
+"""Simulated GPUs: a stand-in for NVML's library, for processes that a test starts.
 
 The loader reads LD_LIBRARY_PATH when a process starts, so the stub serves children, never the test itself:
 
@@ -39,7 +39,7 @@ class StubProcess:
 
 @dataclass(frozen=True)
 class StubSlice:
-    """A MIG slice. `power_w` is what it says of the whole GPU, None when it says nothing."""
+    """A MIG slice. `power_w` is the whole GPU's power as the slice reports it, None if it reports none."""
 
     uuid: str
     name: str
@@ -55,13 +55,13 @@ class StubGpu:
 
     Args:
         uuid: NVML's UUID.
-        bus: Its PCI bus number; NVML's order is that of the description, not this.
-        used_bytes: Memory in use, without `reserved_bytes`, which the driver keeps for itself.
-        utilization_pct: None answers "not supported", as for `power_w`, `temperature_c` and `uses`.
-        uses: How much of its time the processes have had: (pid, per cent).
-        slices: The slices of a GPU in MIG mode; None when it has no such mode.
-        error: What asking for the device, and what it does, answers, a code of nvmlReturn_t; 0 when it works.
-        blocks: Function of NVML that does not return when it is asked of this device, "" when all do.
+        bus: Its PCI bus number; NVML's order is that of the description instead.
+        used_bytes: Memory in use, without `reserved_bytes`, which the driver reserves.
+        utilization_pct: None answers "not supported"; likewise `power_w`, `temperature_c` and `uses`.
+        uses: The share of GPU time of each process: (pid, per cent).
+        slices: The slices of a GPU in MIG mode; None if it has no such mode.
+        error: Code of nvmlReturn_t that every query of the device returns; 0 if it works.
+        blocks: NVML function that does not return for this device, "" for none.
     """
 
     uuid: str
@@ -110,7 +110,7 @@ def describe(devices: Sequence[StubGpu], failures: Mapping[str, int] | None = No
 
 
 def change(environ: Mapping[str, str], devices: Sequence[StubGpu], failures: Mapping[str, int] | None = None) -> None:
-    """Put other devices into a stubbed machine; running processes see them at their next question."""
+    """Replace the devices of a stubbed machine; running processes see the new ones at their next query."""
     file = Path(environ["SGPU_TEST_NVML"])
     new = file.with_suffix(".new")
     new.write_text(describe(devices, failures))
@@ -118,7 +118,7 @@ def change(environ: Mapping[str, str], devices: Sequence[StubGpu], failures: Map
 
 
 def times_open(environ: Mapping[str, str], pid: int) -> int:
-    """How often a process has NVML open now."""
+    """Return how often a process has NVML open now."""
     try:
         return int(Path(f"{environ['SGPU_TEST_NVML']}.{pid}.open").read_text() or 0)
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def times_open(environ: Mapping[str, str], pid: int) -> int:
 
 
 class NvmlStub:
-    """Makes stubbed machines. The library is compiled at the first.
+    """Makes stubbed machines. The first one compiles the library.
 
     Args:
         directory: An empty directory for the library and the descriptions.
@@ -139,11 +139,11 @@ class NvmlStub:
     def __call__(
         self, devices: Sequence[StubGpu] | None = None, *, failures: Mapping[str, int] | None = None
     ) -> dict[str, str]:
-        """Return the variables that show a process these devices.
+        """Return the environment variables that make a process see these devices.
 
         Args:
-            devices: Four idle A10s when left out.
-            failures: Function of NVML to the error code it always answers with.
+            devices: The devices; four idle A10s if left out.
+            failures: The error code that an NVML function always returns, by function name.
         """
         library = self._directory / "libnvidia-ml.so.1"
         if not library.exists():
@@ -169,5 +169,5 @@ def compile_stub(library: Path) -> None:
 
 @pytest.fixture(scope="session")
 def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
-    """`nvml_stub(devices=..., failures=...)` -> the environment of a machine with these GPUs."""
+    """Provide `nvml_stub(devices=..., failures=...)`, which returns the environment of a machine with these GPUs."""
     return NvmlStub(tmp_path_factory.mktemp("nvml"))

@@ -1,9 +1,11 @@
-"""The names of Databricks' documented Serverless GPU API, made of this package's own. The real package comes first.
+"""The names of Databricks' documented Serverless GPU API, implemented with `sgpu_magic`.
+
+An installed `serverless_gpu` takes precedence over this one.
 
 compute   GPU types
-launcher  `distributed`, where older code imports it from
+launcher  `distributed`, for code that imports it from here
 ray       `ray_launch`
-runtime   what code on a rank asks about itself
+runtime   rank, world size and node rank, for code on a rank
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ _MODULES = ("compute", "launcher", "ray", "runtime")
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for when it is: a rank that wants `runtime` alone need not wait for the rest."""
+    """Import names on first use: a rank that needs only `runtime` does not wait for the rest."""
     if name == "distributed":
         from sgpu_magic.functions.compat.decorators import distributed
 

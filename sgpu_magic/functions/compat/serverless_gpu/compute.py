@@ -1,4 +1,4 @@
-"""The accelerators, as `serverless_gpu.compute` names them."""
+"""`serverless_gpu.compute`: the accelerator types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["GPUType"]
 
 
 class GPUType(StrEnum):
-    """What `gpu_type` may be; its name as a string, in any case, means the same."""
+    """Values of `gpu_type`. Their names as strings, in upper or lower case, mean the same."""
 
     A10 = "a10"
     H100 = "h100"

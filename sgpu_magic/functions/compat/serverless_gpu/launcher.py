@@ -1,4 +1,4 @@
-"""`serverless_gpu.launcher`: another place from which the documentation imports `distributed`."""
+"""`serverless_gpu.launcher`: another module from which the documentation imports `distributed`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank asks about itself, as `serverless_gpu.runtime` names it: the functions of `sgpu_magic.runtime`."""
+"""`serverless_gpu.runtime`: the functions of `sgpu_magic.runtime` that tell a rank its place in the run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["get_global_rank", "get_local_rank", "get_local_world_size", "get_nod
 
 
 def get_global_rank(group: ProcessGroup | None = None) -> int:
-    """This rank's number among all ranks of the run, or in `group`.
+    """Return this rank's number among all ranks of the run, or in `group`.
 
     Args:
         group: A process group that this rank is in.
     """
-    # the group's own method: no torch is needed to ask it
+    # the group's own method, which needs no import of torch
     return _rank_of_the_run() if group is None else group.rank()
