@@ -3,8 +3,7 @@
 When one rank fails, the others fail in their collectives within milliseconds, and a victim's report may arrive first.
 The root cause is the earliest failure that does not look like the loss of a peer; if there is none, the earliest.
 
-On Linux the kernel's counters, and the memory that the run used, show whether the out-of-memory killer ended a rank.
-Elsewhere that is unknown.
+Only on Linux, the kernel's counters and the run's memory show whether the out-of-memory killer ended a rank.
 """
 
 from __future__ import annotations
@@ -149,8 +148,7 @@ class ReportsOfRanks:
             reason: Why the run was stopped, if it was.
             host: This node's host name.
             now: Wall-clock time, seconds since the epoch.
-            starting_s: Seconds from the launch until all ranks had started.
-            running_s: Seconds from then until now.
+            starting_s, running_s: Seconds from the launch until all ranks had started, and from then until now.
             stacks: The ranks' stacks when the run timed out.
             unstopped: Ranks that still run the cell.
         """

@@ -19,8 +19,6 @@ import stat
 import time
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import CapacityError, PoolError
@@ -79,14 +77,6 @@ class DeviceLocks:
         # systemd-tmpfiles does not clean up a locked directory, see tmpfiles.d(5)
         with contextlib.suppress(OSError):
             fcntl.flock(self._directory_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def held(self) -> frozenset[str]:

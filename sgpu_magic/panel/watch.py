@@ -20,8 +20,8 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.panel.poll_pool import ListLook, Looker, NoLook, Seen, looker_of
 from sgpu_magic.panel.schema import PanelTold, PoolsTold, PoolTold, RunRow, RunsTold
 
+# minimum interval between polls of a watched pool, and between polls of all pools in the list
 INTERVAL_S, LIST_INTERVAL_S = 1.0, 10.0
-"""Minimum interval between polls of a watched pool, and between polls of all pools in the list."""
 FAILED = "The pool can't be looked at: something went wrong in sgpu-magic, and the server's log says what."
 POLLED_S, _LIST_POLLED_S = 6.0, 30.0
 """How long a poll by a page without updates keeps a watcher alive: of one pool, and of the list."""
@@ -33,7 +33,6 @@ _JOIN_S = 2.0
 
 Tell = Callable[[PanelTold], None]
 """Called with each update, in any thread; it must not block."""
-
 
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.files.disk_room import disk_room, why_no_run
 from sgpu_magic.pool.billing import Billing
@@ -55,14 +55,13 @@ class PoolRun(Run):
     Attributes:
         watchers: Clients that only follow it.
         log: Its event log; None until the run is accepted.
-        submitted_at: Monotonic time of its submission.
-        placed_at: Monotonic time of its launch; None before.
+        submitted_at, placed_at: Monotonic times of submission and launch; `placed_at` is None before its launch.
         attempt: How often its group was restarted.
         failed: Why the previous group failed, while a restart waits for its ranks to be gone; else None.
         ordered: Its ranks were ordered from the engine, which reports when they are gone.
-        processes_gone: Its processes are gone, but some of its files are still being transferred.
+        processes_gone: Its processes are gone; files may still be in transfer.
         ended_as: The state in its final event; None before. The scheduler learns of it next.
-        adopted: An earlier service launched it, and its notebook has not reconnected yet.
+        adopted: An earlier service launched it; its notebook has not reconnected.
         lost_node: Why its ranks were lost with their node; "" otherwise, and once the run is requeued.
         payload_over: Its payload's memory is no longer read.
         cut_short: The disk failed for so long that output and samples are dropped.
@@ -108,17 +107,13 @@ class PoolRun(Run):
 
     def detach(self) -> None:
         """Keep the run going when its notebook exits; the notebook becomes a watcher."""
-        self.spec = msgspec.structs.replace(self.spec, detach=True)
+        self.spec = replace(self.spec, detach=True)
         if self.owner is not None:
             self.watchers.append(self.owner)
             self.owner = None
 
     def hold_payload(self) -> None:
-        """Keep the payload's memory, which would be freed when the notebook exits, until an agent has it.
-
-        Raises:
-            OSError: The memory is already gone.
-        """
+        """Keep the payload's memory, freed when the notebook exits, until an agent has it; OSError if it is gone."""
         source = self.submit.payload.source
         if isinstance(source, SharedPayload) and self._held_fd < 0 and (self.placed_at is None or self.spec.retries):
             self._held_fd = os.open(f"/proc/{source.pid}/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -126,8 +121,7 @@ class PoolRun(Run):
 
     def take_payload_from(self, source: SharedPayload | FilePayload) -> None:
         """Record the payload's new location."""
-        payload = msgspec.structs.replace(self.submit.payload, source=source)
-        self.submit = msgspec.structs.replace(self.submit, payload=payload)
+        self.submit = replace(self.submit, payload=replace(self.submit.payload, source=source))
 
     def let_payload_go(self) -> None:
         """Close the payload's memory file: an agent holds it, or it is no longer needed."""
@@ -149,7 +143,7 @@ class ActiveRuns:
     Attributes:
         feed: Sends events to the runs' followers.
         settled: The runs of an earlier service have been adopted or recorded as lost.
-        resubmittable: Runs that were queued in an earlier service, until their notebooks submit them again.
+        resubmittable: Runs queued in an earlier service, until their notebooks submit them again.
         on_forgotten: Called with the ID of each run that is no longer active.
         on_written: Called with each run whose events are on disk again after write errors.
     """

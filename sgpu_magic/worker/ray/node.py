@@ -7,8 +7,7 @@ one JSON record a line; when the rank shuts the other end down, it kills all pro
 adopts the orphans of Ray's processes, so none of them outlives it. If it is killed itself, the agent finds them by the
 run's mark.
 
-`ray start --block` has no options for two things needed here: workers that don't see a raylet's simulated GPUs, and an
-end together with the rank.
+`ray start --block` can't hide a raylet's simulated GPUs from workers, and does not end together with the rank.
 """
 
 # Ray's inner parts are only partly typed

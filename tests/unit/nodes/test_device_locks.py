@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def locks(directory: Path) -> Iterator[DeviceLocks]:
-    with DeviceLocks(directory) as made:
+    with closing(DeviceLocks(directory)) as made:
         yield made
 
 
@@ -302,7 +303,7 @@ def test_a_place_that_is_no_shared_directory_is_refused_with_a_remedy(
 def test_a_private_directory_in_use_keeps_its_mode(directory: Path) -> None:
     directory.mkdir(mode=0o700)
     (directory / "something").write_text("")
-    with DeviceLocks(directory) as locks:
+    with closing(DeviceLocks(directory)) as locks:
         locks.acquire([FIRST])
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
@@ -314,7 +315,7 @@ def test_a_private_directory_in_use_keeps_its_mode(directory: Path) -> None:
 @skip_for_users
 def test_two_users_share_the_directory_in_either_order(directory: Path) -> None:
     name = pwd.getpwuid(OTHER_UID).pw_name
-    with DeviceLocks(directory) as locks:
+    with closing(DeviceLocks(directory)) as locks:
         with holder(directory, FIRST, uid=OTHER_UID) as (other, said):
             assert said == "held"
             assert (directory / f"{FIRST}.lock").stat().st_uid == OTHER_UID
@@ -341,7 +342,7 @@ def test_protected_regular_files_do_not_lock_the_other_user_out(directory: Path)
     try:
         with holder(directory, FIRST, uid=OTHER_UID):
             pass
-        with DeviceLocks(directory) as locks:
+        with closing(DeviceLocks(directory)) as locks:
             locks.acquire([FIRST])
     finally:
         setting.write_text(before)
@@ -350,7 +351,7 @@ def test_protected_regular_files_do_not_lock_the_other_user_out(directory: Path)
 @needs_root
 @skip_for_users
 def test_an_unwritable_lock_file_is_said_with_its_remedy(directory: Path) -> None:
-    with DeviceLocks(directory) as locks:
+    with closing(DeviceLocks(directory)) as locks:
         locks.acquire([FIRST])
         locks.release([FIRST])
         (directory / f"{FIRST}.lock").chmod(0o600)
@@ -380,7 +381,7 @@ def test_a_lock_lasts_as_long_as_any_copy_of_its_descriptor(tmp_path: Path):
     # a killed process lets go of everything without a word
     for descriptor in first.descriptors([FIRST, SECOND]):
         os.close(descriptor)
-    with DeviceLocks(tmp_path) as heir:
+    with closing(DeviceLocks(tmp_path)) as heir:
         with pytest.raises(DevicesLocked):
             heir.acquire([FIRST])
         heir.take_over([FIRST, SECOND], copies)
@@ -394,5 +395,5 @@ def test_a_lock_lasts_as_long_as_any_copy_of_its_descriptor(tmp_path: Path):
 
 
 def test_taking_over_needs_a_descriptor_for_each_device(tmp_path: Path):
-    with DeviceLocks(tmp_path) as locks, pytest.raises(ValueError, match="shorter"):
+    with closing(DeviceLocks(tmp_path)) as locks, pytest.raises(ValueError, match="shorter"):
         locks.take_over([FIRST, SECOND], [])
