@@ -219,6 +219,9 @@ def _queued(stage: Stage, options: str) -> Situation:
     situation.cell, situation.run_id = stage.start(stage.kernel, QUEUED, own)
     situation.ahead = cell, ahead
     assert stage.home.ledger()[situation.run_id].state == "queued"
+    # the pool writes it down before the notebook hears of it
+    waits = situation.cell
+    waits.until(lambda: waits.idle or "queued" in waits.reply.text, _SOON_S, "the cell shows that it is queued")
     return situation
 
 

@@ -27,7 +27,7 @@ from sgpu_magic.wire.devices import (
 OTHERS = "in use by others on the Ray cluster"
 AWAY = "on a node that does not answer"
 # how long the pool waits for unprobed nodes when it starts: if others are probed already, and if none is
-_SOME_S, _NONE_S = 15.0, 90.0
+_SOME_S, _NONE_S = 15.0, 45.0
 _COUNT = re.compile(r"(?P<type>[^:]+):\s*(?P<count>[0-9]{1,6})\s*")
 
 

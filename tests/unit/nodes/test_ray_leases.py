@@ -22,7 +22,7 @@ BROKEN = NodeFacts(node="c", host="c", address="10.0.0.3", problem="nobody could
         ([SEEN, UNSEEN], 15.0, True),
         # with nothing known a run would be refused: "It has: nothing"
         ([UNSEEN, UNSEEN], 15.0, False),
-        ([UNSEEN, UNSEEN], 90.0, True),
+        ([UNSEEN, UNSEEN], 45.0, True),
     ],
 )
 def test_a_pool_says_what_it_has_once_nodes_were_looked_at(nodes: list[NodeFacts], waited_s: float, told: bool):
