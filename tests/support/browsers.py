@@ -79,7 +79,10 @@ class OpenNotebook:
     def _note_error(self, error: Error) -> None:
         # anywidget 0.11 says so, with no consequence, of a widget that is closed again before its view was loaded; one
         # that is not drawn is missing in the page, which tests look at
-        if "[anywidget] Failed to initialize model" not in str(error):
+        known = "[anywidget] Failed to initialize model" in str(error)
+        # of JupyterLab's debugger, whose question was under way when the test restarted the kernel
+        known |= "Canceled future for debug_request" in str(error)
+        if not known:
             self.errors.append(f"{error}\n{error.stack}")
 
     def load(self) -> None:
