@@ -53,7 +53,7 @@ class Fault:
 
     Args:
         name: Short and unique.
-        promise: The promise of DESIGN section 8 or the table of the README that it breaks.
+        promise: The promise of docs/understand/promises.md, or the sentence of another page, that it breaks.
         file: The file below `sgpu_magic` that it changes.
         before: Text that the file has exactly once.
         after: What takes its place.
