@@ -191,6 +191,8 @@ class WriterProcess:
         self._settings = settings
         self._environ = environ
         self.heard: list[FromTracker] = []
+        # what is told again to the next process, by run
+        self._orders: dict[str, list[Track | RunOver]] = {}
         self.start()
 
     def start(self) -> None:
@@ -222,18 +224,36 @@ class WriterProcess:
     def track(self, run: ToldRun, tracking: Tracking | None = None, parent_run: str = "") -> None:
         place = Tracking(experiment="nb") if tracking is None else tracking
         order = Track(run_id=run.run_id, run_dir=str(run.directory), tracking=place, parent_run=parent_run)
-        self._socket.sendall(codec.frame(order))
+        self._send(order)
 
     def over(self, run: ToldRun) -> None:
-        self._socket.sendall(codec.frame(RunOver(run_id=run.run_id)))
+        self._send(RunOver(run_id=run.run_id))
+
+    def _send(self, order: Track | RunOver) -> None:
+        self._orders.setdefault(order.run_id, []).append(order)
+        # it may be about to end after a minute without work: `take` finds out
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.sendall(codec.frame(order))
 
     def take(self, timeout_s: float = 0.0) -> None:
-        """Read the received messages."""
+        """Read the received messages. A process that ended for want of work is replaced, as the pool does."""
         while select.select([self._socket], [], [], timeout_s)[0]:
-            data = self._socket.recv(1 << 16)
-            assert data, f"the writer ended: {self.said()}"
+            timeout_s, data = 0.0, b""
+            # with an order of ours unread its end is a reset
+            with contextlib.suppress(ConnectionResetError):
+                data = self._socket.recv(1 << 16)
+            if not data:
+                status = self._process.wait(PATIENCE_S)
+                said = self.said()
+                assert (status, said) == (0, ""), f"the writer ended: {status} {said}"
+                self.start()
+                for order in [order for orders in self._orders.values() for order in orders]:
+                    self._socket.sendall(codec.frame(order))
+                return
             self.heard += [message for message, _ in self._reader.feed(data)]
-            timeout_s = 0.0
+            for message in self.heard:
+                if isinstance(message, TrackingDone):
+                    self._orders.pop(message.run_id, None)
 
     def until(self, condition: Callable[[], object], what: str = "") -> None:
         """Read messages until a condition holds."""
