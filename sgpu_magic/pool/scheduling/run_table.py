@@ -123,9 +123,9 @@ class RunTable:
     def queue_deadline(self, run: Run) -> float | None:
         """Return when a waiting run gives up; None for one that does not wait, or waits forever."""
         deadline = run.queue_deadline
-        if deadline is not None and self._final:
-            return max(deadline, run.queued_at + _LEAVING_S)
-        return deadline
+        if deadline is None or not self._leaving_before(run):
+            return deadline
+        return max(deadline, run.queued_at + _LEAVING_S)
 
     # ------------------------------------------------------------ changes
 
@@ -256,6 +256,13 @@ class RunTable:
         return out
 
     # ------------------------------------------------------------ within
+
+    def _leaving_before(self, run: Run) -> bool:
+        """Whether a run that is over still holds what a waiting run waits for."""
+        session = self.runs.get(run.spec.session)
+        if session is None or session.lease is None:
+            return bool(self._final)
+        return any(cell.spec.in_session and cell.state.is_final for cell in self.cells_of(session.run_id))
 
     def _index(self, run: Run, had: Lease | None, limit_before: float | None) -> None:
         """Update the indexes for a run that was added, changed or dropped.

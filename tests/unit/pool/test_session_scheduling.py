@@ -218,6 +218,15 @@ def test_who_would_not_wait_waits_for_a_cell_that_is_ending() -> None:
     assert list(launched(scheduler.handle(RunOver(A, RunState.SUCCEEDED, 1.1)))) == [B]
 
 
+def test_who_would_not_wait_does_not_wait_for_others_that_are_ending() -> None:
+    scheduler = connected()
+    submit(scheduler, spec(C, 1))
+    running(scheduler, C)
+    scheduler.handle(RunMoved(C, RunState.SUCCEEDED, 1.0))
+    submit(scheduler, cell(A), 1.0)
+    assert refusal(submit(scheduler, cell(B, wait_s=0.0), 1.0)).run_id == B
+
+
 def test_waiting_ends_at_its_time() -> None:
     scheduler = connected()
     submit(scheduler, cell(A))
