@@ -235,10 +235,14 @@ def _is_same(folder: Path, wanted: _Wanted) -> bool:
 
 def _options(parser: Parser) -> None:
     parser.add_argument(
-        "source", metavar="RUN[/RANK]:PATH", help="in the ranks' working directory or the run's directory"
+        "source", metavar="RUN[/RANK]:PATH", help="path in the ranks' working directory or the run's directory"
     )
     parser.add_argument(
-        "target", metavar="TARGET", nargs="?", default="", help="a folder, a file, or - (default: only list)"
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        default="",
+        help="folder, file, or - for standard output (default: only list)",
     )
     parser.does(copy)
 

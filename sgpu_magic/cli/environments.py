@@ -199,17 +199,21 @@ def _indented(lines: list[str]) -> list[str]:
 
 def _options(parser: Parser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    made = actions.add_parser("list", help="those that there are, with their size and last use")
+    made = actions.add_parser("list", help="list environments with size and last use")
     made.does(lambda _: listing(load_settings()))
-    made = actions.add_parser("export", help="write a base's requirements file")
-    made.add_argument("name", metavar="4|ai-4", help="which base environment")
-    made.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
+    made = actions.add_parser("export", help="write the requirements file of a base environment")
+    made.add_argument("name", metavar="4|ai-4", help="base environment")
+    made.add_argument(
+        "directory", metavar="DIR", nargs="?", default=".", help="directory to write to (default: the current one)"
+    )
     made.does(lambda options: export(options.name, options.directory))
     made = actions.add_parser("remove", help="remove a saved or built environment")
-    made.add_argument("name", metavar="NAME", help="its name, or the first digits of a built one's")
+    made.add_argument("name", metavar="NAME", help="name, or the first digits of a built environment's ID")
     made.does(lambda options: remove(load_settings(), options.name))
     made = actions.add_parser("prune", help="remove built environments that no run uses")
-    made.add_argument("--days", type=_days, default=0.0, metavar="N", help="only if not used for N days (default: 0)")
+    made.add_argument(
+        "--days", type=_days, default=0.0, metavar="N", help="only those not used for N days (default: 0)"
+    )
     made.does(lambda options: prune(load_settings(), options.days))
 
 

@@ -211,9 +211,9 @@ def _is_port(text: str, least: int) -> bool:
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the run's id, or its first digits")
-    parser.add_argument("ports", metavar="[LOCAL:]PORT", help="the port in the run, and the one here if it differs")
-    parser.add_argument("--rank", type=rank, default=0, metavar="N", help="on the node of this rank (0)")
+    parser.add_argument("run", metavar="RUN", help="ID of the run, or its first digits")
+    parser.add_argument("ports", metavar="[LOCAL:]PORT", help="port in the run, and the local port if it differs")
+    parser.add_argument("--rank", type=rank, default=0, metavar="N", help="rank whose node has the port (default: 0)")
     parser.does(_do)
 
 

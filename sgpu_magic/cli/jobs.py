@@ -227,14 +227,16 @@ def start_detached(settings: Settings, record: JobRecord, arguments: Sequence[st
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("-n", dest="number", type=positive, default=20, metavar="N", help="how many (20)")
+    parser.add_argument(
+        "-n", dest="number", type=positive, default=20, metavar="N", help="how many to show (default: 20)"
+    )
     parser.does(lambda options: listing(load_settings(), options.number))
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    made = actions.add_parser("log", help="print what a detached one has said")
-    made.add_argument("job", metavar="JOB", help="the job's id, or its first digits")
+    made = actions.add_parser("log", help="print the output of a detached job")
+    made.add_argument("job", metavar="JOB", help="ID of the job, or its first digits")
     made.does(_log)
-    made = actions.add_parser("stop", help="end one, and its runs")
-    made.add_argument("job", metavar="JOB", help="the job's id, or its first digits")
+    made = actions.add_parser("stop", help="stop a job and its runs")
+    made.add_argument("job", metavar="JOB", help="ID of the job, or its first digits")
     made.does(lambda options: stop(load_settings(), options.job))
 
 

@@ -183,9 +183,9 @@ def _has_colours(out: TextIO) -> bool:
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the run's id, or its first digits")
-    parser.add_argument("--rank", type=rank, metavar="N", help="of this rank only")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    parser.add_argument("run", metavar="RUN", help="ID of the run, or its first digits")
+    parser.add_argument("--rank", type=rank, metavar="N", help="only this rank")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow until the run has ended")
     parser.does(show)
 
 

@@ -119,8 +119,8 @@ def command_parser(words: Sequence[str]) -> Parser:
     """
     parser = Parser(
         prog="sgpu",
-        description="The pool behind %%distributed, its runs, and this machine's set-up.",
-        epilog="RUN is a run's id or its first digits, as `sgpu runs` lists them.",
+        description="Manage the pool behind %%distributed, its runs, and this machine's set-up.",
+        epilog="RUN is the ID of a run, or its first digits, as listed by `sgpu runs`.",
     )
     parser.add_argument("--version", action="version", version=f"sgpu-magic {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -133,28 +133,30 @@ def command_parser(words: Sequence[str]) -> Parser:
 
 
 _COMMANDS = {
-    "pool": ("pools", "show or stop this machine's pool"),
-    "types": ("pools", "what the pools have: memory, nodes, price"),
-    "runs": ("runs", "list the newest runs"),
-    "logs": ("logs", "print what a run's ranks printed"),
+    "pool": ("pools", "manage pools: show, list, serve, stop"),
+    "types": ("pools", "list the pools' GPU types with memory, nodes and price"),
+    "runs": ("runs", "list the most recent runs"),
+    "logs": ("logs", "print the output of a run"),
     "cancel": ("runs", "stop a run"),
-    "detach": ("runs", "let a run go on without its notebook"),
+    "detach": ("runs", "let a run continue without its notebook"),
     "stacks": ("runs", "show where every rank of a run is"),
     "run": ("run", "execute a notebook, script or job file"),
-    "jobs": ("jobs", "list what `sgpu run` executes"),
-    "cp": ("copying", "bring files of a run to this machine"),
+    "jobs": ("jobs", "list the jobs of `sgpu run`"),
+    "cp": ("copying", "copy files of a run to this machine"),
     "port-forward": ("forwarding", "reach a dashboard or TensorBoard in a run"),
-    "replay": ("run", "launch a run again from its directory"),
-    "sync": ("sync", "send to MLflow what a dead server left unsent"),
-    "env": ("environments", "base, saved and built environments"),
-    "usage": ("runs", "what runs used and cost"),
-    "help": ("main", "show the page about an error, or list them all"),
-    "doctor": ("doctor", "say what is wrong with this machine's set-up"),
+    "replay": ("run", "run a recorded run again"),
+    "sync": ("sync", "send to MLflow what could not be sent before"),
+    "env": ("environments", "manage base, saved and built environments"),
+    "usage": ("runs", "show what runs used and cost"),
+    "help": ("main", "show the page about an error, or list all pages"),
+    "doctor": ("doctor", "check this machine's set-up"),
 }
 
 
 def _help_options(parser: Parser) -> None:
-    parser.add_argument("topic", metavar="TOPIC", nargs="?", default="", help="as an error names it (default: list)")
+    parser.add_argument(
+        "topic", metavar="TOPIC", nargs="?", default="", help="topic named by an error (default: list them)"
+    )
     parser.does(_help)
 
 

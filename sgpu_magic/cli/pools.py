@@ -221,27 +221,27 @@ def stop(settings: Settings, *, force: bool) -> str:
 
 def _pool_options(parser: Parser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    made = actions.add_parser("status", help="devices, queue and runs; starts no pool")
-    made.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all that are listed)")
+    made = actions.add_parser("status", help="show devices, queue and runs; starts no pool")
+    made.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all in the list)")
     made.does(lambda options: status(load_settings(), options.pool))
-    made = actions.add_parser("add", help="list a pool of another machine, for --pool")
-    made.add_argument("name", metavar="NAME", help="as --pool is to take it")
-    made.add_argument("address", metavar="tcp://HOST:PORT", help="where it listens")
-    made.add_argument("--key", required=True, metavar="KEY", help="its public key, which `sgpu pool serve` prints")
-    made.add_argument("--reserved", action="store_true", help="its devices are paid for in any case: it comes first")
-    made.add_argument("--types", default="", metavar="a10,h100", help="what it has (default: it is asked each time)")
-    made.add_argument("--prices", default="", metavar="a10=1.20", help="of one device for an hour")
-    made.add_argument("--replace", action="store_true", help="in place of one of that name")
-    made.add_argument("--no-check", action="store_true", help="write it down although it may not be reached")
+    made = actions.add_parser("add", help="add a pool on another machine to the list, for --pool")
+    made.add_argument("name", metavar="NAME", help="name to use with --pool")
+    made.add_argument("address", metavar="tcp://HOST:PORT", help="address that it listens on")
+    made.add_argument("--key", required=True, metavar="KEY", help="its public key, as printed by `sgpu pool serve`")
+    made.add_argument("--reserved", action="store_true", help="its devices are paid for anyway, so prefer it")
+    made.add_argument("--types", default="", metavar="a10,h100", help="its GPU types (default: ask the pool each time)")
+    made.add_argument("--prices", default="", metavar="a10=1.20", help="price of one GPU per hour")
+    made.add_argument("--replace", action="store_true", help="replace the pool of that name")
+    made.add_argument("--no-check", action="store_true", help="add it without trying to reach it")
     made.does(_add)
-    made = actions.add_parser("list", help="the pools that --pool takes, and how they are now")
+    made = actions.add_parser("list", help="list pools for --pool, with their state")
     made.does(lambda _: listing(load_settings()))
-    made = actions.add_parser("remove", help="list a pool no more; its runs go on")
-    made.add_argument("name", metavar="NAME", help="the pool's name in the list")
+    made = actions.add_parser("remove", help="remove a pool from the list; its runs continue")
+    made.add_argument("name", metavar="NAME", help="name of the pool in the list")
     made.does(lambda options: remove(options.name))
     _serving_options(actions)
-    made = actions.add_parser("stop", help="end the pool; the next run starts one")
-    made.add_argument("--force", action="store_true", help="also when runs are going on: they end too")
+    made = actions.add_parser("stop", help="stop the pool; the next run starts it again")
+    made.add_argument("--force", action="store_true", help="even if runs are in progress, which end too")
     made.does(lambda options: stop(load_settings(), force=options.force))
 
 
@@ -258,30 +258,35 @@ def _add(options: argparse.Namespace) -> str:
 
 
 def _serving_options(actions: Any) -> None:
-    serve = actions.add_parser("serve", help="be a pool for other machines, in the foreground")
-    serve.add_argument("--engine", choices=("local", "ray"), default="local", help="where ranks run (local)")
-    serve.add_argument("--listen", required=True, metavar="tcp://0.0.0.0:PORT", help="where clients come in")
+    serve = actions.add_parser("serve", help="serve a pool to other machines, in the foreground")
+    serve.add_argument("--engine", choices=("local", "ray"), default="local", help="where ranks run (default: local)")
+    serve.add_argument("--listen", required=True, metavar="tcp://0.0.0.0:PORT", help="address to listen on for clients")
     _add_name(serve)
-    serve.add_argument("--same-files", action="store_true", help="nodes see the clients' files and Pythons: build none")
-    deploy = actions.add_parser("deploy", help="start such a pool on a Ray cluster, as a job of it")
+    serve.add_argument(
+        "--same-files", action="store_true", help="nodes see the clients' files and Pythons, so build no environments"
+    )
+    deploy = actions.add_parser("deploy", help="start a served pool on a Ray cluster, as a Ray job")
     _add_ray(deploy)
     deploy.add_argument(
-        "--listen", default="tcp://0.0.0.0:8700", metavar="tcp://0.0.0.0:PORT", help="where clients come in (port 8700)"
+        "--listen",
+        default="tcp://0.0.0.0:8700",
+        metavar="tcp://0.0.0.0:PORT",
+        help="address to listen on for clients (default: port 8700)",
     )
     _add_name(deploy)
-    deploy.add_argument("job", nargs="*", metavar="-- OPTIONS", help="of the job, as `ray job submit` has them")
-    undeploy = actions.add_parser("undeploy", help="end a pool that was deployed")
+    deploy.add_argument("job", nargs="*", metavar="-- OPTIONS", help="options of `ray job submit`")
+    undeploy = actions.add_parser("undeploy", help="stop a deployed pool")
     _add_ray(undeploy)
     _add_name(undeploy)
-    keygen = actions.add_parser("keygen", help="make the key by which pools know you")
-    keygen.add_argument("--force", action="store_true", help="in place of the one that there is")
-    authorize = actions.add_parser("authorize", help="let a user into a pool that is served here")
-    authorize.add_argument("who", metavar="WHO", help="the user's name, shown with their runs")
-    authorize.add_argument("key", metavar="KEY", help="their public key, which `sgpu pool keygen` prints")
-    authorize.add_argument("--admin", action="store_true", help="they may end everybody's runs and stop the pool")
+    keygen = actions.add_parser("keygen", help="create the key that identifies you to pools")
+    keygen.add_argument("--force", action="store_true", help="replace the existing key")
+    authorize = actions.add_parser("authorize", help="let a user use the pool served here")
+    authorize.add_argument("who", metavar="WHO", help="name of the user, shown with their runs")
+    authorize.add_argument("key", metavar="KEY", help="the user's public key, as printed by `sgpu pool keygen`")
+    authorize.add_argument("--admin", action="store_true", help="may stop everybody's runs and the pool")
     _add_name(authorize)
-    revoke = actions.add_parser("revoke", help="let a user in no longer")
-    revoke.add_argument("who", metavar="WHO", help="the user whose keys are removed")
+    revoke = actions.add_parser("revoke", help="no longer let a user use the pool")
+    revoke.add_argument("who", metavar="WHO", help="user whose keys are removed")
     _add_name(revoke)
     for made in (serve, deploy, undeploy, keygen, authorize, revoke):
         made.does(_serving)
@@ -295,15 +300,15 @@ def _serving(options: argparse.Namespace) -> str:
 
 
 def _add_ray(parser: Any) -> None:
-    parser.add_argument("--ray", required=True, metavar="http://HEAD:8265", help="Ray's dashboard")
+    parser.add_argument("--ray", required=True, metavar="http://HEAD:8265", help="address of Ray's dashboard")
 
 
 def _add_name(parser: Any) -> None:
-    parser.add_argument("--name", default="team", metavar="NAME", help="the served pool's name (team)")
+    parser.add_argument("--name", default="team", metavar="NAME", help="name of the served pool (default: team)")
 
 
 def _types_options(parser: Parser) -> None:
-    parser.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
+    parser.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all)")
     parser.does(lambda options: types(load_settings(), options.pool))
 
 

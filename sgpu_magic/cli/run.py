@@ -210,32 +210,45 @@ def _options(parser: Parser) -> None:
     parser.description, parser.epilog = _RUN_ABOUT, _CODES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("target", metavar="TARGET", help="a notebook, script or job file")
-    add_option(parser, "pool", metavar=None, help="the pool (default: the setting)")
-    add_option(parser, "gpus", type=positive, help="ranks, one per GPU")
-    add_option(parser, "type", help="a10, h100, ..., cpu, any")
-    add_option(parser, "nodes", type=positive, help="nodes, each with as many of the ranks")
-    add_option(parser, "placement", metavar=None, choices=STRATEGIES, help="how ranks lie on nodes (pack)")
-    add_option(parser, "min-memory", help="least memory of each device")
-    add_option(parser, "env-version", metavar="4|ai-4|FILE|NAME", help="the ranks' packages")
-    add_option(parser, "max-cost", help="stop each run before it costs more")
+    add("target", metavar="TARGET", help="notebook, script or job file")
+    add_option(parser, "pool", metavar=None, help="pool to run on (default: the setting pool)")
+    add_option(parser, "gpus", type=positive, help="number of ranks, one per GPU")
+    add_option(parser, "type", help="GPU type: a10, h100, ..., cpu or any")
+    add_option(parser, "nodes", type=positive, help="number of nodes to spread the ranks evenly over")
+    add_option(
+        parser,
+        "placement",
+        metavar=None,
+        choices=STRATEGIES,
+        help="use as few nodes as possible, exactly one, or many (default: pack)",
+    )
+    add_option(parser, "min-memory", help="memory that each GPU must have")
+    add_option(parser, "env-version", metavar="4|ai-4|FILE|NAME", help="packages of the ranks")
+    add_option(parser, "max-cost", help="stop each run before it costs more than this")
     add("-p", "--parameters", dest="parameter", action="append", default=[], metavar="NAME=VALUE",
-        help="a parameter: a number, True, False, None, else a text; also as -p NAME VALUE")  # fmt: skip
+        help="parameter: a number, True, False, None, or else text; also -p NAME VALUE")  # fmt: skip
     add("-r", "--raw", dest="raw_parameter", action="append", default=[], metavar="NAME=VALUE",
-        help="a parameter that is a text whatever it looks like")  # fmt: skip
+        help="parameter that is always text")  # fmt: skip
     add("-y", dest="parameters_yaml", action="append", default=[], metavar="YAML",
-        help="parameters as YAML or JSON text")  # fmt: skip
-    add("-f", "--parameters-file", action="append", default=[], metavar="FILE", help="parameters in YAML, JSON or TOML")
-    add_option(parser, "env", help="a variable of the notebook and its ranks")
-    add_option(parser, "upload", help="a folder or file that the ranks find")
+        help="parameters as a YAML or JSON string")  # fmt: skip
+    add(
+        "-f",
+        "--parameters-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file with parameters in YAML, JSON or TOML",
+    )
+    add_option(parser, "env", help="environment variable of the notebook and its ranks")
+    add_option(parser, "upload", help="file or folder to copy to the ranks")
     add("-o", "--output", default="", metavar="COPY",
-        help="the executed copy (default: NAME.DATE-TIME.ipynb beside it; none of a script)")  # fmt: skip
-    add_option(parser, "timeout", help="longest time for all of it (default: none)")
-    add_option(parser, "retries", type=int, help="run it again after code 3, up to N times (default: 0)")
-    add("--kernel", default="", metavar="NAME", help="the Jupyter kernel (default: the notebook's)")
-    add("--cells", default="", choices=("auto", "ranks", "here"), help="where plain cells run (auto)")
-    add("-v", "--verbose", action="store_true", help="also print what a notebook's cells print")
-    add_option(parser, "detach", help="return at once; it goes on without this terminal")
+        help="executed copy (default: NAME.DATE-TIME.ipynb beside the notebook; none for a script)")  # fmt: skip
+    add_option(parser, "timeout", help="time limit for the whole execution (default: none)")
+    add_option(parser, "retries", type=int, help="run it again after exit code 3, up to N times (default: 0)")
+    add("--kernel", default="", metavar="NAME", help="Jupyter kernel (default: the notebook's)")
+    add("--cells", default="", choices=("auto", "ranks", "here"), help="where plain cells run (default: auto)")
+    add("-v", "--verbose", action="store_true", help="also print the output of a notebook's cells")
+    add_option(parser, "detach", help="return at once; the job continues without this terminal")
     add("--job-id", default="", help=argparse.SUPPRESS)
     add("--copy", default="", help=argparse.SUPPRESS)
     parser.does(lambda options: run(load_settings(), options, sys.stdout, sys.stderr))
@@ -295,7 +308,7 @@ def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) ->
 
 
 def _replay_options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the run's id, or its first digits")
+    parser.add_argument("run", metavar="RUN", help="ID of the run, or its first digits")
     own = {
         "gpus": {"type": positive, "help": "ranks (default: as many as it had)"},
         "env": {"help": "set a variable on the ranks"},

@@ -176,10 +176,12 @@ def _remark(run: RunSummary) -> str:
 
 
 def _list_options(parser: Parser) -> None:
-    parser.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
+    parser.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all)")
     how_many = parser.add_mutually_exclusive_group()
-    how_many.add_argument("-n", dest="number", type=positive, default=_RECENT, metavar="N", help="how many (20)")
-    how_many.add_argument("--all", action="store_true", help="all of them")
+    how_many.add_argument(
+        "-n", dest="number", type=positive, default=_RECENT, metavar="N", help="how many to show (default: 20)"
+    )
+    how_many.add_argument("--all", action="store_true", help="show all")
     parser.does(_list)
 
 
@@ -192,7 +194,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _one_options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the run's id, or its first digits")
+    parser.add_argument("run", metavar="RUN", help="ID of the run, or its first digits")
     parser.does(lambda options: of_one(load_settings(), options.command, options.run))
 
 
@@ -327,10 +329,10 @@ _FORMATS: Mapping[str, Callable[[Usage], str]] = {"table": table, "csv": comma_s
 
 
 def _usage_options(parser: Parser) -> None:
-    parser.add_argument("--since", default="7d", metavar="7d", help="how far back: 12h, 7d, 4w (7d)")
+    parser.add_argument("--since", default="7d", metavar="7d", help="how far back, such as 12h, 7d or 4w (default: 7d)")
     groups = ("day", "user", "session", "notebook", "type")
-    parser.add_argument("--by", choices=groups, default="day", help="what the rows are (day)")
-    parser.add_argument("--format", choices=tuple(_FORMATS), default="table", help="(table)")
+    parser.add_argument("--by", choices=groups, default="day", help="what to group by (default: day)")
+    parser.add_argument("--format", choices=tuple(_FORMATS), default="table", help="output format (default: table)")
     parser.does(lambda it: _FORMATS[it.format](read_usage(load_settings(), it.since, it.by)))
 
 

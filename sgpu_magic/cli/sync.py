@@ -134,8 +134,8 @@ def _table(left: Sequence[Left], going: Collection[str]) -> str:
 
 
 def _options(parser: Parser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", default="", help="of this run only")
-    parser.add_argument("--list", action="store_true", help="only say what is unsent")
+    parser.add_argument("run", metavar="RUN", nargs="?", default="", help="only this run")
+    parser.add_argument("--list", action="store_true", help="only list what is unsent")
     parser.does(_do)
 
 

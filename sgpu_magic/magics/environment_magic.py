@@ -21,20 +21,22 @@ from sgpu_magic.runs.workplace import workplace
 
 
 def _add_arguments(made: Parser) -> None:
-    made.add_argument("action", nargs="?", metavar="save", help="keep the packages under NAME")
-    made.add_argument("name", nargs="?", metavar="NAME", help="the name")
+    made.add_argument("action", nargs="?", metavar="save", help="save the packages under NAME")
+    made.add_argument("name", nargs="?", metavar="NAME", help="name of the environment")
     made.add_argument(
         "--diff",
         default="",
         metavar="4|ai-4|FILE|NAME",
-        help="also show the difference to a base environment, a requirements or pylock file, or a saved one",
+        help="also show differences from a base environment, a requirements or pylock file, or a saved environment",
     )
     made.add_argument(
         "--accept",
         action="store_true",
-        help="confirm what the notebook asks for and somebody else has chosen: bare %%%%distributed uses it then",
+        help="confirm choices that somebody else saved in this notebook, so that a bare %%%%distributed uses them",
     )
-    made.add_argument("--panel", action="store_true", help="choose GPUs and packages, connect and watch in a panel")
+    made.add_argument(
+        "--panel", action="store_true", help="open a panel to choose GPUs and packages, connect, and follow runs"
+    )
 
 
 @magics_class

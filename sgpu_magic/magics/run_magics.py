@@ -35,7 +35,7 @@ _NOT_SUBMITTED = "interrupted before the run was submitted; nothing was started.
 
 
 def _add_run(made: Parser) -> None:
-    made.add_argument("run", nargs="?", default="", metavar="RUN", help="the first digits of its id")
+    made.add_argument("run", nargs="?", default="", metavar="RUN", help="ID of the run, or its first digits")
 
 
 def _add_attached(made: Parser) -> None:
@@ -52,7 +52,7 @@ def _add_replayed(made: Parser) -> None:
 def _add_shown(made: Parser) -> None:
     what = "the first digits of its id, or a session's name"
     made.add_argument("run", nargs="?", default="", metavar="RUN", help=what)
-    made.add_argument("--pool", default="", metavar="NAME", help="of this pool only (default: all)")
+    made.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all)")
     add_option(made, "ui")
 
 

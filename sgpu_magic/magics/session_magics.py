@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def _add_name(made: Parser) -> None:
-    made.add_argument("name", nargs="?", default="", metavar="NAME", help="the session (default: the current one)")
+    made.add_argument("name", nargs="?", default="", metavar="NAME", help="session (default: the current one)")
 
 
 def _add_pulled(made: Parser) -> None:
@@ -37,23 +37,23 @@ def _add_pulled(made: Parser) -> None:
 
 
 def _add_pushed(made: Parser) -> None:
-    made.add_argument("names", nargs="*", metavar="NAME", help="names of the notebook")
+    made.add_argument("names", nargs="*", metavar="NAME", help="names in the notebook")
     _add_ranks(made)
 
 
 def _add_ranks(made: Parser) -> None:
-    add_option(made, "ranks", help="these ranks only (default: all)")
+    add_option(made, "ranks", help="only these ranks (default: all)")
     add_option(made, "session", metavar="NAME")
     add_option(made, "ui")
 
 
 def _add_restarted(made: Parser) -> None:
-    made.add_argument("--rank", "--ranks", dest="ranks", metavar="1,2", help="which (default: all)")
+    made.add_argument("--rank", "--ranks", dest="ranks", metavar="1,2", help="ranks to restart (default: all)")
     add_option(made, "session", metavar="NAME")
 
 
 def _add_switch(made: Parser) -> None:
-    made.add_argument("switch", nargs="?", choices=("on", "off"), help="on or off (default: says which it is)")
+    made.add_argument("switch", nargs="?", choices=("on", "off"), help="on or off (default: show which)")
 
 
 @magics_class

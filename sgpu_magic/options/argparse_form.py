@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}. `{self.prog} -h` shows the options.")
 
     def offer_help(self) -> None:
-        self.add_argument("-h", "--help", action="store_true", help="show this")
+        self.add_argument("-h", "--help", action="store_true", help="show this help")
 
     def read(self, line: str) -> argparse.Namespace:
         """Parse the magic's line.
@@ -155,7 +155,7 @@ def parser(prog: str = "%%distributed") -> Parser:
     """Return the parser of a magic that runs a cell."""
     made = Parser(prog, _ABOUT[prog], (_IN_DRIVER if prog == RAY else _IN_CELL) + _VALUE)
     if prog == "%%rank":
-        made.add_argument("list", nargs="?", metavar="RANKS", help="the ranks: 0,2-3")
+        made.add_argument("list", nargs="?", metavar="RANKS", help="ranks, such as 0,2-3")
     for name in table.CELL:
         if prog == RAY and name in OF_RANKS_THAT_STAY:
             made.add_argument(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)
@@ -234,9 +234,9 @@ def _ranks_in_one_word(line: str) -> str:
 def add_session(made: Parser) -> None:
     """Add the options of `%sgpu_connect` to a parser."""
     own = {
-        "name": {"metavar": "S", "default": "main", "help": "the session's name (default: main)"},
-        "wait": {"help": "longest time in the queue, 0: now or fail (default: as long as it takes)"},
-        "timeout": {"metavar": "8h", "help": "longest time that it may last (default and most: 7d)"},
+        "name": {"metavar": "S", "default": "main", "help": "name of the session (default: main)"},
+        "wait": {"help": "maximum time in the queue; 0: connect now or fail (default: unlimited)"},
+        "timeout": {"metavar": "8h", "help": "time limit of the session (default and maximum: 7d)"},
     }
     add_options(made, table.SESSION, own)
     add_option(made, "profile", help=argparse.SUPPRESS)

@@ -83,7 +83,7 @@ def _count(least: int, most: int, what: str) -> Callable[[str], int]:
 OPTIONS: Mapping[str, Option] = {
     "gpus": Option(
         "devices.ranks",
-        "ranks, one per GPU (default: 2 on CPU, else all GPUs)",
+        "number of ranks, one per GPU (default: all GPUs, or 2 ranks on CPU)",
         "N",
         short="-n",
         type=_count(1, MOST_RANKS, "ranks"),
@@ -91,7 +91,7 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "type": Option(
         "devices.device_type",
-        "a10, a100, h100, ..., cpu, any (default: what the pool has)",
+        "GPU type: a10, a100, h100, ..., cpu or any (default: what the pool has)",
         "TYPE",
         read=values.device_type,
         offered=("any", "cpu", *KNOWN_TYPES),
@@ -99,116 +99,119 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "min-memory": Option(
         "devices.min_memory_bytes",
-        "of each device; without --type: the cheapest type that has it",
+        "memory that each GPU must have; without --type, the cheapest such type is used",
         "40GB",
         read=values.memory_bytes,
     ),
     "nodes": Option(
         "devices.nodes",
-        "spread the ranks evenly over N nodes (default: the pool's choice)",
+        "number of nodes to spread the ranks evenly over (default: the pool decides)",
         "N",
         read=values.node_count,
     ),
     "placement": Option(
         "devices.strategy",
-        "on as few nodes as can be, on one, on many (default: pack)",
+        "use as few nodes as possible, exactly one, or many (default: pack)",
         "|".join(STRATEGIES),
         read=values.strategy_of,
         offered=STRATEGIES,
     ),
-    "allow-busy": Option("devices.allow_busy", "also take GPUs that other programs use", switch=True),
+    "allow-busy": Option("devices.allow_busy", "also use GPUs that other programs are using", switch=True),
     "out": Option(
         "outputs",
-        "bring rank 0's A and every rank's B back",
+        "variables to bring back: A from rank 0, B from every rank",
         "A,B:all",
         read=lambda option, given: values.outputs_from(given, option),
         repeats=True,
     ),
-    "in": Option("extra", "also ship names that only eval uses", "NAMES", read=values.names, repeats=True),
+    "in": Option(
+        "extra", "further names to ship, e.g. those that only eval uses", "NAMES", read=values.names, repeats=True
+    ),
     "exclude": Option("exclude", "names to leave in the notebook", "NAMES", read=values.names, repeats=True),
     "env": Option(
         "variables",
-        "set a variable on the ranks (repeatable)",
+        "set an environment variable on the ranks (repeatable)",
         "KEY=VALUE",
         read=lambda _, given: values.key_values(given),
         repeats=True,
     ),
-    "timeout": Option("timeout_s", "longest running time (default and most: 7d)", "90s|30m|2h", read=values.timeout_s),
+    "timeout": Option("timeout_s", "time limit (default and maximum: 7d)", "90s|30m|2h", read=values.timeout_s),
     "wait": Option(
         "wait_s",
-        "longest time in the queue, 0: run now or fail (default: as long as it takes)",
+        "maximum time in the queue; 0: run now or fail (default: unlimited)",
         "10m|0",
         read=values.duration_s,
     ),
     "grace": Option(
         "grace_s",
-        "time between TERM and KILL when it is stopped (default: 5s; 0s after a failure)",
+        "time between SIGTERM and SIGKILL when the run is stopped (default: 5s; 0s after a failure)",
         "60s",
         read=values.duration_s,
     ),
     "idle": Option(
-        "idle_s", "end it after so long without a cell, 0: never (default: 60m)", "60m", read=values.duration_s
+        "idle_s",
+        "end the session after this long without cells; 0: never (default: 60m)",
+        "60m",
+        read=values.duration_s,
     ),
     "retries": Option(
         "retries",
-        "start the ranks again up to N times when a worker or node fails (default: 0)",
+        "restart the ranks up to N times after a worker or node failure (default: 0)",
         "N",
         type=_count(0, MOST_RETRIES, "retries"),
     ),
     "retry-on": Option(
         "retry_any",
-        "any: also after an error of the cell itself (default: failure)",
+        "any: also restart after an error in the cell itself (default: failure)",
         read=lambda _, given: given == "any",
         choices=RETRY_CHOICES,
     ),
-    "detach": Option("detach", "return at once; the run goes on without this notebook", switch=True),
-    "ranks": Option("only", "in a session: these ranks only (default: all)", "0,2-3", read=values.parse_ranks),
-    "fresh": Option("fresh", "in a session: new processes on its devices, beside its ranks", switch=True),
-    "reload": Option("reload", "in a session: load edited local modules anew first", switch=True),
-    "session": Option("session", "the session (default: the one connected last)", "NAME|none", default=""),
-    "profile": Option("profile", "keep a trace of torch's profiler from every rank", switch=True),
+    "detach": Option("detach", "return at once; the run continues without this notebook", switch=True),
+    "ranks": Option("only", "run on these ranks of the session only (default: all)", "0,2-3", read=values.parse_ranks),
+    "fresh": Option("fresh", "run in new processes on the session's devices, beside its ranks", switch=True),
+    "reload": Option("reload", "reload edited local modules in the session first", switch=True),
+    "session": Option("session", "session to run in (default: the last one connected)", "NAME|none", default=""),
+    "profile": Option("profile", "record a torch.profiler trace on every rank", switch=True),
     "env-version": Option(
         "wishes.env_version",
-        "the ranks' packages: of a base environment, a requirements or pylock file, or one that %%sgpu_env has saved; "
-        "none: the notebook's own (default: the setting env_version, else none)",
+        "packages of the ranks: a base environment, a requirements or pylock file, or an environment saved with "
+        "%%sgpu_env; none: the notebook's own (default: the setting env_version, else none)",
         "4|ai-4|none|FILE|NAME",
         read=lambda _, given: str(given).strip(),
     ),
     "torch": Option(
         "wishes.torch_mine",
-        "where packages are installed for the run, mine: also the notebook's torch (default: node, its own)",
+        "torch of a run whose packages are installed: the notebook's, or the one on the node (default: node)",
         read=lambda _, given: values.is_torch_mine(given),
         choices=TORCH_CHOICES,
     ),
-    "allow-build": Option(
-        "wishes.allow_build", "packages without a wheel may be built from source for the run", switch=True
-    ),
+    "allow-build": Option("wishes.allow_build", "build packages that have no wheel from source", switch=True),
     "upload": Option(
         "wishes.uploads",
-        "a folder or file that the ranks find there too: sgpu_magic.runtime.upload_path(PATH) (repeatable)",
+        "file or folder to copy to the ranks, found there by sgpu_magic.runtime.upload_path(PATH) (repeatable)",
         "PATH",
         read=lambda _, given: values.paths(given),
         repeats=True,
     ),
     "no-track": Option(
         "wishes.track",
-        "do not make it an MLflow run",
+        "do not log the run to MLflow",
         read=lambda _, given: False if given else None,
         switch=True,
         python="track",
     ),
     "max-cost": Option(
-        "max_cost", "stop it before it costs more, by the prices of the settings", "5", read=values.cost_limit
+        "max_cost", "stop the run before it costs more than this, at the configured prices", "5", read=values.cost_limit
     ),
-    "name": Option("name", "the run's name (default: the function or cell)", default=""),
+    "name": Option("name", "name of the run (default: that of the function or cell)", default=""),
     "pool": Option(
         "pool",
-        "the pool (default: the setting pool, else a reserved one that has the type, on-demand, local)",
+        "pool to run on (default: the setting pool, else a reserved pool with that type, on-demand, local)",
         "NAME|reserved|on-demand",
         default="",
     ),
-    "ui": Option("ui", "how to show it (default: auto)", choices=UI_CHOICES, default="auto"),
-    "here": Option("here", "with this notebook's packages, whatever it had", switch=True),
+    "ui": Option("ui", "how to display the run (default: auto)", choices=UI_CHOICES, default="auto"),
+    "here": Option("here", "use this notebook's packages instead of those that the run had", switch=True),
 }
 
 DEVICES = ("gpus", "type", "min-memory", "nodes", "placement")
