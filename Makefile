@@ -6,7 +6,7 @@
 # make coverage  lines and branches that the tests of make test run, in all processes
 # make mutants  plant faults, one at a time, and see them caught
 # make frameworks  only trainings with each framework, against torchrun
-# make soak   500 random runs with random faults; SOAK_RUNS=100, SOAK_SEED=7 as variables
+# make soak   500 random runs with random faults, and a line that is silent for ten minutes; SOAK_RUNS=100, SOAK_SEED=7 as variables
 # make bench  measure this package and its peers
 # make lint   format and lint checks, who imports whom, types
 # make docs   build the site in build/docs; warnings are errors
@@ -58,7 +58,7 @@ test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest $(SPREAD) -m "not slow" $(TESTS)
 
 test-all: $(VENV)/.ready-test-frameworks
-	$(BIN)/python -m pytest $(SPREAD) $(TESTS)
+	$(BIN)/python -m pytest $(SPREAD) -m "not soak" $(TESTS)
 
 test-gpu:
 	@$(PYTHON) -I scripts/test_gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(TESTS)
@@ -77,6 +77,7 @@ frameworks: $(VENV)/.ready-test-frameworks
 
 soak: $(VENV)/.ready-test
 	PYTHONPATH=tests:tests/support $(BIN)/python -m soak
+	$(BIN)/python -m pytest -m soak
 
 bench: $(VENV)/.ready-test
 	PYTHONPATH=tests/support $(BIN)/python -m tests.benchmarks $(BENCH)

@@ -249,11 +249,11 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     try:
         from_file = tomllib.loads(file.read_text()) if file.is_file() else {}
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"the settings file {file} can't be read: {error}. Mend it or move it away.") from error
+        raise UsageError(f"the settings file {file} can't be read: {error}. Fix it or move it away.") from error
     for name, value in from_file.items():
         if name not in known:
             raise UsageError(
-                f"the settings file {file} has {name!r}, which is no setting. There are: {', '.join(known)}."
+                f"the settings file {file} has {name!r}, which is not a setting. The settings are: {', '.join(known)}."
             )
         values[name] = _read(name, name, known[name], value, str(file))
     for name, kind in known.items():
@@ -306,9 +306,9 @@ def _check(settings: Settings) -> None:
     """Reject amounts, priorities, quotas and times with which a pool would not start."""
     budget, days, half_life_s = settings.budget, settings.budget_days, settings.fair_half_life_s
     if not (math.isfinite(budget) and budget >= 0):
-        raise UsageError(f"the setting budget is {budget:g}; an amount of 0 or more is needed, and 0 is no limit.")
+        raise UsageError(f"the setting budget is {budget:g}; an amount of 0 or more is needed, and 0 means no limit.")
     if not 0 < days <= _MAX_BUDGET_DAYS:
-        raise UsageError(f"the setting budget_days is {days:g}; more than 0 and at most {_MAX_BUDGET_DAYS} are needed.")
+        raise UsageError(f"the setting budget_days is {days:g}; it must be more than 0 and at most {_MAX_BUDGET_DAYS}.")
     if not is_currency(settings.currency):
         currency = settings.currency[:40]
         raise UsageError(f"the setting currency is {currency!r}; a word or sign such as USD or € is needed.")
@@ -318,7 +318,7 @@ def _check(settings: Settings) -> None:
         except ValueError as error:
             raise UsageError(f"the setting {name} can't be read: {error}.") from None
     if not (math.isfinite(half_life_s) and half_life_s > 0):
-        raise UsageError(f"the setting fair_half_life_s is {half_life_s:g}; more than 0 seconds are needed.")
+        raise UsageError(f"the setting fair_half_life_s is {half_life_s:g}; it must be more than 0 seconds.")
 
 
 def private_dir(path: Path) -> Path:
@@ -331,8 +331,8 @@ def private_dir(path: Path) -> Path:
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise UsageError(
-            f"{path} is not a directory of yours, so nothing private can be kept there. "
-            f"Remove it or set SGPU_RUNTIME_DIR and SGPU_STATE_DIR to directories that are {SET_IN_NOTEBOOK}."
+            f"{path} is not a directory that you own, so private files can't be kept there. "
+            f"Remove it, or set SGPU_RUNTIME_DIR and SGPU_STATE_DIR to directories that you own {SET_IN_NOTEBOOK}."
         )
     if stat.S_IMODE(status.st_mode) != 0o700:
         path.chmod(0o700)

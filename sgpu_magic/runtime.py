@@ -80,8 +80,8 @@ def checkpoint_dir() -> Path:
     if not path:
         # no ./checkpoints instead: what another training left there would be taken for this one's
         raise UsageError(
-            "there is no run here, so checkpoint_dir() has no directory to give. Call it in a cell that begins with "
-            "%%distributed, or set SGPU_CHECKPOINT_DIR to a directory of yours."
+            "this process is not in a run, so checkpoint_dir() has no directory to return. Call it in a cell that "
+            "begins with %%distributed, or set SGPU_CHECKPOINT_DIR to your own directory."
         )
     directory = Path(path)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -144,8 +144,8 @@ def upload_path(name: str | os.PathLike[str] = "") -> Path:
         if name and "RANK" not in os.environ and os.path.exists(os.path.expanduser(name)):
             return Path(os.path.abspath(os.path.expanduser(name)))
         raise UsageError(
-            f"nothing went along with this run, so upload_path({os.fspath(name)!r}) has no path to give. Begin the "
-            "cell with %%distributed --upload PATH, or give @distributed upload=PATH."
+            f"this run has no uploads, so upload_path({os.fspath(name)!r}) has no path to return. Begin the "
+            "cell with %%distributed --upload PATH, or pass upload=PATH to @distributed."
         )
     known: dict[str, str] = json.loads(told)
     wanted = os.path.normpath(os.path.expanduser(name)) if os.fspath(name) else ""
@@ -155,8 +155,8 @@ def upload_path(name: str | os.PathLike[str] = "") -> Path:
     if len(found) != 1:
         listed = ", ".join(sorted(known))
         raise UsageError(
-            f"upload_path({os.fspath(name)!r}) names none of what went along with this run, or several. There are: "
-            f"{listed}. Name one of them as it stands there."
+            f"upload_path({os.fspath(name)!r}) matches none of this run's uploads, or several. The uploads are: "
+            f"{listed}. Name one of them as it is listed here."
         )
     return Path(found[0])
 

@@ -28,7 +28,11 @@ def pytest_configure() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # what takes longest comes first: the test processes end together
-    items.sort(key=lambda item: ("unit" in item.path.parts, not _variables_of(item.path)))
+    items.sort(key=lambda item: ("unit" in item.path.parts, not _starts_ray(item.path), not _variables_of(item.path)))
+
+
+def _starts_ray(path: Path) -> bool:
+    return "unit" not in path.parts and ("ray" in path.stem or path.stem == "test_contract")
 
 
 @functools.cache
@@ -64,13 +68,17 @@ _modules_of: dict[str, dict[str, bool]] = {}
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Spread modules over the test processes, those with the same home to the same one."""
+    """Spread modules over the test processes: those with the same home, or with Ray clusters, to the same one.
+
+    Ray gives a new node's processes a few seconds; two clusters that start at once on two cores do not keep to that.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByHome(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             module = nodeid.partition("::")[0]
-            return _variables_of(config.rootpath / module) or module
+            path = config.rootpath / module
+            return "ray" if _starts_ray(path) else _variables_of(path) or module
 
     return ByHome(config, log)
 

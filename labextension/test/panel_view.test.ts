@@ -142,7 +142,7 @@ describe("what there is to choose from", () => {
     await shows(el, "3 of 4 free");
     expect(all(el, ".sgpu-later").length).toBe(0);
     const other = await ready(kernelPicture({ choice: choice({ gpus: 4 }) }), PLAN, [], poolPicture({ devices: [] }));
-    await shows(other.el, "4 × A10 will be free in about 12 min, going by earlier runs.");
+    await shows(other.el, "4 × A10 will be free in about 12 min, based on earlier runs.");
     expect(query(other.el, ".sgpu-later").getAttribute("aria-label")).toBe("4, free in about 12 min");
   });
 
@@ -195,10 +195,10 @@ describe("what there is to choose from", () => {
       { kind: "watch", pool: "" },
       { kind: "watch", pool: "team" },
     ]);
-    await shows(el, "Waiting for the pool's first news…");
+    await shows(el, "Waiting for the pool's first update…");
     host.pools.tell({ kind: "pool", picture: poolPicture() });
     await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
-    expect(text(el)).toContain("Waiting for the pool's first news…");
+    expect(text(el)).toContain("Waiting for the pool's first update…");
   });
 });
 
@@ -219,7 +219,7 @@ describe("the environment", () => {
     typeInto(field(), "peft 0.17");
     await vi.waitFor(() => expect(field().value).toBe("peft 0.17"));
     press(field(), "Enter");
-    await shows(el, "peft 0.17 is no requirement; write name==version.");
+    await shows(el, "peft 0.17 is not a requirement; write name==version.");
     expect(field().getAttribute("aria-invalid")).toBe("true");
     typeInto(field(), "peft==0.17.1");
     press(field(), "Enter");
@@ -235,7 +235,7 @@ describe("the environment", () => {
   it("takes a removal back", async () => {
     const { el, notebook } = await ready(kernelPicture({ differences: [peft] }));
     button(el, "remove peft").click();
-    await shows(el, "+ will be taken back: peft 0.17.1undo");
+    await shows(el, "+ will be undone: peft 0.17.1undo");
     await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { removed: ["peft"] } }));
     button(el, "undo peft").click();
     await shows(el, "+ added: peft 0.17.1remove");
@@ -343,7 +343,7 @@ describe("a stranger's choice", () => {
 
   it("waits for a word, with what it would do", async () => {
     const { el, notebook } = await foreign();
-    await shows(el, "This notebook asks for 8 on H100; somebody else chose that.");
+    await shows(el, "This notebook asks for 8 on H100, which someone else chose.");
     await shows(el, "2 packages will be installed");
     expect(el.querySelector(".sgpu-type")).toBeNull();
     expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", connect: false, choice: { gpus: 8 } });
@@ -355,7 +355,7 @@ describe("a stranger's choice", () => {
 
   it("is set aside for one's own, of which nothing is taken over", async () => {
     const { el } = await foreign();
-    button(el, "Choose myself").click();
+    button(el, "Choose my own").click();
     await vi.waitFor(() => query(el, ".sgpu-type"));
     // what is offered is the pool's, not the stranger's
     expect(el.querySelector(".sgpu-type[aria-checked=true]")?.textContent).toContain("A10");
@@ -439,7 +439,7 @@ describe("a state without a form is a sentence and a button", () => {
   const states: [KernelState, string, string][] = [
     ["none", "This notebook has no kernel.", "Start a kernel"],
     ["dead", "The kernel has died.", "Start a kernel"],
-    ["disconnected", "The link to the kernel is down.", "Look again"],
+    ["disconnected", "The link to the kernel is down.", "Check again"],
     ["starting", "The kernel is starting.", ""],
     ["restarting", "The kernel is restarting.", ""],
   ];
@@ -517,7 +517,7 @@ describe("a state without a form is a sentence and a button", () => {
 describe("the way to the pool", () => {
   it.each([
     ["absent", "This Jupyter server has no sgpu-magic."],
-    ["refused", "The Jupyter server does not let this page look at pools."],
+    ["refused", "The Jupyter server denies this page access to pools."],
     ["away", "The Jupyter server does not answer."],
   ] as const)("may be %s", async (kind, words) => {
     const host = new TestHost();
@@ -678,7 +678,7 @@ describe("runs", () => {
     host.tellPool(undefined, [...RUNS, ...manyRuns(100)]);
     await vi.waitFor(() => expect(all(again.el, ".sgpu-run-row").length).toBe(1));
     typeInto(query(again.el, "[type=search]"), "nothing at all");
-    await shows(again.el, "No run fits.");
+    await shows(again.el, "No matching runs.");
     button(again.el, "Show all").click();
     await vi.waitFor(() => expect(query(again.el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("104"));
   });

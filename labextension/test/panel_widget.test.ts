@@ -78,7 +78,7 @@ describe("the panel's widget", () => {
     model.emit({ kind: "pool", picture: poolPicture() });
     model.emit({ kind: "runs", pool: "local", whole: true, changed: [...RUNS, SESSION], gone: [] });
     model.emit(kernelAnswer(kernelPicture(), { n: question?.n ?? 0 }));
-    await vi.waitFor(() => expect(el.textContent).toContain("nothing kept in the notebook"));
+    await vi.waitFor(() => expect(el.textContent).toContain("nothing saved in the notebook"));
     expect(el.textContent.replaceAll("\u00a0", " ")).toContain("Connected · 2 × A10");
     const plan = () => model.sent.find(({ kind }) => kind === "plan");
     await vi.waitFor(() => expect(plan()).toMatchObject({ connect: true }));
@@ -147,7 +147,7 @@ describe("the panel's widget", () => {
   it("says what may have become of an idle kernel that does not answer", async () => {
     const model = new FakeModel(TRAITS, { status: "idle", supportsSubshells: true });
     const host = new WidgetPanelHost(model, end.signal);
-    const failed = expect(host.notebook.ask({ kind: "kernel", kept: null })).rejects.toThrow("When it was restarted");
+    const failed = expect(host.notebook.ask({ kind: "kernel", kept: null })).rejects.toThrow("If it was restarted");
     await vi.advanceTimersByTimeAsync(EXPIRY_MS);
     await failed;
   });
@@ -166,7 +166,7 @@ describe("the panel's widget", () => {
     const sent = model.sent.length;
     for (const slot of slots) slot(null, status);
     for (const slot of slots) slot(null, "idle");
-    await vi.waitFor(() => expect(el.textContent).toContain("%sgpu_env --panel shows another one."));
+    await vi.waitFor(() => expect(el.textContent).toContain("%sgpu_env --panel shows a new one."));
     expect(el.textContent).toContain("The kernel has died.");
     stop();
     expect(model.sent.length).toBe(sent);

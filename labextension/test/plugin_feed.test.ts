@@ -129,10 +129,10 @@ describe("a run's feed", () => {
   });
 
   it("ends with the server's own words when the run is not there any more", async () => {
-    const server = new FakeServer([json({ message: "this machine has no directory of a run 0123" }, 404)]);
+    const server = new FakeServer([json({ message: "this machine has no directory for run 0123" }, 404)]);
     const { feed: run } = feed(server);
     await run.follow();
-    expect(run.link.ended).toBe("this machine has no directory of a run 0123");
+    expect(run.link.ended).toBe("this machine has no directory for run 0123");
     expect(server.asked).toHaveLength(1);
   });
 

@@ -239,7 +239,7 @@ describe("a notebook's kernel is asked", () => {
     const notebook = link();
     kernel.reply = () => answer({ picture: { ...answer().picture, version: 99 } });
     await expect(notebook.ask(ask)).rejects.toThrow(OtherVersion);
-    kernel.reply = () => ({ kind: "refusal", n: 1, text: "This view is not live any more" });
+    kernel.reply = () => ({ kind: "refusal", n: 1, text: "This view is no longer live" });
     await expect(notebook.ask(ask)).rejects.toThrow("another version");
   });
 
@@ -447,7 +447,7 @@ describe("words", () => {
 
   it("with a cell magic survive JupyterLab's translations, which write %% as %", () => {
     const t = translateBy({ __: (text, ...values) => text.replaceAll("%%", "%").replace("%1", values[0] ?? "") });
-    expect(t("Cells that begin with %%distributed stand here.")).toBe("Cells that begin with %%distributed stand here.");
+    expect(t("Cells that begin with %%distributed appear here.")).toBe("Cells that begin with %%distributed appear here.");
     expect(t("Run %load_ext sgpu_magic, %1.", 3)).toBe("Run %load_ext sgpu_magic, 3.");
   });
 });

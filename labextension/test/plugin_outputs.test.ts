@@ -67,7 +67,7 @@ describe("outputs that are written", () => {
     const data = live["data"] as Record<string, unknown>;
     expect(viewOf(data[LIVE_MIME])).toBe(7);
     expect(viewOf({ run_id: "0123abcd" })).toBeNull();
-    expect(data["text/plain"]).toBe("run 0123 was going on when this was saved · %sgpu_attach 0123 shows it");
+    expect(data["text/plain"]).toBe("run 0123 was still running when this was saved · %sgpu_attach 0123 shows it");
     expect(JSON.stringify(restartedOutput("0123abcd"))).toContain("%sgpu_attach 0123");
   });
 });

@@ -240,7 +240,7 @@ class Environments:
         if wanted is None:
             wanted = self._wanted[name] = _Wanted(environment, time.monotonic())
             # a fault concerns all waiters, not only the run that asked first
-            with faults.charging(lambda error: self._fail(name, wanted, f"the agent met a fault: {error!r}.")):
+            with faults.charging(lambda error: self._fail(name, wanted, f"an internal error in the agent: {error!r}.")):
                 faults.in_background(self._build(name, wanted))
         wanted.users[run_id] = waiter
         if waiter is not None and wanted.moved.step:
@@ -264,9 +264,9 @@ class Environments:
                 self._store.folder(name)
                 wanted.builder = builder = _Builder(order, log)
             except (OSError, ValueError) as error:
-                text = f"{error}; the notebook's client has to be repaired."
+                text = f"{error}; this is an error in the notebook's sgpu-magic."
                 if isinstance(error, OSError):
-                    text = f"the node {self._host} can't start a process that makes the run's packages: {error}."
+                    text = f"the node {self._host} can't start the process that installs the run's packages: {error}."
                 self._fail(name, wanted, text)
                 return
             self._builders.add(builder)
@@ -277,8 +277,8 @@ class Environments:
         if self._is_done(name, wanted):
             return
         text = (
-            f"the process that makes the run's packages on {self._host} was killed {_ATTEMPTS} times before it was "
-            f"done; if nobody did it, the system was short of memory. What it wrote is in {log}. Run the cell again."
+            f"the process that installs the run's packages on {self._host} was killed {_ATTEMPTS} times before it had "
+            f"finished, probably because the system ran out of memory. Its output is in {log}. Run the cell again."
         )
         self._fail(name, wanted, wanted.refused or text)
 
@@ -304,7 +304,7 @@ class Environments:
         try:
             wanted.held = self._store.open(name)
         except OSError as error:
-            wanted.refused = f"the node {self._host} can't read what it has built: {error}."
+            wanted.refused = f"the node {self._host} can't read the environment that it built: {error}."
         if wanted.held is None:
             # removed by another pool, or unreadable; handled when the builder ends
             return

@@ -188,14 +188,14 @@ class ReportsOfRanks:
 # share of the memory limit above which an unexplained SIGKILL most likely came from the out-of-memory killer
 _HIGH = 0.8
 _SIGNAL_MEANINGS: dict[int, str] = {
-    signal.SIGKILL: "out of memory, or somebody killed it",
-    signal.SIGSEGV: "a crash in C code: it touched memory that is not its own, or its stack overflowed",
-    signal.SIGBUS: "a crash in C code, or a memory-mapped file whose disk or memory ran out",
-    signal.SIGABRT: "C code gave up; its last words are in the rank's output",
+    signal.SIGKILL: "out of memory, or another process killed it",
+    signal.SIGSEGV: "a crash in C code: an invalid memory access or a stack overflow",
+    signal.SIGBUS: "a crash in C code, or a memory-mapped file ran out of disk space or memory",
+    signal.SIGABRT: "C code aborted; its last message is in the rank's output",
     signal.SIGFPE: "a crash in C code: a division by zero",
     signal.SIGILL: "a library was built for another processor",
-    signal.SIGTERM: "somebody asked it to end",
-    signal.SIGHUP: "somebody asked it to end",
+    signal.SIGTERM: "another process asked it to end",
+    signal.SIGHUP: "another process asked it to end",
 }
 
 
@@ -279,7 +279,7 @@ def death(
         message = f"{who} was killed by {signal_name(-status)}" + (f": {meaning}" if meaning else "")
     else:
         message = (
-            f"{who} left with exit code {status} before its cell was done: something in it "
+            f"{who} exited with code {status} before its cell ended: something in it "
             "called os._exit or ended the process"
         )
     if last_line:
@@ -326,7 +326,7 @@ class MemoryWatch:
         together = peak_bytes + sum(peak_memory(pid) for pid in other_pids)
         if limit and together > _HIGH * limit:
             return "most likely out of memory" + held
-        return "somebody or something killed it" + held
+        return "another process or the system killed it" + held
 
 
 def _held(peak_bytes: int, limit_bytes: int) -> str:

@@ -82,8 +82,8 @@ class Launches(msgspec.Struct, frozen=True):
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         self.runs.say_over(
             launch.spec.run_id,
-            f"the run can't be recorded on {socket.gethostname()}: {launch.run_dir} can't be written ({why}). Runs "
-            "that go on are not concerned. Make room there, or make it writable, and run the cell again.",
+            f"the run can't be recorded on {socket.gethostname()}: {launch.run_dir} can't be written ({why}). "
+            "Other runs are not affected. Free some space there, or make it writable, and run the cell again.",
             FailureKind.INTERNAL,
         )
 

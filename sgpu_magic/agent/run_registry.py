@@ -113,7 +113,7 @@ class RunRegistry:
         where = f"{self.log} on {socket.gethostname()}" if self.log is not None else "the node's log"
         text = str(error)[:_FAULT_CHARS]
         return (
-            f"the agent on {socket.gethostname()} met a fault of sgpu-magic: {type(error).__name__}: {text}. The "
+            f"an internal error in the agent on {socket.gethostname()}: {type(error).__name__}: {text}. The "
             f"traceback is in {where}; please report it."
         )
 
@@ -121,10 +121,10 @@ class RunRegistry:
         """Fail a run whose launch can't be decoded."""
         self.say_over(
             launch.run_id,
-            f"the agent on {socket.gethostname()} can't read the pool's order to start this run, so it started no rank "
-            f"of it: {launch.problem[:_FAULT_CHARS]}. The pool and the agent may have been started from different "
-            "installations of sgpu-magic: restart the pool, which starts new agents (`sgpu pool stop`; a served pool's "
-            "operator restarts it), and submit the run again. If that fails too, please report it.",
+            f"the agent on {socket.gethostname()} can't read the pool's order to start this run, so it started none "
+            f"of its ranks: {launch.problem[:_FAULT_CHARS]}. The pool and the agent may have been started from "
+            "different installations of sgpu-magic: restart the pool, which starts new agents (`sgpu pool stop`; a "
+            "served pool's operator restarts it), and submit the run again. If that fails too, please report it.",
         )
 
     def faulted(self, run_id: str, error: Exception) -> None:

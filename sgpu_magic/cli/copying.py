@@ -73,12 +73,12 @@ def copy(options: argparse.Namespace) -> int:
                 _to_disk(files, wanted, Path(os.path.expanduser(target)), sys.stdout)
             except OSError as error:
                 raise UsageError(
-                    f"{error.filename or target} can't be written here: {error.strerror or error}. Run the command "
-                    "again when it can be: it goes on where it stopped."
+                    f"{error.filename or target} can't be written: {error.strerror or error}. Fix that and run "
+                    "the command again: it continues where it stopped."
                 ) from None
         if files.is_over(files.row()):
             return 0
-    note(f"run {short(files.run_id)} goes on: what it writes from now on is not among them.")
+    note(f"run {short(files.run_id)} has not ended: files that it writes from now on are not included.")
     return 0
 
 
@@ -91,8 +91,8 @@ def read_address(text: str) -> Address:
     found = _ADDRESS.fullmatch(text)
     if found is None:
         raise UsageError(
-            f"{text!r} names nothing in a run: write RUN:PATH, as in 7f3a:checkpoints, or RUN/RANK:PATH for the node "
-            "of one rank. Files go from a run to this machine; `--upload` takes them there."
+            f"{text!r} is not a path in a run: write RUN:PATH, as in 7f3a:checkpoints, or RUN/RANK:PATH for the node "
+            "of one rank. `sgpu cp` copies from a run to this machine; `--upload` copies to a run."
         )
     path = os.path.normpath(found["path"]) if found["path"] else ""
     path = "" if path == os.curdir else path
@@ -101,8 +101,8 @@ def read_address(text: str) -> Address:
             parts_of(path)
     except BadName:
         raise UsageError(
-            f"{found['path']!r} is not below the run's directories, and nothing else can be copied. Leave out what "
-            "leads there: paths begin in the ranks' working directory."
+            f"{found['path']!r} is outside the run's directories, and nothing else can be copied. Give a path "
+            "relative to the ranks' working directory."
         ) from None
     return Address(found["run"], path, int(found["rank"]) if found["rank"] else None)
 
@@ -123,17 +123,17 @@ def _find(files: FilesOfRun, address: Address) -> Sequence[_Wanted]:
         if found := _listed(files, under):
             above = len(os.path.dirname(under)) + 1 if os.path.dirname(under) else 0
             return [_Wanted(file, file.name[above:]) for file in found]
-    raise UsageError(f"run {run} has no {address.path or 'files'} there.{_where(files, row is None)}")
+    raise UsageError(f"run {run} has no {address.path or 'files'}.{_where(files, row is None)}")
 
 
 def _where(files: FilesOfRun, unknown: bool) -> str:
     """Return a hint about where the ranks' files are."""
     record = _record(files)
     if record is not None and isinstance(files, FilesHere) and Path(record.cwd).parent != files.directory:
-        return f" Its ranks stood in {record.cwd} on this machine: what they wrote there is there."
+        return f" Its ranks' working directory was {record.cwd} on this machine: look there for what they wrote."
     if not unknown and not files.is_over(files.row()):
-        return " It goes on: what its ranks write on other nodes than the pool's comes when they have ended."
-    return f" `sgpu cp {short(files.run_id)}:` lists what it has."
+        return " It has not ended: what its ranks write on nodes other than the pool's arrives when they have ended."
+    return f" `sgpu cp {short(files.run_id)}:` lists its files."
 
 
 def _node_of(files: FilesOfRun, rank: int) -> int:
@@ -162,8 +162,8 @@ def _listed(files: FilesOfRun, under: str) -> Sequence[RunFile]:
         return ()
     if found.more:
         raise UsageError(
-            f"{under or 'the run'} has more than {len(found.files):,} files. Copy its folders one by one, or have the "
-            "run pack them."
+            f"{under or 'the run'} has more than {len(found.files):,} files. Copy its folders one by one, or pack "
+            "them in the run."
         )
     return found.files
 
@@ -173,7 +173,7 @@ def _listed(files: FilesOfRun, under: str) -> Sequence[RunFile]:
 
 def _to_stream(files: FilesOfRun, wanted: Sequence[_Wanted], source: str, data: BinaryIO) -> None:
     if len(wanted) != 1:
-        raise UsageError(f"{source} is a folder of {len(wanted):,} files, and only one file goes to standard output.")
+        raise UsageError(f"{source} is a folder of {len(wanted):,} files, and standard output takes a single file.")
     descriptor = os.memfd_create("sgpu-cp", os.MFD_CLOEXEC)
     with open(descriptor, "rb") as file:
         files.copy_into(wanted[0].file.name, descriptor, 0)

@@ -100,7 +100,7 @@ def _guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Find
     try:
         yield from check()
     except OSError as error:
-        yield warning(name, f"could not be looked at: {error}", "See what the system says about it.")
+        yield warning(name, f"could not be checked: {error}", "See the system's error message.")
 
 
 # ---------------------------------------------------------------- settings, directories, pools
@@ -122,15 +122,15 @@ def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
     try:
         settings = load_settings(environ)
     except UsageError as error:
-        found = _refused("settings", error, "Mend it.")
+        found = _refused("settings", error, "Fix it.")
         state_dir, runtime_dir = environ.get("SGPU_STATE_DIR", ""), environ.get("SGPU_RUNTIME_DIR", "")
         return Settings(state_dir=state_dir, runtime_dir=runtime_dir), [found]
     path = config_path(environ)
     if path.is_file():
         return settings, [ok("settings", str(path))]
     if environ.get("SGPU_CONFIG"):
-        text = f"SGPU_CONFIG names {path}, which is not there: the defaults apply"
-        return settings, [warning("settings", text, "Unset it, or write the file.")]
+        text = f"SGPU_CONFIG names {path}, which does not exist: the defaults apply"
+        return settings, [warning("settings", text, "Unset it, or create the file.")]
     return settings, [ok("settings", "the defaults (there is no config.toml)")]
 
 
@@ -146,15 +146,15 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     for name in sorted(environ):
         if name.startswith("SGPU_") and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"Is {near[0]} meant?" if near else f"There are: {', '.join(sorted(known))}."
-            yield warning("variables", f"{name} means nothing here", remedy)
+            remedy = f"Did you mean {near[0]}?" if near else f"The variables are: {', '.join(sorted(known))}."
+            yield warning("variables", f"{name} is not a variable of sgpu-magic", remedy)
 
 
 def state_directory(settings: Settings) -> Iterator[Finding]:
     """Check the state directory: owner, write access, file system type, free space."""
     path = settings.state_path
     base = _nearest(path)
-    remedy = "Make it yours and writable, or set SGPU_STATE_DIR to a directory on a local disk that is."
+    remedy = "Make it a writable directory that you own, or set SGPU_STATE_DIR to one on a local disk."
     if why := _not_usable(path):
         yield problem("state directory", f"{path} {why}", remedy)
         return
@@ -181,7 +181,9 @@ def state_directory(settings: Settings) -> Iterator[Finding]:
     else:
         yield ok("disk", f"{format_bytes(room.free_bytes)} free for logs and payloads")
     if aside := sorted(path.glob("ledger.sqlite3.*-[0-9]*")):
-        yield warning("ledger", f"{aside[-1]} could not be used and was moved aside", "Remove it when nobody needs it.")
+        yield warning(
+            "ledger", f"{aside[-1]} could not be used and was moved aside", "Remove it if you no longer need it."
+        )
 
 
 def runtime_directory(settings: Settings) -> Iterator[Finding]:
@@ -191,7 +193,7 @@ def runtime_directory(settings: Settings) -> Iterator[Finding]:
     if size > MAX_SOCKET_PATH_BYTES:
         yield problem(
             name,
-            f"{path} is too long: the socket in it has a path of {size} bytes, not {MAX_SOCKET_PATH_BYTES}",
+            f"{path} is too long: the path of its socket has {size} bytes, more than {MAX_SOCKET_PATH_BYTES}",
             "Set SGPU_RUNTIME_DIR to a shorter directory.",
         )
         return
@@ -200,7 +202,7 @@ def runtime_directory(settings: Settings) -> Iterator[Finding]:
         remedy = "Remove it, or set SGPU_RUNTIME_DIR to a directory that is yours."
         yield problem(name, f"{path} {why}", remedy)
     elif path.exists() and (mode := stat.S_IMODE(path.stat().st_mode)) != 0o700:
-        text = f"{path} has mode {mode:04o}, so others may look into it; the next pool makes it 0700"
+        text = f"{path} has mode {mode:04o}, so others can access it; the next pool sets it to 0700"
         yield warning(name, text, f"`chmod 700 {path}`.")
     else:
         yield ok(name, f"{path}")
@@ -213,10 +215,10 @@ def pool(settings: Settings) -> Iterator[Finding]:
         runtime = settings.runtime_path
         left = [str(file) for file in (address_file(runtime), socket_file(runtime)) if file.exists()]
         if left:
-            text = f"none runs, but one that was killed left {' and '.join(left)}"
-            yield warning("pool", text, "Nothing to do: the next pool clears that away.")
+            text = f"none is running, but one that was killed left {' and '.join(left)}"
+            yield warning("pool", text, "Nothing to do: the next pool removes that.")
         else:
-            yield ok("pool", "none runs; the first %%distributed cell starts one")
+            yield ok("pool", "none is running; the first %%distributed cell starts one")
         return
     try:
         with closing(Pool(settings)) as client:
@@ -231,7 +233,7 @@ def pool(settings: Settings) -> Iterator[Finding]:
     text = f"process {status.pid}, sgpu-magic {status.package_version}, protocol {PROTOCOL_VERSION}"
     if status.package_version != __version__:
         remedy = "`sgpu pool stop` when it is idle; the next run starts one of this version."
-        yield warning("pool", f"{text}, but here is sgpu-magic {__version__}", remedy)
+        yield warning("pool", f"{text}, but this is sgpu-magic {__version__}", remedy)
     else:
         # this command is one of the clients
         yield ok("pool", f"{text}, {count_of(max(0, status.clients - 1), 'client')}")
@@ -249,7 +251,7 @@ def _not_usable(path: Path) -> str:
         return ""
     status = os.lstat(path)
     if stat.S_ISLNK(status.st_mode):
-        return "is a link, and nothing private is kept behind one"
+        return "is a link, and private files are not kept behind links"
     if not stat.S_ISDIR(status.st_mode):
         return "is not a directory"
     return "belongs to another user" if status.st_uid != os.getuid() else ""
@@ -272,7 +274,7 @@ def listed_pools(settings: Settings) -> Iterator[Finding]:
     try:
         entries = read_pools()
     except UsageError as error:
-        yield _refused("pools", error, f"Mend {pools_path()}.")
+        yield _refused("pools", error, f"Fix {pools_path()}.")
         return
     if not entries:
         return
@@ -299,10 +301,10 @@ def _key() -> Iterator[Finding]:
     try:
         read_key_pair(path)
     except FileNotFoundError:
-        remedy = "`sgpu pool keygen` makes one; send its public half to who runs the pools."
-        yield problem("key", f"there is none ({path}), and pools of other machines admit listed keys only", remedy)
+        remedy = "`sgpu pool keygen` creates one; send its public half to the pools' operator."
+        yield problem("key", f"there is none ({path}), and pools on other machines accept only listed keys", remedy)
     except UsageError as error:
-        yield _refused("key", error, "`sgpu pool keygen` makes another one.")
+        yield _refused("key", error, "`sgpu pool keygen` creates another one.")
     else:
         yield ok("key", str(path))
 
@@ -312,11 +314,11 @@ def _said(answer: Asked) -> Finding:
     status = answer.status
     if status is None:
         what, _, remedy = answer.problem.partition(". ")
-        return problem(name, what.rstrip("."), remedy or "See whether it runs, and whether its address is right.")
+        return problem(name, what.rstrip("."), remedy or "Check that it is running and that its address is right.")
     text = f"{answer.entry.address if answer.entry else ''} has {has_words(status)}"
     if status.package_version != __version__:
-        remedy = "They understand each other as long as nothing is refused; the same version on both sides is best."
-        return warning(name, f"{text}, but is sgpu-magic {status.package_version} and here is {__version__}", remedy)
+        remedy = "They work together unless a request is refused; the same version on both sides is best."
+        return warning(name, f"{text}, but runs sgpu-magic {status.package_version}, and this is {__version__}", remedy)
     return ok(name, text)
 
 

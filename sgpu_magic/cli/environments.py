@@ -53,7 +53,7 @@ def listing(settings: Settings, now: float | None = None) -> str:
     ]
     lines = ["base environments", *_indented(aligned(bases, right=(3,)))]
     kept = [_saved_row(settings, name) for name in named_environments.saved_names(settings)]
-    lines += ["", "saved" if kept else "nothing saved (%sgpu_env save NAME keeps a notebook's packages)"]
+    lines += ["", "saved" if kept else "nothing saved (%sgpu_env save NAME saves a notebook's packages)"]
     lines += _indented(aligned(kept, right=(2,))) if kept else []
     built = sorted(built_here(settings), key=lambda each: -each.last_used)
     if not built:
@@ -122,20 +122,20 @@ def remove(settings: Settings, name: str) -> str:
         UsageError: No environment or several match, or it is in use.
     """
     if named_environments.remove(settings, name):
-        return f"the saved environment {name} is gone."
+        return f"the saved environment {name} is removed."
     found = [each for each in built_here(settings) if len(name) >= _SHORTEST_PREFIX and each.name.startswith(name)]
     if not found:
         raise UsageError(
-            f"no environment {name!r} was saved or built here. `sgpu env list` shows them; of a built one give the "
-            f"first {_SHORTEST_PREFIX} digits or more."
+            f"no environment {name!r} was saved or built here. `sgpu env list` shows them; for a built one give "
+            f"its first {_SHORTEST_PREFIX} digits or more."
         )
     if len(found) > 1:
         raise UsageError(f"{name!r} is the beginning of {len(found)} environments. Give more digits.")
     if not Store(settings.environments_path).remove(found[0].name):
         raise UsageError(
-            f"environment {found[0].name[:12]} is in use: a run has it, or it is being built. Try it later."
+            f"environment {found[0].name[:12]} is in use: a run uses it, or it is being built. Try again later."
         )
-    return f"environment {found[0].name[:12]} is gone: {_freed(found)}."
+    return f"environment {found[0].name[:12]} is removed: {_freed(found)}."
 
 
 def prune(settings: Settings, days: float, now: float | None = None) -> str:

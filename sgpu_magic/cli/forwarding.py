@@ -74,8 +74,8 @@ class Forwarder:
             self._server = await asyncio.start_server(self._connected, _LOOPBACK, wanted)
         except OSError as error:
             raise UsageError(
-                f"port {wanted} of this machine can't be listened on: {error.strerror}. Choose another, 0 for any that "
-                f"is free: `sgpu port-forward {self._order.run} 0:{self._order.port}`."
+                f"can't listen on port {wanted} of this machine: {error.strerror}. Choose another, or 0 for any free "
+                f"port: `sgpu port-forward {self._order.run} 0:{self._order.port}`."
             ) from None
         return answer.run_id, int(self._server.sockets[0].getsockname()[1]), answer.problem
 
@@ -201,7 +201,7 @@ def _read_ports(text: str) -> tuple[int | None, int]:
     local, colon, remote = text.rpartition(":")
     if not _is_port(remote, least=1) or (colon and not _is_port(local, least=0)):
         raise UsageError(
-            f"{text!r} are no ports: write the port in the run, as in 8265, or LOCAL:PORT, as in 9000:8265."
+            f"{text!r} is not a port: write the port in the run, as in 8265, or LOCAL:PORT, as in 9000:8265."
         )
     return (int(local) if colon else None), int(remote)
 

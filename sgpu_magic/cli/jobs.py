@@ -29,7 +29,7 @@ def listing(settings: Settings, limit: int) -> str:
     """Return the newest jobs as text."""
     found = all_jobs(settings)[:limit]
     if not found:
-        return "no jobs yet: `sgpu run notebook.ipynb` makes one"
+        return "no jobs yet: `sgpu run notebook.ipynb` starts one"
     rows = [("job", "notebook", "state", "cells", "started", "for", "executed copy")]
     rows += [_row(record, time.time()) for record in found]
     return "\n".join(aligned(rows, right=(5,)))
@@ -64,7 +64,7 @@ def show_log(settings: Settings, job: str, out: TextIO) -> None:
         out.write(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:
         raise UsageError(
-            f"job {short(record.job_id)} was not started with --detach, so what it said went to its terminal."
+            f"job {short(record.job_id)} was not started with --detach, so its output went to its terminal."
             f"{f' Its executed copy is {record.copy}.' if record.copy else ''}"
         ) from None
 
@@ -77,9 +77,12 @@ def stop(settings: Settings, job: str) -> str:
     """
     record = find(settings, job)
     if not record.goes_on:
-        raise UsageError(f"job {short(record.job_id)} is over: it {record.state}.")
+        raise UsageError(f"job {short(record.job_id)} has ended: {record.state}.")
     os.kill(record.pid, signal.SIGTERM)
-    return f"job {short(record.job_id)} ends: its cell is interrupted and its runs are cancelled. `sgpu jobs` shows it."
+    return (
+        f"job {short(record.job_id)} is ending: its cell is interrupted and its runs are cancelled. "
+        "`sgpu jobs` shows it."
+    )
 
 
 LOG = "log"
@@ -187,7 +190,7 @@ def find(settings: Settings, text: str) -> JobRecord:
     if not found:
         raise UsageError(f"no job has an id that begins with {text[:40]!r}. `sgpu jobs` lists them.")
     listed = ", ".join(short(record.job_id) for record in found)
-    raise UsageError(f"{text[:40]!r} begins the ids of {len(found)} jobs: {listed}. Give more digits.")
+    raise UsageError(f"{text[:40]!r} matches {len(found)} jobs: {listed}. Give more digits.")
 
 
 def start_detached(settings: Settings, record: JobRecord, arguments: Sequence[str]) -> JobRecord:

@@ -171,7 +171,7 @@ def _why_none(run_id: str, row: RunSummary | None) -> str:
     if row is None:
         return f"{name} has no logs"
     if not row.state.is_final:
-        return f"{name} is {row.state.value}: no rank has printed yet. --follow waits for them"
+        return f"{name} is {row.state.value}: no rank has printed yet. --follow waits for output"
     if row.started_at is not None:
         return f"{name} has printed nothing"
     why = f" ({row.failure})" if row.failure else ""

@@ -80,11 +80,11 @@ def hostname() -> Iterator[Finding]:
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(_LOOKUP_DEADLINE_S)
-    remedy = f"Add a line `127.0.1.1 {name}` to /etc/hosts, or mend the name servers in /etc/resolv.conf."
+    remedy = f"Add a line `127.0.1.1 {name}` to /etc/hosts, or fix the name servers in /etc/resolv.conf."
     if not seconds:
         yield warning("hostname", f"{name}: no answer within {_LOOKUP_DEADLINE_S:.0f} s", remedy)
     elif problems:
-        text = f"{name} can't be looked up ({problems[0]}); code that rendezvouses by name fails"
+        text = f"{name} can't be resolved ({problems[0]}); code that rendezvouses by name fails"
         yield warning("hostname", text, remedy)
     elif seconds[0] > _SLOW_LOOKUP_S:
         yield warning("hostname", f"{name}: the look-up took {format_seconds(seconds[0])}", remedy)
@@ -97,8 +97,8 @@ def visible_devices(environ: Mapping[str, str]) -> Iterator[Finding]:
     if value is not None:
         yield warning(
             "CUDA_VISIBLE_DEVICES",
-            f"is set to {value!r}, which the pool does not follow: it leases all GPUs that the driver lists",
-            "Unset it. A rank sees the devices of its run only, whatever it says.",
+            f"is set to {value!r}, which the pool ignores: it leases all GPUs that the driver lists",
+            "Unset it. A rank sees only the devices of its run, whatever the value.",
         )
 
 
@@ -110,14 +110,14 @@ def memory_files() -> Iterator[Finding]:
     try:
         os.close(os.memfd_create("sgpu-doctor", os.MFD_CLOEXEC))
     except (OSError, AttributeError) as error:
-        text = f"memfd_create does not work ({error}): payloads go through files, slower"
+        text = f"memfd_create does not work ({error}): payloads go through files, which is slower"
         yield warning("memory files", text, "Use Linux 3.17 or newer, or allow memfd_create in the sandbox.")
     else:
         yield ok("memory files", "memfd works")
     try:
         total = shutil.disk_usage("/dev/shm").total
     except OSError as error:
-        total, text = 0, f"can't be looked at: {error.strerror}"
+        total, text = 0, f"can't be checked: {error.strerror}"
     else:
         text = format_bytes(total)
     if total < _SMALL_SHARED_MEMORY_BYTES:
@@ -133,12 +133,12 @@ def memory_files() -> Iterator[Finding]:
 def process_control() -> Iterator[Finding]:
     """Check pidfd, which reports a process's death at once, and subreapers, which keep descendants from escaping."""
     if not is_linux():
-        yield ok("process control", "no pidfd and no subreaper here: deaths are seen within a second")
+        yield ok("process control", "no pidfd and no subreaper here: process deaths are noticed within a second")
         return
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
-        text = f"pidfd_open does not work ({error}): a dead kernel is seen late"
+        text = f"pidfd_open does not work ({error}): a dead kernel is noticed late"
         yield warning("pidfd", text, "Use Linux 5.3 or newer, or allow pidfd_open in the sandbox.")
     else:
         yield ok("pidfd", "works")
@@ -153,7 +153,7 @@ def limits() -> Iterator[Finding]:
     """Check that the limits on open files and tasks allow 64 ranks."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 4096 if most == resource.RLIM_INFINITY else min(4096, most)
-    remedy = f"`ulimit -n {wanted}` before Jupyter is started."
+    remedy = f"Run `ulimit -n {wanted}` before you start Jupyter."
     if files == resource.RLIM_INFINITY or files >= _FILES_FOR_64:
         yield ok("open files", "no limit" if files == resource.RLIM_INFINITY else f"up to {files:,}")
     elif files >= _FILES_LEAST:

@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. `{self.prog} --help` shows what there is.")
+        raise UsageError(f"{message}. `{self.prog} --help` shows the usage.")
 
     def does(self, do: Callable[[argparse.Namespace], str | int]) -> None:
         """Set the function that executes the command. It returns an exit code, or a text to print."""

@@ -41,13 +41,13 @@ def add(settings: Settings, entry: PoolEntry, *, check: bool, replace: bool = Fa
         PoolError: The pool can't be reached, has another key, or does not know the user's key. Nothing was written.
         UsageError: There is a pool of that name, or the file can't be written.
     """
-    said = "It was not asked."
+    said = "It was not contacted."
     if check:
         status = _checked(settings, entry)
         said = f"It answers, and has {has_words(status)}."
         lacking = [kind for kind in entry.types if kind not in counts(status)]
         if lacking:
-            said += f" It has no {', '.join(lacking)} now, which --types names."
+            said += f" It has no {', '.join(lacking)} now, although --types names it."
     add_pool(entry, replace=replace)
     return f"the pool {entry.name} ({entry.kind}) is listed in {pools_path()}. {said} `--pool {entry.name}` uses it."
 
@@ -59,7 +59,7 @@ def remove(name: str) -> str:
         UsageError: There is no pool of that name, or the file can't be written.
     """
     entry = remove_pool(name)
-    return f"the pool {entry.name} ({entry.address}) is listed no more. What runs there goes on."
+    return f"the pool {entry.name} ({entry.address}) is no longer listed. Its runs continue."
 
 
 def listing(settings: Settings) -> str:
@@ -113,9 +113,9 @@ def _checked(settings: Settings, entry: PoolEntry) -> PoolStatus:
         with closing(Pool(settings, None, entry)) as pool:
             found = pool.status(1, timeout_s=_CHECK_S)
     except SgpuError as error:
-        raise PoolError(f"{error.message} Nothing was written; --no-check lists it all the same.") from None
+        raise PoolError(f"{error.message} Nothing was written; --no-check adds it anyway.") from None
     if found is None:
-        raise PoolError(f"the pool {entry.name} gave no answer within {PATIENCE_S:g} s. Nothing was written.")
+        raise PoolError(f"the pool {entry.name} did not answer within {PATIENCE_S:g} s. Nothing was written.")
     return found
 
 
@@ -186,7 +186,7 @@ def _remark(answer: Asked, status: PoolStatus, kind: str) -> str:
     there = sum(device.type == kind for device in status.inventory.devices)
     more = dict(status.inventory.elastic).get(kind, 0) - there
     if kind != CPU and more > 0:
-        words.append(f"{there} there, {more} more can come")
+        words.append(f"{there} now, up to {more} more on demand")
     return ", ".join(words)
 
 

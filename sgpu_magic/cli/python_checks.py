@@ -173,7 +173,7 @@ def _last_words(returncode: int, errors: bytes) -> str:
 
 def python_version() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    yield ok("python", f"{version} at {sys.executable} (checked is the Python that `sgpu` runs in)")
+    yield ok("python", f"{version} at {sys.executable} (the Python that `sgpu` runs in)")
 
 
 def ipykernel_version() -> Iterator[Finding]:
@@ -185,7 +185,7 @@ def ipykernel_version() -> Iterator[Finding]:
     if version.startswith("7.0."):
         yield problem(
             "ipykernel",
-            f"{version} loses messages of threads",
+            f"{version} loses messages from threads",
             "`pip install -U 'ipykernel!=7.0.*'`, then restart the kernels.",
         )
     else:
@@ -200,7 +200,7 @@ def packages(facts: ProbeFacts) -> Iterator[Finding]:
         yield problem("numpy", f"can't be imported: {facts.numpy_error}", "`pip install -U numpy`.")
     if not facts.torch:
         why = facts.torch_error or facts.last_words
-        remedy = "`pip install torch` into this Python, or mend the one that is there."
+        remedy = "`pip install torch` into this Python, or fix the one that is there."
         yield problem("torch", f"can't be imported: {why}", remedy)
         return
     text = f"{facts.torch}, imported in {format_seconds(facts.import_s)}"
@@ -238,7 +238,7 @@ def group(facts: ProbeFacts) -> Iterator[Finding]:
         took = f"2 gloo ranks joined in {format_seconds(facts.group_s)}"
         text = f"{took} and reduced a tensor in {format_seconds(facts.reduce_s)}"
         if facts.group_s > _SLOW_GROUP_S:
-            remedy = "Joining takes some 20 ms. Seconds are name look-ups that time out: see `hostname`."
+            remedy = "Joining takes about 20 ms. Seconds mean that name look-ups time out: see `hostname`."
             yield warning(name, text, remedy)
         else:
             yield ok(name, text)
@@ -250,7 +250,7 @@ def gpus(facts: ProbeFacts, simulate: str) -> Iterator[Finding]:
     real = inventory.devices
     if inventory.problem:
         what, _, remedy = inventory.problem.partition("; ")
-        yield problem("gpu", what, remedy[:1].upper() + remedy[1:] if remedy else "See what `nvidia-smi` says.")
+        yield problem("gpu", what, remedy[:1].upper() + remedy[1:] if remedy else "See the output of `nvidia-smi`.")
     elif not real:
         yield ok("gpu", "no GPU on this machine: ranks run on CPU with gloo")
     if real:
@@ -265,7 +265,7 @@ def gpus(facts: ProbeFacts, simulate: str) -> Iterator[Finding]:
                 )
         yield from _gpu_torch(facts)
     if simulate:
-        yield ok("gpu", f"simulated devices stand in place of real ones: {simulate}")
+        yield ok("gpu", f"simulated devices replace the real ones: {simulate}")
 
 
 def _gpu_torch(facts: ProbeFacts) -> Iterator[Finding]:

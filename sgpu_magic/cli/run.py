@@ -102,7 +102,7 @@ def _yaml_mapping(text: str) -> dict[str, object]:
     except ValueError as error:
         raise UsageError(f"-y {text!r} can't be read: {' '.join(str(error).split())}.") from None
     if not isinstance(found, dict):
-        raise UsageError(f"-y {text!r} has no names and values: write -y '{{lr: 0.1, layers: [64, 32]}}'.")
+        raise UsageError(f"-y {text!r} is not a mapping: write -y '{{lr: 0.1, layers: [64, 32]}}'.")
     return {str(key): value for key, value in found.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
@@ -127,11 +127,11 @@ def _check_kernel(job: Job) -> None:
     except specs.NoSuchKernel:
         listed = ", ".join(sorted(manager.find_kernel_specs()))
         raise UsageError(
-            f"there is no kernel {name!r} on this machine. There are: {listed}. Choose one with --kernel NAME."
+            f"there is no kernel {name!r} on this machine. Available: {listed}. Choose one with --kernel NAME."
         ) from None
     if language.lower() != "python":
         raise UsageError(
-            f"the kernel {name!r} speaks {language}, and cells for a pool are Python. Choose another with --kernel."
+            f"the kernel {name!r} runs {language}, and cells for a pool must be Python. Choose another with --kernel."
         )
 
 
@@ -158,7 +158,7 @@ def _attempts(
         if code is not ExitCode.POOL or left == 0:
             return code, record
         left -= 1
-        again = f"{job.source.name}: it is run again in {format_seconds(pause_s)} ({left} more after that)"
+        again = f"{job.source.name}: retrying in {format_seconds(pause_s)} ({left} more after that)"
         print(again, file=err, flush=True)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _RETRY_AFTER_MOST_S)
@@ -174,9 +174,9 @@ def _detach(settings: Settings, record: jobs.JobRecord, words: Sequence[str], ou
     shown = short(started.job_id)
     copy = f"executed copy: {started.copy}\n" if started.copy else ""
     print(
-        f"job {shown} goes on without this terminal: process {started.pid}\n"
+        f"job {shown} continues without this terminal: process {started.pid}\n"
         f"{copy}log: {jobs.folder_of(settings, record.job_id) / jobs.LOG}\n"
-        f"`sgpu jobs` lists it, `sgpu jobs log {shown}` shows what it said, `sgpu jobs stop {shown}` ends it.",
+        f"`sgpu jobs` lists it, `sgpu jobs log {shown}` shows its output, `sgpu jobs stop {shown}` ends it.",
         file=out,
     )
     return ExitCode.OK
@@ -189,19 +189,19 @@ or a .py file in Databricks' source form or with percent cells (# %%); with jupy
 
 what runs where:
   The notebook's kernel runs on this machine. Its %%distributed cells, sessions and @distributed functions run on
-  the pool; what they do not say themselves is taken from --pool, --gpus, --type and so on.
-  A notebook that has none of these, run with --gpus or --type, runs on the pool as a whole: a session of that many
+  the pool; options that they do not give are taken from --pool, --gpus, --type and so on.
+  A notebook without any of these, run with --gpus or --type, runs on the pool as a whole: a session of that many
   ranks is connected, and every cell runs on all of them (as after %sgpu_auto on). --cells ranks or here says it
-  explicitly. A script runs on all ranks; what stands behind -- are its arguments (a .py file with percent cells that
-  is given arguments runs as a script). A script with @distributed functions runs once, and they on the ranks.
-  What a script prints goes to standard output as it comes; it leaves an executed copy only with --output.
+  explicitly. A script runs on all ranks; words after -- are its arguments (a .py file with percent cells that
+  is given arguments runs as a script). A script with @distributed functions runs once, and its functions on the ranks.
+  A script's output goes to standard output as it comes; it leaves an executed copy only with --output.
 """
 _CODES = """exit codes:
   0    every cell ran
   1    a cell failed: the notebook's own error, or its kernel died
-  2    the command, the job file or an option in a cell can't be meant
+  2    the command, the job file or an option in a cell is invalid
   3    the pool, a node, the room on it or its environment failed: worth a retry
-  124  the time (--timeout, or a run's own) was over
+  124  the time limit (--timeout, or a run's own) was exceeded
   130  interrupted;  143  terminated: the notebook's runs were ended first
 """
 

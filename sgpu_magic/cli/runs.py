@@ -111,7 +111,7 @@ def _stacks(pool: Pool, run: str) -> str:
 _OF_ONE: Mapping[str, tuple[str, Callable[[Pool, str], str]]] = {
     "cancel": ("that could be cancelled", lambda pool, run: pool.cancel(run, "cancelled by `sgpu cancel`")),
     "detach": ("that could be detached", lambda pool, run: pool.detach(run)),
-    "stacks": ("whose ranks could be looked at", _stacks),
+    "stacks": ("whose stacks could be shown", _stacks),
 }
 
 
@@ -235,14 +235,14 @@ def table(used: Usage) -> str:
 
 def _remarks(used: Usage) -> list[str]:
     total = used.total
-    lines = [f"runs that have ended since {_date(used.since)}, and those that go on; each counts whole"]
+    lines = [f"runs that have ended since {_date(used.since)}, and active ones; each counts in full"]
     if total.idle_s:
-        lines.append("idle: time of sessions in which no cell ran; it is part of the hours and the cost")
+        lines.append("idle: time of sessions in which no cell ran; it is included in the hours and the cost")
     if total.reserved is not None:
-        lines.append("reserved: what the same hours cost at the reserved prices, of types that have one")
+        lines.append("reserved: what the same hours cost at the reserved prices, for types that have one")
     if total.simulated_s:
         cost = f" and {_money(total.simulated_cost)} of the cost" if total.simulated_cost else ""
-        lines.append(f"simulated: {_hours(total.simulated_s)} of the GPU-hours{cost}; nobody is paid that")
+        lines.append(f"simulated: {_hours(total.simulated_s)} of the GPU-hours{cost}; it is not charged")
     if total.unmetered:
         runs = (
             "1 run of an earlier version has"

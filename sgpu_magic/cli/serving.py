@@ -62,8 +62,8 @@ def serve(settings: Settings, engine: str, listen: str, name: str, *, same_files
     served = served_settings(settings, checked_name(name))
     if len(os.fsencode(agent_socket_file(served.runtime_path))) > MAX_SOCKET_PATH_BYTES:
         raise PoolError(
-            f"the pool {name} can't be served: paths of sockets in {served.runtime_path} are longer than the system's "
-            f"{MAX_SOCKET_PATH_BYTES} bytes. Set SGPU_RUNTIME_DIR to a shorter directory."
+            f"the pool {name} can't be served: paths of sockets in {served.runtime_path} are longer than the "
+            f"system's limit of {MAX_SOCKET_PATH_BYTES} bytes. Set SGPU_RUNTIME_DIR to a shorter directory."
         )
     variables = {
         "SGPU_STATE_DIR": served.state_dir,
@@ -92,12 +92,12 @@ def keygen(*, force: bool) -> str:
     pair = new_key_pair()
     if path.exists() and not force:
         raise UsageError(
-            f"there is a key in {path} already; pools that know it would not know a new one. --force replaces it."
+            f"there is already a key in {path}; pools that list it would refuse a new one. --force replaces it."
         )
     write_key_pair(path, pair, replace=force)
     return (
-        f"your public key: {pair.public}\nSend it to who runs the pool; they let you in with `sgpu pool authorize "
-        f"NAME '{pair.public}'`. The secret half stays in {path}, and nobody but you may read it."
+        f"your public key: {pair.public}\nSend it to the pool's operator, who admits you with `sgpu pool authorize "
+        f"NAME '{pair.public}'`. The secret half stays in {path}, which only you can read."
     )
 
 
@@ -109,7 +109,7 @@ def authorize(settings: Settings, name: str, who: str, key: str, *, admin: bool)
     """
     path = served_settings(settings, checked_name(name)).state_path / CLIENTS
     clients.authorize(path, who, key, admin=admin)
-    return f"{who} may use the pool {name}{' and end what others run there' if admin else ''}, from now on ({path})"
+    return f"{who} may use the pool {name}{' and stop the runs of others' if admin else ''} from now on ({path})"
 
 
 def revoke(settings: Settings, name: str, who: str) -> str:
@@ -121,8 +121,8 @@ def revoke(settings: Settings, name: str, who: str) -> str:
     path = served_settings(settings, checked_name(name)).state_path / CLIENTS
     keys = clients.revoke(path, who)
     return (
-        f"{who} may no longer use the pool {name}: {keys} key{'s' * (keys != 1)} removed, links are cut within "
-        "seconds. Runs that go on are not ended; an admin's `sgpu cancel` does that."
+        f"{who} may no longer use the pool {name}: {keys} key{'s' * (keys != 1)} removed, links are closed within "
+        "seconds. Active runs continue; an admin can stop them with `sgpu cancel`."
     )
 
 

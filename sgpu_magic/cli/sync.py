@@ -63,7 +63,7 @@ def sync(settings: Settings, run: str = "", *, only_list: bool = False) -> tuple
         names = ", ".join(short(run_id) for run_id, why in failed.items() if why == problem)
         said.append(f"not sent: {names}: {problem}")
     if going:
-        said.append(f"going on, and written by their pool: {', '.join(short(run_id) for run_id in sorted(going))}")
+        said.append(f"still active, and written by their pool: {', '.join(short(run_id) for run_id in sorted(going))}")
     return "\n".join(said), not failed
 
 
@@ -75,7 +75,7 @@ def _left(settings: Settings, run: str) -> list[Left]:
     if found is None:
         raise UsageError(
             f"run {short(directory.name)} is not tracked: it was submitted with --no-track or SGPU_TRACK=off, or it "
-            "ended well within 5 seconds without using MLflow. SGPU_TRACK=all tracks every run."
+            "succeeded within 5 seconds without using MLflow. SGPU_TRACK=all tracks every run."
         )
     return [] if found.complete else [(directory, found)]
 
@@ -119,7 +119,7 @@ def _send(settings: Settings, uri: str, items: Sequence[Left], environ: dict[str
     found = [msgspec.json.decode(line, type=Sent) for line in done.stdout.splitlines() if line.startswith(b"{")]
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise PoolError(f"the process that sends to {uri or _DEFAULT} ended: {said[-1] if said else done.returncode}")
+        raise PoolError(f"the process that sends to {uri or _DEFAULT} failed: {said[-1] if said else done.returncode}")
     return found
 
 
@@ -127,7 +127,7 @@ def _table(left: Sequence[Left], going: Collection[str]) -> str:
     rows = [("run", "name", "store", "")]
     for directory, found in left:
         spec = read_spec(directory)
-        why = "going on" if directory.name in going else found.problem or "unsent"
+        why = "still active" if directory.name in going else found.problem or "unsent"
         name = run_name(spec) if spec is not None else ""
         rows.append((short(directory.name), name, found.uri or _DEFAULT, why[:200]))
     return "\n".join(aligned(rows))

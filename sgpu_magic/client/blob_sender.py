@@ -204,8 +204,8 @@ def _found(answer: Answer, kind: type[A]) -> A | None:
 
 def _unreadable(error: OSError) -> SerializationError:
     return SerializationError(
-        f"what the run ships can't be read: {error}. Run the cell again; if it stays, remove "
-        f"{error.filename or 'the file'} and have it made anew."
+        f"what the run ships can't be read: {error}. Run the cell again; if that fails too, remove "
+        f"{error.filename or 'the file'}, which is then created again."
     )
 
 
@@ -217,7 +217,7 @@ def _read(path: Path | str, begin: int, size: int) -> memoryview:
     with open(path, "rb") as file:
         data = os.pread(file.fileno(), size, begin)
     if len(data) != size:
-        raise OSError(f"{path} is shorter than it was")
+        raise OSError(f"{path} has become shorter")
     return memoryview(data)
 
 
@@ -260,8 +260,10 @@ class Sending:
         self._due = now + _EVERY_S
         self._told = True
         silent_s = self._link.silent_s
-        silent = f"; the link has been silent for {silent_s:.0f} s, it goes on when that is back" if silent_s else ""
-        self._tell(f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} are there{silent}")
+        silent = (
+            f"; the link has been silent for {silent_s:.0f} s, sending continues when it is back" if silent_s else ""
+        )
+        self._tell(f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} sent{silent}")
 
 
 def send_packed(packed: Packed, link: PoolLink, sending: Sending) -> StoredPayload:

@@ -140,10 +140,10 @@ class LocalConnection(Connection):
         if not other:
             return ""
         if going := _stopped_unless_used(link):
-            changed = " and ".join(f"SGPU_{name.upper()}={has[name]!r} and not {stated[name]!r}" for name in other)
+            changed = " and ".join(f"SGPU_{name.upper()}={has[name]!r} instead of {stated[name]!r}" for name in other)
             return (
                 f"The local pool still has {changed}, because it is in use: {', '.join(going[:_MOST_NAMED])}. The "
-                "first run after that restarts it with the new settings; `sgpu pool stop --force` ends the pool and "
+                "first run after these restarts it with the new settings; `sgpu pool stop --force` ends the pool and "
                 "its runs now."
             )
         wait_for_exit(link.pid)
@@ -238,15 +238,14 @@ def with_known_version(link: PoolLink) -> PoolLink:
         return link
     link.close()
     speaks = (
-        f"{link.title} is sgpu-magic {welcome.package_version} and speaks protocol {welcome.protocol_version}; this "
+        f"{link.title} runs sgpu-magic {welcome.package_version} and speaks protocol {welcome.protocol_version}; this "
         f"notebook speaks {PROTOCOL_VERSION}. "
     )
     if not welcome.same_host:
-        raise PoolVersionError(speaks + "Install the version of sgpu-magic that the pool has, or ask who runs it.")
+        raise PoolVersionError(speaks + "Install the pool's version of sgpu-magic, or ask its operator.")
     error = PoolVersionError(
-        speaks
-        + "Wait for its runs and restart it with `sgpu pool stop`, or end them too with `sgpu pool stop --force`; "
-        "the next run starts a pool of this version."
+        speaks + "Wait for its runs to end and restart it with `sgpu pool stop`, or end them too with `sgpu pool stop "
+        "--force`; the next run starts a pool of this version."
     )
     error.is_used = welcome.busy
     raise error
@@ -287,8 +286,8 @@ def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:
     if not link.welcome.same_host:
         silent = f": it has been silent for {link.silent_s:.0f} s" if link.silent_s else ""
         return PoolError(
-            f"{link.title} did not answer within {timeout_s:.0f} s{silent}. Look at your network; runs that go on "
-            "there are not harmed."
+            f"{link.title} did not answer within {timeout_s:.0f} s{silent}. Check your network; active runs there "
+            "are not affected."
         )
     return PoolError(
         f"the local pool did not answer within {timeout_s:.0f} s. `sgpu doctor` looks for the reason; "

@@ -85,7 +85,7 @@ def pool_of(settings: Settings, run: str, wish: str, *, going_on: bool = False) 
     prefix = check_prefix(run)
     with contextlib.closing(Pools(settings)) as pools:
         if not pools.entries() and find_pool(settings) is None:
-            raise PoolError(f"no local pool is running, so no run is going on {wish}.")
+            raise PoolError(f"no local pool is running, so there is no run {wish}.")
         yield pool_with(pools, settings, prefix, going_on=going_on, start=False)
 
 
@@ -98,7 +98,7 @@ def check_prefix(text: str) -> str:
     prefix = text.strip().lower()
     if _PREFIX.fullmatch(prefix) is None:
         raise UsageError(
-            f"{text[:40]!r} is no run: give the first digits of its id (0-9, a-f), as `sgpu runs` lists them."
+            f"{text[:40]!r} is not a run's id: give its first digits (0-9, a-f), as `sgpu runs` lists them."
         )
     return prefix
 
@@ -123,7 +123,7 @@ def find_directory(settings: Settings, text: str) -> str:
         )
     if len(found) > 1:
         listed = ", ".join(found[:_MOST_LISTED]) + (", ..." if len(found) > _MOST_LISTED else "")
-        raise UsageError(f"{prefix!r} begins the ids of {len(found)} runs: {listed}. Give more digits.")
+        raise UsageError(f"{prefix!r} matches {len(found)} runs: {listed}. Give more digits.")
     return found[0]
 
 
@@ -132,8 +132,8 @@ def _check_not_removed(settings: Settings, prefix: str) -> None:
     for run in ledger.recent_runs(settings, None):
         if run.run_id.startswith(prefix):
             raise UsageError(
-                f"what run {short(run.run_id)} printed and returned is no longer kept, only that it was: `sgpu runs "
-                f"--all`. Of ended runs the newest {settings.keep_runs:,} are kept, for {settings.keep_days:g} days "
+                f"the output and results of run {short(run.run_id)} are no longer kept; `sgpu runs --all` still lists "
+                f"it. Of ended runs the newest {settings.keep_runs:,} are kept, for {settings.keep_days:g} days "
                 f"and within {format_bytes(settings.keep_bytes)} (settings keep_runs, keep_days, keep_bytes)."
             )
 
@@ -155,15 +155,15 @@ def _ambiguous(run: str, matching: Sequence[tuple[str, RunSummary]]) -> str:
         f"{row.run_id if len(run) >= 4 else short(row.run_id)} ({name})" for name, row in matching[:_MOST_LISTED]
     )
     more = ", ..." if len(matching) > _MOST_LISTED else ""
-    return f"{run!r} begins the ids of {len(matching)} runs: {listed}{more}. Give more digits."
+    return f"{run!r} matches {len(matching)} runs: {listed}{more}. Give more digits."
 
 
 def _nowhere(run: str, answers: Sequence[Asked], *, going_on: bool) -> str:
     asked = [answer.name for answer in answers if not answer.problem] or [LOCAL]
     silent = ", ".join(answer.name for answer in answers if answer.problem)
-    goes_on = " that goes on" if going_on else ""
+    active = "active " if going_on else ""
     return (
-        f"no run{goes_on} has an id that begins with {run!r} in the pool{'s' * (len(asked) > 1)} {', '.join(asked)}. "
+        f"no {active}run has an id that begins with {run!r} in the pool{'s' * (len(asked) > 1)} {', '.join(asked)}. "
         "%sgpu_status and `sgpu runs` list them."
     ) + (f" Not asked, because it can't be reached: {silent}." if silent else "")
 

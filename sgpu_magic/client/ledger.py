@@ -27,7 +27,7 @@ _BUSY_TIMEOUT_S = 2.0
 # two clocks may differ by this much without having been set
 _STEP_S = 1.0
 _FIELDS = frozenset(field.name for field in msgspec.structs.fields(RunSummary))
-LOST = "the pool service ended while the run was going on"
+LOST = "the pool service ended while the run was active"
 
 
 def recent_runs(settings: Settings, limit: int | None) -> list[RunSummary]:
@@ -75,7 +75,7 @@ def _read(settings: Settings, rest: str, values: Sequence[str | int | float]) ->
         return [_summary(row, held=held) for row in rows]
     except (sqlite3.Error, msgspec.ValidationError, ValueError) as error:
         raise PoolError(
-            f"the pool's ledger {path} can't be read: {error}. The next pool mends it or moves it aside."
+            f"the pool's ledger {path} can't be read: {error}. The next pool repairs it or moves it aside."
         ) from error
 
 
@@ -266,7 +266,7 @@ def _naming(by: str, rows: Sequence[RunSummary], now: float) -> Callable[[RunSum
         return lambda row: row.device_type + (" (simulated)" if row.simulated else "")
     if by == "notebook":
         return lambda row: row.notebook or "(no notebook)"
-    return lambda row: row.user or "(not known)"
+    return lambda row: row.user or "(unknown)"
 
 
 def _idle_times(rows: Iterable[RunSummary], now: float) -> Callable[[RunSummary], float]:
@@ -287,5 +287,5 @@ def _idle_times(rows: Iterable[RunSummary], now: float) -> Callable[[RunSummary]
 def _seconds(since: str) -> float:
     found = _SINCE.fullmatch(since.strip().lower())
     if found is None or not float(found[1]):
-        raise UsageError(f"--since {since[:40]!r} is no length of time: 7d, 12h, 30m and 2w are.")
+        raise UsageError(f"--since {since[:40]!r} is not a length of time: write one such as 7d, 12h, 30m or 2w.")
     return float(found[1]) * _UNITS[found[2]]

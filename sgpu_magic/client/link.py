@@ -118,8 +118,8 @@ class PoolLink:
         parts = [codec.encode(message), *frames]
         if self._wire.says_hello and max(map(len, parts)) > MAX_FRAME_BYTES:
             raise UsageError(
-                f"what was to be sent to {self.title} at once is {max(map(len, parts)) >> 20} MB, and "
-                f"{MAX_FRAME_BYTES >> 20} MB may be. Put what is large into a variable or a file."
+                f"a message to {self.title} has {max(map(len, parts)) >> 20} MB, and at most "
+                f"{MAX_FRAME_BYTES >> 20} MB are possible. Put large data into a variable or a file."
             )
         request = getattr(message, "request", 0)
         if isinstance(message, Attach):
@@ -136,7 +136,7 @@ class PoolLink:
             self.give_up(request)
             raise
         restart = "Have its operator restart it." if self._wire.says_hello else "Restart it: `sgpu pool stop`."
-        misfit = f"{self.title} gave an answer that fits no question. {restart}"
+        misfit = f"{self.title} sent an answer that matches no request. {restart}"
         return Answer(reply, functools.partial(self.give_up, request), misfit)
 
     def new_request(self) -> tuple[int, Future[Reply]]:

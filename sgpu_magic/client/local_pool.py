@@ -67,7 +67,7 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> PoolAddress:
             return address
         # another client's pool is about to write its address
         time.sleep(0.01)
-    raise PoolError("the local pool ended as soon as it was started; `sgpu doctor` looks for the reason.")
+    raise PoolError("the local pool ended right after its start; `sgpu doctor` looks for the reason.")
 
 
 def _start(settings: Settings, warm: Warm | None) -> None:
@@ -171,5 +171,5 @@ def _last_line(path: Path) -> str:
     try:
         lines = path.read_text(errors="replace").strip().splitlines()
     except OSError:
-        return "it said nothing."
-    return f"{lines[-1]}." if lines else "it said nothing."
+        return "it printed nothing."
+    return f"{lines[-1]}." if lines else "it printed nothing."

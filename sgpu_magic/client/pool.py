@@ -267,7 +267,7 @@ class Pool:
                 return answer.of(Accepted, timeout_s).text
             except TimeoutError:
                 raise SessionError(
-                    f"the new ranks have not joined their session within {timeout_s:g} s. It goes on as soon as they "
+                    f"the new ranks have not joined their session within {timeout_s:g} s. It continues as soon as they "
                     "do; %sgpu_disconnect ends it."
                 ) from None
 

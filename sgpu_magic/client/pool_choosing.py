@@ -138,7 +138,7 @@ def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
         CapacityError: The pool does not have enough devices of any such type.
     """
     if asked.status is None:
-        raise CapacityError(f"the pool {asked.name} does not say which devices it has. Name one with --type.")
+        raise CapacityError(f"the pool {asked.name} does not report which devices it has. Name one with --type.")
     fitting = {kind: count for kind, count in counts(asked.status, wanted.min_memory_bytes).items() if kind != CPU}
     ranks = wanted.ranks or 1
     enough = [kind for kind, count in fitting.items() if count.total >= ranks]
@@ -183,14 +183,14 @@ def check_memory(asked: Asked, wanted: Wanted) -> None:
         return
     needs = format_bytes(wanted.min_memory_bytes)
     if kind == CPU:
-        raise CapacityError(f"--min-memory {needs} is of GPUs' memory, and ranks on cpu have none. Leave it out.")
+        raise CapacityError(f"--min-memory {needs} is GPU memory, and ranks on cpu have none. Leave it out.")
     with_memory = counts(asked.status, wanted.min_memory_bytes)
     fitting, every = with_memory.get(kind), counts(asked.status).get(kind)
     ranks = wanted.ranks or 1
     if every is not None and (fitting is None or fitting.total < ranks):
         there = 0 if fitting is None else fitting.total
         others = any(count.total >= ranks for other, count in with_memory.items() if other != CPU)
-        leave = "Leave --type out to take any type with so much, or ask" if others else "Ask"
+        leave = "Leave --type out to take any type with that much, or ask" if others else "Ask"
         raise CapacityError(
             f"the pool {asked.name} has {every.total} {kind} with {format_bytes(every.memory_bytes)} of memory or "
             f"more, and {there} of them {'has' if there == 1 else 'have'} {needs}; {ranks} are asked for. It has: "

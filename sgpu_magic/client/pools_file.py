@@ -147,14 +147,14 @@ def read_text(path: Path) -> str:
         status = path.stat()
         if status.st_uid not in (os.getuid(), 0) or stat.S_IMODE(status.st_mode) & 0o022:
             raise UsageError(
-                f"{path} can be written by other users, who could send your runs to a pool of theirs, so it is not "
-                f"read. Make it yours: chmod 600 {path} (and see who owns it)."
+                f"{path} is writable by other users, who could send your runs to a pool of theirs, so it is not "
+                f"read. Make it private: chmod 600 {path} (and check who owns it)."
             )
         return path.read_text()
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the list of pools {path} can't be read: {error}. Mend it or move it away.") from error
+        raise UsageError(f"the list of pools {path} can't be read: {error}. Fix it or move it away.") from error
 
 
 def parse(text: str, path: Path) -> tuple[PoolEntry, ...]:
@@ -167,18 +167,18 @@ def parse(text: str, path: Path) -> tuple[PoolEntry, ...]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         # the error names the line
-        raise UsageError(f"the list of pools {path} can't be read: {error}. Mend it or move it away.") from None
+        raise UsageError(f"the list of pools {path} can't be read: {error}. Fix it or move it away.") from None
     found: list[PoolEntry] = []
     for name, table in tables.items():
         try:
             if not isinstance(table, dict):
-                raise ValueError(f"it is {table!r}, and a table [{name}] with address and key is needed")
+                raise ValueError(f"it is {table!r}, but a table [{name}] with address and key is needed")
             found.append(_entry(name, cast("dict[str, object]", table)))
         except ValueError as error:
             line = _line_of(text, name)
             where = f"line {line}" if line else "the file"
             raise UsageError(
-                f"the pool {name[:40]!r} in {path} ({where}) can't be used: {error}. Mend it there, or delete "
+                f"the pool {name[:40]!r} in {path} ({where}) can't be used: {error}. Fix it there, or delete "
                 f"its lines and add it again with `sgpu pool add`."
             ) from None
     return tuple(found)
@@ -187,20 +187,20 @@ def parse(text: str, path: Path) -> tuple[PoolEntry, ...]:
 def _entry(name: str, table: Mapping[str, object]) -> PoolEntry:
     """Return a checked pool entry; raises ValueError if a value is invalid."""
     if _NAME.fullmatch(name) is None:
-        raise ValueError("a pool's name begins with a letter, has letters, digits, - and _, and 40 of them at most")
+        raise ValueError("a pool's name begins with a letter and has at most 40 letters, digits, - and _")
     if name.lower() in ("reserved", "on-demand"):
-        raise ValueError(f"`--pool {name.lower()}` means any pool of that kind; give this one another name")
+        raise ValueError(f"`--pool {name.lower()}` means any pool of that kind; choose another name")
     if name.lower() == LOCAL:
-        raise ValueError(f"{LOCAL!r} is the name of this machine's own pool; give this one another")
+        raise ValueError(f"{LOCAL!r} is the name of this machine's own pool; choose another name")
     unknown = sorted(table.keys() - set(_KNOWN))
     if unknown:
-        raise ValueError(f"{unknown[0]!r} says nothing about a pool; there are {', '.join(_KNOWN)}")
+        raise ValueError(f"{unknown[0]!r} is not a field of a pool; the fields are {', '.join(_KNOWN)}")
     address, key, reserved = table.get("address"), table.get("key"), table.get("reserved", False)
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if match is None or not 0 < int(match["port"]) < 65536:
         raise ValueError(f"its address is {address!r}; one such as 'tcp://gpu1.example.org:8700' is needed")
     if not isinstance(key, str) or _KEY.fullmatch(key) is None:
-        shown = "missing" if key is None else "not one"
+        shown = "missing" if key is None else "invalid"
         raise ValueError(f"its key is {shown}: 40 characters, which `sgpu pool serve` prints, are needed (quote them)")
     if not isinstance(reserved, bool):
         raise ValueError(f"reserved is {reserved!r}; true or false is needed")
@@ -212,7 +212,7 @@ def _types(listed: object) -> tuple[str, ...]:
         raise ValueError(f"types is {listed!r}; a list such as ['a10', 'h100'] is needed")
     types = tuple(dict.fromkeys(canonical_type(str(each)) for each in cast("list[object]", listed)))
     if ANY in types:
-        raise ValueError(f"{ANY!r} is no type that a pool has; name each, or leave types out")
+        raise ValueError(f"{ANY!r} is not a device type; list each type, or leave types out")
     return types
 
 
@@ -227,7 +227,9 @@ def _prices(table: object) -> dict[str, float]:
 def _by_type(prices: Prices) -> dict[str, float]:
     for pool, kind in prices.hourly:
         if pool:
-            raise ValueError(f"the price '{pool}/{kind}' names a pool, and these are of this one: write {kind!r}")
+            raise ValueError(
+                f"the price '{pool}/{kind}' names a pool, but these prices are of this one: write {kind!r}"
+            )
     return {kind: price for (_, kind), price in prices.hourly.items()}
 
 
@@ -242,7 +244,7 @@ def _line_of(text: str, name: str) -> int:
 
 # header of a pool's table, or of a table within it
 _HEADER = re.compile(r"\s*\[\[?\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*[.\]]")
-_BEGINS = "# The pools of `--pool`; `sgpu pool add` and `sgpu pool remove` write this file, and so may you.\n"
+_BEGINS = "# The pools of `--pool`; `sgpu pool add` and `sgpu pool remove` write this file; you can edit it too.\n"
 
 
 def add_pool(entry: PoolEntry, path: Path | None = None, *, replace: bool = False) -> None:
@@ -263,7 +265,7 @@ def add_pool(entry: PoolEntry, path: Path | None = None, *, replace: bool = Fals
         if entry.name in names:
             if not replace:
                 raise UsageError(
-                    f"there is a pool named {entry.name!r} already in {path}. Remove it with `sgpu pool remove "
+                    f"a pool named {entry.name!r} is already in {path}. Remove it with `sgpu pool remove "
                     f"{entry.name}`, or give the new one another name."
                 )
             text = _without(text, entry.name)
@@ -336,7 +338,7 @@ def _changed(path: Path, change: Callable[[str], str]) -> None:
             before = {entry.name for entry in parse(old, path)}
             after = {entry.name for entry in parse(new, path)}
             if len(before ^ after) > 1:
-                raise UsageError(f"{path} is written in a way that can't be changed from here. Edit it by hand.")
+                raise UsageError(f"{path} has a layout that can't be changed by a command. Edit it by hand.")
             # a symbolic link is kept and its target replaced
             write_whole(path.resolve(), new.encode())
     except OSError as error:

@@ -78,17 +78,17 @@ class RemoteWire:
     def lost(self) -> str:
         if self._silent_s > self._timeout_s:
             return (
-                f"{self.title} has not been heard for {self._silent_s / 60:.0f} min and is given up. By now it has "
-                "cancelled what was not detached; `sgpu runs` tells when it can be reached again."
+                f"{self.title} has been silent for {self._silent_s / 60:.0f} min, and the link is given up. By now it "
+                "has cancelled all runs that were not detached; `sgpu runs` lists them when it can be reached again."
             )
         return (
-            f"the link to {self.title} ended: it was started again, or it no longer admits this user's key. Run the "
+            f"the link to {self.title} ended: the pool was restarted, or it no longer admits this user's key. Run the "
             "cell again."
         )
 
     def mute(self) -> PoolError:
         return PoolError(
-            f"{self.title} does not answer, although something listens there. Ask who runs it to look at its log."
+            f"{self.title} does not answer, although something listens there. Ask its operator to check its log."
         )
 
     def answered(self, request: int) -> None:
@@ -229,7 +229,7 @@ class RemoteWire:
         except OSError as error:
             raise PoolError(
                 f"the pool {self._name} can't be reached: this machine can't find the address of {host!r} "
-                f"({error.strerror}). Look at the name in `sgpu pool list`, and whether the network or VPN is up."
+                f"({error.strerror}). Check the name in `sgpu pool list`, and whether the network or VPN is up."
             ) from None
         numeric = [str(entry[4][0]) for entry in found]
         return [f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in dict.fromkeys(numeric)]
@@ -250,12 +250,12 @@ class RemoteWire:
             elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
                 return KeyRefused(
                     f"the pool {self._name} does not admit your key. Send your public key\n    {self._own.public}\n"
-                    f"to who runs the pool: they let you in with `sgpu pool authorize NAME 'KEY'`."
+                    f"to the pool's operator, who admits you with `sgpu pool authorize NAME 'KEY'`."
                 )
             elif event in _NOT_OURS and not self._service and told["value"] != errno.EAGAIN:
                 return KeyRefused(
-                    f"what listens at {self._endpoint.address} is not the pool {self._name} whose key you have: it "
-                    "could not prove that. Ask who runs the pool for its address and key, which `sgpu pool serve` "
+                    f"the server at {self._endpoint.address} could not prove that it is the pool {self._name} whose "
+                    "key you have. Ask the pool's operator for its address and key, which `sgpu pool serve` "
                     f"prints; then `sgpu pool remove {self._name}` and `sgpu pool add {self._name} ADDRESS --key KEY`."
                 )
             elif event in _NOT_OURS or event in _OVER:
@@ -263,12 +263,12 @@ class RemoteWire:
         if connected:
             return PoolError(
                 f"the pool {self._name} can't be reached: something listens at {self._endpoint.address}, but does not "
-                "answer as a pool in time. Try again, and ask who runs the pool to look at its log."
+                "answer as a pool in time. Try again, and ask the pool's operator to check its log."
             )
         where = self._endpoint.address if address == self._endpoint.address else f"{self._endpoint.address}, {address}"
         return PoolError(
             f"the pool {self._name} can't be reached: nothing answers at {where}. Is it running there (`sgpu pool "
-            "serve`), and does the network or a firewall let you through? Runs that go on there are not harmed."
+            "serve`), and does the network or a firewall let you through? Active runs there are not affected."
         )
 
 

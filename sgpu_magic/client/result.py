@@ -151,7 +151,7 @@ class RunResult:
             shown = "[" + ", ".join(texts) + "]"
         if self.problems:
             rank, why = next(iter(self.problems.items()))
-            shown += f" (shown only: rank {rank}'s value stayed there, {why})"
+            shown += f" (shown only: rank {rank}'s value could not be sent, {why})"
         return head + (shown if len(shown) <= _REPR_LIMIT or self.problems else shown[:_REPR_LIMIT] + " ...")
 
 

@@ -162,7 +162,7 @@ class Run:
     ) -> object:
         if not self._key:
             raise SerializationError(
-                f"what run {short(self.run_id)} returned can't be checked any more: its key is gone with its "
+                f"the results of run {short(self.run_id)} can no longer be verified: its key was removed with its "
                 f"directory {self.directory}. Run the cell again."
             )
         source = payload.source
@@ -195,8 +195,8 @@ class Run:
             raise self._results_gone(rank) from None
         except OSError as error:
             raise SerializationError(
-                f"what rank {rank} of run {short(self.run_id)} returned has no room here: {error.strerror}. Free some "
-                "memory or disk; `%sgpu_attach` fetches it again."
+                f"there is no room here for the result of rank {rank} of run {short(self.run_id)}: {error.strerror}. "
+                "Free some memory or disk; `%sgpu_attach` fetches it again."
             ) from error
         try:
             return memoryview(unpack.map_private(descriptor, os.fstat(descriptor).st_size))
@@ -205,9 +205,9 @@ class Run:
 
     def _results_gone(self, rank: int) -> SerializationError:
         return SerializationError(
-            f"what rank {rank} of run {short(self.run_id)} returned is gone: it was fetched by another notebook or its "
-            f"pool was stopped, and {self.directory} has no copy (the setting keep_results is the most that is "
-            "kept). Its output is above; run the cell again for its values."
+            f"the result of rank {rank} of run {short(self.run_id)} is no longer available: it was fetched by another "
+            f"notebook or its pool was stopped, and {self.directory} has no copy (the setting keep_results limits what "
+            "is kept). Its output is above; run the cell again for its values."
         )
 
     def load_exception(
@@ -240,7 +240,7 @@ class RankValues(msgspec.Struct):
     def of(cls, content: object, rank: int) -> RankValues:
         """Build it from the dict that a rank sends: `{"names": {...}, "value": ...}`."""
         if not isinstance(content, dict):
-            raise SerializationError(f"rank {rank}'s result is not what a rank sends.")
+            raise SerializationError(f"rank {rank} sent a malformed result.")
         parts = cast("dict[str, Any]", content)
         return cls(parts["names"], parts["value"])
 

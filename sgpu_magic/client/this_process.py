@@ -151,8 +151,8 @@ def own_keys(path: Path, pool: str) -> KeyPair:
         return read_key_pair(path)
     except FileNotFoundError:
         raise PoolError(
-            f"the pool {pool} admits listed keys only, and you have no key on this machine ({path}). Make one with "
-            "`sgpu pool keygen` and send the public half, which it prints, to who runs the pool."
+            f"the pool {pool} admits listed keys only, and you have no key on this machine ({path}). Create one with "
+            "`sgpu pool keygen` and send the public half, which it prints, to the pool's operator."
         ) from None
 
 

@@ -137,13 +137,13 @@ class _Walk:
             name.encode()
         except UnicodeEncodeError:
             raise UsageError(
-                f"--upload: {os.fsencode(entry.path)!r} has a name that is no UTF-8, which other machines may not "
-                f"have. Rename it, or list it in {FILE}."
+                f"--upload: {os.fsencode(entry.path)!r} has a name that is not UTF-8, which other machines may not "
+                f"support. Rename it, or list it in {FILE}."
             ) from None
         if is_folder:
             if is_link and f"{os.path.dirname(entry.path)}/".startswith(f"{path}/"):
                 raise UsageError(
-                    f"--upload: the link {entry.path} leads to a folder that it lies in. List it in {FILE}."
+                    f"--upload: the link {entry.path} leads to a folder that contains it. List it in {FILE}."
                 )
             self.folders.append(name)
             yield f"{name}/", path
@@ -161,8 +161,8 @@ class _Walk:
         real = os.path.realpath(path)
         if not f"{real}/".startswith(f"{self._root}/"):
             raise UsageError(
-                f"--upload {self._root}: the link {name} leads out of it, to {real}. Only what lies in the folder goes "
-                f"along: copy it there, upload {real} by itself, or list {name} in {FILE}."
+                f"--upload {self._root}: the link {name} points outside it, to {real}. Only what is in the folder is "
+                f"uploaded: copy it there, upload {real} by itself, or list {name} in {FILE}."
             )
         return real
 
@@ -176,7 +176,7 @@ def _rules_of(folder: Path) -> IgnoreRules:
 
 def _check_kind(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise UsageError(f"--upload: {path} is no file and no folder. List it in {FILE}, or leave it out.")
+        raise UsageError(f"--upload: {path} is neither a file nor a folder. List it in {FILE}, or leave it out.")
 
 
 class IgnoreRules:

@@ -142,7 +142,7 @@ class BlobStore:
             return coming.size
         if coming.size + len(data) > size or (not data and size):
             self._drop(key)
-            raise BlobRefused("an upload has other bytes than were said. Run the cell again.")
+            raise BlobRefused("an upload does not have the size that was announced. Run the cell again.")
         try:
             write_at(coming.file, data, coming.size)
         except OSError:
@@ -195,7 +195,7 @@ class BlobStore:
         if coming.hashed.hexdigest() != digest:
             self._drop(key)
             raise BlobRefused(
-                "an upload does not have the digest that was said: it was damaged on its way, or a variable was "
+                "an upload does not have the digest that was announced: it was damaged in transit, or a variable was "
                 "changed while it was sent. Run the cell again."
             )
         private_dir(path.parent)
@@ -249,7 +249,7 @@ class BlobStore:
         total = self._sizes[store] = evict(self._all(store), most_bytes, remove)
         if total > most_bytes > 0:
             raise BlobRefused(
-                f"the runs that go on need {total / 1e9:,.1f} GB of the {self._most_bytes / 1e9:,.1f} GB that a user "
+                f"the active runs need {total / 1e9:,.1f} GB of the {self._most_bytes / 1e9:,.1f} GB that a user "
                 "may keep at this pool (its setting blobs_bytes). Wait for one of them, or ship less."
             )
 
@@ -307,7 +307,7 @@ def join_parts(target: int, size: int, parts: Iterable[tuple[StoredPart, Path]])
     os.ftruncate(target, size)
     for part, path in parts:
         if part.offset < 0 or part.offset + part.size > size:
-            raise OSError("its parts do not lie in it")
+            raise OSError("its parts exceed its size")
         _copy_blob(path, target, part.offset, part.size)
 
 
@@ -319,7 +319,7 @@ def _copy_blob(path: Path, target: int, offset: int, size: int) -> None:
         while at < size:
             count = os.sendfile(target, source, at, min(_COPY_BYTES, size - at))
             if count == 0:
-                raise OSError("a part of them is shorter than it was")
+                raise OSError("a part of them has become shorter")
             at += count
     finally:
         os.close(source)

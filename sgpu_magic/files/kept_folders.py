@@ -245,7 +245,7 @@ class KeptFolders:
                     raise
             held = take_lock(path, shared=True)
             if held is None:
-                raise OSError(f"{path} was removed as soon as it was made")
+                raise OSError(f"{path} was removed right after it was created")
             if is_whole(path):
                 return held, path
             held.close()

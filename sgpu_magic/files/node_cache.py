@@ -82,7 +82,7 @@ class NodeCache:
         """
         if not name or "/" in name or name.startswith(".") or len(os.fsencode(name)) > _LONGEST_NAME_BYTES:
             raise UsageError(
-                f"{name!r} can't be a name in the node's cache: it has to be one component of a path, not begin with a "
+                f"{name!r} can't be a name in the node's cache: it must be one component of a path, not begin with a "
                 f"dot, and have at most {_LONGEST_NAME_BYTES} bytes."
             )
         held = self._acquire(name, fill)
@@ -126,7 +126,7 @@ class NodeCache:
             if not os.path.lexists(filling):
                 raise UsageError(
                     f"the function that fills {name!r} of the node's cache wrote nothing at the path that it was "
-                    f"given. It has to write a file or a folder at exactly that path: {filling}."
+                    f"given. It must write a file or a folder at exactly that path: {filling}."
                 )
             size = _size_bytes(filling)
             self._lock_path(name).write_text(str(size))

@@ -53,7 +53,7 @@ def open_below(root: Path, name: str, flags: int = os.O_RDONLY, *, make: bool = 
             raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise BadName(f"{name[:200]!r} is no plain file")
+        raise BadName(f"{name[:200]!r} is not a regular file")
     return descriptor
 
 

@@ -42,8 +42,8 @@ class DistributedFunction(Generic[P, R, T]):
         function = cast("Callable[P, R]", getattr(function, "__sgpu_function__", function))
         if not callable(function):
             raise UsageError(
-                f"@{self._decorator} stands before a function, and {function!r} can't be called. Its options have "
-                f"names: @{self._decorator}(gpus=4)."
+                f"@{self._decorator} decorates a function, and {function!r} is not callable. Give its options by "
+                f"name: @{self._decorator}(gpus=4)."
             )
         functools.update_wrapper(cast("Any", self), function)
         self.__sgpu_function__ = function
@@ -300,12 +300,12 @@ def check_ray_options(options: Options) -> CallOptions:
     found = checked(**options)
     if found.session is not None:
         raise UsageError(
-            "a Ray cluster is started on new ranks, and session= names some that stay. Leave session out: the run gets "
-            "devices of its own."
+            "a Ray cluster starts on new ranks, and session= names existing ones. Leave session out: the run gets its "
+            "own devices."
         )
     if found.profile:
         raise UsageError(
-            "profile keeps a trace of every rank, and with @ray_launch the work is done in Ray's own workers. Leave it "
-            "out; ray.timeline() in the function, or the cluster's dashboard, shows them."
+            "profile records a trace of every rank, and with @ray_launch Ray's own workers do the work. Leave it out; "
+            "ray.timeline() in the function, or the cluster's dashboard, shows them."
         )
     return replace(found, ray=True)

@@ -95,7 +95,7 @@ class Run(Future[list[R]], Generic[R]):
             RunUnknown: No run matches, or more than one does.
         """
         if _RUN.fullmatch(run_id.lower()) is None:
-            raise UsageError(f"{run_id[:40]!r} is no run: give the first digits of its id (0-9, a-f).")
+            raise UsageError(f"{run_id[:40]!r} is not a run's id: give its first digits (0-9, a-f).")
         place = workplace()
         run, state = place.attach(run_id.lower())
         return cls(place, run, state)
@@ -279,7 +279,7 @@ class Run(Future[list[R]], Generic[R]):
     def _end(self, ending: Ending | None) -> None:
         """Set the result or the exception. Runs in the follower's thread."""
         if ending is None:
-            self._be_cancelled(f"run {short(self.run_id)} is followed no further")
+            self._be_cancelled(f"run {short(self.run_id)} is no longer followed")
             return
         run, place = self._followed.run, self._place
         error: BaseException | None = None

@@ -118,7 +118,7 @@ def _bring_back(place: Workplace, submission: Submission, ui: str) -> list[Any]:
     if result is None:
         run_id = short(run.run_id)
         raise RunCancelled(
-            f"run {run_id} was detached and goes on without this program; Run.from_id({run_id!r}) brings its results.",
+            f"run {run_id} was detached and continues without this program; Run.from_id({run_id!r}) gets its results.",
             run_id=run.run_id,
         )
     return result.values

@@ -164,7 +164,7 @@ def map(
     function = cast("Callable[..., object]", getattr(fn, "__sgpu_function__", fn))
     rank_count("gpus_per_task", gpus_per_task)
     if at_once is not None and (isinstance(at_once, bool) or at_once < 1):
-        raise UsageError(f"at_once={at_once!r} is not possible: at least one run has to be allowed.")
+        raise UsageError(f"at_once={at_once!r} is not possible: it must be at least 1.")
     call_options = checked(gpus=gpus_per_task, gpu_type=gpu_type, **options)
     total = len(items) if isinstance(items, Sequence) else None
     sweeping = Sweeping[T, R](workplace(), function, call_options, total)

@@ -117,8 +117,8 @@ class Sweeping(Generic[T, R]):
             while not self._ended.empty() and (task := self._next()) is not None:
                 self.late.append(self._over(task))
             told = (
-                f"the sweep was interrupted when {self._done} of its items were done; the others' runs are stopped. "
-                "Their results are in the exception's .results, `sys.last_value.results` in the next cell."
+                f"the sweep was interrupted when {self._done} of its items were done; the other runs are stopped. "
+                "The results so far are in the exception's .results, `sys.last_value.results` in the next cell."
             )
             raise RunCancelled(told) from error
         finally:
@@ -180,7 +180,7 @@ class Sweeping(Generic[T, R]):
         if now - self._unreached_since > (_LOCAL_PATIENCE_S if is_local else self._place.settings.link_timeout_s):
             raise error
         self._unsent, self._try_at = task, now + _TRY_AGAIN_S
-        self._unreached = "the pool does not answer, further items wait"
+        self._unreached = "the pool does not answer; further items wait"
         return task
 
     def _next(self) -> Task[T, R] | None:

@@ -52,13 +52,13 @@ class EnvironmentMagics(Magics):
         "Show the notebook's packages: how many and where from, changes that are not used yet, and what is known to "
         "break.",
         _add_arguments,
-        "%sgpu_env save NAME keeps them under a name, for --env-version NAME.\n"
+        "%sgpu_env save NAME saves them under a name, for --env-version NAME.\n"
         "%sgpu_env --panel shows the panel of JupyterLab's sidebar below the cell, for other front ends.",
     )
     def sgpu_env(self, values: Namespace) -> None:
         """Show the notebook's packages: `%sgpu_env [--diff 4]`, or save them: `%sgpu_env save NAME`."""
         if (values.accept or values.panel) and (values.action or values.diff or (values.accept and values.panel)):
-            raise UsageError("%sgpu_env takes --accept or --panel alone.")
+            raise UsageError("%sgpu_env takes --accept and --panel only without other arguments.")
         match values.action:
             case None if values.accept:
                 self._accept()
@@ -69,9 +69,9 @@ class EnvironmentMagics(Magics):
             case "save" if values.name and not values.diff:
                 self._save(values.name)
             case "save":
-                raise UsageError("%sgpu_env save takes a name: %sgpu_env save mine. --env-version mine uses it then.")
+                raise UsageError("%sgpu_env save needs a name: %sgpu_env save mine. --env-version mine then uses it.")
             case _:
-                raise UsageError(f"%sgpu_env has no {values.action!r}. There are: %sgpu_env, --diff BASE, save NAME.")
+                raise UsageError(f"%sgpu_env has no action {values.action!r}. Use %sgpu_env, --diff BASE or save NAME.")
 
     def _show(self, compared_to: str) -> None:
         from IPython.display import publish_display_data
@@ -122,6 +122,6 @@ class EnvironmentMagics(Magics):
         kept = ordered.environment
         count = f"{kept.packages} packages of Python {kept.python}"
         print(  # noqa: T201
-            f"saved {count} as {name}: %%distributed --env-version {name} runs with them, whatever is installed here "
-            "by then."
+            f"saved {count} as {name}: %%distributed --env-version {name} runs with them, even if other packages "
+            "are installed here by then."
         )

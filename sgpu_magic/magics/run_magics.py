@@ -64,7 +64,7 @@ def _id_of(magic: str, run: str) -> str:
     """
     if run and _RUN.fullmatch(run.lower()) is None:
         raise UsageError(
-            f"{magic}: {run[:40]!r} is no run: give the first digits of its id (0-9, a-f), as %sgpu_status lists them."
+            f"{magic}: {run[:40]!r} is not a run's id: give its first digits (0-9, a-f), as %sgpu_status lists them."
         )
     return run.lower()
 
@@ -150,11 +150,11 @@ class DistributedMagics(Magics):
 
     @line_magic
     @takes(
-        "Launch a run again from its directory, with the same code, variables and packages; what differs on this "
-        "machine is said. Names of --out are set here, as the cell did.",
+        "Launch a run again from its directory, with the same code, variables and packages; differences on this "
+        "machine are reported. Names of --out are set here, as the cell did.",
         _add_replayed,
-        "The packages are this notebook's when they are the run's, else the run's own Python where it is still as it "
-        "was, else they are installed from what was recorded. Values of --env are never recorded: set them here.",
+        "This notebook's packages are used if they equal the run's, else the run's own Python if it is unchanged, else "
+        "the recorded packages are installed. Values of --env are never recorded: set them here.",
     )
     def sgpu_replay(self, values: Namespace) -> RunResult | None:
         """Replay a run from its directory: `%sgpu_replay RUN`; `-h` shows the options."""
@@ -186,7 +186,7 @@ class DistributedMagics(Magics):
         try:
             run, state = self.place.attach(_id_of("%sgpu_attach", values.run))
         except KeyboardInterrupt:
-            raise RunCancelled("interrupted before the pool had answered; its runs go on.") from None
+            raise RunCancelled("interrupted before the pool answered; its runs continue.") from None
         try:
             followed = self.place.followed(run, values.ui)
             return outcome.watch(followed, state, self._shell.user_ns)
@@ -194,7 +194,7 @@ class DistributedMagics(Magics):
             run.close()
 
     @line_magic
-    @takes("Let a run go on whatever becomes of its notebook; all runs of this notebook without RUN.", _add_run)
+    @takes("Let a run continue without its notebook; without RUN, all runs of this notebook.", _add_run)
     def sgpu_detach(self, values: Namespace) -> None:
         """Detach a run so that it continues without its notebook: `%sgpu_detach [RUN]`; without RUN, all its runs."""
         place, run = self.place, _id_of("%sgpu_detach", values.run)

@@ -67,8 +67,8 @@ class SessionMagics(Magics):
 
     @line_magic
     @takes(
-        "Connect: take devices and start ranks that stay. From then on %%distributed cells run in them, and models, "
-        "process groups and imports stay. %sgpu_disconnect ends it.",
+        "Connect: take devices and start ranks that stay alive. From then on %%distributed cells run on them, and "
+        "models, process groups and imports are kept between cells. %sgpu_disconnect ends it.",
         add_session,
         "The magic returns at once; its value is the session: s = %sgpu_connect --gpus 4.",
     )
@@ -80,12 +80,12 @@ class SessionMagics(Magics):
         if known is not None:
             if not is_same(known, options):
                 raise UsageError(
-                    f"session {known.name} is connected already, and has {known.ranks} ranks on {known.device_type}: "
-                    f"that is not what is asked for. End it with %sgpu_disconnect {known.name} first, or give the new "
-                    "one another --name."
+                    f"session {known.name} is already connected with {known.ranks} ranks on {known.device_type}, "
+                    f"which is not what was requested. End it with %sgpu_disconnect {known.name} first, or give the "
+                    "new one another --name."
                 )
             registry.add(known)
-            print(f"session {known.name} is connected already ({known.state}); nothing was changed.")  # noqa: T201
+            print(f"session {known.name} is already connected ({known.state}); nothing was changed.")  # noqa: T201
             known.shown_in = cell_number(self.place.shell)
             return known
         ui = options.ui
@@ -106,7 +106,7 @@ class SessionMagics(Magics):
         return session
 
     @line_magic
-    @takes("End a session: its ranks go with all that they have, and its devices are free again.", _add_name)
+    @takes("End a session: its ranks' variables are lost, and its devices are free again.", _add_name)
     def sgpu_disconnect(self, values: Namespace) -> None:
         """End a session: `%sgpu_disconnect [NAME]`."""
         session = registry.chosen(values.name)
@@ -126,9 +126,7 @@ class SessionMagics(Magics):
         session.pull_into(None, found, only, values.ui)
 
     @line_magic
-    @takes(
-        "Set names on the session's ranks to what the notebook has, whatever the ranks have under them.", _add_pushed
-    )
+    @takes("Set variables on the session's ranks to the notebook's values, replacing what the ranks have.", _add_pushed)
     def sgpu_push(self, values: Namespace) -> None:
         """Set names of the notebook on the session's ranks: `%sgpu_push cfg data [--ranks 0,2]`."""
         found = _some("%sgpu_push", names("%sgpu_push", values.names), "cfg")
@@ -138,8 +136,8 @@ class SessionMagics(Magics):
 
     @line_magic
     @takes(
-        "Replace ranks of the session by new processes. What the notebook had shipped to them is sent again; what "
-        "cells had set there is lost, and said.",
+        "Replace ranks of the session with new processes. Variables that the notebook shipped to them are sent again; "
+        "those that cells set there are lost, which is reported.",
         _add_restarted,
     )
     def sgpu_restart(self, values: Namespace) -> None:
@@ -151,7 +149,7 @@ class SessionMagics(Magics):
     @line_magic
     @takes(
         "Send every plain cell to the ranks of the current session until it is switched off. Cells that begin with %% "
-        "stay here, and those of nothing but %sgpu_ magics, %pip, %conda, %env and %load_ext.",
+        "run here, and so do cells with only %sgpu_ magics, %pip, %conda, %env and %load_ext.",
         _add_switch,
     )
     def sgpu_auto(self, values: Namespace) -> None:

@@ -50,8 +50,8 @@ class DevicesLocked(CapacityError):
         self.uuids, self.holder = tuple(uuids), holder
         verb = "is" if len(self.uuids) == 1 else "are"
         super().__init__(
-            f"{', '.join(self.uuids)} {verb} held by {holder}, a pool outside this one. "
-            "Wait until its runs are over, or ask for fewer devices."
+            f"{', '.join(self.uuids)} {verb} held by {holder}, which belongs to another pool. "
+            "Wait until its runs have ended, or ask for fewer devices."
         )
 
 
@@ -94,7 +94,7 @@ class DeviceLocks:
         wanted = [uuid for uuid in uuids if _is_real(uuid)]
         twice = {uuid for uuid in wanted if uuid in self._held or wanted.count(uuid) > 1}
         if twice:
-            raise ValueError(f"{', '.join(sorted(twice))}: locked here already")
+            raise ValueError(f"{', '.join(sorted(twice))}: already locked here")
         taken: dict[str, int] = {}
         refused: dict[str, str] = {}
         try:
@@ -204,8 +204,8 @@ class DeviceLocks:
                 continue
             except OSError as error:
                 raise PoolError(
-                    f"the device lock {self._directory / uuid}.lock can't be made: {error.strerror}. "
-                    "Make room there or set SGPU_LOCK_DIR, alike for all users, to another directory."
+                    f"the device lock {self._directory / uuid}.lock can't be created: {error.strerror}. "
+                    "Free space there, or set SGPU_LOCK_DIR to another directory, the same for all users."
                 ) from error
             os.fchmod(fd, _FILE_MODE)  # independent of the umask
             return fd
@@ -226,8 +226,8 @@ class DeviceLocks:
             except PermissionError as error:
                 if time.monotonic() > deadline:
                     raise PoolError(
-                        f"the device lock {path} may not be opened by this user. "
-                        "Have its owner or root remove it (it is made anew with mode 0666)."
+                        f"the device lock {path} can't be opened by this user. "
+                        "Have its owner or root remove it (it is recreated with mode 0666)."
                     ) from error
                 time.sleep(_PAUSE_S)
             except OSError as error:
@@ -265,26 +265,26 @@ def _is_real(uuid: str) -> bool:
         return True
     if _SIMULATED.fullmatch(uuid):
         return False
-    raise ValueError(f"{uuid[:100]!r} is no device's UUID")
+    raise ValueError(f"{uuid[:100]!r} is not a device UUID")
 
 
 def _not_plain(path: Path) -> PoolError:
     return PoolError(
-        f"the device lock {path} is not a plain file with one name, so it is not one of ours. "
+        f"the device lock {path} is not a regular file with a single link, so sgpu-magic did not create it. "
         "Have its owner or root remove it."
     )
 
 
 def _open_directory(path: Path) -> int:
-    what = f"the directory of device locks {path}"
-    remedy = "Have root remove it or `chmod 1777` it, or set SGPU_LOCK_DIR, alike for all users, to another."
+    what = f"the device lock directory {path}"
+    remedy = "Have root remove it or `chmod 1777` it, or set SGPU_LOCK_DIR to another, the same for all users."
     made = True
     try:
         path.mkdir(parents=True)
     except FileExistsError:
         made = False
     except OSError as error:
-        raise PoolError(f"{what} can't be made: {error.strerror}. {remedy}") from error
+        raise PoolError(f"{what} can't be created: {error.strerror}. {remedy}") from error
     deadline = time.monotonic() + _SETTLE_S
     while True:
         fd = -1
@@ -296,9 +296,9 @@ def _open_directory(path: Path) -> int:
                 os.fchmod(fd, _DIRECTORY_MODE)
             if _can_share(path, fd):
                 return fd
-            problem = "must let this user make files that others can't remove"
+            problem = "must let this user create files that others can't remove"
         except PermissionError:
-            problem = "may not be opened by this user"
+            problem = "can't be opened by this user"
         except OSError as error:
             raise PoolError(f"{what} can't be opened: {error.strerror}. {remedy}") from error
         if fd >= 0:

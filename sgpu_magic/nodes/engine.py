@@ -55,9 +55,9 @@ from sgpu_magic.wire.states import RunState
 
 # wait for nodes that had runs when the last pool service ended; nodes still missing after it are lost
 _COME_BACK_S = 10.0
-_GIVEN_UP = "its node came back after it was given up"
-_NOT_BACK = "it had ranks of the run when the pool service ended, and has not come back since"
-_NEW_AGENT = "its agent ended unexpectedly, and with it the ranks there"
+_GIVEN_UP = "its node reconnected after it was given up"
+_NOT_BACK = "it had ranks of the run when the pool service ended, and has not reconnected since"
+_NEW_AGENT = "its agent and its ranks ended unexpectedly"
 # an event number above all others: acknowledges every event
 _ALL_EVENTS = 1 << 60
 

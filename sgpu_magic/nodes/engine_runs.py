@@ -37,7 +37,7 @@ from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
 _NO_SESSION = "its session has ended"
-_NOT_STARTED = "it is not started yet: the run's devices are being got"
+_NOT_STARTED = "it has not started yet: the run's devices are being acquired"
 # how many finished runs are kept; how many at most if some have not reported their payload's release yet
 _GONE_KEPT, _UNTOLD_KEPT = 200, 2000
 
@@ -332,7 +332,7 @@ def _checkpoints(launch: Launch) -> tuple[RunFile, ...]:
 def _too_wide(lease: Lease) -> str:
     hosts = ", ".join(share.host for share in lease.shares)
     return (
-        f"a session's ranks must be on one node, and these would be on {len(lease.shares)} ({hosts}): after a cell "
-        "that failed its process groups could not be connected anew across nodes. Connect with --placement "
+        f"a session's ranks must be on one node, and these would be on {len(lease.shares)} ({hosts}): after a "
+        "failed cell, its process groups could not be reconnected across nodes. Connect with --placement "
         "strict_pack or fewer --gpus; runs without a session may use several nodes."
     )

@@ -135,7 +135,7 @@ class LocalEngine(Engine):
                 # left by a service of another version: its runs can't be adopted
                 self._agent.end()
                 self._replace_agent()
-                self._listener.nodes_lost("the agent on this machine was of another version of sgpu-magic")
+                self._listener.nodes_lost("the agent on this machine had another version of sgpu-magic")
             case AgentReady(runs=runs):
                 for held in runs:
                     locks = self._agent.take_descriptors(held.locks)
@@ -164,7 +164,7 @@ class LocalEngine(Engine):
         self._short_lives = 0 if worked else self._short_lives + 1
         why = "the agent on this machine ended unexpectedly"
         if self._short_lives >= _SHORT_LIVES:
-            self._listener.broken(f"{why} {_SHORT_LIVES} times in a row, as soon as it was started")
+            self._listener.broken(f"{why} {_SHORT_LIVES} times in a row, right after it was started")
             return
         self._replace_agent()
         # the listener may restart some runs on the leases that they have

@@ -92,7 +92,7 @@ class NodeFiles:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise FileNotFoundError("a part of them is not in the pool's store any more. Run the cell again") from None
+            raise FileNotFoundError("a part of them is no longer in the pool's store. Run the cell again") from None
         try:
             return os.pread(descriptor, min(message.size, CHUNK_BYTES), message.offset)
         finally:
@@ -100,7 +100,7 @@ class NodeFiles:
 
     def _read_file(self, message: FetchRunFile) -> bytes:
         if not is_valid_id(message.run_id):
-            raise BadName("that is no run")
+            raise BadName("that is not a run's ID")
         descriptor = open_below(self._runs / message.run_id, message.name)
         try:
             return os.pread(descriptor, min(message.size, CHUNK_BYTES), message.offset)
@@ -110,9 +110,9 @@ class NodeFiles:
     def _write(self, message: StoreRunFile, data: bytes) -> None:
         directory = self._runs / message.run_id
         if not is_valid_id(message.run_id) or not directory.is_dir():
-            raise FileNotFoundError("the pool has no directory of this run any more")
+            raise FileNotFoundError("the pool no longer has a directory of this run")
         if message.offset < 0:
-            raise BadName("a part of a file can't begin before the file")
+            raise BadName("a part of a file can't begin before the file's start")
         if message.size is None:
             begin = _begin_of(directory, message)
             _put(directory, message.name, data, begin + message.offset)
@@ -139,7 +139,7 @@ def _finish(directory: Path, message: StoreRunFile, path: str, temporary: str) -
         os.close(descriptor)
     if not whole:
         remove_below(directory, path)
-        raise OSError("it came with another size than was said")
+        raise OSError("its size is not the announced size")
     replace_below(directory, temporary, message.name)
 
 

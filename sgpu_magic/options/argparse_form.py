@@ -27,13 +27,13 @@ _FIRST_WORD = re.compile(r"\s*([\d,\s-]*\d)(?=\s|$)(.*)", re.DOTALL)
 _SESSION_NAME = re.compile(r"[^\W\d][\w.-]*")
 _ABOUT = {
     "%%distributed": "Run the cell on N ranks of a pool, with the notebook's variables, and bring back what it prints, "
-    "shows, returns and raises. While a session is connected (%sgpu_connect) it runs in the session's ranks, and what "
-    "it leaves there stays.",
+    "shows, returns and raises. While a session is connected (%sgpu_connect) it runs on the session's ranks, and "
+    "variables that it sets there are kept.",
     "%%rank": "Run the cell on some ranks of the connected session: %%rank 0, %%rank 0,2-3. The same as %%distributed "
     "--ranks, with its further options.",
-    RAY: "Run the cell as the driver of a Ray cluster that is made for it on N devices of a pool: ray.init() in the "
-    "cell finds it, and it ends with the cell. Rank 0 runs the cell, with the notebook's variables; the other ranks "
-    "hold their devices.",
+    RAY: "Run the cell as the driver of a Ray cluster that is started for it on N devices of a pool: ray.init() in "
+    "the cell connects to it, and it ends with the cell. Rank 0 runs the cell, with the notebook's variables; the "
+    "other ranks only hold their devices.",
 }
 
 
@@ -187,13 +187,13 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions | None:
     readers: dict[str, Reader] = {}
     if prog == "%%rank":
         if found.list is None or found.ranks is not None:
-            raise UsageError("%%rank takes the ranks as its first word, and no --ranks: %%rank 0, or %%rank 0,2-3.")
+            raise UsageError("%%rank takes the ranks as its first word, not as --ranks: %%rank 0, or %%rank 0,2-3.")
         if found.fresh:
-            raise UsageError("%%rank runs in ranks that stay, and --fresh starts new ones. Leave one of them out.")
+            raise UsageError("%%rank runs on existing ranks, and --fresh starts new ones. Leave one of them out.")
         found.ranks = found.list
         readers["ranks"] = lambda _, given: values.parse_ranks(prog, given)
     if found.ranks is not None and found.fresh:
-        raise UsageError("--ranks names ranks that stay, and --fresh starts new ones. Leave one of them out.")
+        raise UsageError("--ranks names existing ranks, and --fresh starts new ones. Leave one of them out.")
     asked = fields(found, names, readers)
     if prog == RAY:
         asked |= {"session": NO_SESSION, "ray": True}
@@ -211,14 +211,14 @@ def _check_for_ray(found: argparse.Namespace) -> None:
     for name in OF_RANKS_THAT_STAY:
         if getattr(found, name) is not None:
             raise UsageError(
-                f"{RAY} has no --{name}: its Ray cluster is started on new ranks, never in a session's, and only rank "
-                f"0 runs the cell. Leave --{name} out; the connected session stays as it is."
+                f"{RAY} has no --{name}: its Ray cluster starts on new ranks, never on a session's, and only rank "
+                f"0 runs the cell. Leave --{name} out; the connected session is not affected."
             )
     for output in values.outputs_from(found.out, "--out"):
         if output.all_ranks:
             raise UsageError(
                 f"--out {output.name}:all brings every rank's value back, and with {RAY} only rank 0 runs the cell. "
-                "Leave :all out; what Ray's tasks return comes with ray.get."
+                "Leave :all out; ray.get returns the results of Ray's tasks."
             )
 
 
@@ -249,9 +249,9 @@ def read_session(found: argparse.Namespace) -> SessionOptions:
         UsageError: A value is invalid.
     """
     if _SESSION_NAME.fullmatch(found.name) is None or found.name == NO_SESSION:
-        raise UsageError(f"--name {found.name!r}: a session's name begins with a letter and has no space in it.")
+        raise UsageError(f"--name {found.name!r}: a session's name must begin with a letter and contain no spaces.")
     if found.profile:
-        raise UsageError("--profile keeps a trace of one cell, not of a session: put it on the %%distributed line.")
+        raise UsageError("--profile records a trace of one cell, not of a session: put it on the %%distributed line.")
     options = SessionOptions(**fields(found, table.SESSION))
     table.check_devices(options.devices)
     return options

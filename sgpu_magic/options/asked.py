@@ -171,11 +171,11 @@ def refuse_in_session(session: str, wishes: Wishes, max_cost: float | None, ways
     """
     if wishes.env_version or wishes.torch_mine or wishes.allow_build:
         raise UsageError(
-            f"the packages are those of session {session}, whose devices this uses, so no others can be chosen here. "
-            f"Choose them when the session is connected, or {ways}."
+            f"this runs on the devices of session {session} and uses its packages, so no others can be chosen here. "
+            f"Choose them when you connect the session, or {ways}."
         )
     if max_cost is not None:
         raise UsageError(
-            f"what runs on the devices of session {session} costs nothing of its own: the session is what is paid "
-            f"for. Give the limit when the session is connected, or {ways}."
+            f"a run on the devices of session {session} has no cost of its own: it is part of the session's cost. "
+            f"Give the limit when you connect the session, or {ways}."
         )

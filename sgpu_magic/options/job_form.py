@@ -30,7 +30,7 @@ from sgpu_magic.options.values import (
 )
 from sgpu_magic.wire.devices import canonical_type
 
-EXTRA = "Install what it needs: `pip install 'sgpu-magic[run]'`."
+EXTRA = "Install the missing packages: `pip install 'sgpu-magic[run]'`."
 _MOST_BYTES = 1_000_000
 _ACCELERATOR = re.compile(r"GPU_([1-9][0-9]{0,3})x([A-Za-z0-9][A-Za-z0-9_-]*)", re.IGNORECASE)
 _MOST_ACCELERATORS = 4096
@@ -95,8 +95,8 @@ def read_job_file(path: Path) -> JobFile:
     for key in found:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
-            meant = f"is {near[0]!r} meant?" if near else f"there are: {', '.join(known)}."
-            raise UsageError(f"{path} has the key {key!r}, which means nothing in a job file; {meant}")
+            meant = f"did you mean {near[0]!r}?" if near else f"the keys are: {', '.join(known)}."
+            raise UsageError(f"{path} has the key {key!r}, which is not a key of a job file; {meant}")
     try:
         file = msgspec.convert(found, JobFile)
     except msgspec.ValidationError as error:
@@ -109,7 +109,7 @@ def _in_one_way(file: JobFile, path: Path) -> JobFile:
     folder, gpus, kind = path.parent, file.gpus, file.type
     if file.hardware_accelerator:
         if gpus is not None or kind is not None:
-            raise UsageError(f"{path}: hardware_accelerator says how many of which type: leave gpus and type out.")
+            raise UsageError(f"{path}: hardware_accelerator sets both number and type: leave gpus and type out.")
         gpus, kind = read_accelerator(file.hardware_accelerator, f"{path}: hardware_accelerator")
     if file.environment != "" and file.env_version != "":
         raise UsageError(f"{path}: environment and env_version are the same: leave one of them out.")
@@ -149,7 +149,7 @@ def defaults_of(file: JobFile, where: str) -> JobDefaults:
     """
     for key, count in (("gpus", file.gpus), ("nodes", file.nodes)):
         if count is not None and not 1 <= count <= MOST_RANKS:
-            raise UsageError(f"{where}: {key} is {count}; 1 to {MOST_RANKS} is possible.")
+            raise UsageError(f"{where}: {key} is {count}; it must be 1 to {MOST_RANKS}.")
     if file.placement and file.placement not in STRATEGIES:
         raise UsageError(f"{where}: placement is {file.placement!r}; it can be {', '.join(STRATEGIES)}.")
     min_memory = str(file.min_memory)
@@ -159,7 +159,7 @@ def defaults_of(file: JobFile, where: str) -> JobDefaults:
     uploads = tuple(os.path.abspath(os.path.expanduser(path)) for path in file.upload)
     for path in uploads:
         if not os.path.exists(path):
-            raise UsageError(f"{where}: upload: {path} is not there.")
+            raise UsageError(f"{where}: upload: {path} does not exist.")
     return JobDefaults(
         gpus=file.gpus or 0,
         type=device_type(f"{where}: type", file.type or None) or "",
@@ -201,7 +201,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{path} can't be read: {error.strerror}.") from None
     if size > _MOST_BYTES:
-        raise UsageError(f"{path} has {size:,} bytes: that is no file of names and values.")
+        raise UsageError(f"{path} has {size:,} bytes, which is too large for a file of names and values.")
     try:
         found: object = _decoded(path, data.decode())
     except ValueError as error:
@@ -211,7 +211,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         return msgspec.convert(found, dict[str, Any])
     except msgspec.ValidationError:
-        raise UsageError(f"{path} has no names and values at its top level.") from None
+        raise UsageError(f"{path} is not a mapping of names to values at its top level.") from None
 
 
 def read_yaml(text: str) -> Any:
@@ -224,7 +224,7 @@ def read_yaml(text: str) -> Any:
     try:
         yaml: Any = importlib.import_module("yaml")
     except ImportError:
-        raise UsageError(f"PyYAML is not installed, so no YAML can be read. {EXTRA}") from None
+        raise UsageError(f"PyYAML is not installed, so YAML can't be read. {EXTRA}") from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -247,7 +247,7 @@ def read_accelerator(name: str, where: str) -> tuple[int, str]:
     found = _ACCELERATOR.fullmatch(name.strip())
     if found is None or int(found[1]) > _MOST_ACCELERATORS:
         raise UsageError(
-            f"{where}: {name!r} is no accelerator; write how many of which type, as in GPU_1xA10 or GPU_8xH100."
+            f"{where}: {name!r} is not an accelerator; write the number and the type, as in GPU_1xA10 or GPU_8xH100."
         )
     try:
         return int(found[1]), canonical_type(found[2])

@@ -119,13 +119,13 @@ def checked(**options: Unpack[Options]) -> CallOptions:
     remote, pool = options.get("remote"), options.get("pool", "")
     if remote and options.get("gpu_type") is None and options.get("session") is None:
         raise UsageError(
-            'remote=True needs gpu_type: say which GPUs the pool shall give, such as gpu_type="h100" ("any" for '
-            "whatever it has)."
+            'remote=True needs gpu_type: say which GPUs to request, such as gpu_type="h100" ("any" for '
+            "whatever the pool has)."
         )
     if remote is False:
         if pool not in ("", "local"):
             raise UsageError(
-                f"remote=False is this machine's own pool, so pool={pool!r} can't be meant too. Leave one of them out."
+                f"remote=False selects this machine's own pool, and pool={pool!r} another one. Leave one of them out."
             )
         given["pool"] = "local"
     if "retry_any" in options:
@@ -166,7 +166,7 @@ def _fields(names: Iterable[str], given: Mapping[str, Any], readers: Mapping[str
 def _choice(choices: tuple[str, ...]) -> Reader:
     def read(option: str, value: object) -> object:
         if value not in choices:
-            raise UsageError(f"{option}={value!r} is not possible; there are: {', '.join(choices)}.")
+            raise UsageError(f"{option}={value!r} is not possible; it can be {', '.join(choices)}.")
         return value
 
     return read
@@ -174,7 +174,7 @@ def _choice(choices: tuple[str, ...]) -> Reader:
 
 def _retries(option: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_RETRIES:
-        raise UsageError(f"{option}={value!r} is not possible; 0 to {MOST_RETRIES} are.")
+        raise UsageError(f"{option}={value!r} is not possible; it must be 0 to {MOST_RETRIES}.")
     return value
 
 
@@ -182,7 +182,7 @@ def _variables(_: str, env: Mapping[str, str]) -> dict[str, str]:
     variables = {str(name): str(value) for name, value in env.items()}
     if any(not name or "=" in name for name in variables):
         # the value may be a secret that was put in the name's place: it is not repeated
-        raise UsageError("env takes names of variables and their values, and no name is empty or has a sign in it.")
+        raise UsageError("env takes variable names and values; a name can't be empty or contain an equals sign.")
     return variables
 
 

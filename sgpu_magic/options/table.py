@@ -74,7 +74,7 @@ class Option(msgspec.Struct, frozen=True):
 def _count(least: int, most: int, what: str) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}; {least} to {most} is possible")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what} from {least} to {most}")
         return int(text)
 
     return read

@@ -42,7 +42,7 @@ def duration_s(option: str, value: Duration) -> float:
     if isinstance(value, timedelta):
         value = value.total_seconds()
         if value < 0:
-            raise UsageError(f"{option} is {value:g} s; less than nothing is not possible.")
+            raise UsageError(f"{option} is {value:g} s; it can't be negative.")
         return value
     found = _DURATION.fullmatch(str(value).strip().lower())
     if found is None:
@@ -60,7 +60,7 @@ def timeout_s(option: str, value: Duration | None) -> float:
         return SEVEN_DAYS_S
     seconds = duration_s(option, value)
     if not 0 < seconds <= SEVEN_DAYS_S:
-        raise UsageError(f"{option} {value} is not possible: a run may take more than 0 s and at most 7 days (7d).")
+        raise UsageError(f"{option} {value} is not possible: it must be more than 0 s and at most 7 days (7d).")
     return seconds
 
 
@@ -104,7 +104,7 @@ def memory_bytes(option: str, value: str | float | None) -> int:
     else:
         found = float(value) if not isinstance(value, bool) else -1.0
     if not _LEAST_BYTES <= found <= _MOST_BYTES:
-        raise UsageError(f"{option} {value!r} is no memory of a device: give a number and its unit, such as 40GB.")
+        raise UsageError(f"{option} {value!r} is not a memory size: give a number and its unit, such as 40GB.")
     return int(found)
 
 
@@ -117,7 +117,7 @@ def rank_count(option: str, value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_RANKS:
-        raise UsageError(f"{option}={value!r} is not a number of ranks; 1 to {MOST_RANKS} is possible.")
+        raise UsageError(f"{option}={value!r} is not a number of ranks from 1 to {MOST_RANKS}.")
     return value
 
 
@@ -150,7 +150,7 @@ def node_count(option: str, value: object) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_RANKS:
-        raise UsageError(f"{option} {value!r} is not a number of nodes; 1 to {MOST_RANKS} is possible.")
+        raise UsageError(f"{option} {value!r} is not a number of nodes from 1 to {MOST_RANKS}.")
     return value
 
 
@@ -164,7 +164,7 @@ def strategy_of(option: str, value: str | None) -> str:
         return ""
     asked = value.lower().replace("-", "_")
     if asked not in STRATEGIES:
-        raise UsageError(f"{option} {value!r} is not possible; there are: {', '.join(STRATEGIES)}.")
+        raise UsageError(f"{option} {value!r} is not possible; it can be {', '.join(STRATEGIES)}.")
     return asked
 
 
@@ -202,9 +202,7 @@ def check_spread(ranks: int | None, nodes: int, strategy: str) -> None:
 def check_name(option: str, name: str) -> None:
     """Raise UsageError if `name` is not a variable's name; the message names `option`."""
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise UsageError(
-            f"{option} {name!r}: that is not a variable's name. Write names with commas between: {option} a,b"
-        )
+        raise UsageError(f"{option} {name!r}: that is not a variable's name. Separate names with commas: {option} a,b")
 
 
 def names(option: str, values: Iterable[str]) -> tuple[str, ...]:
@@ -232,7 +230,7 @@ def outputs_from(names: str | Iterable[str], option: str = "") -> tuple[OutputNa
             check_name(option or "the name to bring back", name)
             if colon and which != "all":
                 where = f"{option} {item}".strip()
-                raise UsageError(f"{where}: after the colon only `all` is possible, for a list of every rank's value.")
+                raise UsageError(f"{where}: only `all` can follow the colon, for a list of every rank's value.")
             found[name] = OutputName(name, bool(colon))
     return tuple(found.values())
 
@@ -248,7 +246,7 @@ def key_values(values: Iterable[str]) -> dict[str, str]:
         name, equals, text = value.partition("=")
         if not equals or not name:
             # the text may be a secret in place of the name, so the message does not repeat it
-            raise UsageError("--env takes KEY=VALUE, with a name before the sign.")
+            raise UsageError("--env takes KEY=VALUE, with a name before the equals sign.")
         found[name] = text
     return found
 
@@ -312,7 +310,7 @@ def parse_ranks(option: str, text: str) -> tuple[int, ...]:
         match = _RANKS.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (1, 0)
         if first > last or last >= MOST_RANKS:
-            raise UsageError(f"{option} {text!r} is no list of ranks. Write numbers and ranges with commas: 0,2-3.")
+            raise UsageError(f"{option} {text!r} is not a list of ranks. Write numbers and ranges with commas: 0,2-3.")
         found.update(range(first, last + 1))
     if not found:
         raise UsageError(f"{option} names no rank. Write numbers and ranges with commas: 0,2-3.")
@@ -339,8 +337,8 @@ def ranks_from(ranks: Iterable[int] | int | str | None, count: int, whose: str) 
     strange = [rank for rank in found if not 0 <= rank < count]
     if strange or not found:
         there = f"ranks 0 to {count - 1}" if count > 1 else "rank 0 only"
-        what = f"no rank {strange[0]}" if strange else "no ranks at all were named"
-        raise UsageError(f"{whose} has {there}: {what}. Name some of those, or none for all.")
+        what = f"there is no rank {strange[0]}" if strange else "the list of ranks is empty"
+        raise UsageError(f"{whose} has {there}: {what}. Name some of these, or give no list for all.")
     return () if len(found) == count else found
 
 

@@ -257,27 +257,27 @@ def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int)
         if code.walked.full:
             raise SerializationError(
                 f"the local code under {code.entry} can't travel to the ranks: it has more than {MOST_FILES:,} files, "
-                f"most of them in {_fullest(code.files)}. Name what the code does not need in a .gitignore, or move "
+                f"most of them in {_fullest(code.files)}. List what the code does not need in a .gitignore, or move "
                 "it out of the folder."
             )
     total = sum(file.size for file in files)
     if total > limit_bytes:
         raise SerializationError(
-            f"the notebook's local code is {format_bytes(total)} and can't travel to the ranks, the limit is "
-            f"{format_bytes(limit_bytes)}. The largest files: {_largest(files)}. Name what the code does not need in a "
+            f"the notebook's local code is {format_bytes(total)} and can't travel to the ranks: the limit is "
+            f"{format_bytes(limit_bytes)}. The largest files: {_largest(files)}. List what the code does not need in a "
             ".gitignore, put data where the ranks can read it, or raise the setting code_limit_bytes."
         )
     notes: list[str] = []
     if total > warn_bytes:
         notes.append(
-            f"{format_bytes(total)} of local code travel along; the largest files: {_largest(files)}. What a "
-            ".gitignore names stays here"
+            f"{format_bytes(total)} of local code are sent with the run; the largest files: {_largest(files)}. What a "
+            ".gitignore lists is not sent"
         )
     unreadable = [path for code in codes for path in code.walked.unreadable]
     if unreadable:
         more = f" and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
         names = ", ".join(unreadable[:_NAMED])
-        notes.append(f"local files that can't be read did not travel along: {names}{more}")
+        notes.append(f"local files that can't be read were not sent: {names}{more}")
     return tuple(notes)
 
 

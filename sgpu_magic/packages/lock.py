@@ -99,7 +99,7 @@ def make_lock(snapshot: Snapshot, wheels: Path, variables: Mapping[str, str], *,
         missing = _named_in(words, _NOT_THERE) & asked.keys()
         broken = (_named_in(words, _NOT_BUILT) & asked.keys()) - missing
         if not missing and not broken:
-            return Lock(problem=f"uv could not ask the package index: {words[-_LAST_WORDS:]}")
+            return Lock(problem=f"uv could not query the package index: {words[-_LAST_WORDS:]}")
         for key in missing:
             public = asked[key].partition("+")[0]
             if is_from_node(key) and public != asked[key]:
@@ -134,15 +134,15 @@ def lock_order(environment: Environment, python: str, variables: Mapping[str, st
         gently: Run uv at the lowest priority.
     """
     if environment.resolve:
-        return Lock(problem="the node looked the dependencies up itself")
+        return Lock(problem="the node resolved the dependencies itself")
     try:
         status, text, words = _compile(python, environment.requirements, variables, gently=gently)
     except EnvironmentFailed as error:
         return Lock(problem=error.message)
     if status:
-        return Lock(problem=f"uv could not make it: {words[-_LAST_WORDS:]}")
-    head = f"# Made with uv of what a node was told to build, digest {environment.digest}.\n"
-    head += "".join(f"# Not in this file: {pin}: the node's own takes its place\n" for pin in environment.needed)
+        return Lock(problem=f"uv could not create it: {words[-_LAST_WORDS:]}")
+    head = f"# Made with uv from what a node was asked to build, digest {environment.digest}.\n"
+    head += "".join(f"# Not in this file: {pin}: the node's own is used instead\n" for pin in environment.needed)
     wheels = "".join(_entry(distribution_name(wheel), "", "archive", _archive(wheel)) for wheel in environment.wheels)
     return _valid(Lock(pylock=head + text + wheels))
 
@@ -189,7 +189,7 @@ def _repacked(snapshot: Snapshot, keys: set[str], root: Path) -> tuple[dict[str,
 
 
 def _head(snapshot: Snapshot, left_out: Mapping[str, str]) -> str:
-    lines = [f"# Made with uv of what {snapshot.executable} has, digest {snapshot.digest}."]
+    lines = [f"# Made with uv from the packages of {snapshot.executable}, digest {snapshot.digest}."]
     lines += [f"# Not in this file: {key}: {' '.join(why.split())}" for key, why in sorted(left_out.items())]
     return "\n".join(lines) + "\n"
 
@@ -239,6 +239,6 @@ def _valid(lock: Lock) -> Lock:
     try:
         Pylock.from_dict(tomllib.loads(lock.pylock)).validate()
     except (PylockValidationError, tomllib.TOMLDecodeError) as error:
-        problem = f"what was found out makes no valid pylock.toml: {error}"
+        problem = f"the result is not a valid pylock.toml: {error}"
         return msgspec.structs.replace(lock, pylock="", problem=problem)
     return lock

@@ -164,10 +164,10 @@ def find_left_behind(packages: Packages) -> tuple[Mismatch, ...]:
     if torch is None or not bound:
         return ()
     text = (
-        f"{', '.join(bound)} {'is' if len(bound) == 1 else 'are'} built for one torch ({torch.version} here), and the "
-        "ranks get the node's"
+        f"{', '.join(bound)} {'is' if len(bound) == 1 else 'are'} built for one torch version ({torch.version} here), "
+        "and the ranks use the node's torch"
     )
-    return (Mismatch(text, "--torch mine takes this one along.", sure=False),)
+    return (Mismatch(text, "--torch mine sends this one with the run.", sure=False),)
 
 
 def _numpy(packages: Packages) -> Iterator[Mismatch]:
@@ -189,7 +189,7 @@ def _numpy(packages: Packages) -> Iterator[Mismatch]:
             # some packages only set a cautious upper bound, so this alone proves nothing
             yield Mismatch(
                 f"{name} {package.version} needs numpy{wants.specifier}, and numpy is {version}: it may be compiled "
-                "for another one",
+                "for another version",
                 f"`%pip install 'numpy{wants.specifier}'`, or another version of {name}.",
                 sure=False,
             )
@@ -211,8 +211,8 @@ def _cuda_libraries(packages: Packages) -> Iterator[Mismatch]:
         wrong_major = there is not None and pin is not None and (version is None or version.major != pin.major)
         if name in _CUDNN:
             soname = f"libcudnn.so.{pin.major}" if pin is not None else "libcudnn.so"
-            text += f": `import torch` then misses {soname}, or finds another one than it was built with"
-        yield Mismatch(text, f"`%pip install '{name}{wants.specifier}'`, or install torch anew.", sure=wrong_major)
+            text += f": `import torch` then misses {soname}, or finds a version other than the one it was built with"
+        yield Mismatch(text, f"`%pip install '{name}{wants.specifier}'`, or reinstall torch.", sure=wrong_major)
 
 
 def _torch_pairs(packages: Packages) -> Iterator[Mismatch]:
@@ -240,7 +240,7 @@ def _torch_pairs(packages: Packages) -> Iterator[Mismatch]:
             yield Mismatch(
                 f"{name} {partner.version} is built for torch{wanted}, and torch is {torch.version}"
                 + (missing if name == "torchvision" else ""),
-                f"`%pip install -U {name} 'torch=={version.public}'` chooses the version that belongs to it.",
+                f"`%pip install -U {name} 'torch=={version.public}'` chooses the matching version.",
                 sure=True,
             )
 
@@ -263,7 +263,7 @@ def _twice(packages: Packages, shadowed: Iterable[Distribution]) -> Iterator[Mis
     if len(others) > _MOST_TWICE:
         named = ", ".join(f"{name} {packages[name].version}" for name in sorted(others)[:_MOST_TWICE])
         yield Mismatch(
-            f"{len(others)} packages are installed twice in different versions; imported are {named} ...",
+            f"{len(others)} packages are installed twice in different versions; the imported ones are {named} ...",
             "A Python that sees only one site directory has each package once.",
             sure=False,
         )

@@ -114,11 +114,11 @@ def check_name(name: str) -> str:
     """
     if _NAME.fullmatch(name) is None or name.endswith(_FILE_ENDINGS):
         raise UsageError(
-            f"{name[:80]!r} can't be an environment's name: take letters, digits, `.`, `-` and `_`, a letter or digit "
-            "first, and not the ending of a file."
+            f"{name[:80]!r} is not a valid environment name: use letters, digits, `.`, `-` and `_`, start with a "
+            "letter or digit, and don't end with a file extension."
         )
     if name in _NOT_NAMES:
-        raise UsageError(f"{name!r} is what --env-version calls another environment. Take another name.")
+        raise UsageError(f"{name!r} already names another environment for --env-version. Choose another name.")
     return name
 
 

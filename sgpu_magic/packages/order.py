@@ -102,7 +102,7 @@ def order_of(
             wheels.append(build(distribution))
         elif kind is Kind.SYSTEM and key in lock.unpublished:
             what = f"{distribution.name} {distribution.version}"
-            notes.append(f"{what} stays here: it is the operating system's, and in no package index.")
+            notes.append(f"{what} is not sent: it belongs to the operating system and is in no package index.")
         elif kind in (Kind.PROJECT, Kind.WHEEL) or key in lock.unpublished or key in lock.other_builds:
             wheels.append(repack(distribution))
         else:
@@ -168,10 +168,10 @@ def _from_base(base: BaseList, torch_mine: bool, allow_build: bool) -> Ordered:
     made = _environment(base.name, base.pins(allow_build=allow_build), torch_mine, allow_build)
     left_out = sorted({**base.left_out, **({} if allow_build else {n: v for n, v in base.wheels.items() if not v})})
     other = {name: version for name, version in base.wheels.items() if version and not allow_build}
-    notes = [f"left out of environment {base.name}, as no package index has them for this: {_listed(left_out)}"]
+    notes = [f"left out of environment {base.name}, as no package index has them for this Python: {_listed(left_out)}"]
     if other:
         pairs = ", ".join(f"{name} {version} for {base.public[name]}" for name, version in sorted(other.items()))
-        notes.append(f"in environment {base.name} stand versions that need no building: {pairs}")
+        notes.append(f"environment {base.name} has versions that need no build: {pairs}")
     return Ordered(made.environment, (*notes, *made.notes))
 
 
@@ -196,7 +196,7 @@ def _from_saved(kept: Environment, torch_mine: bool, allow_build: bool) -> Order
     missing = [wheel.file for wheel in kept.wheels if not Path(wheel.path).is_file()]
     if missing:
         raise EnvironmentFailed(
-            f"the saved environment {kept.label} has lost its wheel {missing[0]} ({kept.wheels[0].path}). Save it "
+            f"the saved environment {kept.label} no longer has its wheel {missing[0]} ({kept.wheels[0].path}). Save it "
             "again with %sgpu_env save."
         )
     lines = kept.requirements
@@ -270,18 +270,18 @@ def _check_python(what: str, python: str, first: str) -> None:
     if python and python != own_python():
         raise EnvironmentFailed(
             f"{what} is for Python {python}, and the notebook runs Python {own_python()}. Functions that a notebook "
-            f"sends are understood by the same minor version only: {first}start the notebook with a kernel of Python "
+            f"sends load only in the same minor version: {first}start the notebook with a kernel of Python "
             f"{python}, or leave --env-version out (`--env-version none`)."
         )
 
 
 def _unknown(settings: Settings, name: str) -> str:
     kept = named_environments.saved_names(settings)
-    there = f"There are the base environments {' and '.join(BASE_NAMES)}, `{NONE}` for the notebook's own packages"
-    there += f", and saved ones: {', '.join(kept)}" if kept else ", and none was saved yet (%sgpu_env save NAME)"
+    there = f"Available are the base environments {' and '.join(BASE_NAMES)}, `{NONE}` for the notebook's own packages"
+    there += f", and saved ones: {', '.join(kept)}" if kept else ", and none is saved yet (%sgpu_env save NAME)"
     is_file = "/" in name or name.endswith((".txt", ".toml"))
-    what = f"there is no such file ({os.path.abspath(name)[:300]})" if is_file else "that names nothing"
-    return f"--env-version is {name[:200]!r}, and {what}. {there}; a requirements file's path is possible."
+    what = f"there is no such file ({os.path.abspath(name)[:300]})" if is_file else "there is no such environment"
+    return f"--env-version is {name[:200]!r}, and {what}. {there}; a requirements file's path works too."
 
 
 def _listed(names: list[str]) -> str:

@@ -77,8 +77,8 @@ def read_file(path: Path) -> Requirements:
             return _read_pylock(path)
         if path.suffix == ".toml":
             raise UsageError(
-                f"{path} is no lock file by its name: `pylock.toml` or `pylock.NAME.toml` is. A project's own file "
-                f"becomes one with `uv pip compile {path.name} -o pylock.toml`."
+                f"{path} is not named like a lock file, `pylock.toml` or `pylock.NAME.toml`. Convert a project's own "
+                f"file with `uv pip compile {path.name} -o pylock.toml`."
             )
         text = path.read_text("utf-8")
         lines = tuple(_lines_of(path, text, _DEEPEST))
@@ -101,7 +101,7 @@ def _local(path: Path, line: str) -> tuple[str, Path]:
     name, _, url = line.partition("@")
     there = Path(unquote(urlsplit(url.strip()).path))
     if not there.exists():
-        raise UsageError(f"{path} takes {name.strip()} from {there}, where nothing is any more.")
+        raise UsageError(f"{path} takes {name.strip()} from {there}, which no longer exists.")
     return name.strip(), there
 
 
@@ -151,7 +151,7 @@ def _lines_of(path: Path, text: str, deepest: int) -> Iterator[str]:
         include = _INCLUDE.fullmatch(line)
         if include is not None:
             if not deepest:
-                raise UsageError(f"{path}: files that include files can't be nested deeper than {_DEEPEST}.")
+                raise UsageError(f"{path}: included files can't be nested deeper than {_DEEPEST} levels.")
             other = path.parent / include[1].strip()
             yield from _lines_of(other, other.read_text("utf-8"), deepest - 1)
         else:
@@ -163,28 +163,28 @@ def _checked(path: Path, line: str) -> str:
     shown = without_url_credentials(line)
     if _INDEX.match(line):
         raise UsageError(
-            f"{path} names a package index ({shown.split()[0]}), which is not passed on with a run: it often has a "
-            "password in it. Set `index_url` in the settings of the pool's machine, and take the line out."
+            f"{path} names a package index ({shown.split()[0]}), which is not sent with a run: it often contains a "
+            "password. Set `index_url` in the settings of the pool's machine, and remove the line."
         )
     if line.startswith(("-c", "--constraint")):
         raise UsageError(f"{path} has constraints ({shown}). Write the versions into the file itself.")
     if line.startswith(("-e", "--editable", ".", "/", "file:")):
         raise UsageError(
-            f"{path} names something of this machine ({shown}), which other machines do not have. Write it "
-            "with its name, `NAME @ file:///...`: then a wheel is made of it. Or install it in the notebook's Python "
-            "and leave --env-version out: then it travels with the notebook's own packages."
+            f"{path} refers to a path of this machine ({shown}), which other machines do not have. Write it "
+            "with its name, `NAME @ file:///...`: then a wheel is built from it. Or install it in the notebook's "
+            "Python and leave --env-version out: then it travels with the notebook's own packages."
         )
     if line.startswith("-"):
-        raise UsageError(f"{path} has the option {shown.split()[0]}, which has no meaning for a run. Take it out.")
+        raise UsageError(f"{path} has the option {shown.split()[0]}, which has no meaning for a run. Remove it.")
     if shown != line or "${" in line:
         raise UsageError(
-            f"{path} has a password or a variable in a line ({shown}). It would be written down with the run: use "
-            "git's or the index's own way to log in, on the pool's machine."
+            f"{path} has a password or a variable in a line ({shown}). It would be stored with the run: use git's "
+            "or the index's own login on the pool's machine."
         )
     try:
         Requirement(_HASH.sub("", line))
     except InvalidRequirement as error:
-        raise UsageError(f"{path} has a line that is no requirement: {shown!r} ({error}).") from None
+        raise UsageError(f"{path} has a line that is not a requirement: {shown!r} ({error}).") from None
     return line
 
 
@@ -195,14 +195,14 @@ def _read_pylock(path: Path) -> Requirements:
     try:
         lock = Pylock.from_dict(tomllib.loads(path.read_text("utf-8")))
     except (tomllib.TOMLDecodeError, PylockValidationError) as error:
-        raise UsageError(f"{path} is no valid pylock.toml: {error}.") from error
+        raise UsageError(f"{path} is not a valid pylock.toml: {error}.") from error
     _check_python(path, lock.requires_python)
     try:
         chosen = [(package, source) for package, source in lock.select()]
     except PylockSelectError as error:
         raise EnvironmentFailed(
             f"{path} has nothing for this Python ({sys.version_info.major}.{sys.version_info.minor}, "
-            f"{sys.platform}): {error}. Lock it again for this one."
+            f"{sys.platform}): {error}. Lock it again for this Python."
         ) from error
     return Requirements(tuple(_locked_line(path, package, source) for package, source in chosen), resolve=False)
 
@@ -211,8 +211,8 @@ def _check_python(path: Path, allowed: SpecifierSet | None) -> None:
     here = ".".join(map(str, sys.version_info[:3]))
     if allowed is not None and not allowed.contains(here, prereleases=True):
         raise EnvironmentFailed(
-            f"{path} is for Python {allowed}, and the notebook runs {here}. What the notebook sends is understood by "
-            "the same minor version only: lock it again for this one, or start the notebook with the other."
+            f"{path} is for Python {allowed}, and the notebook runs {here}. What the notebook sends loads only in "
+            "the same minor version: lock it again for this Python, or start the notebook with the other."
         )
 
 
@@ -236,7 +236,7 @@ def _locked_line(path: Path, package: Package, source: object) -> str:
 
 # ---------------------------------------------------------------- a run's `requirements.txt`
 
-_COMPLETE_LINE = "# Complete: `uv pip install --no-deps -r requirements.txt` looks no dependencies up."
+_COMPLETE_LINE = "# Complete: `uv pip install --no-deps -r requirements.txt` resolves no dependencies."
 
 
 def snapshot_requirements(snapshot: Snapshot, lock: Lock | None) -> str:
@@ -248,7 +248,7 @@ def snapshot_requirements(snapshot: Snapshot, lock: Lock | None) -> str:
     """
     lines = [
         f"# Python {platform.python_version()} on {snapshot.platform}, digest {snapshot.digest}",
-        f"# What {snapshot.executable} has. {_COMPLETE_LINE.removeprefix('# ')}",
+        f"# The packages of {snapshot.executable}. {_COMPLETE_LINE.removeprefix('# ')}",
         _about_lock(lock),
     ]
     lines += [_line(distribution, lock) for distribution in snapshot.distributions]
@@ -267,7 +267,7 @@ def environment_requirements(environment: Environment, lock: Lock | None) -> str
     python = own if own.startswith(f"{environment.python}.") else environment.python
     lines = [
         f"# Python {python} on {environment.platform or 'any machine'}, digest {environment.digest}",
-        f"# {what}, as a node was told to build them.",
+        f"# {what}, as a node was asked to build them.",
         *([] if environment.resolve else [_COMPLETE_LINE]),
         _about_lock(lock),
         *environment.requirements,
@@ -276,13 +276,13 @@ def environment_requirements(environment: Environment, lock: Lock | None) -> str
         f"{distribution_name(wheel)} @ {Path(wheel.path).as_uri()}  # sha256 {wheel.sha256}"
         for wheel in environment.wheels
     ]
-    lines += [f"# {pin}  (the node's own takes its place)" for pin in environment.needed]
+    lines += [f"# {pin}  (the node's own is used instead)" for pin in environment.needed]
     return "\n".join(lines) + "\n"
 
 
 def _about_lock(lock: Lock | None) -> str:
     if lock is None:
-        return "# There is no pylock.toml (yet): the package index was not asked for hashes."
+        return "# There is no pylock.toml (yet): the package index was not queried for hashes."
     if not lock.pylock:
         return f"# There is no pylock.toml: {' '.join(lock.problem.split())}"
     return "# With hashes: pylock.toml beside this file."

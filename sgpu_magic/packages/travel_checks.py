@@ -190,11 +190,11 @@ def _why(top: str, packages: Collection[str], environment: Environment | None) -
         )
     if isinstance(file, str):
         return (
-            f"it lies in {file}, which is neither in the notebook's folder, nor below an entry of sys.path, nor in a "
+            f"it is in {file}, which is neither in the notebook's folder, nor below an entry of sys.path, nor in a "
             "package that the ranks have. Import it from such a folder (`sys.path.insert(0, ...)`), install it as a "
-            "package, or define in a cell what is needed of it."
+            "package, or define what you need of it in a cell."
         )
     return (
-        f"`{top}` was made by the program and has no file that the ranks could import. Define in a cell what is needed "
-        "of it, or write it to a file in the notebook's folder and import that."
+        f"`{top}` was created at run time and has no file that the ranks could import. Define what you need of it in a "
+        "cell, or write it to a file in the notebook's folder and import that."
     )

@@ -104,7 +104,9 @@ def run_uv(
             raise
     if uv.returncode:
         text = "\n".join(said)
-        how = f"it was killed by signal {-uv.returncode}" if uv.returncode < 0 else f"it ended as {uv.returncode}"
+        how = (
+            f"it was killed by signal {-uv.returncode}" if uv.returncode < 0 else f"it exited with code {uv.returncode}"
+        )
         raise UvFailed(last_words(text) or how, text)
     return output
 
@@ -260,12 +262,12 @@ def call_uv(
     except OSError as error:
         raise EnvironmentFailed(
             f"uv, which makes lock files and wheels, can't be started: {error.strerror or error}. "
-            "`pip install uv` in the notebook's environment brings it."
+            "`pip install uv` in the notebook's environment installs it."
         ) from error
     except subprocess.TimeoutExpired:
         raise EnvironmentFailed(
-            f"`uv {' '.join(arguments[:2])}` was ended after {timeout_s:g} s. Is the package index reachable from this "
-            "machine? `uv pip install --dry-run six` tells."
+            f"`uv {' '.join(arguments[:2])}` was stopped after {timeout_s:g} s. Check that this machine reaches the "
+            "package index: `uv pip install --dry-run six`."
         ) from None
 
 
@@ -282,8 +284,8 @@ def call_pip(arguments: Sequence[str], variables: Mapping[str, str], timeout_s: 
         raise EnvironmentFailed(f"pip can't be started: {error.strerror or error}.") from error
     except subprocess.TimeoutExpired:
         raise EnvironmentFailed(
-            f"`pip {' '.join(arguments[:1])}` was ended after {timeout_s:g} s. Is the package index reachable from "
-            "this machine? `pip download six` tells."
+            f"`pip {' '.join(arguments[:1])}` was stopped after {timeout_s:g} s. Check that this machine reaches the "
+            "package index: `pip download six`."
         ) from None
 
 

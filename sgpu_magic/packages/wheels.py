@@ -117,16 +117,16 @@ def repack(distribution: Distribution, root: Path) -> Wheel:
     if not distribution.record:
         raise EnvironmentFailed(
             f"the installed package {distribution.name} {distribution.version} is in no package index, and its "
-            f"installer has not written down which files it has ({distribution.location} has no RECORD), so no wheel "
-            "can be made of it. Install it with pip or uv from its source or a wheel."
+            f"installer did not record its files ({distribution.location} has no RECORD), so no wheel "
+            "can be built from it. Install it with pip or uv from its source or a wheel."
         )
     try:
         key = f"repacked-{distribution.key}-{distribution.record}"
         return kept_wheel(root, key, lambda folder: _write_wheel(Path(distribution.location), folder))
     except OSError as error:
         raise EnvironmentFailed(
-            f"no wheel can be made of the installed package {distribution.name} {distribution.version}: "
-            f"{error.strerror or error} ({error.filename or root}). Install it anew, or free some disk space."
+            f"no wheel can be built from the installed package {distribution.name} {distribution.version}: "
+            f"{error.strerror or error} ({error.filename or root}). Reinstall it, or free some disk space."
         ) from error
 
 
@@ -253,15 +253,15 @@ def build_project(distribution: Distribution, root: Path, variables: Mapping[str
     folder = distribution.path
     if folder is None or not has_project_file(folder):
         raise EnvironmentFailed(
-            f"the editable package {distribution.name} can't travel: its project directory {folder} has neither a "
-            "pyproject.toml nor a setup.py any more. Put the project back, or uninstall the package."
+            f"the editable package {distribution.name} can't travel: its project directory {folder} no longer has "
+            "a pyproject.toml or a setup.py. Restore the project, or uninstall the package."
         )
     try:
         key = f"project-{distribution.key}-{content_key(folder)}"
         return kept_wheel(root, key, lambda into: _build(distribution, folder, into, variables))
     except OSError as error:
         raise EnvironmentFailed(
-            f"no wheel can be made of the editable package {distribution.name} in {folder}: "
+            f"no wheel can be built from the editable package {distribution.name} in {folder}: "
             f"{error.strerror or error} ({error.filename or root})."
         ) from error
 

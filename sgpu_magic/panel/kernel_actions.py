@@ -44,7 +44,7 @@ T = TypeVar("T")
 ANSWER_S = 45.0
 """After this time a request is answered with "packages are being installed"."""
 _END_S = 30.0
-_BUSY = "Another choice is being applied. Apply this one when that is over."
+_BUSY = "Another choice is being applied. Apply this one when that has finished."
 
 
 class KernelActions:
@@ -81,12 +81,12 @@ class KernelActions:
             question = msgspec.convert(content, KernelQuestion)
             reply = self.answer(question, knows_metadata=knows_metadata)
         except msgspec.ValidationError as error:
-            reply = PanelRefusal(n=number, text=f"This is no question that can be answered: {error}.")
+            reply = PanelRefusal(n=number, text=f"This request is not valid: {error}.")
         except SgpuError as error:
             reply = PanelRefusal(n=number, text=as_sentence(error.message))
         except Exception as error:  # noqa: BLE001  a thread's top, and a front end that waits
             traceback.print_exc(file=sys.__stderr__)
-            reply = PanelRefusal(n=number, text=f"This can't be answered: {type(error).__name__}: {error}")
+            reply = PanelRefusal(n=number, text=f"The request failed: {type(error).__name__}: {error}")
         return cast("dict[str, Any]", msgspec.to_builtins(reply))
 
     def answer(self, question: KernelQuestion, *, knows_metadata: bool = True) -> KernelReply:
@@ -155,7 +155,7 @@ class KernelActions:
             return PanelRefusal(n=question.n, text=planned.picture.problem)
         if planned.picture.loses and not question.confirmed:
             words = " ".join(planned.picture.sentences)
-            return PanelRefusal(n=question.n, text=f"{words} Nothing was done: confirm that first.")
+            return PanelRefusal(n=question.n, text=f"{words} Nothing was done: confirm first.")
         if not (planned.added or planned.removed):
             kept, said = self._carry_out(planned, question.choice)
             return self._state(question.n, kept, said)
@@ -189,11 +189,11 @@ class KernelActions:
         if before is not None:
             # refuse an impossible session before the old one is ended
             default_choice.with_choice(self._place, SessionOptions(), default_choice.MAGIC_WAYS)
-            end(before, "the panel has connected another in its place", wait_s=_END_S)
+            end(before, "the panel connected another session in its place", wait_s=_END_S)
             if not before.has_ended:
                 raise UsageError(
-                    f"Session {before.name} is asked to end and has not yet, so no other was connected. Connect again "
-                    "when it has."
+                    f"Session {before.name} was asked to end but has not ended yet, so no new session was connected. "
+                    "Connect again when it has ended."
                 )
         session = registry.begin(self._place, SessionOptions(), "none", of_cell=False)
         return f"%%distributed cells run in session {session.name} from now on."
@@ -203,7 +203,7 @@ class KernelActions:
             session = living(question.name)
             if session is None:
                 what = f"session {question.name!r}" if question.name else "session"
-                return PanelRefusal(n=question.n, text=f"This notebook has no {what} that could be ended.")
+                return PanelRefusal(n=question.n, text=f"This notebook has no {what} to disconnect.")
             end(session, "it was disconnected in the panel")
         ended = "has ended" if session.has_ended else "is ending"
         return self._state(question.n, said=f"Session {session.name} {ended}.")
@@ -228,7 +228,7 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
 def _words_of(error: BaseException) -> str:
     if isinstance(error, SgpuError):
         return as_sentence(error.message)
-    return str(error) if isinstance(error, OSError) else f"This could not be done: {type(error).__name__}: {error}"
+    return str(error) if isinstance(error, OSError) else f"The request failed: {type(error).__name__}: {error}"
 
 
 def installed(place: Workplace, added: Sequence[str], removed: Sequence[str]) -> list[str]:
@@ -272,12 +272,10 @@ def accept_choice(place: Workplace) -> str:
     held = place.choice.now()
     choice = held.choice
     if choice is None:
-        raise UsageError(
-            held.problem or "this notebook's metadata ask for nothing, so there is nothing that could be confirmed."
-        )
+        raise UsageError(held.problem or "this notebook's metadata asks for nothing, so there is nothing to confirm.")
     words = words_of(choice, default_choice.pool_name(place))
     if held.confirmed:
-        return f"this notebook asks for {words}; that is confirmed already."
+        return f"this notebook asks for {words}; this is already confirmed."
     planned = plan(place, held, choice, connect=False, resolve=False)
     if planned.picture.problem:
         raise UsageError(planned.picture.problem)
@@ -287,7 +285,7 @@ def accept_choice(place: Workplace) -> str:
         # packages to be removed are the user's, and may be needed elsewhere
         there = [name for name in choice.removed if normalised(name) in versions(snapshot.take_snapshot())]
         if there:
-            said.append(f"{', '.join(there)} stays installed: `%pip uninstall {' '.join(there)}` removes it.")
+            said.append(f"Still installed: {', '.join(there)}. `%pip uninstall {' '.join(there)}` removes it.")
     return " ".join(
         [f"confirmed: this notebook asks for {words}, and a bare %%distributed uses that from now on.", *said]
     )

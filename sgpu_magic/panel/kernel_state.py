@@ -131,7 +131,7 @@ def _of_base(choice: Choice, base: Base) -> tuple[str, int, list[PackageLine]]:
     ]  # fmt: skip
     for name, line in words.items():
         if name in there:
-            now = version_of(line) or str(Requirement(line).specifier) or "the newest"
+            now = version_of(line) or str(Requirement(line).specifier) or "latest"
             lines.append(PackageLine(sign="~", name=name, words=f"{name} {there[name]} → {now}", removable=True))
         else:
             shown = f"{name} {after[name]}" if after[name] else line
@@ -172,7 +172,7 @@ def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoic
     for name in (_default(settings), choice.env_version):
         if name and name not in {base.name for base in found}:
             there = Path(name).expanduser()
-            about = f"the file {name}" if there.is_file() else "there is no such environment here"
+            about = f"the file {name}" if there.is_file() else "no such environment here"
             found.append(BaseChoice(name=name, label=os.path.basename(name), about=about))
     return tuple(found)
 
@@ -205,7 +205,7 @@ def _words(session: Session) -> str:
     return f"{session.ranks} on {kind}" if kind else count_of(session.ranks, "rank")
 
 
-_NO_CHOICE = "this notebook asks for nothing of its own: runs get what the pool and the settings choose."
+_NO_CHOICE = "this notebook has no choice of its own: runs get what the pool and the settings choose."
 _NO_POOL = "no pool is running; the first run starts it."
 
 

@@ -106,7 +106,7 @@ def _start(settings: Settings, pool: str) -> str:
     entry = _entry_of(settings, pool)
     if entry is not None:
         raise UsageError(
-            f"the pool {entry.name} runs on another machine ({entry.address}), and is started there: `sgpu pool serve`."
+            f"the pool {entry.name} runs on another machine ({entry.address}): start it there with `sgpu pool serve`."
         )
     from sgpu_magic.client.pool import Pool
 
@@ -122,9 +122,9 @@ def _start(settings: Settings, pool: str) -> str:
 def _cancel(settings: Settings, pool: str, run_id: str) -> str:
     entry = _entry_of(settings, pool)
     if not is_valid_id(run_id):
-        raise UsageError(f"{run_id[:40]!r} is not a run's id.")
+        raise UsageError(f"{run_id[:40]!r} is not a run ID.")
     if entry is None and find_pool(settings) is None:
-        raise UsageError("no pool is running, so no run is going on that could be cancelled.")
+        raise UsageError("no pool is running, so there is no run to cancel.")
     run = ledger.find_run(settings, run_id) if entry is None else None
     # a run that is not in the ledger yet is known only to the pool
     pressed, said = (

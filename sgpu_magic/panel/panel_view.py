@@ -93,10 +93,10 @@ class PanelView:
             if isinstance(order, Watch):
                 self._check_later()
         except msgspec.ValidationError as error:
-            said = Said(text=f"This is nothing that can be done: {error}.", ok=False)
+            said = Said(text=f"This request is not valid: {error}.", ok=False)
         except Exception as error:  # noqa: BLE001  a thread's top, and a page that waits
             traceback.print_exc(file=sys.__stderr__)
-            said = Said(text=f"This could not be done: {type(error).__name__}: {error}", ok=False)
+            said = Said(text=f"The request failed: {type(error).__name__}: {error}", ok=False)
         if said is not None:
             self._tell(said)
 

@@ -94,7 +94,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
     loses = bool(removed)
     if connect:
         if current is not None and fits(current, choice) and not (changed and _has_own_packages(current)):
-            words.append(f"Session {current.name} is connected with this already.")
+            words.append(f"Session {current.name} is already connected with this choice.")
         else:
             restarts = current
             if restarts is not None:
@@ -171,7 +171,7 @@ def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> No
     types = _totals(status)
     if choice.type == CPU or (not choice.type and not types):
         if choice.gpus > inventory.cpu_slots:
-            raise UsageError(f"The pool has {inventory.cpu_slots} CPU slots, and {choice.gpus} are asked for.")
+            raise UsageError(f"The pool has {inventory.cpu_slots} CPU slots, but {choice.gpus} are requested.")
         return
     if choice.type and choice.type not in types:
         if stands_in:
@@ -182,7 +182,7 @@ def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> No
     most = types[choice.type] if choice.type else max(types.values())
     if choice.gpus > most and not stands_in:
         of = f" {label_of(choice.type)}" if choice.type else " of one type"
-        raise UsageError(f"The pool has {most}{of}, and {choice.gpus} are asked for.")
+        raise UsageError(f"The pool has {most}{of}, but {choice.gpus} are requested.")
 
 
 def _check_one_type(choice: Choice, status: PoolStatus) -> None:
@@ -237,9 +237,9 @@ def _restart(session: Session, status: PoolStatus | None, words: list[str]) -> b
     text = f"Session {session.name} restarts"
     # the session's event about a cell that has just ended may be on its way
     if loses:
-        text += f": what its ranks have is lost ({_listed(lost)})" if lost else ": what its ranks have is lost"
+        text += f": its ranks' variables are lost ({_listed(lost)})" if lost else ": its ranks' variables are lost"
     if running:
-        text += f", and {_listed(running)}, which runs in it, is stopped"
+        text += f", and what runs in it is stopped ({_listed(running)})"
     words.append(f"{text}.")
     return loses or bool(running)
 
@@ -247,13 +247,11 @@ def _restart(session: Session, status: PoolStatus | None, words: list[str]) -> b
 def _left_alone(current: Session | None, choice: Choice, changed: bool, words: list[str]) -> None:
     """Add a sentence about the sessions when none is connected or ended."""
     if current is None:
-        words.append("Nothing is running." if not registry.names() else "Sessions go on as they are.")
+        words.append("Nothing is running." if not registry.names() else "Sessions stay as they are.")
     elif not fits(current, choice):
-        words.append(f"Session {current.name} goes on as it is; the choice is for the next one.")
+        words.append(f"Session {current.name} stays as it is; the choice applies to the next one.")
     elif changed and _has_own_packages(current):
-        words.append(
-            f"Session {current.name} goes on; its ranks see what is installed when %sgpu_restart starts them anew."
-        )
+        words.append(f"Session {current.name} continues; its ranks see the installed packages after %sgpu_restart.")
 
 
 def _has_own_packages(session: Session) -> bool:
@@ -278,12 +276,12 @@ def _packages(
     if removed:
         words.append(f"{_listed(removed)} will be removed from this notebook's environment.")
     if settings.env_version not in _OWN:
-        words.append(f"The setting env_version ({settings.env_version}) does not count for this notebook.")
+        words.append(f"The setting env_version ({settings.env_version}) does not apply to this notebook.")
     return added, removed
 
 
 def _coming(settings: Settings, added: tuple[str, ...], *, resolve: bool) -> str:
-    what = f"{_many(len(added))} and what {'it needs' if len(added) == 1 else 'they need'} will be installed"
+    what = f"{_many(len(added))} and {'its' if len(added) == 1 else 'their'} dependencies will be installed"
     if resolve:
         try:
             coming = would_install(settings, added, PATIENCE_S)
@@ -310,7 +308,7 @@ def _for_ranks(settings: Settings, choice: Choice, words: list[str]) -> None:
     there = base_versions(base_of(settings, choice.env_version))
     unknown = [name for name in choice.removed if normalised(name) not in there]
     if unknown:
-        raise UsageError(f"{choice.env_version} has no {_listed(unknown)} that could be left out.")
+        raise UsageError(f"{choice.env_version} has no {_listed(unknown)} to leave out.")
     count = len(there) - len(choice.removed) + len(missing(choice.dependencies, {}))
     words.append(
         f"About {_many(count)} will be installed where the ranks run, when they start, unless they are there already."

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from sgpu_magic.client.pools import Asked, Pools
 
 NEVER = "No pool is running. It starts with the first run."
-GIVEN_BACK = "The pool is not running any more: it has given its processes back. The next run starts it again."
-START, START_AGAIN, LOOK_AGAIN = "Start the pool", "Start it again", "Look again"
+GIVEN_BACK = "The pool is no longer running: it has shut down. The next run starts it again."
+START, START_AGAIN, LOOK_AGAIN = "Start the pool", "Start it again", "Check again"
 
 # a pool that takes longer is reported as lost until it answers
 _PATIENCE_S = 5.0
@@ -176,9 +176,9 @@ class PoolLook:
             return self._away("none", GIVEN_BACK if self._was_up else NEVER, "start", START, now)
         if any(not run.state.is_final for run in self._runs.values()):
             span = format_span(self._settings.adopt_timeout_s)
-            rest = f"Its runs go on for {span}: started again by then, it takes them over."
+            rest = f"Its runs continue for {span}; if it is started again by then, it takes them over."
         else:
-            rest = "Started again, it goes on with its record of runs; sgpu doctor looks for the reason."
+            rest = "When it is started again, it keeps its record of runs; sgpu doctor looks for the reason."
         return self._away("lost", f"The pool ended unexpectedly. {rest}", "start", START_AGAIN, now)
 
     def _away(self, state: PoolState, sentence: str, remedy: Remedy, words: str, now: float) -> Seen:

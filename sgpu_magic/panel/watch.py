@@ -22,7 +22,7 @@ from sgpu_magic.panel.schema import PanelTold, PoolsTold, PoolTold, RunRow, Runs
 
 # minimum interval between polls of a watched pool, and between polls of all pools in the list
 INTERVAL_S, LIST_INTERVAL_S = 1.0, 10.0
-FAILED = "The pool can't be looked at: something went wrong in sgpu-magic, and the server's log says what."
+FAILED = "The pool's state can't be read: an internal error in sgpu-magic. The server's log has the details."
 POLLED_S, _LIST_POLLED_S = 6.0, 30.0
 """How long a poll by a page without updates keeps a watcher alive: of one pool, and of the list."""
 # a pool that answers slowly spends at most a quarter of its time answering
@@ -156,7 +156,7 @@ class Watcher(ABC, Generic[S]):
                     seen = looker.look()
                 except Exception:
                     # top of a thread: report it to the pages and start over with the next poll
-                    logging.getLogger("sgpu_magic").exception("the panel's look at the pool failed")
+                    logging.getLogger("sgpu_magic").exception("the panel could not poll the pool")
                     if looker is not None:
                         looker.close()
                     looker, seen = None, self._failed()

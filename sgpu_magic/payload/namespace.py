@@ -148,7 +148,7 @@ def collect(
         if name not in user_ns:
             raise UsageError(f"the notebook has no `{name}`, which --in names. {_near(name, user_ns)}")
         if name in excluded:
-            raise UsageError(f"`{name}` stands both in --in and in --exclude. Take it out of one of them.")
+            raise UsageError(f"`{name}` is in both --in and --exclude. Remove it from one of them.")
     wanted = {name for name in names if name not in excluded and name in user_ns} | asked
     found: dict[str, object] = {}
     for name, value in user_ns.items() if wanted else ():
@@ -167,7 +167,7 @@ def _near(name: str, user_ns: Mapping[str, object]) -> str:
     near = difflib.get_close_matches(name, own, n=3, cutoff=0.6)
     if near:
         return f"Did you mean {' or '.join(f'`{known}`' for known in near)}?"
-    return "Define it in an earlier cell or take it out of --in."
+    return "Define it in an earlier cell or remove it from --in."
 
 
 def submodules_read(code_names: Iterable[str], values: Iterable[object]) -> tuple[str, ...]:

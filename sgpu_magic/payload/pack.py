@@ -102,7 +102,7 @@ class _Bounded(io.BytesIO):
     def write(self, data: Any, /) -> int:
         self._left -= len(data)
         if self._left < 0:
-            raise SerializationError("the object is larger than it may be.")
+            raise SerializationError("the object exceeds the size limit.")
         return super().write(data)
 
 

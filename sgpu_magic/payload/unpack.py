@@ -89,13 +89,13 @@ def _checked_unpickler(data: PackedBytes, layout: PackedLayout, key: bytes) -> p
         offset < layout.pickle_size or length < 0 or offset + length > size for offset, length in layout.buffers
     ):
         raise SerializationError(
-            f"a packed object does not fit its {size:,} bytes: it was cut short on its way. Run it again."
+            f"a packed object does not match its {size:,} bytes: it was truncated in transit. Run it again."
         )
     stream = view[: layout.pickle_size]
     if not hmac.compare_digest(compute_mac(key, stream, layout.buffers), layout.mac):
         raise SerializationError(
-            "a packed object does not carry this run's signature, so it was not unpickled. Somebody or "
-            "something changed it on its way. Run it again."
+            "a packed object does not carry this run's signature, so it was not unpickled. It was "
+            "changed in transit. Run it again."
         )
     if view.readonly and layout.buffers:
         view = memoryview(bytearray(view))

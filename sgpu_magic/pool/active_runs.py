@@ -32,7 +32,7 @@ from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 
 _CUT_SHORT = (
-    "the disk has taken no event for so long that output, displays and samples are left out until it does; the ranks' "
+    "the disk has accepted no events for too long: output, displays and samples are left out until it does; the ranks' "
     "logs have the output if they could be written"
 )
 # interval at which a failed disk is tried again
@@ -249,7 +249,7 @@ class ActiveRuns:
             room = f"{words[0].upper()}{words[1:]}."
         text = (
             f"the events of this run can't be written to {log.directory}: {log.problem}. They are kept in memory until "
-            f"the disk takes them again, and the run goes on. {room}"
+            f"the disk accepts them again, and the run continues. {room}"
         )
         self.tell(run, Noted(text=text), time.time())
         if len(self._behind) == 1:
@@ -261,7 +261,7 @@ class ActiveRuns:
                 del self._behind[run.run_id]
                 run.cut_short = False
                 if not run.ended:
-                    self.tell(run, Noted(text="the disk takes the events of this run again"), time.time())
+                    self.tell(run, Noted(text="the disk accepts the events of this run again"), time.time())
                 self.on_written(run)
         if self._behind:
             asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)

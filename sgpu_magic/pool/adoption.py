@@ -27,7 +27,7 @@ from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import HeldRun
 from sgpu_magic.wire.states import OWNER_GONE, FailureKind, RunState
 
-_TAKEN_OVER = "the pool service ended unexpectedly; another one was started and has taken the run over"
+_TAKEN_OVER = "the pool service ended unexpectedly; a new one was started and has taken over the run"
 _LOST = "the pool service and the agent of its ranks ended unexpectedly"
 _NOT_AGAIN = "the pool service ended while the run waited in its queue, and its notebook did not submit it again"
 _LOOK_S = 0.25

@@ -33,7 +33,7 @@ from sgpu_magic.wire import codec
 from sgpu_magic.wire.events import Event
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-_BEGINS = '# Who may use this pool: name = "public key". `sgpu pool authorize` and `revoke` write this file.\n\n'
+_BEGINS = '# Users of this pool: name = "public key". `sgpu pool authorize` and `revoke` write this file.\n\n'
 _MOST_ANSWERS = 256
 
 
@@ -110,16 +110,16 @@ def authorize(path: Path, name: str, key: str, *, admin: bool = False) -> None:
         UsageError: The name or the key is invalid, the key is already listed, or the file can't be read or written.
     """
     if _NAME.fullmatch(name) is None:
-        raise UsageError(f"{name[:40]!r} can't be a user's name: letters, digits, `_`, `-` and `.`, 64 at most.")
+        raise UsageError(f"{name[:40]!r} is not a user name: use letters, digits, `_`, `-` and `.`, at most 64.")
     if not is_public_key(key):
         raise UsageError(
-            f"{key[:60]!r} is no public key: `sgpu pool keygen` prints one, of 40 characters. In a shell quote it: "
-            "'...'."
+            f"{key[:60]!r} is not a public key: `sgpu pool keygen` prints one, with 40 characters. Quote it in a "
+            "shell: '...'."
         )
     text = _text(path)
     listed = _clients(text, path)
     if (known := listed.get(key)) is not None:
-        raise UsageError(f"this key is listed already, as {known.user}'s.")
+        raise UsageError(f"this key is already listed, for user {known.user}.")
     keys = [each for each, client in listed.items() if client.user == name] + [key]
     admin |= any(client.admin for client in listed.values() if client.user == name)
     value = json.dumps(keys[0]) if len(keys) == 1 else json.dumps(keys)
@@ -153,14 +153,14 @@ def _text(path: Path) -> str:
         status = path.stat()
         if status.st_uid not in (os.getuid(), 0) or stat.S_IMODE(status.st_mode) & 0o022:
             raise UsageError(
-                f"{path} can be written by other users, who could let anybody in, so it lets in nobody. Make it "
-                f"yours: chmod 600 {path} (and see who owns it)."
+                f"{path} can be written by other users, who could authorize anybody, so no user is authorized. "
+                f"Make it yours: chmod 600 {path} (and check who owns it)."
             )
         return path.read_text()
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the list of clients {path} can't be read: {error}. Mend it or move it away.") from error
+        raise UsageError(f"the list of clients {path} can't be read: {error}. Fix it or move it away.") from error
 
 
 def _clients(text: str, path: Path) -> dict[str, AuthorizedClient]:
@@ -168,16 +168,16 @@ def _clients(text: str, path: Path) -> dict[str, AuthorizedClient]:
     try:
         for name, value in tomllib.loads(text).items():
             if _NAME.fullmatch(name) is None:
-                raise ValueError(f"{name[:40]!r} can't be a user's name")
+                raise ValueError(f"{name[:40]!r} is not a user name")
             keys, admin = _keys_of(value)
             for key in keys:
                 if not isinstance(key, str) or not is_public_key(key):
-                    raise ValueError(f"{name}: {str(key)[:60]!r} is no public key")
+                    raise ValueError(f"{name}: {str(key)[:60]!r} is not a public key")
                 if key in clients:
-                    raise ValueError(f"{name}: its key is {clients[key].user}'s already")
+                    raise ValueError(f"{name}: its key already belongs to {clients[key].user}")
                 clients[key] = AuthorizedClient(name, admin)
     except (tomllib.TOMLDecodeError, ValueError) as error:
-        raise UsageError(f"the list of clients {path} can't be read: {error}. Mend it.") from None
+        raise UsageError(f"the list of clients {path} can't be read: {error}. Fix it.") from None
     return clients
 
 
@@ -187,7 +187,7 @@ def _keys_of(value: object) -> tuple[list[object], bool]:
         table = cast("dict[str, object]", value)
         unknown = sorted(table.keys() - {"key", "admin"})
         if unknown or not isinstance(table.get("admin", False), bool):
-            raise ValueError(f"{unknown[0] if unknown else 'admin'!r} means nothing; there are key and admin = true")
+            raise ValueError(f"{unknown[0] if unknown else 'admin'!r} is not valid; use key and admin = true")
         value, admin = table.get("key"), bool(table.get("admin", False))
     return (cast("list[object]", value) if isinstance(value, list) else [value]), admin
 

@@ -141,7 +141,7 @@ class FileRequests:
     def _ask(self, client: ConnectedClient, message: AskBlobs) -> None:
         store = store_name(client.user)
         if len(message.blobs) > _MOST_ASKED:
-            raise UsageError(f"more than {_MOST_ASKED:,} blobs were asked for at once.")
+            raise UsageError(f"more than {_MOST_ASKED:,} blobs were requested at once.")
 
         def held() -> _Answer:
             sizes = tuple(self._store.held(store, digest, size) for digest, size in message.blobs)
@@ -152,7 +152,7 @@ class FileRequests:
     def _put(self, client: ConnectedClient, message: PutBlob, frames: Sequence[bytes]) -> None:
         store = store_name(client.user)
         if len(frames) != 1 or len(frames[0]) > CHUNK_BYTES or message.size < 0:
-            raise UsageError("an upload came in chunks of another size than is agreed.")
+            raise UsageError("a chunk of an upload has the wrong size.")
 
         def put() -> _Answer:
             up_to = self._store.put(store, message.digest, message.size, message.offset, frames[0])
@@ -166,22 +166,22 @@ class FileRequests:
 
     def _not_taken(self, client: ConnectedClient, request: int, error: OSError) -> None:
         if isinstance(error, BlobRefused):
-            text = f"the pool does not take the run's variables: {error}"
+            text = f"the pool refused the run's variables: {error}"
         else:
             text = f"the pool can't keep the run's variables: {error.strerror or error}. {self._room()}"
         self._server.refuse(client, request, text)
 
     def _room(self) -> str:
         with contextlib.suppress(OSError):
-            return f"There {disk_room(self._stores)}; who runs the pool has to free room."
-        return "Who runs the pool has to look at its disk."
+            return f"On the pool, {disk_room(self._stores)}; its operator has to free space."
+        return "The pool's operator has to check its disk."
 
     # ------------------------------------------------------------ files of runs
 
     def _read(self, client: ConnectedClient, message: ReadRunFile, directory: Path) -> None:
         size, offset = min(message.size, CHUNK_BYTES), message.offset
         if size < 0 or not 0 <= offset <= _MOST_OFFSET:
-            raise UsageError("a part of a file can't begin or end outside of the file.")
+            raise UsageError("a part of a file can't begin or end outside the file.")
 
         def read() -> _Answer:
             descriptor, kept = self._open(directory, message.name)
@@ -238,7 +238,7 @@ class FileRequests:
         # the descriptor number may have been reused
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:sgpu-payload-{run_id}-{rank} "):
             os.close(descriptor)
-            raise FileNotFoundError(f"the result of rank {rank} of run {short(run_id)} has gone")
+            raise FileNotFoundError(f"the result of rank {rank} of run {short(run_id)} is gone")
         return descriptor
 
 

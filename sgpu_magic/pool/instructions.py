@@ -216,7 +216,7 @@ class Launches:
     def _relaunch(self, run: PoolRun) -> str:
         """Restart the run's group on its lease. Returns why that is not possible; "" when it is done."""
         if self._pool.scheduler.run(run.run_id) is None or run.lease is None:
-            return "its devices were given back"
+            return "its devices were released"
         if run.spec.session and not self._pool.scheduler.is_open(run.spec.session):
             return "its session has ended"
         self.order(run, run.lease)
@@ -247,7 +247,7 @@ class Launches:
             return ""
         kept = self._pool.active.directory(run.run_id) / PAYLOAD
         if not kept.is_file():
-            return "its variables were in the memory of processes that are gone"
+            return "its variables were in the memory of processes that have ended"
         run.take_payload_from(FilePayload(path=str(kept), size=kept.stat().st_size))
         return ""
 

@@ -84,7 +84,9 @@ class NewerSchema(_SetAside):
     """A newer sgpu-magic created the database with schema `version`; this one knows versions up to `known`."""
 
     def __init__(self, version: int, known: int) -> None:
-        super().__init__(f"schema-{version}", f"has schema {version} of a newer sgpu-magic, and this one knows {known}")
+        super().__init__(
+            f"schema-{version}", f"has schema {version} of a newer sgpu-magic, and this one supports up to {known}"
+        )
 
 
 def migrate(database: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -> None:
@@ -227,7 +229,7 @@ class LedgerDatabase:
         for ending in _FILES:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(f"{self._path}{ending}", f"{target}{ending}")
-        self.problem = f"the pool's ledger {why}, so it was moved to {target} and a new one begun"
+        self.problem = f"the pool's ledger {why}, so it was moved to {target} and a new one was created"
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -82,7 +82,7 @@ class PoolPresence:
                 listen()
                 self.announce()
             except (OSError, UsageError) as error:
-                failed("its runtime directory was removed and can't be made anew", error)
+                failed("its runtime directory was removed and can't be recreated", error)
         asyncio.get_running_loop().call_later(_LOOK_S, self.keep_in_place, listen, failed)
 
     def _is_in_place(self) -> bool:
@@ -202,7 +202,7 @@ class Idleness:
             left = self._idle_s - idle_s
             span = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
             self._warn(
-                f"the pool has been idle for {idle_s / 60:.0f} min and gives its processes back in {span}; "
+                f"the pool has been idle for {idle_s / 60:.0f} min and ends its processes in {span}; "
                 "the next run starts them again"
             )
         self._timer = self._loop.call_later(self._look_s, self._look)

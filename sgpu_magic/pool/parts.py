@@ -63,7 +63,7 @@ class Guard:
         try:
             call()
         except Exception as error:  # noqa: BLE001
-            self.log(f"run {run_id} ends of it", error)
+            self.log(f"run {run_id} ends because of it", error)
             run = self._active.get(run_id) or run
             if run is not None:
                 self.end(run, self._words_of(error), gone)
@@ -91,16 +91,18 @@ class Guard:
         try:
             call()
         except Exception as error:  # noqa: BLE001
-            self.log("an answer of a node was dropped", error)
+            self.log("a node's reply was dropped", error)
 
     def log(self, what: str, error: BaseException) -> None:
         """Write a fault into the service's log."""
         # the log's disk may be full
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"a fault in the pool service: {what}\n{''.join(traceback.format_exception(error))}")
+            sys.stderr.write(
+                f"an internal error in the pool service: {what}\n{''.join(traceback.format_exception(error))}"
+            )
 
     def _words_of(self, error: Exception) -> str:
-        return f"a fault in the pool service ({type(error).__name__}: {error}); {self._where}"
+        return f"an internal error in the pool service ({type(error).__name__}: {error}); {self._where}"
 
 
 class FreshInventory:

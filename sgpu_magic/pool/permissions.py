@@ -66,7 +66,8 @@ class Permissions:
                 return None
             case StopPool() if not client.admin:
                 raise PoolError(
-                    f"user {client.user} may not stop this pool: ask who runs it, or `sgpu cancel` your runs."
+                    f"user {client.user} is not allowed to stop this pool: ask its operator, or `sgpu cancel` your "
+                    "runs."
                 )
             case RestartRanks() | AskRank():
                 self._check_session(client, message.session)
@@ -118,7 +119,7 @@ class Permissions:
             newest = [run_id for run_id in newest if self.may_see(client, run_id)]
             chosen = (going_on[-1:] or newest[-1:] or [None])[0]
             if chosen is None:
-                raise RunUnknown("this pool has had no run yet.")
+                raise RunUnknown("this pool has no runs yet.")
             return chosen
         found = {run.run_id for run in self._pool.active.going if run.run_id.startswith(prefix)}
         # runs from an earlier service's queue do not count until they are submitted again
@@ -126,7 +127,7 @@ class Permissions:
         found = {run_id for run_id in found if self.may_see(client, run_id)}
         if len(found) == 1:
             return found.pop()
-        raise RunUnknown(_not_one(prefix, found, "that this pool has"))
+        raise RunUnknown(_not_one(prefix, found, "of this pool"))
 
     def going(self, client: ConnectedClient, prefix: str, *, ends: bool = False) -> PoolRun:
         """Return the one active run with that prefix.
@@ -142,14 +143,14 @@ class Permissions:
         found = self._of_prefix(prefix, client.may_end if ends else client.may_see)
         if len(found) == 1:
             return found[0]
-        raise RunUnknown(_not_one(prefix, [run.run_id for run in found], "that is going on here"))
+        raise RunUnknown(_not_one(prefix, [run.run_id for run in found], "that is active here"))
 
     def own_going(self, client: ConnectedClient, prefix: str) -> PoolRun | str:
         """Return the one active run with that prefix that the client may see; else a sentence that says why not."""
         found = self._of_prefix(prefix, client.may_see)
         if len(found) == 1 and prefix:
             return found[0]
-        return _not_one(prefix, [run.run_id for run in found], "of yours that is going on here")
+        return _not_one(prefix, [run.run_id for run in found], "of yours that is active here")
 
     def _of_prefix(self, prefix: str, may: Callable[[str], bool]) -> list[PoolRun]:
         going = self._pool.active.going
@@ -173,7 +174,7 @@ class Permissions:
 def _not_one(prefix: str, found: Collection[str], which: str) -> str:
     if found:
         listed = ", ".join(sorted(found))
-        return f"{prefix!r} begins the ids of {len(found)} runs: {listed}. Give more digits."
+        return f"{prefix!r} matches the ids of {len(found)} runs: {listed}. Give more digits."
     return f"no run {which} has an id that begins with {prefix!r}. `sgpu runs` lists them."
 
 

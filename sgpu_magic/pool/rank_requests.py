@@ -26,7 +26,7 @@ from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import RunKind, RunState
 
-_REMEDY = "Begin another with %sgpu_connect."
+_REMEDY = "Start another with %sgpu_connect."
 _MOST_OF_CLIENT = 256
 
 
@@ -149,7 +149,7 @@ class RankRequests:
             return f"{name} has ranks 0 to {last}, not {', '.join(map(str, strange))}."
         asked = (message for _, message, run_id in self._asked if run_id == session.run_id)
         if any(isinstance(message, RestartRanks) for message in asked):
-            return f"ranks of {name} are being restarted already."
+            return f"ranks of {name} are already being restarted."
         for run in self._pool.active.going:
             if run.spec.session == session.run_id and run.spec.in_session and run.placed_at and not run.ended:
                 return (
@@ -287,9 +287,9 @@ class Forwarding:
         if run.ended:
             return f"run {short(run.run_id)} has ended."
         if (client.identity, message.stream) in self._by_client:
-            return f"the stream {message.stream} is open already."
+            return f"the stream {message.stream} is already open."
         if sum(forwarded.client is client for forwarded in self._streams.values()) >= _MOST_OF_CLIENT:
-            return f"this client has {_MOST_OF_CLIENT} connections open, which is the most."
+            return f"this client has {_MOST_OF_CLIENT} connections open, the maximum."
         return ""
 
     def _to_node(self, number: int, forwarded: _Forwarded, message: StreamMessage, frames: Sequence[bytes]) -> None:

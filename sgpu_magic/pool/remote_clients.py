@@ -176,7 +176,7 @@ class RemoteClients(Router):
         client = self._known.get((key, hello.instance))
         if client is None:
             if sum(each.user == authorized.user for each in self._known.values()) >= _MOST_OF_A_USER:
-                _say(f"user {authorized.user} has {_MOST_OF_A_USER} notebooks here, and no more may be")
+                _say(f"user {authorized.user} has {_MOST_OF_A_USER} notebooks here, the maximum")
                 return None
             client = ConnectedClient(identity, hello.pid, same_host=False, instance=hello.instance, key=key)
             self._known[key, hello.instance] = client
@@ -213,7 +213,7 @@ class RemoteClients(Router):
         if not self._clients.look():
             return
         if self._clients.problem:
-            _say(f"nobody is let in: {self._clients.problem}")
+            _say(f"no user is authorized: {self._clients.problem}")
         for client in self.clients:
             authorized = self._clients.find(client.key)
             if authorized is None:

@@ -134,7 +134,7 @@ class Reports:
             if run.spec.session != session.run_id or not run.spec.in_session or run.placed_at is None:
                 continue
             if not run.ended:
-                why = "the ranks of its session are gone"
+                why = "the ranks of its session have ended"
                 self._pool.active.end_without_ranks(run, RunState.FAILED, why, FailureKind.SESSION)
             self._over(run)
             self._pool.active.ranks_gone(run)
@@ -147,7 +147,7 @@ class Reports:
         for run in sorted(lost, key=lambda run: not run.spec.session):
             run.lost_node = why
             if run.ended and self._pool.engine.far:
-                text = f"{why}; files of the run that were not here yet are lost"
+                text = f"{why}; the run's files that had not reached the pool yet are lost"
                 self._pool.active.tell(run, Noted(text=text), failure.at)
             of_session = run.spec.session or run.spec.kind is RunKind.SESSION
             if not of_session:

@@ -207,9 +207,9 @@ class Requests:
         if self._pool.active.going and not message.force:
             names = ", ".join(short(run.run_id) for run in self._pool.active.going)
             raise PoolError(
-                f"the pool has runs going on ({names}). Wait for them, or stop it with --force, which ends them."
+                f"the pool has active runs ({names}). Wait for them, or stop it with --force, which ends them."
             )
-        self._pool.server.send(client, Accepted(request=message.request, text="the pool stops"))
+        self._pool.server.send(client, Accepted(request=message.request, text="the pool is stopping"))
         asyncio.get_running_loop().call_later(_ANSWER_FIRST_S, self._stop)
 
     # ------------------------------------------------------------ attach, detach, stacks
@@ -221,7 +221,7 @@ class Requests:
         spec = run.spec if run is not None else read_spec(directory)
         if spec is None:
             raise RunUnknown(
-                f"what run {short(run_id)} printed and returned is no longer kept, only that it was: `sgpu runs`."
+                f"the output and results of run {short(run_id)} are no longer kept. `sgpu runs` still lists it."
             )
         summary = self._pool.ledger.summary(run_id)
         state = run.state if run is not None else summary.state if summary is not None else RunState.FAILED
@@ -254,14 +254,14 @@ class Requests:
                 run.hold_payload()
             except OSError as error:
                 why = f"its variables can't be read: {error.strerror}"
-                raise UsageError(f"run {short(run.run_id)} can't go on alone: {why}.") from error
+                raise UsageError(f"run {short(run.run_id)} can't be detached: {why}.") from error
             if not run.spec.detach:
                 run.detach()
                 self._pool.engine.detach_run(run.run_id)
                 self._pool.active.tell(run, Detached(reason="it was detached"), time.time())
         names = ", ".join(short(run.run_id) for run in runs)
-        verb = "goes" if len(runs) == 1 else "go"
-        text = f"run{'s' * (len(runs) > 1)} {names} {verb} on without a notebook" if runs else "no run to detach"
+        verb = "continues" if len(runs) == 1 else "continue"
+        text = f"run{'s' * (len(runs) > 1)} {names} {verb} without a notebook" if runs else "no run to detach"
         first = runs[0].run_id if runs else ""
         self._pool.server.send(client, Accepted(request=message.request, run_id=first, text=text))
 
@@ -272,7 +272,7 @@ class Requests:
             placed = [run for run in self._pool.active.going if run.placed_at is not None]
             run = next((run for run in reversed(placed) if client.may_see(run.spec.owner.user)), None)
             if run is None:
-                raise RunUnknown("no run is going on.")
+                raise RunUnknown("no run is active.")
         self.ranks.ask_stacks(client, message, run)
 
     # ------------------------------------------------------------ within

@@ -205,7 +205,7 @@ class Retention:
             if self._closing.is_set():
                 return
             if remove_directory(runs, run_id):
-                self._say(f"the directory of run {short(run_id)} was removed: it is beyond {why}\n")
+                self._say(f"the directory of run {short(run_id)} was removed: it exceeds {why}\n")
         state = self._settings.state_path
         for log in (state / "pool.log", *_named(state / "logs", lambda name: name.startswith(_ZYGOTE))):
             cap_log(log, _LOG_BYTES)

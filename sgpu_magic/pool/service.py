@@ -87,7 +87,11 @@ class PoolService:
         self._active = ActiveRuns(
             self._ledger, settings.runs_path, self._server.send, self._server.offer, Billing(self._ledger, tariff)
         )
-        where = f"its log is {settings.state_path / 'pool.log'}" if listening is None else "its operator's log has more"
+        where = (
+            f"its log is {settings.state_path / 'pool.log'}"
+            if listening is None
+            else "its operator's log has the details"
+        )
         self._guard = Guard(self._server, self._active, where)
         parts = PoolParts(
             settings,
@@ -142,7 +146,7 @@ class PoolService:
         if error is None:
             loop.default_exception_handler(context)
         else:
-            self._guard.log("it leaves, and the next one takes its runs over", error)
+            self._guard.log("it ends, and the next one takes over its runs", error)
             if not self.finished.done():
                 self.finished.set_exception(ServiceFault(str(error)))
 

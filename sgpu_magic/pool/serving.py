@@ -75,8 +75,8 @@ def _presence(settings: Settings) -> PoolPresence:
         return PoolPresence(settings.runtime_path, settings.state_path)
     except AlreadyRunning:
         raise PoolError(
-            f"a pool named {settings.pool} runs on {config.host_name()} already, as this user. Stop it first, or serve "
-            "this one by another name: --name."
+            f"a pool named {settings.pool} is already running on {config.host_name()} as this user. Stop it first, or "
+            "serve this one under another name with --name."
         ) from None
 
 
@@ -91,7 +91,7 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
         presence.withdraw()
         raise PoolError(
             f"the pool can't listen at {settings.listen}: {error.strerror or error}. Choose another with --listen "
-            "tcp://0.0.0.0:PORT, or see with `ss -ltnp` who listens there."
+            "tcp://0.0.0.0:PORT, or see what listens there with `ss -ltnp`."
         ) from None
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, service.stop)
     presence.announce()
@@ -123,13 +123,13 @@ async def _say_when_ready(settings: Settings, engine_name: str, service: PoolSer
 def _words(settings: Settings, engine: str, address: str, listening: Listening) -> str:
     reached = reached_at(address, config.host_name())
     name, clients = settings.pool, settings.state_path / CLIENTS
-    listing = "" if clients.exists() else f"\nnobody is let in yet: {clients} lists nobody"
+    listing = "" if clients.exists() else f"\nno user is authorized yet: {clients} lists nobody"
     return (
         f"pool {name} · engine {engine} · {address} · add it with: sgpu pool add {name} {reached} --key "
         f"'{listening.keys.public}'{listing}\n"
-        f"let somebody in with: sgpu pool authorize WHO 'THEIR PUBLIC KEY' --name {name}\n"
-        f"all ranks run as the one OS user {_os_user()}: who may use this pool can read and change what others' runs "
-        "have in files and memory there. For users who must not, run one pool per user, each under that user's own "
+        f"authorize a user with: sgpu pool authorize WHO 'THEIR PUBLIC KEY' --name {name}\n"
+        f"all ranks run as the one OS user {_os_user()}: every user of this pool can read and change the files and "
+        "memory of others' runs there. For users who must not, run one pool per user, each under that user's own "
         "OS account with its own --name and port."
     )
 
@@ -169,8 +169,8 @@ def checked_name(name: str) -> str:
     """
     if _NAME.fullmatch(name) is None or name.lower() == "local":
         raise UsageError(
-            f"{name[:40]!r} can't be a pool's name: it begins with a letter, has letters, digits, - and _, 40 of them "
-            "at most, and is not `local`."
+            f"{name[:40]!r} is not a pool name: use letters, digits, - and _, at most 40, beginning with a letter, and "
+            "not `local`."
         )
     return name
 

@@ -39,23 +39,23 @@ def unfit(spec: RunSpec) -> str:
     if spec.placement.ranks < 1:
         return f"a run needs at least one rank, not {spec.placement.ranks}."
     if not 0 < spec.timeout_s <= SEVEN_DAYS_S:
-        return "a run's time limit is more than 0 s and at most 7 days."
+        return "a run's time limit must be more than 0 s and at most 7 days."
     if spec.placement.ranks > _MOST_RANKS:
         return f"a run has at most {_MOST_RANKS} ranks, not {spec.placement.ranks}."
     if not 0 <= spec.retries <= _MAX_RETRIES:
-        return f"a run is started again 0 to {_MAX_RETRIES} times."
+        return f"a run can be restarted 0 to {_MAX_RETRIES} times."
     if spec.max_cost is not None:
         if not (math.isfinite(spec.max_cost) and spec.max_cost > 0):
-            return f"a run may cost more than 0, and --max-cost {spec.max_cost:g} does not say how much."
+            return f"--max-cost takes a finite number greater than 0, not {spec.max_cost:g}."
         if spec.session:
-            return "what runs in a session costs nothing of its own: give --max-cost to the session's %sgpu_connect."
+            return "a run in a session has no cost of its own: pass --max-cost to the session's %sgpu_connect."
     if is_session and spec.session:
-        return "a session has a lease of its own: it can't begin in another."
+        return "a session has its own lease: it can't start in another session."
     if spec.idle_s is not None and not (is_session and spec.idle_s > 0):
-        return "only a session ends when nothing runs in it, after more than 0 s."
+        return "only a session has an idle limit, and it must be more than 0 s."
     if spec.retries and (is_session or spec.in_session):
         what = "a session" if is_session else "a cell in a session's ranks"
-        return f"{what} is not started again by itself. Leave --retries out, or run the cell with --fresh."
+        return f"{what} is not restarted automatically. Leave --retries out, or run the cell with --fresh."
     if spec.kind in (RunKind.PUSH, RunKind.PULL) and not spec.in_session:
         return "names are pushed to and pulled from a session's ranks. Connect first with %sgpu_connect."
     return ends_with_notebook(spec) if spec.detach else ""
@@ -69,7 +69,7 @@ def unstartable(submit: Submit) -> str:
     variables = submit.interpreter.variables | submit.context.environ
     words = [submit.interpreter.executable, submit.context.cwd, *submit.context.sys_path, *variables]
     if any("\0" in word for word in (*words, *variables.values())) or not all(map(_can_be_set, variables)):
-        return "its environment variables, path or directory have a character that no process can be started with."
+        return "its environment variables, path or directory contain a character that no process can be started with."
     return ""
 
 
@@ -80,10 +80,10 @@ def _can_be_set(variable: str) -> bool:
 def ends_with_notebook(spec: RunSpec) -> str:
     """Return why the run can't be detached; "" when it can."""
     if spec.kind is RunKind.SESSION:
-        return f"session {spec.name or short(spec.run_id)} can't go on alone: a session ends with its notebook."
+        return f"session {spec.name or short(spec.run_id)} can't be detached: a session ends with its notebook."
     if spec.session:
         run = f"run {short(spec.run_id)}"
-        return f"{run} can't go on alone: it is in a session, which ends with its notebook. Run it without one."
+        return f"{run} can't be detached: it is in a session, which ends with its notebook. Run it without one."
     return ""
 
 
@@ -117,9 +117,9 @@ class Submissions:
             again = None
         is_valid = is_valid_id(spec.run_id)
         if not is_valid or self._pool.active.get(spec.run_id) or (not again and self._pool.ledger.has(spec.run_id)):
-            problem = "the run's id is not valid or was used before."
+            problem = "the run's ID is invalid or was used before."
         elif (not client.same_host or self._pool.engine.far) and names_files(submit):
-            problem = "what it ships lies in files of the notebook's machine, which its ranks do not see."
+            problem = "its payload is in files on the notebook's machine, which its ranks can't read."
         else:
             problem = unfit(spec) or unstartable(submit)
         if problem:

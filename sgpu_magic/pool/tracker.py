@@ -259,7 +259,7 @@ class Tracker:
             if spec is not None and spec.owner.user == run.spec.owner.user:
                 name = short(directory.name)
                 why = left.problem.rstrip(".")
-                return f"run {name}, before this one, is not in MLflow: {why}. `sgpu sync {name}` sends it"
+                return f"the earlier run {name} is not in MLflow: {why}. `sgpu sync {name}` sends it"
         return ""
 
     def _resume(self, directory: Path, left: Progress, tracking: Tracking) -> None:
@@ -294,7 +294,7 @@ class Tracker:
                 if run is not None and not run.ended:
                     self._active.tell(run, Noted(text=text), time.time())
                 else:
-                    self._untold[_key(entry.order.tracking)] = f"run {short(message.run_id)}, before this one: {text}"
+                    self._untold[_key(entry.order.tracking)] = f"earlier run {short(message.run_id)}: {text}"
             case TrackingDone():
                 entry.done = True
                 if run is None:

@@ -99,7 +99,7 @@ def since_connected(now: Snapshot, sessions: Iterable[Session]) -> list[str]:
             words += [f"{len(found) - _MOST_CHANGES} more"] if len(found) > _MOST_CHANGES else []
             lines.append(
                 f"since session {session.name} was connected: {', '.join(words)}. Modules that its ranks have imported "
-                "stay as they were: %sgpu_restart starts its ranks anew."
+                "stay as they were: %sgpu_restart restarts its ranks."
             )
     return lines
 

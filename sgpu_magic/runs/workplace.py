@@ -244,8 +244,8 @@ def _close_at_exit() -> None:
             spec = followed.run.spec
             if followed.run.owned and not followed.view.is_final and spec.run_id not in place.detached:
                 sys.stderr.write(
-                    f"run {short(spec.run_id)} ({spec.name}) is cancelled: the program has ended before it. result() "
-                    "waits for it, detach() lets it go on.\n"
+                    f"run {short(spec.run_id)} ({spec.name}) is cancelled: the program ended before it did. result() "
+                    "waits for it, detach() lets it continue.\n"
                 )
     close_workplace()
 

@@ -78,7 +78,7 @@ def merged(earlier: RunsTold, later: RunsTold) -> RunsTold:
 
 
 _MAX_ORDER_BYTES = 10_000
-_FORBIDDEN = "You may look at this server's pools and not change anything there."
+_FORBIDDEN = "You have read-only access to this server's pools."
 
 
 def add_panel_handlers(server_app: Any) -> None:
@@ -206,7 +206,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         pools = await in_thread(self.watchers.look_at_list)
         seen = await in_thread(self.watchers.look, pool)
         if seen is None:
-            raise web.HTTPError(503, "the pool can't be looked at now. Try again.")
+            raise web.HTTPError(503, "the pool's state can't be read now. Try again.")
         picture, runs = whole(seen)
         answer(self, {"pools": pools, "pool": picture, "runs": runs})
 
@@ -234,8 +234,8 @@ class OrdersHandler(APIHandler):
 
 def _order(raw: bytes) -> PanelOrder:
     if len(raw) > _MAX_ORDER_BYTES:
-        raise ValueError("This is too long for an order.")
+        raise ValueError("The request is too long.")
     try:
         return orders.decode(raw)
     except msgspec.DecodeError as error:
-        raise ValueError(f"This is no order: {error}.") from None
+        raise ValueError(f"This request is not valid: {error}.") from None

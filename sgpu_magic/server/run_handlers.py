@@ -122,7 +122,7 @@ class RunsHandler(_Handler):
     async def get(self) -> None:
         kernel = self.get_query_argument("kernel")
         if not kernel:
-            raise web.HTTPError(400, "which kernel's runs? Say kernel=ID.")
+            raise web.HTTPError(400, "the query parameter kernel is missing: add kernel=ID.")
         answer(self, await self.in_thread(self.runs.of_kernel, kernel))
 
 
@@ -157,7 +157,7 @@ class NewsHandler(_Handler):
     def _number(self, name: str, default: float = 0) -> int:
         text = self.get_query_argument(name, str(int(default)))
         if not text.isdecimal() or len(text) > 15:
-            raise web.HTTPError(400, f"{name} is {text[:40]!r}; a number is needed.")
+            raise web.HTTPError(400, f"{name} is {text[:40]!r}, not a number.")
         return int(text)
 
 
@@ -169,11 +169,11 @@ class AskHandler(_Handler):
     async def post(self, run_id: str) -> None:
         follower = await self.follower(run_id)
         if len(self.request.body) > _MAX_QUESTION_BYTES:
-            raise web.HTTPError(413, "this is too long for a question.")
+            raise web.HTTPError(413, "the request is too long.")
         try:
             question = questions.decode(self.request.body)
         except msgspec.DecodeError as error:
-            raise web.HTTPError(400, f"this is no question: {error}") from None
+            raise web.HTTPError(400, f"the request is not valid: {error}") from None
         answer(self, await self.in_thread(follower.answer, question))
 
 
@@ -186,7 +186,7 @@ class OutputsHandler(_Handler):
         follower = await self.follower(run_id)
         outputs = await self.in_thread(follower.outputs)
         if outputs is None:
-            raise web.HTTPError(409, "the run goes on.")
+            raise web.HTTPError(409, "the run has not ended yet.")
         self.send_outputs(follower, outputs)
 
 

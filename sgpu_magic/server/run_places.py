@@ -90,7 +90,7 @@ class RunPlace(ABC):
         """Return the stacks of all ranks, as lines. Raises as `cancel` does."""
         from sgpu_magic.views.stacks import stacks_text
 
-        with self.linked("whose ranks could be looked at") as pool:
+        with self.linked("whose stacks could be shown") as pool:
             answer = pool.stacks(self.spec.run_id)
         return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
 
@@ -162,7 +162,7 @@ class RunElsewhere(RunPlace):
         except (KeyRefused, UsageError) as error:
             silence, pause_s = error.message, _BRING_AGAIN_S
         except (PoolError, OSError):
-            silence = f"the pool {self.pool} can't be asked now; the run goes on there, and the view catches up"
+            silence = f"the pool {self.pool} can't be reached now; the run continues there, and the view will catch up"
             pause_s = _BRING_AGAIN_S
         else:
             self._unknown = 0
@@ -172,7 +172,7 @@ class RunElsewhere(RunPlace):
     def lost(self) -> str:
         if self._unknown < _UNKNOWN_TIMES:
             return ""
-        return f"the pool {self.pool} does not have this run any more, so nothing is known of its end."
+        return f"the pool {self.pool} no longer has this run, so its outcome is unknown."
 
     def linked(self, wish: str = "") -> AbstractContextManager[Pool]:
         return nullcontext(self._ask())

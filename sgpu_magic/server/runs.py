@@ -195,7 +195,7 @@ class Follower:
 
     def _note_detached(self, at: float) -> None:
         self._returns = False
-        text = f"it goes on without its notebook; %sgpu_attach {short(self.spec.run_id)} brings what it returns"
+        text = f"it continues without its notebook; %sgpu_attach {short(self.spec.run_id)} fetches what it returns"
         self._view.apply(self._event(Noted(text=text), at))
 
     def _end_if_lost(self) -> None:
@@ -267,6 +267,6 @@ class Followers:
 def _not_here(run_id: str) -> RunNotHere:
     shown = short(run_id) if is_valid_id(run_id) else repr(run_id[:40])
     return RunNotHere(
-        f"this machine has no directory of a run {shown}: it is not kept any more, or it belongs to another machine or "
-        "user than the Jupyter server."
+        f"this machine has no directory for run {shown}: it is no longer kept, or it belongs to another machine or "
+        "user than the Jupyter server's."
     )

@@ -68,7 +68,7 @@ class ByteStream:
             case StreamData(offset=offset):
                 data = frames[0] if frames else b""
                 if offset != self._received or self._received + len(data) - self._taken > WINDOW_BYTES:
-                    self.close("bytes were lost between here and there")
+                    self.close("bytes were lost in the connection")
                     return
                 self._received += len(data)
                 self._incoming.put_nowait(data)
@@ -77,7 +77,7 @@ class ByteStream:
                 self._room.set()
             case StreamEnded(offset=offset):
                 if offset != self._received:
-                    self.close("bytes were lost between here and there")
+                    self.close("bytes were lost in the connection")
                     return
                 self._incoming.put_nowait(None)
             case StreamClosed(problem=problem):
@@ -129,7 +129,7 @@ class ByteStream:
     def _done(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self.close("the connection met a fault of sgpu-magic")
+            self.close("an internal error of sgpu-magic in the connection")
             raise error
 
     def _one_ended(self) -> None:

@@ -102,7 +102,7 @@ def write_key_pair(path: Path, pair: KeyPair, *, replace: bool = False) -> None:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     text = (
-        "# A key of sgpu-magic. Who has the secret half can act as its owner.\n"
+        "# A key of sgpu-magic. Whoever has the secret half can act as its owner.\n"
         f'public = "{pair.public}"\nsecret = "{pair.secret}"\n'
     )
     try:
@@ -119,7 +119,7 @@ def write_key_pair(path: Path, pair: KeyPair, *, replace: bool = False) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except FileExistsError:
-        raise UsageError(f"there is a key in {path} already, and who knows it would not know a new one.") from None
+        raise UsageError(f"there is already a key in {path}; those who know it would refuse a new one.") from None
     except OSError as error:
         raise UsageError(f"the key file {path} can't be written: {error.strerror}.") from error
 
@@ -140,10 +140,10 @@ def read_key_pair(path: Path) -> KeyPair:
     with open(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.getuid():
-            raise UsageError(f"the key file {path} belongs to another user and is not used. Make a key of your own.")
+            raise UsageError(f"the key file {path} belongs to another user and is not used. Create a key of your own.")
         if stat.S_IMODE(status.st_mode) & 0o077:
             raise UsageError(
-                f"the key file {path} can be read or written by other users, so the key may not be yours alone. Make a "
+                f"the key file {path} can be read or written by other users, so others may know the key. Create a "
                 "new one, or if you are sure that nobody has read it: chmod 600 " + str(path)
             )
         data = file.read(4096)
@@ -151,9 +151,9 @@ def read_key_pair(path: Path) -> KeyPair:
         content = tomllib.loads(data.decode())
         pair = KeyPair(str(content["public"]), str(content["secret"]))
         if not is_public_key(pair.secret) or zmq.curve_public(pair.secret.encode()).decode() != pair.public:
-            raise ValueError("its halves do not belong together")
+            raise ValueError("its halves do not match")
     except (ValueError, KeyError, UnicodeDecodeError) as error:
-        raise UsageError(f"the key file {path} holds no key pair ({error}). Make a new one.") from None
+        raise UsageError(f"the key file {path} does not contain a key pair ({error}). Create a new one.") from None
     return pair
 
 

@@ -148,6 +148,6 @@ def _change(module: ModuleType) -> None:
             version = getattr(module, "__version__", "of unknown version")
             cell.remark(
                 "unknown-mlflow",
-                f"MLflow {version} has not what sgpu-magic changes in it ({error}): what the cell logs goes where "
-                "MLflow itself sends it, a run for each rank. MLflow 3.5 and newer are known to work.",
+                f"MLflow {version} lacks what sgpu-magic changes in it ({error}): what the cell logs goes where "
+                "MLflow itself sends it, in one run per rank. MLflow 3.5 and newer are known to work.",
             )

@@ -262,7 +262,7 @@ class CellHere:
             self.ask()
             self._answered.wait(_PATIENCE_S)
             if self._answer is None:
-                problem = f"the pool has not told the run's MLflow id within {_PATIENCE_S:g} s"
+                problem = f"the pool did not report the run's MLflow id within {_PATIENCE_S:g} s"
                 self._answer = TrackingAnswered(run_id=self.run_id, problem=problem)
         if self._answer is None:
             # a forked child has no thread that could receive the answer
@@ -270,9 +270,9 @@ class CellHere:
         if self._answer.tracked is None:
             self.remark(
                 "no-store",
-                f"MLflow: {self._answer.problem.rstrip('.')}. The run goes on; its metrics, parameters and tags are "
-                f"kept for `sgpu sync`, artifacts in {self.kept_artifacts}. Models, child runs and what reads from "
-                "MLflow are not available.",
+                f"MLflow: {self._answer.problem.rstrip('.')}. The run continues; its metrics, parameters and tags are "
+                f"kept for `sgpu sync`, artifacts in {self.kept_artifacts}. Models, child runs and calls that "
+                "read from MLflow are not available.",
             )
         return self._answer.tracked
 
@@ -313,8 +313,8 @@ class CellHere:
         self.own = True
         self.remark(
             "own",
-            f"the cell has set {what}: from then on MLflow does as the cell says, and runs that it starts are its own, "
-            "one for each rank that starts one. The run's own MLflow run keeps the rest.",
+            f"the cell has set {what}: from then on MLflow follows the cell, and the MLflow runs that it starts are "
+            "separate, one for each rank that starts one. The run's own MLflow run keeps the rest.",
         )
 
 

@@ -35,8 +35,8 @@ from sgpu_magic.tracking import in_rank_store
 from sgpu_magic.tracking.in_rank_cell import CellHere, current
 
 _NO_MODEL = (
-    "models are logged and registered by the first rank, for the run: what the other ranks call for that does nothing "
-    "and returns None."
+    "models are logged and registered for the run by the first rank: on the other ranks these calls do nothing and "
+    "return None."
 )
 # `cell`: the cell whose run this thread has left with `end_run`
 _left = threading.local()
@@ -228,7 +228,7 @@ def _start_run(
             return original(None, experiment_id, nested=True, parent_run_id=parent, **options)
         except MlflowException as error:
             cell.remark(
-                "child", f"MLflow could not make a child run ({error.message}); the run itself takes its place."
+                "child", f"MLflow could not create a child run ({error.message}); the run itself is used instead."
             )
     if cell.leads:
         _describe(cell, run_name, tags, description)

@@ -170,7 +170,7 @@ class RunStore:
         try:
             self._real.log_batch(run_id=cell.true_id, metrics=metrics, params=[], tags=[])
         except MlflowException as error:
-            cell.remark("models", f"metrics were kept for the run alone, not for their model: {error.message}")
+            cell.remark("models", f"metrics were logged for the run only, not for their model: {error.message}")
             return False
         return True
 
@@ -250,8 +250,8 @@ def in_truth(cell: CellHere, store: RunStore) -> Run:
         except MlflowException as error:
             cell.remark(
                 "unread",
-                f"MLflow's run can't be read ({error.message.splitlines()[0]}). Metrics go on; artifacts are kept in "
-                f"{cell.kept_artifacts}.",
+                f"the MLflow run can't be read ({error.message.splitlines()[0]}). Metrics are still logged; artifacts "
+                f"are kept in {cell.kept_artifacts}.",
             )
     os.makedirs(cell.kept_artifacts, mode=0o700, exist_ok=True)
     return described(cell, artifact_uri=f"file://{cell.kept_artifacts}")

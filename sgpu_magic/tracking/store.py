@@ -60,7 +60,7 @@ def tracking_uri() -> str:
         )
         if made.returncode:
             raise PoolError(
-                f"the store of tracked runs {store_file(settings)} can't be made: {made.stderr.strip()[-500:]}"
+                f"the store of tracked runs {store_file(settings)} can't be created: {made.stderr.strip()[-500:]}"
             )
     return settings.default_store_uri
 

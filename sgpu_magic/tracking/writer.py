@@ -31,7 +31,7 @@ from sgpu_magic.wire.tracking import Tracking
 _STEP_METRICS = 5000
 # how long to wait after the end for the lock file of new packages
 _LOCK_S = 15.0
-_END_UNKNOWN = "its pool ended before it was over"
+_END_UNKNOWN = "its pool ended before the run did"
 
 
 class Busy(Exception):
@@ -170,7 +170,7 @@ class RunWriter:
             try:
                 made = self._store.create_run(experiment_id, now.experiment, self._fold.name, began_ms, tags)
             except Rejected as refused:
-                raise Gone(f"the store does not take the run: {refused}") from None
+                raise Gone(f"the store rejects the run: {refused}") from None
         self._keep(**self._store.where(made), creating=now.creating, problem="")
 
     def _session(self, run_id: str) -> str:
@@ -181,7 +181,7 @@ class RunWriter:
         if found is None or found.uri != self.progress.uri:
             return ""
         if not found.mlflow_run_id and not found.complete:
-            raise StoreTroubled(f"session {short(run_id)}, which it is in, is not there yet")
+            raise StoreTroubled(f"its session {short(run_id)} is not in the store yet")
         return found.mlflow_run_id
 
     def _write(self, batch: Batch) -> None:

@@ -170,11 +170,11 @@ class WriterQueue:
         run.troubled_told = True
         where = self._store.uri or "the default store"
         if run.progress.complete:
-            said = f"the run is not tracked any more: {where} says {text}"
+            said = f"the run is no longer tracked: {where} says {text}"
         else:
             said = (
-                f"tracking at {where} does not work: {text}. The run goes on; what is not written is kept, and sent "
-                f"when it works again or by `sgpu sync {short(run.run_id)}`"
+                f"tracking at {where} does not work: {text}. The run continues; what is not written is kept and sent "
+                f"when tracking works again, or by `sgpu sync {short(run.run_id)}`"
             )
         self._send(TrackingTroubled(run_id=run.run_id, text=said))
 

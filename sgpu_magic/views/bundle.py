@@ -67,7 +67,7 @@ def interrupted_bundle(view: RunView) -> dict[str, object]:
     if view.session is not None:
         lines[1:] = _of_session(view, command)
     elif view.spec.detach:
-        lines.append(f"It goes on without its notebook: {command} shows it{_and_brings(view)}.")
+        lines.append(f"It continues without its notebook: {command} shows it{_and_brings(view)}.")
     else:
         lines.append(
             f"{command} shows it{_and_brings(view)}, and what became of it. It ended with its notebook's kernel "
@@ -84,10 +84,10 @@ def _of_session(view: RunView, command: str) -> list[str]:
     """Return the lines for a session. They omit its last activity, as they are written once and the session goes on."""
     began = time.strftime("%Y-%m-%d at %H:%M", time.localtime(view.spec.submitted_at or None))
     if view.spec.detach:
-        return [f"It began on {began} and goes on without its notebook: {command} shows it."]
+        return [f"It started on {began} and continues without its notebook: {command} shows it."]
     return [
-        f"It began on {began} and was there when this was saved. A session ends with its notebook's kernel: "
-        f"%sgpu_connect starts a new one, {command} shows what became of this one."
+        f"It started on {began} and existed when this was saved. A session ends with its notebook's kernel: "
+        f"%sgpu_connect starts a new one; {command} shows what became of this one."
     ]
 
 

@@ -147,7 +147,7 @@ def ending_stacks(view: RunView) -> list[str]:
     groups = "; ".join(
         " ".join(line.split()) for line in group_lines(group_stacks(view.stalled.stacks, view.spec.cell))
     )
-    return [ansi.plain(f"nothing had moved for {format_seconds(view.stalled.seconds)}: {groups}")]
+    return [ansi.plain(f"there was no progress for {format_seconds(view.stalled.seconds)}: {groups}")]
 
 
 def failure_lines(view: RunView) -> list[str]:
@@ -291,7 +291,7 @@ def _row(rank: int, memory: RankMemory, culprit: bool) -> MemoryCard:
 
 
 def _tensor(use: TensorUse) -> MemoryTensor:
-    name = ansi.plain(use.name) or "(no name is known)"
+    name = ansi.plain(use.name) or "(unnamed)"
     name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]} ..."
     shape = f"({', '.join(map(str, use.shape))}{',' if len(use.shape) == 1 else ''})"
     cells = (shape[:_MAX_NAME], ansi.plain(use.dtype)[:_MAX_NAME], format_bytes(use.size_bytes))

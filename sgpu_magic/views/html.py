@@ -283,7 +283,7 @@ def _form_line(line: FailureLine, failure: FailureKind) -> str:
 
 # held by tensors, cached by torch's allocator, held by others
 _BAR_OPACITIES = (0.85, 0.45, 0.2)
-_BAR_NAMES = ("used", "reserved besides", "of others")
+_BAR_NAMES = ("used", "reserved, unused", "other processes")
 _TABLE = "border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;font-size:12px"
 _CELL = "padding:1px 14px 1px 0;white-space:nowrap;border:0;background:none;font-variant-numeric:tabular-nums"
 _NUMBERS = range(2, 6)

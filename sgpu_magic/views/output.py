@@ -223,7 +223,7 @@ def _decode(raw: bytes, rank: int) -> dict[str, object]:
     try:
         return _mime.decode(raw)
     except msgspec.DecodeError as error:
-        return {"text/plain": f"(rank {rank} displayed something that is no MIME bundle: {error})"}
+        return {"text/plain": f"(rank {rank} displayed something that is not a MIME bundle: {error})"}
 
 
 _BEFORE_FIRST = -1

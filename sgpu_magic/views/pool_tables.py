@@ -314,9 +314,9 @@ def environment_html(report: EnvironmentReport) -> str:
 
 def _compared(report: EnvironmentReport) -> str:
     if not report.differences:
-        return f"no difference to {report.compared_to}"
+        return f"no difference from {report.compared_to}"
     count = len(report.differences)
-    return f"{count} difference{'s' * (count > 1)} to {report.compared_to}"
+    return f"{count} difference{'s' * (count > 1)} from {report.compared_to}"
 
 
 def _package_heads(report: EnvironmentReport) -> Row:

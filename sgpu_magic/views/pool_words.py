@@ -59,7 +59,7 @@ def idle_words(status: PoolStatus, now: float) -> list[str]:
     """Return when the idle pool stops, if that is within 15 min; `now` in seconds since the epoch."""
     if status.idle_ends_at is None or status.idle_ends_at - now > _SOON_S:
         return []
-    return [f"idle: gives its processes back in {_rough(status.idle_ends_at - now)}"]
+    return [f"idle: ends its processes in {_rough(status.idle_ends_at - now)}"]
 
 
 def failure_line(run: RunSummary) -> str:
@@ -117,7 +117,9 @@ def type_words(status: PoolStatus) -> list[str]:
         if len(free) > 1:
             text += f", largest free node {max(free.values())}"
         lines.append(text + _up_to(most.pop(kind, 0), total[kind]))
-    lines += [f"{kind}: none there now{_up_to(count, 0)}" for kind, count in most.items() if count and kind != "cpu"]
+    lines += [
+        f"{kind}: none available now{_up_to(count, 0)}" for kind, count in most.items() if count and kind != "cpu"
+    ]
     coming = status.inventory.coming.strip()
     return [*lines, coming] if coming else lines
 
@@ -167,4 +169,4 @@ def _is_free(device: Device, holders: dict[str, tuple[RunSummary, int]]) -> bool
 
 
 def _up_to(most: int, there: int) -> str:
-    return f", up to {most:,} with those that the cluster may bring" if most > there else ""
+    return f", up to {most:,} with those that the cluster may add" if most > there else ""

@@ -68,7 +68,7 @@ def failure_list(picture: SweepPicture) -> list[str]:
     """Return a line for each of the first failures, and one with the number of others."""
     shown = [ansi.plain(line) for line in picture.failures[:_MAX_FAILURES]]
     more = picture.failed - len(shown)
-    return [*shown, *([f"and {count_of(more, 'more failure')}: .failures has them all"] if more > 0 else [])]
+    return [*shown, *([f"and {count_of(more, 'more failure')}: .failures lists them all"] if more > 0 else [])]
 
 
 def progress_html(picture: SweepPicture) -> str:

@@ -65,8 +65,8 @@ class SessionState:
 
 def renewal_note(body: GroupRenewed) -> str:
     """Return a sentence about renewed process groups and the objects that use them."""
-    kept = body.lost or "models in DDP and FSDP, and groups of your own, go on"
-    return f"the process groups were connected anew: {body.reason}; {kept}"
+    kept = body.lost or "models in DDP and FSDP, and your own groups, still work"
+    return f"the process groups were reconnected: {body.reason}; {kept}"
 
 
 def restart_note(body: RanksRestarted) -> str:
@@ -88,7 +88,7 @@ def unstopped_note(ranks: tuple[int, ...]) -> str:
     it, has, runs = ("it", "has", "runs") if one else ("them", "have", "run")
     return (
         f"{format_ranks(ranks)} {has} not stopped and still {runs} this cell: the session's next cell waits for {it}. "
-        f"Interrupt again within 5 s to kill {it}, or {restart_command(ranks)}, which starts {it} anew"
+        f"Interrupt again within 5 s to kill {it}, or {restart_command(ranks)}, which replaces {it}"
     )
 
 
@@ -105,7 +105,7 @@ class Limit(NamedTuple):
     then: str
 
 
-_TIME = Limit("timed out", "when its time was over:")
+_TIME = Limit("timed out", "when its time limit was reached:")
 _COSTS = {
     COST_LIMIT: Limit("cost limit reached", "when its cost limit was reached:"),
     BUDGET: Limit("budget used up", "when the pool's budget was used up:"),
@@ -201,4 +201,4 @@ def _way(other: Failure) -> str:
 
 
 def timeout_sentence(seconds: float) -> str:
-    return f"its time limit of {format_seconds(seconds)} is over (--timeout)"
+    return f"its time limit of {format_seconds(seconds)} is reached (--timeout)"

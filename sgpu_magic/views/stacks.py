@@ -122,7 +122,7 @@ class StackGroup(msgspec.Struct, frozen=True):
     def doing(self) -> str:
         """Return `wait in all_reduce #41`, `is in load_batch`."""
         if not self.activity.name:
-            return "can't be looked at" if self.problem else "have no Python stack"
+            return "can't be inspected" if self.problem else "have no Python stack"
         one = len(self.ranks) == 1
         verb = ("waits" if one else "wait") if self.activity.waits else ("is" if one else "are")
         return f"{verb} in {self.activity.name}"
@@ -214,7 +214,7 @@ def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
         absent = [stack.rank for stack in stacks if _has_not_come(stack, group, number, name, sources)]
         if absent:
             verb = "has" if len(absent) == 1 else "have"
-            told.append(f"{format_ranks(absent)} {verb} not come to {name}")
+            told.append(f"{format_ranks(absent)} {verb} not reached {name}")
         elif len(ranks) == len(stacks) > 1:
             told.append(f"all ranks are in {name}")
     return told

@@ -55,7 +55,7 @@ def curve_text(drawn: Drawn) -> str:
     """Return `GPU: 94 % on average, 98 % at most`."""
     mean, peak = drawn.series.mean, drawn.series.peak
     if mean is None or peak is None:
-        return f"{drawn.name}: not told"
+        return f"{drawn.name}: not reported"
     return f"{drawn.name}: {_value(mean, drawn.unit)} on average, {_value(peak, drawn.unit)} at most"
 
 
@@ -235,7 +235,7 @@ def standing_warnings(view: RunView) -> list[str]:
     command = restart_command(dead)
     return [
         *silence,
-        f"{format_ranks(dead)} {verb} dead; {command} starts {them} anew, and the others keep their state",
+        f"{format_ranks(dead)} {verb} dead; {command} replaces {them}, and the others keep their state",
     ]
 
 

@@ -115,7 +115,7 @@ def _ending(view: RunView) -> list[str]:
     if not view.is_final:
         return [*_unfinished(view), *stall_lines(view), summary_line(view)]
     problems = [
-        f"rank {result.rank}: the last expression's value stayed there: {result.value_problem}"
+        f"rank {result.rank}: the last expression's value could not be sent: {result.value_problem}"
         for result in view.results
         if result.value_problem
     ]
@@ -239,7 +239,7 @@ class TerminalPublisher:
         printed = [line._replace(text=draw(line.text)) for line in fresh]
         if not final and not self._is_terminal:
             stall = stall_lines(view)
-            after.extend((stall or ["it goes on"]) if self._has_changed("stall", stall) else [])
+            after.extend((stall or ["progress resumed"]) if self._has_changed("stall", stall) else [])
         if final:
             if not view.is_final:
                 after.extend(_unfinished(view))

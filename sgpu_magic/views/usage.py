@@ -78,8 +78,8 @@ class Series:
         self.step_s *= 2
 
 
-_NOT_TOLD = "not told by this device"
-_NOT_FOR_SLICES = "told for the whole GPU only, not for a MIG slice of it"
+_NOT_TOLD = "not reported by this device"
+_NOT_FOR_SLICES = "reported for the whole GPU only, not for a MIG slice of it"
 
 
 def thinned(values: Sequence[float | None], most: int) -> tuple[list[float | None], int]:
@@ -265,11 +265,11 @@ def device_line(sample: RankSample) -> str:
 
 def detail_lines(sample: RankSample) -> list[str]:
     """Return everything that was measured, one line each; values that are not reported are marked as absent."""
-    cores = "not known" if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores"
+    cores = "unknown" if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores"
     if sample.kind == "cpu":
-        held = _memory(sample.rss_bytes, sample.total_bytes, "not known")
+        held = _memory(sample.rss_bytes, sample.total_bytes, "unknown")
         return [device_line(sample), f"CPU: {cores}", f"memory: {held}"]
-    own = [f"CPU: {cores}", f"main memory: {_memory(sample.rss_bytes, None, 'not known')}"]
+    own = [f"CPU: {cores}", f"main memory: {_memory(sample.rss_bytes, None, 'unknown')}"]
     if sample.problem:
         return [device_line(sample), sample.problem, *own]
     absent = _NOT_FOR_SLICES if sample.kind == "mig" else _NOT_TOLD

@@ -108,7 +108,7 @@ def returned_text(view: RunView) -> str:
 def values_left_there(view: RunView) -> list[str]:
     """Return why the last values of ranks could not be returned."""
     problems = [result for result in view.results if result.value_problem]
-    return [f"rank {each.rank}'s last value stayed there: {each.value_problem}" for each in problems[:4]]
+    return [f"rank {each.rank}'s last value could not be sent: {each.value_problem}" for each in problems[:4]]
 
 
 def returned_bytes(view: RunView) -> int:
@@ -204,7 +204,7 @@ _OF_SESSIONS: dict[RunState, StateWord] = {
     RunState.SUCCEEDED: StateWord("ended", "plain", "■"),
     RunState.CANCELLED: StateWord("ended", "plain", "■"),
 }
-_LEFT = StateWord("goes on", "plain", "→")
+_LEFT = StateWord("continues", "plain", "→")
 _MAX_NAME = 40
 
 

@@ -240,7 +240,9 @@ def manifest_in(data: bytes) -> Manifest:
     try:
         manifest = _decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise ManifestUnusable(f"what an upload consists of can't be read: {error}") from None
+        raise ManifestUnusable(f"the manifest of an upload can't be read: {error}") from None
     if len(manifest.files) > MOST_UPLOADED_FILES:
-        raise ManifestUnusable(f"an upload has {len(manifest.files):,} files, and {MOST_UPLOADED_FILES:,} are possible")
+        raise ManifestUnusable(
+            f"an upload has {len(manifest.files):,} files; at most {MOST_UPLOADED_FILES:,} are possible"
+        )
     return manifest

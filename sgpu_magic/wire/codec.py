@@ -139,7 +139,7 @@ class ReportDecoder(Decoder[FromAgent]):
             except msgspec.DecodeError:
                 raise error from None
             note = (
-                "the pool can't read something that this run's agent has told it, and leaves it out: "
+                "the pool can't read a message of this run's agent and ignores it: "
                 f"{error}. They may have been started from different installations of sgpu-magic: restart the pool, "
                 "which starts new agents (`sgpu pool stop`; a served pool's operator restarts it)."
             )

@@ -54,10 +54,10 @@ def read_prices(text: str) -> Prices:
         key, equals, value = (part.strip() for part in entry.partition("="))
         pool, _, kind = key.rpartition("/")
         if not equals or not kind or (not pool and "/" in key):
-            raise ValueError(f"{entry[:60]!r} is no price: {_EXAMPLE} has three")
+            raise ValueError(f"{entry[:60]!r} is not a price; write prices like {_EXAMPLE}")
         device_type = canonical_type(kind)
         if device_type == ANY:
-            raise ValueError(f"{ANY!r} is no type that has a price; name each type")
+            raise ValueError(f"{ANY!r} can't have a price; name each type")
         if (pool, device_type) in hourly:
             raise ValueError(f"{key[:60]!r} has more than one price")
         hourly[pool, device_type] = _amount(value, key)
@@ -78,7 +78,7 @@ def _entries(table: Mapping[str, object], pool: str = "") -> Iterable[tuple[str,
         if isinstance(value, Mapping) and not pool:
             yield from _entries({str(name): each for name, each in value.items()}, key)  # pyright: ignore
         elif isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"the price of {key[:60]!r} is {value!r}, and not a number")
+            raise ValueError(f"the price of {key[:60]!r} is {value!r}, not a number")
         else:
             yield (f"{pool}/{key}" if pool else key), value
 
@@ -89,7 +89,7 @@ def _amount(text: str, key: str) -> float:
     except ValueError:
         amount = math.nan
     if not (math.isfinite(amount) and amount >= 0):
-        raise ValueError(f"the price of {key[:60]!r} is {text[:40]!r}; a number of 0 or more is needed")
+        raise ValueError(f"the price of {key[:60]!r} is {text[:40]!r}; it must be a number of 0 or more")
     return amount
 
 

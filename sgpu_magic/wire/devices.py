@@ -109,8 +109,8 @@ def canonical_type(text: str) -> str:
 
     near = difflib.get_close_matches(joined, KNOWN_TYPES, n=3) if joined else []
     if near:
-        raise ValueError(f"{text[:60]!r} is no device type. Did you mean {' or '.join(near)}?")
-    raise ValueError(f"{text[:60]!r} is no device type. Types are {', '.join(KNOWN_TYPES)}, {CPU} and {ANY}.")
+        raise ValueError(f"{text[:60]!r} is not a device type. Did you mean {' or '.join(near)}?")
+    raise ValueError(f"{text[:60]!r} is not a device type. Types are {', '.join(KNOWN_TYPES)}, {CPU} and {ANY}.")
 
 
 def memory_of(device_type: str) -> int:

@@ -32,7 +32,7 @@ def check_id(text: str) -> str:
         ValueError: It is not. Ids become parts of paths, so nothing else is accepted.
     """
     if not is_valid_id(text):
-        raise ValueError(f"{text[:40]!r} is not a run id: 8 hexadecimal digits are")
+        raise ValueError(f"{text[:40]!r} is not a run id (8 hexadecimal digits)")
     return text
 
 

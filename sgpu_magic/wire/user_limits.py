@@ -65,7 +65,7 @@ def read_quotas(text: str) -> dict[tuple[str, str], int]:
         user, colon, kind = key.partition(":")
         device_type = canonical_type(kind) if colon else ""
         if not user or device_type == ANY:
-            raise ValueError(f"{key[:60]!r} names no user and type; {_QUOTAS} has three quotas")
+            raise ValueError(f"{key[:60]!r} does not name a user and type; write quotas like {_QUOTAS}")
         if (user, device_type) in found:
             raise ValueError(f"{key[:60]!r} has more than one quota")
         found[user, device_type] = _number(value, key, "a quota", least=0)
@@ -90,7 +90,7 @@ def _entries(text: str, example: str) -> Iterable[tuple[str, str]]:
     for entry in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (part.strip() for part in entry.partition("="))
         if not equals or not key:
-            raise ValueError(f"{entry[:60]!r} is not understood; it is written like {example}")
+            raise ValueError(f"{entry[:60]!r} is invalid; write it like {example}")
         yield key, value
 
 
@@ -98,7 +98,7 @@ def _number(text: str, key: str, what: str, *, least: int | None) -> int:
     try:
         number = int(text)
     except ValueError:
-        raise ValueError(f"{text[:40]!r} is not {what} for {key[:60]!r}; a whole number is") from None
+        raise ValueError(f"{text[:40]!r} is not {what} for {key[:60]!r}; it must be a whole number") from None
     if least is not None and number < least:
-        raise ValueError(f"{number} is not {what} for {key[:60]!r}; {least} or more is")
+        raise ValueError(f"{number} is not {what} for {key[:60]!r}; it must be {least} or more")
     return number

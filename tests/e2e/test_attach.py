@@ -56,7 +56,7 @@ def word(home: Home, request: pytest.FixtureRequest) -> Word:
 def submit_detached(kernel: Kernel, body: str, options: str = "") -> str:
     """Run a cell with `--detach` and return the run's id."""
     reply = kernel.check(f"%%distributed -n 2 --detach {options}\n{body}")
-    assert "goes on without this notebook" in reply.text, reply.story
+    assert "continues without this notebook" in reply.text, reply.story
     run_id = kernel.home.runs[-1]
     assert reply.text.rpartition("%sgpu_attach ")[2][:4] == run_id[:4]
     return run_id
@@ -146,7 +146,7 @@ def test_results_that_lie_nowhere_any_more_are_an_error_that_says_so(new_home: C
         eventually(lambda: not any(map(memory_files, home.agent_pids())), 10, "the agent lets go of the results")
         reply = kernel.run(f"%sgpu_attach {run}")
         assert reply.ename == "SerializationError"
-        assert f"what rank 0 of run {run[:4]} returned is gone" in reply.evalue
+        assert f"the result of rank 0 of run {run[:4]} is no longer available" in reply.evalue
         assert "keep_results" in reply.evalue
         assert "[0] said" in reply.text
     finally:
@@ -222,7 +222,7 @@ def test_an_interrupt_only_stops_the_watching(kernel: Kernel, home: Home, word: 
     reply = cell.wait(10)
     assert time.monotonic() - pressed < 2
     assert reply.status == "ok"
-    assert f"stopped watching; run {run[:4]} goes on" in reply.text
+    assert f"stopped watching; run {run[:4]} continues" in reply.text
     assert later.wait().status == "ok"
     assert all(is_alive(pid) for pid in pids)
     word.give()
@@ -289,7 +289,7 @@ def test_detaching_from_another_kernel_frees_the_cell(kernel: Kernel, neighbour:
     cell, run_id = started(kernel, f"{word.body}value = 9", "--out value")
     pids = home.rank_pids()
     asked = time.monotonic()
-    assert f"run {run_id[:4]} goes on without a notebook" in neighbour.check(f"%sgpu_detach {run_id}").text
+    assert f"run {run_id[:4]} continues without a notebook" in neighbour.check(f"%sgpu_detach {run_id}").text
     reply = cell.wait(10)
     assert time.monotonic() - asked < 3
     assert reply.status == "ok"
@@ -477,13 +477,13 @@ def test_a_notice_of_the_pool_is_shown_and_taken_back(new_home: Callable[..., Ho
     try:
         kernel.check("%%distributed -n 1 --ui none\npass")
         cell = kernel.start("import time; time.sleep(600)")
-        cell.until_shown("gives its processes back in")
+        cell.until_shown("ends its processes in")
         # somebody wants something of the pool
         subprocess.run([sys.executable, "-m", "sgpu_magic.cli", "pool", "status"], env=home.environ, check=True)
-        cell.until(lambda: "gives its processes back" not in cell.reply.text + cell.reply.html, 10, "it is taken back")
+        cell.until(lambda: "ends its processes" not in cell.reply.text + cell.reply.html, 10, "it is taken back")
         kernel.interrupt()
         cell.wait(10)
-        assert "idle: gives its processes back in" in kernel.check("%sgpu_status").text
+        assert "idle: ends its processes in" in kernel.check("%sgpu_status").text
     finally:
         kernel.close()
 

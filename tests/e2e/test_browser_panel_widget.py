@@ -86,6 +86,6 @@ def test_the_widget_says_that_its_kernel_has_gone(opened: Callable[..., OpenNote
     page.locator(".lm-MenuBar-item", has_text="Kernel").click()
     page.locator(".lm-Menu-item", has_text="Restart Kernel…").first.click()
     page.get_by_role("button", name="Confirm Kernel Restart").click()
-    expect(shown).to_contain_text("%sgpu_env --panel shows another one.", timeout=SLOW_MS)
+    expect(shown).to_contain_text("%sgpu_env --panel shows a new one.", timeout=SLOW_MS)
     # a server that is told to end while a kernel is being restarted waits for that for half a minute
     expect(page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]")).to_be_visible(timeout=SLOW_MS)

@@ -45,7 +45,7 @@ PLAYED = [
     ("session_working", "session_lost", "runs train", "GPUs busy 90 %"),
     ("in_session_running", "", "3 of 4 ranks · session work", "epoch 1 of rank 3"),
     ("out_of_memory", "", "largest tensors of rank 1", "largest tensors of rank 1"),
-    ("renewed", "", "the process groups were connected anew", "the process groups were connected anew"),
+    ("renewed", "", "the process groups were reconnected", "the process groups were reconnected"),
     ("sent_by_auto", "", "auto", "auto"),
 ]
 
@@ -125,7 +125,7 @@ def test_a_session_from_connect_to_the_disconnect_button(opened: Callable[..., O
     text = notebook.run(4)
     notebook.picture("session-breaks", notebook.output(4))
     assert "NaN in batch 118" in text
-    assert text.count("the process groups were connected anew") == 1, text
+    assert text.count("the process groups were reconnected") == 1, text
     assert "sum 4 20" in notebook.run(5)
 
     notebook.run(6)

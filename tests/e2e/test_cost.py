@@ -230,7 +230,7 @@ def test_a_sessions_cost_limit_ends_it_with_what_runs_in_it(client: PoolClient) 
     assert ended.failure.message.startswith("its cost limit of $0.015 is reached (--max-cost 0.015): 1 a10 (sim")
     assert cell.ended().state is RunState.CANCELLED
     assert "cost limit" in cell.ended().reason
-    with pytest.raises(UsageError, match="costs nothing of its own"):
+    with pytest.raises(UsageError, match="has no cost of its own"):
         session.begin("1", max_cost=3.0)
 
 

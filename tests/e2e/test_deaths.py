@@ -44,12 +44,12 @@ def check_next(kernel: Kernel, ranks: int = 2) -> None:
 @pytest.mark.parametrize(
     ("death", "says"),
     [
-        ("os._exit(3)", r"left with exit code 3 before its cell was done"),
+        ("os._exit(3)", r"exited with code 3 before its cell ended"),
         (
             "os.kill(os.getpid(), 9)",
-            r"was killed by SIGKILL: somebody or something killed it \(it held [\d.]+ of \d+ GB\)",
+            r"was killed by SIGKILL: another process or the system killed it \(it held [\d.]+ of \d+ GB\)",
         ),
-        ("os.abort()", r"was killed by SIGABRT: C code gave up"),
+        ("os.abort()", r"was killed by SIGABRT: C code aborted"),
         ("import ctypes; ctypes.string_at(0)", r"was killed by SIGSEGV: a crash in C code"),
         ("os.kill(os.getpid(), 7)", r"was killed by SIGBUS"),
     ],
@@ -101,7 +101,7 @@ def test_overflow_of_the_c_stack(kernel: Kernel):
         "dist.barrier()"
     )
     assert reply.ename == "WorkerDied", reply.story
-    assert re.search(r"rank 1 of 2 \(process \d+\) was killed by SIGSEGV: .* or its stack overflowed", reply.traceback)
+    assert re.search(r"rank 1 of 2 \(process \d+\) was killed by SIGSEGV: .* or a stack overflow", reply.traceback)
     assert "line 5, in down: def down(): kind(down)()" in reply.traceback
     check_next(kernel)
 
@@ -117,8 +117,8 @@ def test_two_deaths_the_first_is_told_whole_and_the_other_in_a_line(kernel: Kern
         "    finally: os._exit(4)\n"  # when it is stopped
         "dist.barrier()"
     )
-    assert re.search(r"rank 2 of 3 \(process \d+\) left with exit code 3", reply.evalue), reply.story
-    others = [line for line in reply.traceback.splitlines() if "rank 1: left with exit code 4" in line]
+    assert re.search(r"rank 2 of 3 \(process \d+\) exited with code 3", reply.evalue), reply.story
+    others = [line for line in reply.traceback.splitlines() if "rank 1: exited with code 4" in line]
     assert len(others) == 1, reply.traceback
     assert "os._exit(4)" not in reply.traceback
 

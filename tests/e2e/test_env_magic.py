@@ -67,7 +67,7 @@ def test_it_shows_python_packages_and_torch(kernel: Kernel):
 def test_it_shows_the_difference_to_a_base(kernel: Kernel):
     (shown,) = kernel.check("%sgpu_env --diff 4").displays
     text = shown["text/plain"]
-    assert re.search(r"\d+ differences to 4", text)
+    assert re.search(r"\d+ differences from 4", text)
     assert re.search(rf"^Python +{re.escape(HERE)} +3\.12$", text, re.MULTILINE) or HERE == "3.12"
     assert re.search(r"^dbus-python +- +1\.3\.2 +the operating system's$", text, re.MULTILINE)
     assert re.search(r"^databricks-serverless-gpu +- +0\.5\.3 +in no index$", text, re.MULTILINE)
@@ -79,10 +79,10 @@ def test_it_shows_the_difference_to_a_base(kernel: Kernel):
     ("line", "words"),
     [
         ("%sgpu_env --diff nothing", "There are: 4, ai-4"),
-        ("%sgpu_env save", "takes a name"),
-        ("%sgpu_env save 4", "Take another name"),
-        ("%sgpu_env save ../up", "can't be an environment's name"),
-        ("%sgpu_env show", "has no 'show'"),
+        ("%sgpu_env save", "needs a name"),
+        ("%sgpu_env save 4", "Choose another name"),
+        ("%sgpu_env save ../up", "is not a valid environment name"),
+        ("%sgpu_env show", "has no action 'show'"),
     ],
 )
 def test_what_means_nothing_is_told(kernel: Kernel, line: str, words: str):
@@ -151,11 +151,11 @@ def test_a_base_for_another_python_is_refused_before_anything_starts(kernel: Ker
 
 
 def test_options_that_change_nothing_are_named_once_in_the_run(kernel: Kernel):
-    nothing = "nothing for this run: its ranks have the notebook's own Python, and nothing is installed for them"
+    nothing = "no effect on this run: its ranks use the notebook's own Python, and nothing is installed for them"
     for options, words in (
-        ("--torch mine --allow-build", f"--torch mine and --allow-build change {nothing}"),
-        ("--torch mine", f"--torch mine changes {nothing}"),
-        ("--allow-build", f"--allow-build changes {nothing}"),
+        ("--torch mine --allow-build", f"--torch mine and --allow-build have {nothing}"),
+        ("--torch mine", f"--torch mine has {nothing}"),
+        ("--allow-build", f"--allow-build has {nothing}"),
     ):
         reply = kernel.check(f"%%distributed -n 1 --type cpu --ui text {options}\npass")
         assert reply.text.count(f"note: {words}\n") == 1, reply.story
@@ -242,7 +242,7 @@ def test_what_is_the_sessions_is_refused_for_one_cell(session: Kernel):
         for magic in ("%%distributed", "%%distributed --fresh", "%%rank 0"):
             reply = session.run(f"{magic} {option}\npass")
             assert reply.ename == "UsageError", reply.story
-            for words in ("session main", "when the session is connected", "--session none"):
+            for words in ("session main", "when you connect the session", "--session none"):
                 assert words in reply.evalue
 
 

@@ -218,7 +218,7 @@ def test_a_node_that_builds_has_the_editable_project_and_the_unpublished_wheel(
         assert file.startswith(str(home.state / "environments"))
         directory = newest(home)
         text = requirements_in(directory)
-        assert "as a node was told to build them" in text
+        assert "as a node was asked to build them" in text
         assert "# sgpu-magic==" in text
         eventually((directory / "pylock.toml").exists, 60, "pylock.toml")
         packages = {

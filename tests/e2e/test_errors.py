@@ -338,7 +338,7 @@ def test_signal_death_is_told_with_its_name(kernel: Kernel, number: int, name: s
     assert re.search(rf"rank 1 of 2 \(process \d+\) was killed by {name}", reply.evalue), reply.evalue
     if number == 9:
         # nothing speaks for a lack of memory
-        assert "somebody or something killed it" in reply.evalue
+        assert "another process or the system killed it" in reply.evalue
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(0) == ["next"]
 
 

@@ -158,7 +158,7 @@ def test_a_blob_that_is_gone_fails_the_run(home: Home, client: PoolClient):
     ended = client.begin("float(array.sum())", ranks=2, names={"array": array}).ended()
     assert ended.failure is not None
     assert ended.failure.kind is FailureKind.INTERNAL
-    assert "damaged on its way" in ended.failure.message
+    assert "damaged in the transfer" in ended.failure.message
     stored.unlink()
 
 
@@ -270,7 +270,10 @@ raise ValueError(str(here))
     assert failure is not None
     node = 0 if "node-0" in failure.message else 1
     nodes.order("lose", node)
-    text = f"the node node-{node} was lost: the test gave it up; files of the run that were not here yet are lost"
+    text = (
+        f"the node node-{node} was lost: the test gave it up; the run's files that had not reached the pool yet are "
+        "lost"
+    )
     assert run.wait_for(Noted).text == text
     for each in (0, 1):
         nodes.order("quick", each)

@@ -168,7 +168,7 @@ def test_training_goes_on_and_returns_when_the_disk_is_full(full_home: Home):
         cell.until_shown("No space left on device", 20)
         for rank in (0, 1):
             cell.until_shown(f"[{rank}] all printed", 20)
-        assert "the run goes on" in cell.reply.text
+        assert "the run continues" in cell.reply.text
         (kernel.home.work / "go on").touch()
         reply = cell.wait(30)
         assert reply.status == "ok", reply.story
@@ -177,6 +177,6 @@ def test_training_goes_on_and_returns_when_the_disk_is_full(full_home: Home):
         assert kernel.value("total.item()") == 600.0
         notes = [line for line in reply.text.splitlines() if "the log of rank" in line]
         assert len(notes) in (1, 2), reply.text
-        assert "ends here: No space left on device; the run goes on" in notes[0]
+        assert "ends here: No space left on device; the run continues" in notes[0]
     finally:
         kernel.close()

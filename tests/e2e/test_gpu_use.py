@@ -274,7 +274,7 @@ def test_slices_show_memory_and_say_what_is_absent(kernel: Kernel, machine: dict
     lines = detail_lines(run.sample(1))
     assert lines[0] == "device: a MIG slice, MIG-2"
     assert "memory: 0.2 of 10.0 GB" in lines
-    assert "GPU: told for the whole GPU only, not for a MIG slice of it" in lines
+    assert "GPU: reported for the whole GPU only, not for a MIG slice of it" in lines
     assert run.view.usage.ranks[0].curves()[0].name == "memory"
     view = run.go()
     assert view.usage.busy_pct is None

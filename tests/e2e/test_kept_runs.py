@@ -76,7 +76,7 @@ def test_oldest_ended_runs_go_and_one_that_goes_on_stays(new_home: Callable[...,
         assert reply.ename == "RunUnknown", reply.story
         assert "no longer kept" in reply.evalue
         log = (home.state / "pool.log").read_text()
-        assert f"the directory of run {ended[0][:4]} was removed: it is beyond keep_runs" in log
+        assert f"the directory of run {ended[0][:4]} was removed: it exceeds keep_runs" in log
         # with the next rows, although a run goes on
         writes_rows = "%%distributed -n 1 --ui none\npass"
         eventually(lambda: kernel.check(writes_rows) and changed.stat().st_size <= 1 << 20, 30, "its log is small")

@@ -229,7 +229,7 @@ def test_a_run_outlives_its_killed_pool_and_the_next_one_too(kernel: Kernel, hom
     assert set(kernel.value("_.values")) == ranks
     assert kernel.value("weight") == 300_000
     assert len(pools) == 3
-    assert "taken the run over" in reply.text
+    assert "taken over the run" in reply.text
     runs_again(kernel)
 
 
@@ -271,7 +271,7 @@ def test_a_detached_run_outlives_notebook_and_pool(
         eventually(lambda: home.pool_pid() not in (None, pool), ADOPT_S + GONE_S, "the next pool")
     second = new_kernel()
     cell = second.start(f"%sgpu_attach {run_id}")
-    cell.until_shown("taken the run over", 15)
+    cell.until_shown("taken over the run", 15)
     go_file.touch()
     reply = cell.wait(15)
     assert reply.status == "ok", reply.story
@@ -415,7 +415,7 @@ def test_the_pool_ends_itself_when_nobody_needs_it(new_home: Callable[..., Home]
         cell = kernel.start("%%distributed -n 2\nimport time\nfor i in range(60):\n    print(i)\n    time.sleep(0.05)")
         assert cell.wait(30).status == "ok", "a pool ends although a run goes on"
         everything = {home.pool_pid() or 0, *home.agent_pids(), *home.zygote_pids()}
-        cell.until_shown("gives its processes back", 10)
+        cell.until_shown("ends its processes", 10)
         assert all(map(is_alive, everything)), "the warning comes too late"
         all_gone(everything, 2 + GONE_S)
         assert [entry.name for entry in home.runtime.iterdir()] == ["pool.lock"]
@@ -724,7 +724,7 @@ def test_what_a_rank_started_lives_on_when_the_pool_is_killed(
     cell.until_shown("begun", 20)
     children = eventually(lambda: children_file.exists() and children_of(children_file), 5)
     kill(*victims(home, "pool"))
-    cell.until_shown("taken the run over", 15)
+    cell.until_shown("taken over the run", 15)
     assert all(map(is_alive, children))
     go_file.touch()
     assert cell.wait(10).status == "ok"

@@ -229,7 +229,7 @@ def test_values_are_the_last_expressions_objects(kernel: Kernel):
 
 def test_value_that_can_not_travel_is_named_and_the_cell_succeeds(kernel: Kernel):
     reply = kernel.check("%%distributed -n 2\nimport threading\nthreading.Lock()")
-    assert "value stayed there" in reply.text
+    assert "value could not be sent" in reply.text
     assert "_thread.lock" in reply.text
 
 

@@ -216,7 +216,7 @@ def test_so_much_memory_chooses_the_type(scene: Scene):
             "has no 3 devices of one type with 40.0 GB of memory each. It has: 4",
         ),
         ("-n 1 --min-memory 40GB --type a10 --pool team", "and 0 of them have 40.0 GB; 1 are asked for"),
-        ("-n 1 --min-memory lots", "--min-memory 'lots' is no memory of a device"),
+        ("-n 1 --min-memory lots", "--min-memory 'lots' is not a memory size"),
     ):
         reply = scene.kernel.run(f"%%distributed {options}\nrank")
         assert words in reply.evalue, reply.story
@@ -340,7 +340,7 @@ def test_a_runs_pool_is_found_by_its_id(scene: Scene):
     assert "is being cancelled" in scene.sgpu("cancel", run[:8])
     assert "cancelled" in attached.wait().text
     said = scene.refused("cancel", "ffffffff")
-    assert "no run that goes on has an id that begins with 'ffffffff' in the pools local, cloud, team." in said
+    assert "no active run has an id that begins with 'ffffffff' in the pools local, cloud, team." in said
 
 
 def test_a_run_goes_on_when_its_pool_is_listed_no_more(scene: Scene):
@@ -404,8 +404,8 @@ def test_adding_a_pool_tells_each_failure_by_itself_and_writes_nothing(scene: Sc
     add = ("pool", "add")
     assert "nothing answers at" in scene.refused(*add, "x", nobody, "--key", where.key)
     wrong = scene.refused(*add, "x", where.address, "--key", new_key_pair().public)
-    assert "is not the pool x whose key you have: it could not prove that." in wrong
-    assert "Nothing was written; --no-check lists it all the same." in wrong
+    assert "could not prove that it is the pool x whose key you have." in wrong
+    assert "Nothing was written; --no-check adds it anyway." in wrong
     assert "this machine can't find the address of 'nowhere.invalid'" in scene.refused(
         *add, "x", "tcp://nowhere.invalid:1", "--key", where.key
     )
@@ -416,8 +416,8 @@ def test_adding_a_pool_tells_each_failure_by_itself_and_writes_nothing(scene: Sc
         scene.cloud.command("authorize", "ann", scene.keys.public)
     assert "the pool x does not admit your key. Send your public key" in said
     assert scene.keys.public in said
-    assert "its key is not one" in scene.refused(*add, "x", where.address, "--key", "short")
-    assert "there is a pool named 'team' already" in scene.refused(*add, "team", where.address, "--key", where.key)
+    assert "its key is invalid" in scene.refused(*add, "x", where.address, "--key", "short")
+    assert "a pool named 'team' is already in" in scene.refused(*add, "team", where.address, "--key", where.key)
     assert "its address is 'cloud:1'" in scene.refused(*add, "x", "cloud:1", "--key", where.key)
     assert scene.file.read_bytes() == before
 
@@ -439,7 +439,7 @@ def test_adding_listing_and_removing_a_pool(scene: Scene, new_kernel: Callable[[
     )
     assert said == (
         f"the pool third (reserved) is listed in {scene.file}. It answers, and has 4 a10 (24.1 GB), 2 h100 (85.5 GB), "
-        "16 CPU slots. It has no t4 now, which --types names. `--pool third` uses it.\n"
+        "16 CPU slots. It has no t4 now, although --types names it. `--pool third` uses it.\n"
     )
     try:
         assert read_pools(scene.file)[-1] == replace(
@@ -449,9 +449,9 @@ def test_adding_listing_and_removing_a_pool(scene: Scene, new_kernel: Callable[[
         kernel = new_kernel()
         assert "1 rank on third" in kernel.check("%%distributed -n 1 --type a10 --pool third\nrank").text
     finally:
-        assert "is listed no more. What runs there goes on." in scene.sgpu("pool", "remove", "third")
+        assert "is no longer listed. Its runs continue." in scene.sgpu("pool", "remove", "third")
     said = scene.sgpu("pool", "add", "later", "tcp://nowhere.invalid:1", "--key", where.key, "--no-check")
-    assert "It was not asked." in said
+    assert "It was not contacted." in said
     assert "can't find the address" in scene.sgpu("pool", "list")
     scene.sgpu("pool", "remove", "later")
 

@@ -174,21 +174,21 @@ def test_it_answers_on_every_ipykernel(home: Home, new_kernel: Callable[..., Ker
 @pytest.mark.parametrize(
     ("kind", "fields", "words"),
     [
-        ("nonsense", {}, "no question"),
-        ("apply", {}, "no question"),
-        ("apply", {"choice": {"gpus": "four"}}, "no question"),
-        ("kernel", {"kept": {"choice": 3}}, "no question"),
+        ("nonsense", {}, "This request is not valid"),
+        ("apply", {}, "This request is not valid"),
+        ("apply", {"choice": {"gpus": "four"}}, "This request is not valid"),
+        ("kernel", {"kept": {"choice": 3}}, "This request is not valid"),
         ("apply", {"choice": {"gpus": -1}}, "-1 is not a number of ranks"),
-        ("apply", {"choice": {"type": "toaster"}}, "'toaster' is no device type"),
+        ("apply", {"choice": {"type": "toaster"}}, "'toaster' is not a device type"),
         ("apply", {"choice": {"type": "a100"}}, "The pool has no A100. It has: 4 A10, 8 H100"),
-        ("apply", {"choice": {"type": "a10", "gpus": 5}}, "The pool has 4 A10, and 5 are asked for"),
+        ("apply", {"choice": {"type": "a10", "gpus": 5}}, "The pool has 4 A10, but 5 are requested"),
         ("apply", {"choice": {"gpus": 9}}, "The pool has 8 of one type"),
         ("apply", {"choice": {"pool": "team"}}, "no pool named 'team'"),
         ("apply", {"choice": {"gpus": 2, "type": "a10", "env_version": "nothing-like-it"}}, "nothing-like-it"),
-        ("apply", {"choice": {"dependencies": ["peft =="]}}, "is no requirement"),
-        ("apply", {"choice": {"dependencies": ["--index-url=http://evil"]}}, "is no requirement"),
+        ("apply", {"choice": {"dependencies": ["peft =="]}}, "is not a requirement"),
+        ("apply", {"choice": {"dependencies": ["--index-url=http://evil"]}}, "is not a requirement"),
         ("apply", {"choice": {"dependencies": ["p @ https://me:secret@host/p.whl"]}}, "password"),
-        ("apply", {"choice": {"removed": ["-r"]}}, "no package's name"),
+        ("apply", {"choice": {"removed": ["-r"]}}, "not a package name"),
         ("disconnect", {"name": "ghost"}, "no session 'ghost'"),
         ("disconnect", {}, "no session"),
     ],
@@ -277,7 +277,7 @@ def test_a_choice_that_asks_for_nothing_needs_no_confirmation(panel: Panel, kern
 
 
 def test_there_may_be_nothing_to_confirm(panel: Panel, kernel: Kernel):
-    assert "nothing that could be confirmed" in kernel.run("%sgpu_env --accept").evalue
+    assert "so there is nothing to confirm" in kernel.run("%sgpu_env --accept").evalue
     assert "alone" in kernel.run("%sgpu_env --accept --panel").evalue
 
 
@@ -300,7 +300,7 @@ def test_it_connects_while_a_cell_runs(panel: Panel, kernel: Kernel, blocked: Ca
     assert "ranks 2" in kernel.check(f"%%distributed\nx = rank\n{TELL}").text
     plan = panel.plan(choice(gpus=2, type="a10"), connect=True)
     assert plan["button"] == "Connect"
-    assert "connected with this already" in plan["sentences"][0]
+    assert "already connected with this choice" in plan["sentences"][0]
     # nothing of a choice matters in a session
     panel.state(foreign(gpus=8, type="h100"))
     assert "ranks 2" in kernel.check(f"%%distributed\n{TELL}").text
@@ -312,7 +312,7 @@ def test_another_choice_restarts_the_session_when_that_is_confirmed(panel: Panel
     kernel.check("%%distributed\nweights = [rank] * 3")
     plan = panel.plan(choice(gpus=4, type="a10"), connect=True)
     assert plan["loses"]
-    assert plan["sentences"] == ["Session main restarts: what its ranks have is lost (weights)."]
+    assert plan["sentences"] == ["Session main restarts: its ranks' variables are lost (weights)."]
     assert "Nothing was done" in panel.refused("apply", choice=choice(gpus=4, type="a10"), connect=True)
     assert panel.state(kept)["picture"]["sessions"][0]["words"] == "2 on A10"
     # the devices that the session gives back are enough for it
@@ -332,7 +332,7 @@ def test_a_cell_that_runs_in_the_session_is_named_before_it_is_stopped(panel: Pa
     )
     cell.until_shown("up")
     (words,) = panel.plan(choice(gpus=2, type="a10"), connect=True)["sentences"]
-    assert "epoch, which runs in it, is stopped" in words
+    assert "and what runs in it is stopped (epoch)" in words
     answer = panel.apply(choice(gpus=2, type="a10"), connect=True, confirmed=True)
     assert [session["words"] for session in answer["picture"]["sessions"]] == ["2 on A10"]
     assert cell.wait().status == "error"
@@ -479,8 +479,8 @@ def test_while_packages_are_installed_the_panel_goes_on(
         assert time.monotonic() - began < 10
         # the index has not answered within two seconds
         assert plan["sentences"] == [
-            "1 package and what it needs will be installed, in this notebook's environment.",
-            "Session main restarts: what its ranks have is lost (weights).",
+            "1 package and its dependencies will be installed, in this notebook's environment.",
+            "Session main restarts: its ranks' variables are lost (weights).",
         ]
         answer = panel.begin("apply", choice=wanted, connect=True, confirmed=True)
         eventually(lambda: panel.state()["installing"], 30, "it installs")

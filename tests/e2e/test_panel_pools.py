@@ -97,7 +97,7 @@ def test_the_chosen_one_is_followed_as_this_machines_own(
     page.order("cancel-run", run_id=run, pool="team")
     said = page.until_said()
     assert not said["ok"]
-    assert said["text"].startswith("No run that is going on here has an id that begins with")
+    assert said["text"].startswith("No run that is active here has an id that begins with")
     bob.client.pool.cancel(run, "by bob")
     page.until(lambda: page.row(run).get("state") == "cancelled")
     # and what is of this user is cancelled
@@ -117,7 +117,7 @@ def test_one_that_is_away_says_so_with_a_button_and_holds_up_no_other(
     page = open_page("gone")
     picture = page.until_state("lost")
     assert picture["sentence"].startswith("The pool gone can't be reached: nothing answers at tcp://127.0.0.1:")
-    assert (picture["remedy"], picture["remedy_words"]) == ("retry", "Look again")
+    assert (picture["remedy"], picture["remedy_words"]) == ("retry", "Check again")
     page.order("start-pool", pool="gone")
     said = page.until_said()
     assert not said["ok"]

@@ -430,7 +430,7 @@ def test_a_killed_pool_is_lost_and_started_again_by_the_page(new_home: Callable[
         assert home.pool_pid() not in (None, pid)
         os.kill(home.pool_pid() or 0, signal.SIGTERM)
         picture = page.until_state("none")
-        assert "given its processes back" in picture["sentence"]
+        assert "it has shut down" in picture["sentence"]
         page.close()
     finally:
         server.close()
@@ -450,7 +450,7 @@ def test_a_pool_that_does_not_answer_is_lost_until_it_does(new_home: Callable[..
         os.kill(pid, signal.SIGSTOP)
         try:
             picture = page.until_state("lost", 15)
-            assert (picture["remedy"], picture["remedy_words"]) == ("retry", "Look again")
+            assert (picture["remedy"], picture["remedy_words"]) == ("retry", "Check again")
             assert "did not answer within 5 s" in picture["sentence"]
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -471,7 +471,7 @@ def test_broken_settings_are_a_sentence_until_they_are_mended(new_home: Callable
         page = ServedPage(server)
         page.order("watch")
         picture = page.until_state("problem")
-        assert "'nonsense', which is no setting" in picture["sentence"]
+        assert "'nonsense', which is not a setting" in picture["sentence"]
         assert picture["remedy"] == "retry"
         page.order("start-pool")
         assert page.until_said()["ok"] is False

@@ -144,7 +144,7 @@ def test_fresh_runs_have_processes_of_their_own_on_the_same_lease(session: Clien
 def test_not_to_wait_for_a_busy_session(session: ClientSession):
     busy = session.begin("import time\nprint('in', flush=True)\ntime.sleep(30)", name="train")
     busy.wait_for(OutputWritten)
-    with pytest.raises(CapacityError, match=r"\(train\) is still running in its session, and the run was not to wait"):
+    with pytest.raises(CapacityError, match=r"\(train\) is still running in its session, and the run does not wait"):
         session.begin("1", wait_s=0.0)
     busy.run.cancel("it was interrupted")
     busy.ended()
@@ -192,7 +192,7 @@ def test_submitting_from_threads_leaves_the_umask_alone(session: ClientSession):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"ranks": 3}, "session work has 2 ranks, and the run is made for 3"),
+        ({"ranks": 3}, "session work has 2 ranks, and the run asks for 3"),
         ({"only": (0, 5)}, "session work has ranks 0 to 1, and the cell names 5"),
         ({"ranks": 3, "fresh": True}, "asks for 3 new ones"),
     ],
@@ -223,7 +223,7 @@ def test_what_a_session_and_its_cells_can_not_do(client: PoolClient, session: Cl
 def test_a_session_that_has_ended_says_when_and_why(client: PoolClient):
     session = client.connect(1)
     session.end()
-    remedy = "Begin another with %sgpu_connect."
+    remedy = "Start another with %sgpu_connect."
     with pytest.raises(SessionError, match=rf"session work .*ended.*: %sgpu_disconnect\. {remedy}"):
         session.begin("1")
 
@@ -253,7 +253,7 @@ def test_cells_end_with_their_session(client: PoolClient):
     waits(waiting)
     assert session.end().state is RunState.CANCELLED
     assert waiting.ended().state is RunState.CANCELLED
-    assert waiting.ended().reason == "session work ended before it could begin: %sgpu_disconnect"
+    assert waiting.ended().reason == "session work ended before the run could start: %sgpu_disconnect"
     assert inside.ended().state is RunState.CANCELLED
     assert fresh.ended().state is RunState.CANCELLED
     assert "session" in fresh.ended().reason
@@ -449,7 +449,7 @@ def test_a_killed_agent_ends_the_session_and_all_its_cells(new_home: Callable[..
         failure = waiting.ended().failure
         assert failure is not None
         assert failure.kind is FailureKind.SESSION
-        assert "session work ended before it could begin: the agent on this machine ended unexpectedly" in (
+        assert "session work ended before the run could start: the agent on this machine ended unexpectedly" in (
             failure.message
         )
         with pytest.raises(SessionError, match="session work ended at"):

@@ -46,9 +46,9 @@ def sgpu(home: Home, variables: Mapping[str, str], *arguments: str) -> subproces
 
 def test_a_wrong_token_is_told_at_once(head: RayHead):
     began = time.monotonic()
-    with pytest.raises(PoolError, match="refuses the token"):
+    with pytest.raises(PoolError, match="rejected the token"):
         JobsApi(head.dashboard, {**head.variables, "RAY_AUTH_TOKEN": "0" * 64}).check()
-    with pytest.raises(PoolError, match="wants its token"):
+    with pytest.raises(PoolError, match="requires its token"):
         JobsApi(head.dashboard, {"HOME": "/nowhere"}).check()
     assert time.monotonic() - began < 2
 
@@ -95,7 +95,7 @@ def test_a_pool_is_deployed_used_and_undeployed(head: RayHead):
         assert match is not None, done.stdout
         again = sgpu(user.home, head.variables, "pool", "deploy", *arguments)
         assert again.returncode != 0
-        assert "runs on the Ray cluster" in again.stderr
+        assert "is already running on the Ray cluster" in again.stderr
 
         user.entry = replace(user.entry, name=match["name"], address=match["address"], key=match["key"])
         add_pool(user.entry, user.home.path / "pools.toml")

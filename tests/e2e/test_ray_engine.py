@@ -138,7 +138,7 @@ def test_what_ray_does_not_grant_is_told(client: PoolClient, pool: RayPool, clus
     try:
         run = client.begin("7", ranks=2, device_type="a10")
         reason = reason_of(run, "Ray has not granted")
-        assert "each needs 1 CPU beside it" in reason, reason
+        assert "each also needs 1 CPU" in reason, reason
         waiting = client.begin("8", ranks=4, device_type="a10")
         waiting.run.cancel("the test")
         assert waiting.ended().state is RunState.CANCELLED

@@ -334,7 +334,7 @@ def test_without_ray_one_paragraph_says_what_to_do(kernel: Kernel, home: Home):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--ranks 0", "has no --ranks: its Ray cluster is started on new ranks"),
+        ("--ranks 0", "has no --ranks: its Ray cluster starts on new ranks"),
         ("--session work", "has no --session"),
         ("--profile", "has no --profile"),
         ("--out a:all", "only rank 0 runs the cell"),

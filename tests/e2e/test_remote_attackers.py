@@ -149,7 +149,7 @@ def test_a_key_that_others_can_read_is_not_used(served: ServedPool):
 def test_who_is_not_the_pool_is_not_spoken_to(served: ServedPool):
     """Another key than the one that was told: somebody in between, or another machine at its address."""
     false = served.user("fooled", listed=False, key=new_key_pair().public)
-    with pytest.raises(KeyRefused, match="is not the pool team whose key you have"):
+    with pytest.raises(KeyRefused, match="could not prove that it is the pool team whose key you have"):
         false.client.pool.status()
 
 
@@ -283,7 +283,7 @@ def test_a_frame_larger_than_allowed_ends_its_connection(
     # the socket connects again, as a stranger who has not said hello
     assert made.answer(1000) is None
     assert resident_mb(served.pid) < before + 100
-    with pytest.raises(UsageError, match="MB may be"):
+    with pytest.raises(UsageError, match="MB are possible"):
         ann.client.pool.link().send(AskStatus(request=9), [bytes(MAX_FRAME_BYTES + 1)])
 
 
@@ -414,7 +414,7 @@ def test_files_and_memory_of_the_pools_machine_are_no_payload(
     made.say(submission(new_id(), source))
     answer = made.answer()
     assert isinstance(answer, Refused)
-    assert "lies in files of the notebook's machine" in answer.message
+    assert "is in files on the notebook's machine" in answer.message
 
 
 @pytest.mark.parametrize("run_id", ["../../x", "..", "", "/tmp/xxxx", "abcd1234/../x"])
@@ -427,7 +427,7 @@ def test_a_run_id_that_is_a_path_is_refused(
     made.say(submission(run_id, InlinePayload()), b"")
     answer = made.answer()
     assert isinstance(answer, Refused)
-    assert "id is not valid" in answer.message
+    assert "ID is invalid" in answer.message
     assert set(served.home.runs) == runs
 
 

@@ -181,7 +181,7 @@ def test_a_long_upload_says_how_far_it_is(served: ServedPool, line: Proxy):
         kernel.check("%%distributed --gpus 1 --pool team\nprint('known')")
         line.slow(12 * MB)
         cell = kernel.start("%%distributed --gpus 1 --pool team\nprint(len(x))")
-        far = re.compile(r"sgpu: sending variables to team: [\d.]+ MB of 32\.0 MB are there$", re.MULTILINE)
+        far = re.compile(r"sgpu: sending variables to team: [\d.]+ MB of 32\.0 MB sent$", re.MULTILINE)
         cell.until(lambda: far.search(cell.reply.text), what="how far it is")
         reply = cell.wait()
         assert reply.lines(0) == ["4000000"], reply.story
@@ -241,11 +241,11 @@ def test_a_notebook_on_a_pool_of_another_machine(ann: RemoteUser):
 def test_bytes_of_another_digest_are_refused(ann: RemoteUser, served: ServedPool):
     link = ann.client.pool.link()
     said = hashlib.blake2b(b"right", digest_size=32).hexdigest()
-    with pytest.raises(UsageError, match="does not have the digest that was said"):
+    with pytest.raises(UsageError, match="does not have the digest that was announced"):
         put(link, said, b"wrong")
     assert held(ann, ((said, 5),)) == (0,)
     assert not list((served.home.state / "blobs").rglob(f"*{said[2:]}"))
-    with pytest.raises(UsageError, match="chunks of another size"):
+    with pytest.raises(UsageError, match="a chunk of an upload has the wrong size"):
         put(link, said, b"x" * (CHUNK_BYTES + 1))
 
 
@@ -282,7 +282,7 @@ def test_a_run_gets_no_blob_of_another_user(ann: RemoteUser, ben: RemoteUser):
         assert item is not None
         last = item[0]
     assert last.body.state is RunState.FAILED
-    assert "not in the pool's store" in last.body.failure.message
+    assert "no longer in the pool's store" in last.body.failure.message
 
 
 def test_only_ones_own_runs_files_are_read(ann: RemoteUser, ben: RemoteUser):
@@ -302,7 +302,7 @@ def test_what_no_file_has_costs_nobody_the_answers(ann: RemoteUser, served: Serv
     run = ann.client.begin("print('mine')", ranks=1)
     run.ended()
     link = ann.client.pool.link()
-    with pytest.raises(UsageError, match="outside of the file"):
+    with pytest.raises(UsageError, match="outside the file"):
         ask(link, ReadRunFile, run=run.run_id, name="rank-0.log", offset=1 << 63)
     with open(served.home.state / "runs" / run.run_id / "events.msgpack", "ab") as events:
         events.write(struct.pack("<IQ", 1, 1) + b"\x01")

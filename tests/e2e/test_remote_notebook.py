@@ -74,7 +74,7 @@ def test_a_sweep_goes_on_after_a_gap_that_is_longer_than_the_wait_for_an_answer(
     cell.until((ann.home.work / "at").exists)
     line.cut()
     (ann.home.work / "cut").touch()
-    cell.until_shown("the pool does not answer, further items wait", 30)
+    cell.until_shown("the pool does not answer; further items wait", 30)
     line.mend()
     reply = cell.wait(90)
     assert reply.status == "ok", reply.story
@@ -128,7 +128,7 @@ def test_a_user_whose_key_is_revoked_is_told_that_at_once(served: ServedPool):
         served.command("revoke", "eve")
         reply = cell.wait(10)
         assert (reply.status, reply.ename) == ("error", "NodeLost"), reply.story
-        assert "this notebook can't follow the run any more" in reply.evalue
+        assert "this notebook can no longer follow the run" in reply.evalue
         assert "does not admit your key" in reply.evalue
     finally:
         served.command("authorize", "eve", eve.keys.public)
@@ -137,6 +137,7 @@ def test_a_user_whose_key_is_revoked_is_told_that_at_once(served: ServedPool):
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_ten_minutes_without_a_line_cost_time_only():
     """With the default patience of both sides."""

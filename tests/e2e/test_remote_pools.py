@@ -139,7 +139,7 @@ def test_a_line_that_swallows_everything_is_told_and_caught_up(
     stream = io.StringIO()
     followed = Followed(run.run, view, TerminalPublisher(view, stream), client.pool)
     followed.look_at_link()
-    told = f"the link to the pool team ({line.address}) has been silent for more than 10.0 s; the run goes on there"
+    told = f"the link to the pool team ({line.address}) has been silent for more than 10.0 s; the run continues there"
     assert told in render_text(view)
     assert told in render_html(view)
     eventually(lambda: "120\n" in served.home.log(run.run_id, 0), 20, "the run does not go on")
@@ -268,7 +268,7 @@ def test_each_user_has_the_own_runs_and_sees_rows_of_the_others(served: ServedPo
     ):
         with pytest.raises(RunUnknown):
             question(ben.client)
-    with pytest.raises(PoolError, match="user ben may not stop this pool"):
+    with pytest.raises(PoolError, match="user ben is not allowed to stop this pool"):
         ben.client.pool.stop(force=True)
     # an admin ends it, and looks into nothing
     for question in (lambda who: who.pool.attach(run.run_id), lambda who: who.pool.stacks(run.run_id)):

@@ -86,7 +86,7 @@ def test_a_detached_replay_goes_on_by_itself(home: Home, kernel: Kernel):
     kernel.check("%%distributed -n 1 --name long\nprint('once more')")
     run_id = settled(home)
     text = sgpu(home, "replay", run_id, "--detach", "--name", "again")
-    assert "goes on without this notebook" in text
+    assert "continues without this notebook" in text
     again = home.run_named("again")
     eventually(lambda: home.ledger()[again].state == "succeeded", 20, "the replay ends")
     assert home.log(again, 0) == "once more\n"
@@ -174,7 +174,7 @@ def test_the_working_directory_is_the_runs_or_the_difference_is_told(home: Home,
         place.rmdir()
     text = sgpu(home, "replay", run_id)
     if present == "gone":
-        assert f"its directory {place} is not there" in text
+        assert f"its directory {place} does not exist here" in text
         assert f"in {home.work.name}" in text
     else:
         assert f"in {place.name}" in text
@@ -218,5 +218,5 @@ def test_a_replay_runs_in_the_python_that_the_run_had(home: Home, other_python: 
     assert f"1.0 {prefix}" in text
     assert "packages" not in text
     text = sgpu(home, "replay", run_id, "--here", status=1)
-    assert "packages that are not here: tinypkg 1.0" in text
+    assert "packages that are not installed here: tinypkg 1.0" in text
     assert "No module named 'tinypkg'" in text

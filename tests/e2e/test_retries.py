@@ -123,7 +123,7 @@ def test_a_group_is_started_again_when_what_held_it_was_killed(kernel: Kernel, h
         first = home.pool_pid()
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        cell.until_shown("has taken the run over", 20)
+        cell.until_shown("has taken over the run", 20)
     if "agent" in which:
         (agent,) = home.agent_pids()
         os.kill(agent, signal.SIGKILL)

@@ -209,7 +209,7 @@ def test_a_rank_submits_no_run(home: Home):
     )
     code, _, err = run(home, "run", "nested.py", "-n", "4", "--type", "a10")
     assert code == 2, err
-    assert re.search(r"UsageError: rank \d of run [0-9a-f]{4} asks for run f, and a run can't start another", err)
+    assert re.search(r"UsageError: rank \d of run [0-9a-f]{4} tried to start run f, but a run can't start another", err)
     # what a rank starts is of the run too
     (home.work / "inner.ipynb").unlink(missing_ok=True)
     saved(home, "inner.ipynb", "%%distributed -n 1 --type cpu\npass")
@@ -331,7 +331,7 @@ def test_no_room_is_code_3_and_is_tried_again(home: Home):
     assert code == 3, err
     assert "CapacityError" in err
     assert err.count("waits.ipynb: ended with code 3") == 2
-    assert "it is run again in 3.0 s (0 more after that)" in err
+    assert "retrying in 3.0 s (0 more after that)" in err
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=40)
     assert first.returncode == 130
@@ -397,17 +397,17 @@ def test_killed_it_leaves_nothing_behind(home: Home):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian.ipynb"], ["trian.ipynb is not there", "Is train.ipynb meant?"]),
+        (["trian.ipynb"], ["trian.ipynb does not exist", "Did you mean train.ipynb?"]),
         (["train.ipynb", "-p", "lr"], ["-p"]),
-        (["train.ipynb", "-p", "for=1"], ["'for' is no name"]),
+        (["train.ipynb", "-p", "for=1"], ["'for' is not a name"]),
         (["train.ipynb", "--type", "not a type"], ["type"]),
         (["train.ipynb", "--timeout", "soon"], ["timeout", "90s"]),
         (["train.ipynb", "--kernel", "julia-9"], ["there is no kernel 'julia-9'", "python3"]),
         (["train.ipynb", "--max-cost", "-1"], ["max_cost"]),
         (["train.ipynb", "--", "--lr", "1"], ["takes no arguments"]),
         (["script.py", "-p", "lr=1"], ["is a script"]),
-        (["nonsense.ipynb"], ["is no notebook"]),
-        (["typo.yaml"], ["hardware_acelerator", "is 'hardware_accelerator' meant?"]),
+        (["nonsense.ipynb"], ["is not a notebook"]),
+        (["typo.yaml"], ["hardware_acelerator", "did you mean 'hardware_accelerator'?"]),
         (["kind.yaml"], ["gpus", "int"]),
         (["both.yaml"], ["leave gpus and type out"]),
         (["name.yaml"], ["GPU_8xH100"]),
@@ -459,7 +459,7 @@ def test_detached_it_goes_on_without_its_shell(home: Home):
                            start_new_session=True)  # fmt: skip
     out = shell.stdout.decode()
     assert shell.returncode == 0, shell.stderr
-    found = re.match(r"job ([0-9a-f]{4}) goes on without this terminal: process (\d+)\n", out)
+    found = re.match(r"job ([0-9a-f]{4}) continues without this terminal: process (\d+)\n", out)
     assert found is not None, out
     job, pid = found[1], int(found[2])
     assert os.getsid(pid) == pid

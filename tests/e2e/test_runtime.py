@@ -86,7 +86,7 @@ def test_air_has_the_checkpoints_of_its_run(kernel: Kernel):
 def test_where_no_run_is_it_says_so(kernel: Kernel):
     reply = kernel.run("from sgpu_magic import runtime\nruntime.checkpoint_dir()")
     assert reply.ename == "UsageError"
-    assert "there is no run here" in reply.traceback
+    assert "this process is not in a run" in reply.traceback
     assert "%%distributed" in reply.traceback
     assert kernel.value("runtime.get_restart_count()") == 0
     kernel.check(f"import os; os.environ['SGPU_CHECKPOINT_DIR'] = {str(kernel.home.work / 'mine')!r}")

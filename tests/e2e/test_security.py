@@ -134,7 +134,7 @@ def test_a_runtime_directory_of_somebody_else_is_not_used(home: Home, tmp_path: 
         env=home.environ | {"SGPU_RUNTIME_DIR": str(trap)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode != 0
-    assert f"{trap} is not a directory of yours" in done.stderr
+    assert f"{trap} is not a directory that you own" in done.stderr
     assert list((tmp_path / "real").iterdir()) == []
 
 
@@ -257,7 +257,7 @@ def test_a_run_id_that_is_a_path_is_refused(kernel: Kernel, home: Home, dealer: 
     answer = dealer.answer()
     assert isinstance(answer, Refused)
     assert answer.request == 7
-    assert "id is not valid" in answer.message
+    assert "ID is invalid" in answer.message
     assert {path for path in found() - before if "ledger" not in path.name} == set()
 
 

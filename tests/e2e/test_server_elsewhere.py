@@ -143,7 +143,7 @@ def test_a_killed_pool_service_is_told_and_the_next_one_followed(
     page = Page(server, cell.path)
     page.until(lambda: len(page.rows) > 10, 20, "few lines")
     pool.kill()
-    page.until(lambda: "the pool team can't be asked now" in json.dumps(page.snapshot), 30, "it is not told")
+    page.until(lambda: "the pool team can't be reached now" in json.dumps(page.snapshot), 30, "it is not told")
     # a page that comes now has the run as well; of those that have ended nobody need be asked
     listed = {run["run_id"]: run["final"] for run in server.get(f"sgpu/runs?kernel={kernel.id}").body}
     assert not listed.pop(cell.run_id)
@@ -166,7 +166,7 @@ def test_a_run_that_its_pool_has_forgotten_is_over(
     shutil.rmtree(pool.home.run_dir(run_id))
     page = Page(server, f"sgpu/runs/{run_id}")
     page.until(lambda: page.is_final, 20, "it goes on for ever")
-    assert "the pool team does not have this run any more" in json.dumps(page.snapshot)
+    assert "the pool team no longer has this run" in json.dumps(page.snapshot)
 
 
 @pytest.mark.usefixtures("kernel")

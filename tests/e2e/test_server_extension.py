@@ -198,7 +198,7 @@ def test_cancel_works_within_a_second_while_the_cell_blocks(server: JupyterServe
 def test_outputs_are_refused_while_the_run_goes_on(server: JupyterServer, running: RunningCell):
     refused = server.get(f"{running.path}/outputs")
     assert refused.status == 409
-    assert refused.body["message"] == "the run goes on."
+    assert refused.body["message"] == "the run has not ended yet."
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_run_whose_pool_was_killed_is_over(server: JupyterServer, kernel: Serv
         lambda: (found := server.get(f"sgpu/runs/{run_id}/outputs")).status == 200 and found, 30, "it goes on for ever"
     )
     text = "".join(answer.body["outputs"][0]["data"]["text/plain"])
-    assert "the pool service ended while the run was going on" in text
+    assert "the pool service ended while the run was active" in text
     assert f"%sgpu_attach {run_id[:4]}" in text
     # the kernel's next run starts another pool
     kernel.run("%%distributed -n 1 --ui none\npass")
@@ -298,7 +298,7 @@ def test_a_link_out_of_the_runs_is_not_followed(server: JupyterServer, kernel: S
     finally:
         link.unlink()
     assert answer.status == 404
-    assert "this machine has no directory of a run abcd" in answer.body["message"]
+    assert "this machine has no directory for run abcd" in answer.body["message"]
 
 
 # ------------------------------------------------------------ its own manners
@@ -327,7 +327,7 @@ def test_runs_that_nobody_looks_at_are_forgotten(tmp_path: Path):
     followers.drop_idle()
     assert followers._followers == {}
     assert followers.get("0123abcd") is not first
-    with pytest.raises(RunNotHere, match="no directory of a run"):
+    with pytest.raises(RunNotHere, match="no directory for run"):
         followers.get("../0123abcd")
 
 

@@ -103,7 +103,7 @@ def test_errors_come_as_their_own_types(home: Home):
         "    try:\n"
         "        sgpu_magic.connect(2)\n"
         "    except sgpu_magic.errors.UsageError as error:\n"
-        "        print('connected already' in error.message)\n"
+        "        print('already connected' in error.message)\n"
         "    print(session.run('world_size', ui='none').values)\n"
         "try:\n"
         "    session.run('1')\n"

@@ -191,7 +191,7 @@ def test_the_newer_value_counts(session: Kernel):
 def test_the_notebook_having_another_value_is_said_once(session: Kernel):
     session.check("step = 0")
     session.check("%%distributed\nstep += 1")
-    assert "`step` is the ranks' own" in session.check("%%distributed\nprint(step)").text
+    assert "`step` keeps the ranks' value" in session.check("%%distributed\nprint(step)").text
     assert "ranks' own" not in session.check("%%distributed\nprint(step)").text
 
 
@@ -242,7 +242,7 @@ def test_an_error_in_one_rank_keeps_everybodys_variables(session: Kernel):
     # the session's view says it at any speed; the cell's output only where it took less than half a second
     after = session.start("pass")
     (view,) = [view for view in session.front_end.views.values() if view.snapshot["name"] == "session main"][-1:]
-    after.until(lambda: "connected anew: ranks were freed from a collective" in view.text, 10, "the session's note")
+    after.until(lambda: "reconnected: ranks were released from a collective" in view.text, 10, "the session's note")
     after.wait()
     pids = set(session.home.rank_pids())
     second = by_rank(session.check(f"%%distributed\n{TRAIN}"))

@@ -44,7 +44,7 @@ def test_stacks_of_a_run_are_grouped_by_what_the_ranks_do(kernel: Kernel, new_ke
         assert lines[0] == f"run {run[:4]}"
         assert "ranks 0, 2, 3 wait in all_reduce #2 Cell In[N], line 11 dist.all_reduce(t)" in lines
         assert "rank 1 is in load_batch Cell In[N], line 5 time.sleep(600)" in lines
-        assert "rank 1 has not come to all_reduce #2" in lines
+        assert "rank 1 has not reached all_reduce #2" in lines
         # the whole stacks, from the cell's first line on
         at = lines.index("rank 1 is in load_batch")
         assert lines[at + 1 : at + 5] == [
@@ -54,7 +54,7 @@ def test_stacks_of_a_run_are_grouped_by_what_the_ranks_do(kernel: Kernel, new_ke
             "time.sleep(600)",
         ]
         assert "rank.py" not in reply.text
-        assert "not come to all_reduce #2" in reply.html
+        assert "not reached all_reduce #2" in reply.html
     done = subprocess.run(
         [sys.executable, "-m", "sgpu_magic.cli", "stacks", run[:5]],
         env=kernel.home.environ,
@@ -63,7 +63,7 @@ def test_stacks_of_a_run_are_grouped_by_what_the_ranks_do(kernel: Kernel, new_ke
         timeout=30,
         check=True,
     )
-    assert "rank 1 has not come to all_reduce #2" in done.stdout
+    assert "rank 1 has not reached all_reduce #2" in done.stdout
     kernel.interrupt()
     assert cell.wait(10).status == "error"
 
@@ -85,7 +85,7 @@ def test_the_view_says_by_itself_that_ranks_wait_and_takes_it_back(kernel: Kerne
     cell.until_shown("no progress for")
     shown = plain_lines(cell.reply.text)
     assert any(text.startswith("rank 0 waits in all_reduce #2") for text in shown), cell.reply.story
-    assert any("rank 1 has not come to all_reduce #2 · %sgpu_stacks shows everything" in text for text in shown)
+    assert any("rank 1 has not reached all_reduce #2 · %sgpu_stacks shows everything" in text for text in shown)
     (home.work / "go-on").touch()
     cell.until(lambda: "no progress" not in cell.reply.text, 10, "it is taken back")
     (home.work / "end").touch()
@@ -99,7 +99,7 @@ def test_the_view_says_by_itself_that_ranks_wait_and_takes_it_back(kernel: Kerne
 def test_a_time_limit_shows_where_the_ranks_were(kernel: Kernel):
     reply = kernel.run(f"%%distributed -n 2 --timeout 2s\n{ONE_IS_MISSING}")
     assert reply.ename == "RunTimeout"
-    assert "rank 1 has not come to all_reduce #2" in reply.evalue
+    assert "rank 1 has not reached all_reduce #2" in reply.evalue
     text = " ".join(reply.text.split())
     assert "timed out" in text
     assert "rank 0 waits in all_reduce #2" in text
@@ -147,4 +147,4 @@ def test_runs_without_ranks_have_no_stacks(kernel: Kernel):
     assert kernel.run("%sgpu_stacks ffff").ename == "RunUnknown"
     kernel.check("%%distributed -n 1\npass")
     # its ranks take a moment to leave
-    eventually(lambda: kernel.run("%sgpu_stacks").ename == "RunUnknown", 5, "no run is going on")
+    eventually(lambda: kernel.run("%sgpu_stacks").ename == "RunUnknown", 5, "no run is active")

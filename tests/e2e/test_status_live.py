@@ -131,7 +131,7 @@ def test_unloading_ends_it(new_kernel: Callable[..., Kernel], gate: Path, starte
     assert sorted(threads(other)) == ["sgpu-status", "sgpu-view"]
     other.check("%unload_ext sgpu_magic")
     assert threads(other) == []
-    assert f"run {run_id[:4]} goes on" in view.reply.text
+    assert f"run {run_id[:4]} continues" in view.reply.text
     gate.touch()
 
 
@@ -217,7 +217,7 @@ def test_a_run_that_goes_on_is_shown_once_where_nobody_looks(kernel: Kernel, gat
         kernel.client.allow_stdin = True
         gate.touch()
     assert "[1] waits 1" in reply.text
-    assert f"run {run_id[:4]} goes on; %sgpu_status {run_id[:4]}" in reply.text
+    assert f"run {run_id[:4]} continues; %sgpu_status {run_id[:4]}" in reply.text
     assert threads(kernel) == []
 
 

@@ -172,7 +172,7 @@ def test_a_dead_server_costs_a_run_nothing_but_a_sentence(pool: TrackedPool):
     following = pool.begin("pass", tracking=dead)
     assert following.ended().state is RunState.SUCCEEDED
     (told,) = [event.text for event in following.events if isinstance(event, Noted)]
-    assert told.startswith(f"run {run.run_id[:4]}, before this one: ")
+    assert told.startswith(f"earlier run {run.run_id[:4]}: ")
     assert "127.0.0.1:9 does not work" in told
     go = pool.home.work / "go"
     longer = pool.begin(WAIT.format(go=go), tracking=dead)

@@ -147,7 +147,7 @@ def test_large_code_is_told_and_too_large_code_refused(notebook: Kernel):
     (package / "__init__.py").write_text("")
     (package / "weights.bin").write_bytes(bytes(2_000_000))
     reply = notebook.check("%%distributed -n 1\nimport large")
-    assert "2.0 MB of local code travel along" in reply.text
+    assert "2.0 MB of local code are sent with the run" in reply.text
     (package / "more.bin").write_bytes(bytes(2_000_000))
     reply = notebook.run("%%distributed -n 1\nimport large")
     assert "weights.bin (2.0 MB)" in reply.evalue

@@ -90,16 +90,16 @@ def test_the_files_of_a_folder(data: Path):
 def test_links_that_lead_out_are_refused(data: Path, tmp_path: Path):
     (tmp_path / "secret").write_text("mine")
     (data / "train/out").symlink_to("../../secret")
-    with pytest.raises(UsageError, match=r"train/out leads out of it, to .*/secret"):
+    with pytest.raises(UsageError, match=r"train/out points outside it, to .*/secret"):
         find_files(data)
     (data / "train/out").unlink()
     (data / "train/loop").symlink_to("..")
-    with pytest.raises(UsageError, match="leads to a folder that it lies in"):
+    with pytest.raises(UsageError, match="leads to a folder that contains it"):
         find_files(data)
     (data / ".sgpuignore").write_text("loop\n")
     find_files(data)
     os.mkfifo(data / "pipe")
-    with pytest.raises(UsageError, match="is no file and no folder"):
+    with pytest.raises(UsageError, match="is neither a file nor a folder"):
         find_files(data)
 
 
@@ -143,13 +143,13 @@ def test_here_it_is_the_folder_itself(kernel: Kernel, home: Home):
     assert reply.lines(1) == [f"{folder} as it is"]
     assert "there is no such folder" in kernel.run(f"%%distributed --upload dato\n{body}").evalue
     assert (
-        "names none of what went along"
+        "matches none of this run's uploads"
         in kernel.run(f"%%distributed -n 1 --upload data\n{body.replace('data', 'dato')}").text
     )
     # in the notebook itself too, and in a session from the cell on that has brought it
     assert kernel.value("str(__import__('sgpu_magic.runtime').runtime.upload_path('data'))") == str(folder)
     kernel.check("%sgpu_connect -n 2 --type cpu --ui none")
-    assert "nothing went along" in kernel.run(f"%%distributed\n{body}").text
+    assert "this run has no uploads" in kernel.run(f"%%distributed\n{body}").text
     assert kernel.check(f"%%distributed --upload data\n{body}").lines(1) == [f"{folder} as it is"]
     assert kernel.check(f"%%distributed\n{body}").lines(0) == [f"{folder} as it is"]
     kernel.check("%sgpu_disconnect")

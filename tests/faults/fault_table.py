@@ -174,7 +174,7 @@ _AGENT_LOST = Ending("failed", "NodeLost", _AGENT_ENDED)
 _ZYGOTE_LOST = Ending("failed", "WorkerDied", _ZYGOTE_ENDED)
 _POOL_STOPPED = Ending("cancelled", "RunCancelled", _STOPPED)
 _TIMED_OUT = Ending(
-    "timed out", "RunTimeout", "its time limit of 4 s is over", within_s=_TIMEOUT_S + GRACE_S + _SLACK_S
+    "timed out", "RunTimeout", "its time limit of 4 s is reached", within_s=_TIMEOUT_S + GRACE_S + _SLACK_S
 )
 _BOTH_LOST = Ending("failed", "NodeLost", _BOTH_ENDED, within_s=_COLD_S)
 # only the next pool service can say so, and nobody is left to hear it
@@ -218,7 +218,7 @@ FAULTS: dict[str, Fault] = {
     "pool-killed": Fault(
         _kill("pool"),
         _everywhere(WHOLE, queued=Expected(WHOLE, ahead=WHOLE), stopping=SAVED),
-        until_over="has taken the run over",
+        until_over="has taken over the run",
     ),
     "pool-ended": Fault(
         _end_pool,

@@ -105,7 +105,10 @@ def assert_says(ended: RunEnded, callback: str) -> None:
     assert ended.state is RunState.FAILED
     assert ended.failure is not None
     assert ended.failure.kind is FailureKind.INTERNAL
-    assert f"met a fault of sgpu-magic: Planted: planted in {callback}" in ended.failure.message
+    assert (
+        f"an internal error in the agent on {socket.gethostname()}: Planted: planted in {callback}"
+        in ended.failure.message
+    )
     assert "pool.log" in ended.failure.message
 
 

@@ -50,7 +50,7 @@ class Damage(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Damage())
 """
-SAYS = "a fault in the pool service (RuntimeError: planted)"
+SAYS = "an internal error in the pool service (RuntimeError: planted)"
 
 
 @dataclass

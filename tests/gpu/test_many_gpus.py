@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_come_is_named(kernel: Kernel, go: Callable[[], Non
     cell = kernel.start(f"%%distributed -n 2\n{ONE_IS_MISSING}")
     cell.until_shown("no progress for", 60)
     shown = [" ".join(line.split()) for line in cell.reply.text.splitlines()]
-    assert any(re.search(r"rank 1 has not come to all_reduce #2", line) for line in shown), cell.reply.story
+    assert any(re.search(r"rank 1 has not reached all_reduce #2", line) for line in shown), cell.reply.story
     go()
     cell.until(lambda: "no progress" not in cell.reply.text, 30, "it is taken back")
     assert cell.wait(60).status == "ok", cell.reply.story
@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_come_is_named(kernel: Kernel, go: Callable[[], Non
 def test_a_time_limit_says_where_the_ranks_were(kernel: Kernel):
     reply = kernel.run(f"%%distributed -n 2 --timeout 12s\n{ONE_IS_MISSING}", 90)
     assert reply.ename == "RunTimeout", reply.story
-    assert "rank 1 has not come to all_reduce #2" in reply.evalue
+    assert "rank 1 has not reached all_reduce #2" in reply.evalue
     sums(kernel, 2, "-n 2")
 
 
@@ -132,7 +132,7 @@ def test_stacks_tell_who_waits_for_whom(kernel: Kernel, new_kernel: Callable[...
     cell = kernel.start(f"%%distributed -n 2\n{ONE_IS_MISSING}")
     for rank in (0, 1):
         cell.until_shown(f"[{rank}] up", 60)
-    eventually(lambda: "not come to all_reduce #2" in other.check("%sgpu_stacks").text, 20, "the diagnosis")
+    eventually(lambda: "not reached all_reduce #2" in other.check("%sgpu_stacks").text, 20, "the diagnosis")
     kernel.interrupt()
     pressed = time.monotonic()
     assert cell.wait(30).ename == "RunCancelled", cell.reply.story

@@ -326,7 +326,7 @@ def lost_a_node() -> Run:
 
 def left_alone() -> Run:
     run = running()
-    run.view.leave("run 7f3a goes on without this notebook")
+    run.view.leave("run 7f3a continues without this notebook")
     return run
 
 

@@ -24,13 +24,13 @@ const REQUIREMENT = new RegExp(
 export function requirementProblem(text: string): string {
   const typed = text.trim();
   if (typed === "" || REQUIREMENT.test(typed)) return "";
-  if (typed.startsWith("-")) return "Options such as %1 belong into a requirements file; name a package.";
+  if (typed.startsWith("-")) return "Options such as %1 belong in a requirements file; name a package.";
   if (/^(?:\.{0,2}\/|~\/)/.test(typed)) return "%1 is a path; name a package, or write name @ file:///path.";
   const [name, version, more] = typed.split(/\s+/);
-  if (name && version && !more && /^v?\d/.test(version)) return "%1 is no requirement; write name==version.";
-  if (/\s/.test(typed)) return "%1 is no requirement; add one package at a time.";
-  if (/^[^=<>!~]+=[^=]/.test(typed)) return "%1 is no requirement; write two equals signs.";
-  return "%1 is no requirement; write one as peft or peft==0.17.1.";
+  if (name && version && !more && /^v?\d/.test(version)) return "%1 is not a requirement; write name==version.";
+  if (/\s/.test(typed)) return "%1 is not a requirement; add one package at a time.";
+  if (/^[^=<>!~]+=[^=]/.test(typed)) return "%1 is not a requirement; write two equals signs.";
+  return "%1 is not a requirement; write one as peft or peft==0.17.1.";
 }
 
 /** Adds a requirement, in the place of another one of the same package. */

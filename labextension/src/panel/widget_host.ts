@@ -22,7 +22,7 @@ const STATES: Readonly<Record<string, KernelState>> = {
 };
 
 /** Nothing comes from a kernel that was restarted: its widgets went with it. */
-const GONE = "This panel belongs to a kernel that has ended. %sgpu_env --panel shows another one.";
+const GONE = "This panel belongs to a kernel that has ended. %sgpu_env --panel shows a new one.";
 /** `starting` too: a kernel that somebody else restarts says no more than that. */
 const ENDS = new Set(["starting", "restarting", "autorestarting", "dead", "terminating"]);
 
@@ -141,8 +141,8 @@ export class WidgetPanelHost implements PanelHost {
       const isOther = this.kernelState === "idle" && this.connection !== null;
       throw new Error(
         isOther
-          ? "The kernel does not know this panel. When it was restarted, %sgpu_env --panel shows another one."
-          : "The kernel has not answered. When its cell has ended, it will.",
+          ? "The kernel does not know this panel. If it was restarted, %sgpu_env --panel shows a new one."
+          : "The kernel has not answered. It answers when its cell has ended.",
       );
     }
   }

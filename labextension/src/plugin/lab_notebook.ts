@@ -20,8 +20,8 @@ export const SLOW_PATIENCE_MS = 60_000;
 
 const LOAD = "%load_ext sgpu_magic";
 const NOT_LOADED = "This kernel has not loaded sgpu-magic.";
-const OTHER_VERSION = "This kernel has loaded another version of sgpu-magic than this page's. Restart it.";
-const SILENT = "The kernel does not answer: what runs in it lets nothing else run. It is asked again.";
+const OTHER_VERSION = "This kernel has loaded another version of sgpu-magic than this page. Restart the kernel.";
+const SILENT = "The kernel does not answer: the code running in it blocks everything else. It is asked again automatically.";
 const RESTARTED = "The kernel was restarted.";
 
 /** What is used of a notebook's document. */

@@ -68,7 +68,7 @@ export function liveOutput(run: string, view: number): CellOutput {
     output_type: "display_data",
     data: {
       [LIVE_MIME]: { run_id: run, view },
-      "text/plain": `run ${short} was going on when this was saved · %sgpu_attach ${short} shows it`,
+      "text/plain": `run ${short} was still running when this was saved · %sgpu_attach ${short} shows it`,
     },
     metadata: {},
   };

@@ -63,7 +63,7 @@ export class PanelActions {
     const t = this.translate;
     const { runs } = this;
     if (runs.length === 0) {
-      Notification.info(t("Nothing of this notebook is running."), { autoClose: 5_000 });
+      Notification.info(t("This notebook has no active runs."), { autoClose: 5_000 });
       return;
     }
     const names = runs.map((run) => `${run.name} (${run.short_id})`).join(", ");

@@ -34,7 +34,7 @@ const CHIP = "sgpu-session";
 
 export const panelPlugin: JupyterFrontEndPlugin<void> = {
   id: SCHEMA,
-  description: "The environment panel: GPUs, packages, session, devices and runs of the notebook in front.",
+  description: "The environment panel: GPUs, packages, session, devices and runs of the current notebook.",
   autoStart: true,
   optional: [
     ITranslator,
@@ -96,7 +96,7 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
     });
     app.commands.addCommand(commands.connect, {
       label: t("Connect GPUs"),
-      caption: t("Connect this notebook's session with what the notebook asks for"),
+      caption: t("Connect a session with what this notebook asks for"),
       isEnabled: () => actions.hasNotebook,
       execute: () => actions.connect(),
     });

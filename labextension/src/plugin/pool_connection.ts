@@ -18,7 +18,7 @@ const PATH = "sgpu/panel";
 const OPEN = 1;
 const AWAY = "The Jupyter server does not answer.";
 const ABSENT = "This Jupyter server has no sgpu-magic.";
-const REFUSED = "The Jupyter server does not let this page look at pools.";
+const REFUSED = "The Jupyter server denies this page access to pools.";
 
 /** What is used of a websocket. */
 export type Socket = Pick<WebSocket, "readyState" | "send" | "close" | "onopen" | "onmessage" | "onclose">;

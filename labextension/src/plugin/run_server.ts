@@ -117,5 +117,5 @@ export async function reason(response: Response): Promise<string> {
   } catch {
     // no JSON: a proxy's page, or the server's own
   }
-  return `the Jupyter server answers ${response.status} ${response.statusText}`.trim();
+  return `the Jupyter server answered ${response.status} ${response.statusText}`.trim();
 }

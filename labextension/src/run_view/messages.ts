@@ -15,7 +15,7 @@ export function readSnapshot(value: unknown): Snapshot {
   const version = typeof value === "object" && value !== null ? (value as { version?: unknown }).version : undefined;
   if (typeof version === "number" && version !== VERSION) {
     throw new BadMessage(
-      `this view reads version ${VERSION} of a run's picture and got version ${version}: ` +
+      `this view reads version ${VERSION} of a run's data and got version ${version}: ` +
         "restart the kernel and reload the page after an upgrade",
     );
   }

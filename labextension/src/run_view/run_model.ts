@@ -243,5 +243,5 @@ function rankOf(tab: Tab): number | null {
 }
 
 function none(answer: Answer): never {
-  throw new NoAnswer(answer.kind === "refusal" ? answer.text : "the kernel's answer makes no sense");
+  throw new NoAnswer(answer.kind === "refusal" ? answer.text : "the kernel sent an unexpected answer");
 }

@@ -161,7 +161,7 @@ export function readOrNull<T>(parse: () => T, tell?: (text: string) => void): T 
     return parse();
   } catch (error) {
     const text = error instanceof Error ? error.message : String(error);
-    console.warn("sgpu: a message that this view can't read:", text);
+    console.warn("sgpu: can't read a message:", text);
     tell?.(text);
     return null;
   }

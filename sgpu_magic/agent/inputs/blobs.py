@@ -80,7 +80,7 @@ class BlobCache:
         if not launch.far:
             here = blob_path(self._stores, launch.store, digest)
             if not here.is_file():
-                raise BlobMissing("a part of them is not in the pool's store any more. Run the cell again")
+                raise BlobMissing("a part of them is no longer in the pool's store. Run the cell again")
             return here
         self._users.setdefault(digest, set()).add(launch.spec.run_id)
         coming = self._coming.get(digest)
@@ -105,7 +105,7 @@ class BlobCache:
         if part is None or part.done():
             return
         if answer.problem or not frames:
-            part.set_exception(BlobMissing(answer.problem or "a part of them came without its bytes"))
+            part.set_exception(BlobMissing(answer.problem or "a part of them arrived empty"))
         else:
             part.set_result(frames[0])
 
@@ -131,7 +131,7 @@ class BlobCache:
                 await self._fetch_into(file.fileno(), size, question)
                 hashed, _ = await call_in_background(lambda: digest_of(file.fileno()), "sgpu-hash")
                 if hashed.hexdigest() != digest:
-                    raise BlobMissing("a part of them was damaged on its way from the pool. Run the cell again")
+                    raise BlobMissing("a part of them was damaged in the transfer from the pool. Run the cell again")
         return path
 
     async def run_file(self, launch: Launch, file: RunFile) -> None:
@@ -254,7 +254,7 @@ class Uploaded:
         spec, digest = launch.spec, upload.manifest
         user = spec.session if spec.in_session else spec.run_id
         if not is_digest(digest) or not 0 < upload.manifest_size <= PIECE_BYTES:
-            raise BlobMissing(f"what {upload.name} consists of was not told")
+            raise BlobMissing(f"the upload {upload.name} has no valid manifest")
         # wanted from now on, so that nothing is removed meanwhile
         path = self._kept.want(digest, user)
         manifest = await self._manifest(launch, upload)
@@ -276,7 +276,7 @@ class Uploaded:
         except ManifestUnusable as error:
             raise BlobMissing(str(error)) from None
         if manifest.single and len(manifest.files) != 1:
-            raise BlobMissing("an upload of one file has another number of them")
+            raise BlobMissing("the manifest of a single-file upload does not list exactly one file")
         return manifest
 
     async def _fetch(self, launch: Launch, manifest: Manifest) -> dict[str, Path]:
@@ -296,7 +296,7 @@ class Uploaded:
 def _blobs_of(file: UploadedFile) -> list[tuple[str, int]]:
     sizes = piece_sizes(file.size)
     if len(sizes) != len(file.blobs):
-        raise BlobMissing(f"the parts of {file.name[:200]} do not make its size")
+        raise BlobMissing(f"the parts of {file.name[:200]} do not add up to its size")
     return list(zip(file.blobs, sizes, strict=True))
 
 

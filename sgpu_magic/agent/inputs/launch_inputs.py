@@ -219,14 +219,14 @@ def _opened(bundle: CodeBundle) -> Generator[zipfile.ZipFile]:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != bundle.sha256:
                 raise CodeUnusable(
-                    f"the notebook's code from {bundle.entry} arrived damaged: {bundle.path} has another digest than "
-                    "was said. Run the cell again; the archive is made anew when you remove that file."
+                    f"the notebook's code from {bundle.entry} arrived damaged: {bundle.path} does not match its "
+                    "digest. Run the cell again; if you remove that file first, the archive is built again."
                 )
             with zipfile.ZipFile(file) as archive:
                 yield archive
     except FileNotFoundError:
         raise CodeUnusable(
-            f"the notebook's code from {bundle.entry} did not arrive: {bundle.path} is not there. Run the cell again."
+            f"the notebook's code from {bundle.entry} did not arrive: {bundle.path} does not exist. Run the cell again."
         ) from None
     except zipfile.BadZipFile as error:
         raise CodeUnusable(f"the notebook's code from {bundle.entry} can't be unpacked: {error}.") from None
@@ -257,13 +257,13 @@ def _unpack(archive: zipfile.ZipFile, folder: Path, limit: int) -> None:
         )
         if not is_safe:
             raise CodeUnusable(
-                f"the notebook's code has a file {info.filename!r}, which has no place in its folder. It is not "
-                "unpacked."
+                f"the notebook's code has a file {info.filename!r}, which is not allowed in its folder. The code was "
+                "not unpacked."
             )
         seen.add(info.filename)
         total += info.file_size
         if total > limit:
-            raise CodeUnusable(f"the notebook's code is larger than the {limit} bytes that this node takes.")
+            raise CodeUnusable(f"the notebook's code is larger than the {limit} bytes that this node accepts.")
         _write(archive, info, folder.joinpath(*name.parts), executable=bool(mode & stat.S_IXUSR))
 
 

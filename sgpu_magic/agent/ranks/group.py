@@ -226,7 +226,7 @@ class Group:
         if self.listener is not None:
             self.listener.faulted(error)
         else:
-            self.broken = self.broken or f"the agent met a fault: {error!r}"
+            self.broken = self.broken or f"an internal error in the agent: {error!r}"
 
     def zygote_lost(self, kind: FailureKind, message: str) -> None:
         self._unforked = 0

@@ -237,7 +237,7 @@ class RunPorts:
         for task in list(self._opening.values()):
             task.cancel()
         for stream in list(self._streams.values()):
-            stream.close("the pool is gone")
+            stream.close("the connection to the pool was closed")
 
     async def _open(self, message: OpenStream) -> None:
         number, run_id = message.stream, message.run
@@ -258,7 +258,7 @@ class RunPorts:
             reader, writer = await asyncio.wait_for(connecting, _CONNECT_S)
         except OSError as error:
             why = error.strerror or "it does not answer"
-            self._send(StreamClosed(stream=number, problem=f"port {message.port} can't be connected to: {why}"), ())
+            self._send(StreamClosed(stream=number, problem=f"can't connect to port {message.port}: {why}"), ())
             return
         self._send(StreamOpened(stream=number, run_id=run_id), ())
         self._streams[number] = ByteStream(

@@ -143,18 +143,18 @@ class Zygote:
             # its ranks die with it
             kind = FailureKind.WORKER_DIED
             text = (
-                "the process that forks ranks ended unexpectedly, and its ranks with it: somebody killed it, or the "
-                f"system did. It was {where}."
+                "the process that forks ranks ended unexpectedly, and its ranks with it: another process or the "
+                f"system killed it. It was {where}."
             )
         elif self._status is not None and self._status < 0:
             text = (
                 f"the ranks' Python could not be started: {where} was killed by {signal_name(-self._status)} while it "
-                "imported torch. Somebody killed it, or the system did for want of memory."
+                "imported torch. Another process killed it, or the system did because memory ran out."
             )
         else:
             said = _last_line(self._log, self._log_begin)
-            ended = "ended" if self._status is None else f"left with exit code {self._status}"
-            words = f"says: {said}" if said else f"{ended} and said nothing"
+            ended = "ended" if self._status is None else f"exited with code {self._status}"
+            words = f"says: {said}" if said else f"{ended} and printed nothing"
             text = f"the ranks' Python could not be started: {where} {words}"
         for listener in list(self._groups.values()):
             with faults.guarded(listener.faulted):

@@ -141,7 +141,9 @@ class Execution(NodeRun):
             self._say(batch)
 
     def rank_log_ended(self, rank: int, problem: str) -> None:
-        self.files.not_written(f"the log of rank {rank} ends here: {problem}; the run goes on, and its output is shown")
+        self.files.not_written(
+            f"the log of rank {rank} ends here: {problem}; the run continues, and its output is shown"
+        )
 
     # ------------------------------------------------------------ results and failures
 

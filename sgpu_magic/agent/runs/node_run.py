@@ -257,7 +257,7 @@ class CommReports:
         if self._bytes <= MOST_COMM_BYTES:
             self._say(CommsMoved(rank=rank, messages=message.messages), frames)
         elif had <= MOST_COMM_BYTES:
-            text = f"widgets of this run's ranks have sent {MOST_COMM_BYTES >> 20} MB and are updated no further"
+            text = f"widgets of this run's ranks have sent {MOST_COMM_BYTES >> 20} MB and are no longer updated"
             self._say(Noted(text=text), ())
 
 

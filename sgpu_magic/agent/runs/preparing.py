@@ -109,7 +109,7 @@ class PreparingRun(NodeRun):
                 self.files.memory.take_payload(*await self._inputs.payload(self.launch, source))
         except (BlobMissing, OSError, ValueError) as error:
             if not self.ended:
-                self._fail(f"the run's variables can't be brought to {self._host}: {error}.", FailureKind.INTERNAL)
+                self._fail(f"the run's variables can't be transferred to {self._host}: {error}.", FailureKind.INTERNAL)
             return
         self._arriving = None
         if self._ready is not None and not self.ended:
@@ -192,5 +192,5 @@ class PreparingRun(NodeRun):
             self._end(RunState.FAILED, "")
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
-        problem = "it is not started yet: the run's packages are being made ready"
+        problem = "it has not started yet: the run's packages are being prepared"
         done(tuple(RankStack(rank=rank, problem=problem) for rank in self.launch.spec.rank_numbers))

@@ -78,7 +78,7 @@ def _keep(job: CopyJob) -> None:
             os.close(job.source)
     except Exception as error:  # noqa: BLE001  one job's guard: `done` gets the error
         _log.exception("A fault of sgpu-magic: %s was not kept", job.target)
-        kept, why = False, f"the agent met a fault: {error!r}"
+        kept, why = False, f"an internal error in the agent: {error!r}"
     # the loop is closed when the agent ends
     with contextlib.suppress(RuntimeError):
         job.done(kept, why)
@@ -93,7 +93,7 @@ def _copy(job: CopyJob) -> tuple[bool, str]:
                     raise OSError(_REUSED)
                 count = os.sendfile(target.fileno(), job.source, offset, min(_CHUNK_BYTES, job.size - offset))
                 if count == 0:
-                    raise OSError("the memory file is shorter than it was")
+                    raise OSError("the memory file was truncated")
                 offset += count
     except OSError as error:
         return False, _REUSED if job.given_up.is_set() else f"it could not be written: {error.strerror or error}"
@@ -144,7 +144,7 @@ class RunMemory:
             case FilePayload(path=path):
                 self.payload_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             case StoredPayload():
-                raise FileNotFoundError("its variables have not come from the pool's store")
+                raise FileNotFoundError("its variables have not arrived from the pool's store")
             case InlinePayload():
                 pass
 
@@ -249,7 +249,7 @@ class RunMemory:
         """Return why a payload of that size is not kept, "" when it is."""
         if size <= self.keep_bytes:
             return ""
-        return f"it has {size / 1e9:.1f} GB, more than the setting keep_payload allows"
+        return f"its size is {size / 1e9:.1f} GB, more than the setting keep_payload allows"
 
     def _close_payload(self) -> None:
         if self.payload_fd >= 0:

@@ -218,7 +218,7 @@ class FilesToPool:
             await self._send_logs(run)
             problems = [str(each) for each in await asyncio.gather(*run.results, return_exceptions=True) if each]
             if problems:
-                self._note(run, f"what ranks returned could not be brought to the pool: {problems[0]}")
+                self._note(run, f"the results of the ranks could not be transferred to the pool: {problems[0]}")
         finally:
             # `RunEnded` is reported even if files were lost
             held, run.held = run.held, None
@@ -241,7 +241,7 @@ class FilesToPool:
             if run.left:
                 named = ", ".join(f"{name} ({problem})" for name, problem in [*run.left.items()][:_NAMED])
                 more = f" and {len(run.left) - _NAMED} more" if len(run.left) > _NAMED else ""
-                self._note(run, f"files of the run were not brought to the pool and are gone: {named}{more}")
+                self._note(run, f"files of the run were not transferred to the pool and are lost: {named}{more}")
             if self._runs.get(run.launch.spec.run_id) is run:
                 del self._runs[run.launch.spec.run_id]
             self._reports.gone(run.launch.spec.run_id)
@@ -275,7 +275,7 @@ class FilesToPool:
 
     async def _send_file(self, run: _FarRun, file: RunFile) -> str:
         if file.size > self._most_bytes:
-            return f"it has {file.size / 1e9:,.1f} GB, more than the setting run_files_bytes allows"
+            return f"its size is {file.size / 1e9:,.1f} GB, more than the setting run_files_bytes allows"
         name = _name_at_pool(run.launch, file.name)
         try:
             descriptor = open_below(run.directory, file.name)

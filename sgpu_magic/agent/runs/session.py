@@ -146,7 +146,7 @@ class Session(NodeRun):
         if not self.connected:
             done("the session is not connected")
         elif self._repair.busy:
-            done("its ranks are being started already")
+            done("its ranks are already being started")
         else:
             self._repair.replace(tuple(sorted(ranks)) or self._run_ranks.numbers, done)
             if self._cell is None:

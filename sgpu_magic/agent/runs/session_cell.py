@@ -127,14 +127,14 @@ class SessionCell(Execution):
     def _reason_to_renew(self, state: RunState) -> str:
         """Return why the process groups may be broken, "" when they are intact."""
         if self.group.world_size == 1:
-            return "the cell has ended the process group" if self._ungrouped else ""
+            return "the cell destroyed the process group" if self._ungrouped else ""
         if self._stop.released:
-            return "ranks were freed from a collective" if state is RunState.FAILED else "the cell was stopped"
+            return "ranks were released from a collective" if state is RunState.FAILED else "the cell was stopped"
         if self._ungrouped:
-            return "the cell has ended the process group"
+            return "the cell destroyed the process group"
         if state is RunState.SUCCEEDED or self._reports.failed_alike:
             return ""
-        return "ranks ended the cell at different places"
+        return "ranks left the cell at different places"
 
     def _after_end(self) -> None:
         """Do nothing: the session waits for ranks that do not stop."""

@@ -71,7 +71,7 @@ class SessionRepair:
 
         def renewed(problem: str, lost: str) -> None:
             if problem:
-                lost = f"they could not be ({problem}): %sgpu_restart starts the ranks again"
+                lost = f"this failed ({problem}): %sgpu_restart restarts the ranks"
             news = GroupRenewed(reason=reason, lost=lost)
             self.say(news)
             done(news)
@@ -123,7 +123,7 @@ class SessionRepair:
 
     def died(self, rank: int) -> None:
         """Fail the current renewal, which needs the dead rank."""
-        self._end_regrouping(f"rank {rank} died meanwhile")
+        self._end_regrouping(f"rank {rank} died in the meantime")
 
     # ------------------------------------------------------------ within
 

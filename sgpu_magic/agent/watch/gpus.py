@@ -68,7 +68,7 @@ class GpuReading(msgspec.Struct, frozen=True):
 
 
 Done = Callable[[Mapping[str, GpuReading]], None]
-_STUCK = GpuReading(problem="it can't be read: the NVIDIA driver does not answer; look into `dmesg`, or reboot")
+_STUCK = GpuReading(problem="it can't be read: the NVIDIA driver does not answer; check `dmesg`, or reboot")
 
 
 class GpuReader:

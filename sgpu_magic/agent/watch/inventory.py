@@ -97,7 +97,7 @@ def simulated_devices(text: str) -> tuple[Device, ...]:
         if kind in (CPU, ANY):
             raise _simulate_error(text, f"{kind} can't be simulated.")
         if kind in seen:
-            raise _simulate_error(text, f"{kind} stands twice.")
+            raise _simulate_error(text, f"{kind} is listed twice.")
         seen.add(kind)
         start = len(devices)
         devices.extend(
@@ -116,7 +116,7 @@ def simulated_devices(text: str) -> tuple[Device, ...]:
 
 def _simulate_error(text: str, reason: str) -> UsageError:
     return UsageError(
-        f"the simulated devices {text!r} can't be understood: {reason} "
+        f"the simulated devices {text!r} are invalid: {reason} "
         "Set SGPU_SIMULATE (or simulate in config.toml) to something like a10:4,h100:8, or leave it empty."
     )
 
@@ -171,7 +171,7 @@ class _Reader:
         if not slices:
             self._problems[
                 f"GPU {number} (NVML's number) is in MIG mode but has no slices, so nothing can run on it: "
-                "make some with `nvidia-smi mig -cgi ... -C`, or leave MIG mode with `nvidia-smi -mig 0`."
+                "create some with `nvidia-smi mig -cgi ... -C`, or disable MIG mode with `nvidia-smi -mig 0`."
             ] = None
         return slices
 
@@ -205,7 +205,7 @@ class _Reader:
         try:
             return [process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
         except self._nvml.NVMLLibraryMismatchError:
-            problem = problem_text("which processes use the GPUs can't be told", Code.FUNCTION_NOT_FOUND)
+            problem = problem_text("the processes that use the GPUs can't be listed", Code.FUNCTION_NOT_FOUND)
             self._problems[problem] = None
         except self._nvml.NVMLError as error:
             raise_if_lost(error)

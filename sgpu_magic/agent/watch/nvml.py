@@ -185,13 +185,16 @@ _REASONS: dict[int, tuple[str, str]] = {
     ),
     Code.GPU_IS_LOST: (
         "it has fallen off the bus",
-        "reset it with `nvidia-smi --gpu-reset` or reboot, and look into `dmesg`",
+        "reset it with `nvidia-smi --gpu-reset` or reboot, and check `dmesg`",
     ),
     Code.LIB_RM_VERSION_MISMATCH: (
-        "the NVIDIA driver and its library are of different versions, as after an update",
+        "the NVIDIA driver and its library have different versions, as after an update",
         "reboot, or reload the driver",
     ),
-    Code.NO_PERMISSION: ("this user may not open them", "ask the administrator for access to /dev/nvidia*"),
+    Code.NO_PERMISSION: (
+        "this user has no permission to open them",
+        "ask the administrator for access to /dev/nvidia*",
+    ),
     Code.RESET_REQUIRED: ("it must be reset", "run `nvidia-smi --gpu-reset` or reboot"),
 }
 
@@ -204,4 +207,4 @@ def problem_text(what: str, code: int) -> str:
 
 def reason_and_remedy(code: int) -> tuple[str, str]:
     """Return why NVML fails, such as `it has fallen off the bus`, and what to do."""
-    return _REASONS.get(code, (f"NVML answers with error {code}", "see what `nvidia-smi` says"))
+    return _REASONS.get(code, (f"NVML returned error {code}", "see the output of `nvidia-smi`"))

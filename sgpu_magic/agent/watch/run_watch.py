@@ -78,7 +78,7 @@ class RunWatch:
         self.is_ending()
         with faults.guarded(None):
             self._sampling.end(self._sampler)
-        self._say(Noted(text=f"the run is not watched any more, as the agent met a fault: {error!r}"))
+        self._say(Noted(text=f"the run is no longer monitored: an internal error in the agent: {error!r}"))
 
     def wrote(self) -> None:
         """Note that a rank has printed something."""

@@ -83,7 +83,7 @@ class StackTaker:
 
     def _faulted(self, taking: _Taking, error: Exception) -> None:
         """Answer in any case: the end of the run may wait for the stacks."""
-        problem = f"the agent met a fault: {error!r}"
+        problem = f"an internal error in the agent: {error!r}"
         self._answer(taking, tuple(RankStack(rank=rank, problem=problem) for rank in self._run_ranks.numbers))
 
     def answered(self, rank: int, message: Collectives) -> None:
@@ -101,7 +101,7 @@ class StackTaker:
         if process.exit_status is not None:
             return "its process has ended"
         if self.has_reported(process.rank):
-            return "its cell is done"
+            return "its cell has ended"
         if taking.gently:
             taking.frames[process.rank] = self._notebook.upwards(parse(process.stack_file.sampled()))
         else:
@@ -153,7 +153,7 @@ class StackTaker:
                 if not problem and not frames:
                     problem = _silence(process)
             elif not frames and not problem:
-                problem = "it is not in its cell: it gets ready, or it hands its result over"
+                problem = "it is not executing its cell: it is starting up or returning its result"
             stacks.append(RankStack(rank=rank, frames=frames, collective=taking.collectives.get(rank), problem=problem))
         self._answer(taking, tuple(stacks))
 
@@ -191,7 +191,7 @@ def _silence(process: RankProcess) -> str:
     if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return "its process is stopped (SIGSTOP or a debugger)"
     if state == psutil.STATUS_DISK_SLEEP:
-        return "its process waits in the system, such as for a disk, and can't answer"
+        return "its process is blocked in the system, for example on a disk, and can't answer"
     return "it did not answer"
 
 

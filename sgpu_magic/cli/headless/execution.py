@@ -246,14 +246,14 @@ class NotebookRun:
             return
         if self._job.timeout_s is not None and self._stopped.done():
             where = "" if self._job.is_script else f" in cell {number}"
-            self._say(f"the time of {format_seconds(self._job.timeout_s)} was over{where}.\n")
+            self._say(f"the time limit of {format_seconds(self._job.timeout_s)} was exceeded{where}.\n")
         # a script's output is shown already
         text = "\n".join(traceback_of(cell)) if self._job.is_script else text_of(cell)
         # name the help page by its shell command
         lines = text.replace("`%sgpu_help ", "`sgpu help ").splitlines()
         if len(lines) > _SHOWN_LINES:
             where = f" are in {self._copy.path}" if self._copy.path is not None else ""
-            self._say(f"... {len(lines) - _SHOWN_LINES} lines more{where}\n")
+            self._say(f"... {len(lines) - _SHOWN_LINES} more lines{where}\n")
         self._say("".join(f"{line}\n" for line in lines[-_SHOWN_LINES:]))
 
 

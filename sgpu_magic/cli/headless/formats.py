@@ -121,7 +121,7 @@ def kernel_name(path: Path, form: Form) -> str:
         try:
             return str(json.loads(path.read_bytes()).get("metadata", {}).get("kernelspec", {}).get("name", ""))
         except (ValueError, AttributeError):
-            raise UsageError(f"{path} is no notebook: it is not the JSON of one.") from None
+            raise UsageError(f"{path} is not a notebook: it is not valid notebook JSON.") from None
     if form is Form.JUPYTEXT:
         return str(_by_jupytext(path).metadata.get("kernelspec", {}).get("name", ""))
     header = _HEADER.match(_text_of(path))
@@ -251,7 +251,7 @@ def _with_its_runs(cell: TextCell, path: Path, form: Form, including: Sequence[P
         other = _named(path.parent, named[0]) if named else None
         if other is None:
             if form is Form.DATABRICKS:
-                raise UsageError(f"{path} has `{found[0].strip()}`, and there is no such notebook in {path.parent}.")
+                raise UsageError(f"{path} has `{found[0].strip()}`, but there is no such notebook in {path.parent}.")
             continue
         other_form = form_of(other)
         before = cell.source[done : found.start()].lstrip("\n")
@@ -272,12 +272,12 @@ def _with_its_runs(cell: TextCell, path: Path, form: Form, including: Sequence[P
 def _check_run(line: str, named: Sequence[str], other: Path, including: Sequence[Path]) -> None:
     if len(named) > 1:
         raise UsageError(
-            f"{including[-1]} has `{line.strip()}`, and a notebook that another one runs takes no arguments here. Set "
+            f"{including[-1]} has `{line.strip()}`, but a notebook that another one runs takes no arguments here. Set "
             f"variables before that line, and read them in {other.name}."
         )
     if other in including:
         way = " -> ".join(each.name for each in (*including, other))
-        raise UsageError(f"the notebooks run each other without end: {way}. Take one `%run` out.")
+        raise UsageError(f"the notebooks run each other in a cycle: {way}. Remove one `%run`.")
 
 
 def _named(folder: Path, name: str) -> Path | None:
@@ -320,7 +320,7 @@ def _by_jupytext(path: Path) -> Any:
         jupytext: Any = importlib.import_module("jupytext")
     except ImportError:
         raise UsageError(
-            f"{path} is a notebook in a form of jupytext, which is not installed. Install it: `pip install "
+            f"{path} is a notebook in a jupytext format, and jupytext is not installed. Install it: `pip install "
             "'sgpu-magic[jupytext]'`."
         ) from None
     # both are installed with jupytext
@@ -328,4 +328,4 @@ def _by_jupytext(path: Path) -> Any:
     try:
         return jupytext.read(path)
     except (ValueError, nbformat.ValidationError, yaml.YAMLError) as error:
-        raise UsageError(f"{path} is no notebook that jupytext can read: {str(error).splitlines()[0]}.") from None
+        raise UsageError(f"{path} is not a notebook that jupytext can read: {str(error).splitlines()[0]}.") from None

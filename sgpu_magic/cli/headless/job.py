@@ -91,7 +91,7 @@ def job_from(target: str, line: Mapping[str, Any], arguments: tuple[str, ...] = 
     source = path.parent / os.path.expanduser(file.notebook)
     if source.suffix.lower() not in SUFFIXES:
         raise UsageError(
-            f"{path}: {file.notebook!r} is no notebook and no script; their names end in {', '.join(SUFFIXES)}."
+            f"{path}: {file.notebook!r} is neither a notebook nor a script; their names end in {', '.join(SUFFIXES)}."
         )
     return _job(_existing(source), with_line(file, line), str(path), arguments)
 
@@ -104,7 +104,7 @@ def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...]) ->
         form = Form.SCRIPT
     if form is Form.SCRIPT and file.parameters:
         raise UsageError(
-            f"{source} is a script, and parameters are a notebook's. Give it arguments of its own: `sgpu run "
+            f"{source} is a script, and parameters are for notebooks. Give it arguments of its own: `sgpu run "
             f"{source.name} -- --lr 0.1`."
         )
     if form is not Form.SCRIPT and arguments:
@@ -113,10 +113,10 @@ def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...]) ->
     if cells not in CELLS:
         raise UsageError(f"{where}: cells is {cells!r}; it can be {', '.join(CELLS)}.")
     if not 0 <= file.retries <= MOST_RETRIES:
-        raise UsageError(f"{where}: retries is {file.retries}; 0 to {MOST_RETRIES} is possible.")
+        raise UsageError(f"{where}: retries is {file.retries}; it must be 0 to {MOST_RETRIES}.")
     for name in file.env:
         if _VARIABLE.fullmatch(name) is None:
-            raise UsageError(f"{where}: {name!r} is no name of an environment variable.")
+            raise UsageError(f"{where}: {name!r} is not the name of an environment variable.")
     return Job(
         source=source,
         form=form,
@@ -138,7 +138,7 @@ def _existing(path: Path) -> Path:
         return path.absolute()
     beside = [each.name for each in sorted(path.parent.glob(f"*{path.suffix}"))] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
-    raise UsageError(f"{path} is not there.{f' Is {near[0]} meant?' if near else ''}")
+    raise UsageError(f"{path} does not exist.{f' Did you mean {near[0]}?' if near else ''}")
 
 
 def _text(value: str | int | float | bool) -> str:
@@ -181,7 +181,7 @@ def read_pair(option: str, text: str) -> tuple[str, str]:
 def check_name(option: str, name: str) -> None:
     """Raise UsageError if the name is not valid for a Python variable."""
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise UsageError(f"{option}: {name!r} is no name that a notebook's variable can have.")
+        raise UsageError(f"{option}: {name!r} is not a name that a variable can have.")
 
 
 def check_values(where: str, values: Mapping[str, object]) -> None:
@@ -191,8 +191,8 @@ def check_values(where: str, values: Mapping[str, object]) -> None:
         if not _is_plain(value):
             kind = type(value).__name__
             raise UsageError(
-                f"{where}: {name} is a {kind}; a parameter is a number, a text, true, false, nothing, or a list or "
-                "mapping of these. Write it as a text, and read that in the notebook."
+                f"{where}: {name} is a {kind}; a parameter is a number, a string, true, false, null, or a list or "
+                "mapping of these. Write it as a string, and parse that in the notebook."
             )
 
 

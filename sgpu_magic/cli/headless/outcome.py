@@ -291,6 +291,6 @@ def copy_of(job: Job) -> Path | None:
             return path
     except OSError as error:
         raise UsageError(
-            f"the executed copy can't be written: {error.filename}: {error.strerror}. Say where it shall be with -o."
+            f"the executed copy can't be written: {error.filename}: {error.strerror}. Choose another place with -o."
         ) from None
-    raise UsageError(f"{job.source.parent} has too many executed copies of this second. Say another place with -o.")
+    raise UsageError(f"{job.source.parent} has too many executed copies of this second. Choose another place with -o.")

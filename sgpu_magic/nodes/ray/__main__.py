@@ -90,7 +90,9 @@ class ClusterProcess:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             # a bug, or an unknown error of Ray: exit; the engine repeats all requests to the next process
-            self._loop.call_exception_handler({"message": "a fault beside Ray", "exception": error})
+            self._loop.call_exception_handler(
+                {"message": "an internal error in the process that talks to Ray", "exception": error}
+            )
             self._finish()
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:

@@ -199,7 +199,7 @@ class AgentListener:
                 try:
                     said = codec.from_agent.decode(parts[0].buffer)
                 except msgspec.DecodeError as error:
-                    text = f"A message of the agent on {node} can't be decoded, and is left out"
+                    text = f"A message of the agent on {node} can't be decoded and is dropped"
                     self._loop.default_exception_handler({"message": text, "exception": error})
                     return
                 self._on_message(link, said, [part.bytes for part in parts[1:]])
@@ -296,8 +296,7 @@ def listen_address(listen: str, directory: Path) -> str:
         host = port = None
     if parts.scheme != "tcp" or not host or port is None:
         raise UsageError(
-            f"the setting ray_node_listen is {listen!r}; it must be tcp://address:port, with port 0 for any that is "
-            "free."
+            f"the setting ray_node_listen is {listen!r}; it must be tcp://address:port, with port 0 for any free port."
         )
     if port == 0:
         with contextlib.suppress(OSError, ValueError):

@@ -142,8 +142,8 @@ def coming() -> str:
     for node in status.pending_nodes:
         launches[node.ray_node_type_name] += 1
     words = [f"{count} of {kind}" for kind, count in sorted(launches.items())]
-    sentences = [f"the autoscaler is bringing {', '.join(words)}"] if words else []
-    sentences += [f"the autoscaler could not bring {one.ray_node_type_name}: {one.details}" for one in failed[-1:]]
+    sentences = [f"the autoscaler is adding {', '.join(words)}"] if words else []
+    sentences += [f"the autoscaler could not add {one.ray_node_type_name}: {one.details}" for one in failed[-1:]]
     return "; ".join(sentences)
 
 

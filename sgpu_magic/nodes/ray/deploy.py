@@ -55,9 +55,9 @@ def job_options(words: Sequence[str]) -> dict[str, object]:
         match = _OPTION.fullmatch(rest[0])
         if match is None or len(rest) < 2:
             raise UsageError(
-                f"{rest[0]!r} is no option of the job. After -- there may be --runtime-env-json, --metadata-json, "
+                f"{rest[0]!r} is not an option of the job. After --, use --runtime-env-json, --metadata-json, "
                 "--entrypoint-num-cpus, --entrypoint-num-gpus, --entrypoint-memory and --entrypoint-resources, each "
-                "with a value, as `ray job submit` has them."
+                "with a value, as for `ray job submit`."
             )
         name, text = match["name"].removesuffix("-json").replace("-", "_"), rest[1]
         rest = rest[2:]
@@ -66,7 +66,7 @@ def job_options(words: Sequence[str]) -> dict[str, object]:
         except ValueError:
             value = None
         if not isinstance(value, dict if name in ("runtime_env", "metadata", "entrypoint_resources") else int | float):
-            raise UsageError(f"--{match['name']} can't be {text[:80]!r}: it takes JSON.")
+            raise UsageError(f"--{match['name']} takes JSON, not {text[:80]!r}.")
         fields[name] = value
     return fields
 
@@ -86,8 +86,9 @@ def deploy(api: JobsApi, what: Deployment, variables: Mapping[str, str], options
     api.check()
     if going := _going(api, what.name):
         raise PoolError(
-            f"a pool named {what.name} runs on the Ray cluster {api.address} already (job {going[0].submission_id}). "
-            f"`sgpu pool undeploy --ray {api.address} --name {what.name}` ends it; --name makes another one beside it."
+            f"a pool named {what.name} is already running on the Ray cluster {api.address} (job "
+            f"{going[0].submission_id}). `sgpu pool undeploy --ray {api.address} --name {what.name}` ends it; --name "
+            "starts another one beside it."
         )
     archive = package_archive()
     package = api.upload(f"_ray_pkg_{hashlib.blake2b(archive, digest_size=16).hexdigest()}.zip", archive)
@@ -111,7 +112,9 @@ def undeploy(api: JobsApi, name: str) -> str:
     deadline = time.monotonic() + _STOP_WAIT_S + 10
     while _going(api, name):
         if time.monotonic() > deadline:
-            raise PoolError(f"the pool {name} was told to end and has not. Ray's dashboard {api.address} has its log.")
+            raise PoolError(
+                f"the pool {name} was asked to end and is still running. Ray's dashboard {api.address} has its log."
+            )
         time.sleep(_POLL_S)
     return f"the pool {name} on {api.address} has ended"
 
@@ -170,10 +173,12 @@ def _words(api: JobsApi, name: str) -> re.Match[str]:
 def _told(api: JobsApi, what: Deployment, match: re.Match[str]) -> str:
     reached = reached_at(match["address"], api.host)
     names = sorted({name for name, _, _ in what.clients})
-    admitted = f"lets in: {', '.join(names)}" if names else "nobody is let in yet: `sgpu pool authorize` says who is"
+    admitted = (
+        f"authorized users: {', '.join(names)}" if names else "no user is authorized yet: use `sgpu pool authorize`"
+    )
     return (
         f"pool {what.name} · {reached} · {admitted}\n"
         f"add it with: sgpu pool add {what.name} {reached} --key '{match['key']}'\n"
-        "all its ranks run as the one OS user of the Ray cluster: who may use this pool can read and change what "
-        "others' runs have in files and memory there. For users who must not, a cluster of their own is the way."
+        "all its ranks run as the one OS user of the Ray cluster: every user of this pool can read and change the "
+        "files and memory of others' runs there. For users who must not, run a pool on a cluster of their own."
     )

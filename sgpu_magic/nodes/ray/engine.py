@@ -178,7 +178,7 @@ class RayEngine(Engine):
                 raise KeyError("it is out of reach")
         except KeyError:
             self._tell(DropLease(run_id=ready.run_id))
-            self._refuse_asked(launch, "a node that Ray has granted is gone already")
+            self._refuse_asked(launch, "a node that Ray granted is already gone")
             return
         uuids = tuple(uuid for share in shares for uuid in share.uuids)
         lease = msgspec.structs.replace(launch.lease, shares=shares, uuids=uuids)
@@ -227,7 +227,7 @@ class RayEngine(Engine):
                 self._waits(message)
             case LeaseFailed(run_id=run_id, why=why):
                 if run_id in self._asked:
-                    self._refuse_asked(self._asked[run_id][1], f"Ray could not make its placement group: {why}")
+                    self._refuse_asked(self._asked[run_id][1], f"Ray could not create its placement group: {why}")
             case AgentFailed(node=node, why=why):
                 self._agents.gone(node)
                 self.node_lost(node, f"its agent could not be started: {why}")
@@ -258,7 +258,7 @@ class RayEngine(Engine):
             address = self._settings.ray_address or "RAY_ADDRESS, or the cluster of this machine"
             self._listener.broken(
                 f"the pool can't join the Ray cluster ({address}): {why}. Is it running, and does it have this "
-                f"Python's version of Ray? What Ray says is in {self._settings.state_path / 'ray.log'}."
+                f"Python's version of Ray? Ray's messages are in {self._settings.state_path / 'ray.log'}."
             )
 
     def _seen(self, seen: NodesSeen) -> None:
@@ -268,7 +268,7 @@ class RayEngine(Engine):
         for node in dead:
             self._away.discard(node)
             self._agents.gone(node)
-            self.node_lost(node, "Ray says that it is dead")
+            self.node_lost(node, "Ray reports that it is dead")
         if dead:
             self._keys.forget_others(alive)
         # the pool reports no inventory until its nodes are probed; a slow node does not delay it forever
@@ -309,7 +309,7 @@ class RayEngine(Engine):
             case AgentReady(protocol_version=version) if version != PROTOCOL_VERSION:
                 # left by a service of another version of sgpu-magic: its runs can't be adopted
                 self._agents.gone(node)
-                self.node_lost(node, "its agent was of another version of sgpu-magic")
+                self.node_lost(node, "its agent had another version of sgpu-magic")
             case AgentReady():
                 self._away.discard(node)
                 self._agents.came(node)
@@ -342,5 +342,5 @@ class RayEngine(Engine):
             self._agents.retire(self._channels.keys(), busy, time.monotonic())
         for node in self._agents.late(time.monotonic()):
             self.node_lost(
-                node, f"its agent does not reach the pool at {reached_at(self._agent_listener.address, self._host)}"
+                node, f"its agent can't reach the pool at {reached_at(self._agent_listener.address, self._host)}"
             )

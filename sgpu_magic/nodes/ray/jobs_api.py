@@ -118,7 +118,7 @@ class JobsApi:
         try:
             return msgspec.json.decode(data or b"", type=kind)
         except msgspec.DecodeError:
-            raise PoolError(f"{self.address} does not answer as Ray's dashboard does. Is the address right?") from None
+            raise PoolError(f"{self.address} does not answer like Ray's dashboard. Is the address right?") from None
 
     def _ask(
         self, method: str, path: str, data: bytes | None = None, *, missing: bool = False, timeout_s: float = _ANSWER_S
@@ -139,29 +139,29 @@ class JobsApi:
             reason = getattr(error, "reason", "") or error
             raise PoolError(
                 f"Ray's dashboard at {self.address} can't be reached: {reason}. Is the head node up, is the dashboard "
-                "there (`ray start --head --dashboard-host 0.0.0.0`), and may this machine reach its port?"
+                "running (`ray start --head --dashboard-host 0.0.0.0`), and can this machine reach its port?"
             ) from None
 
     def _refused(self, status: int, said: str) -> PoolError:
         if status == http.HTTPStatus.UNAUTHORIZED:
             return PoolError(
-                f"the Ray cluster at {self.address} wants its token, and there is none here. Set RAY_AUTH_TOKEN, or "
+                f"the Ray cluster at {self.address} requires its token, and none is set here. Set RAY_AUTH_TOKEN, or "
                 "RAY_AUTH_TOKEN_PATH, or write it to ~/.ray/auth_token."
             )
         if status == http.HTTPStatus.FORBIDDEN:
             return PoolError(
-                f"the Ray cluster at {self.address} refuses the token that is set here (RAY_AUTH_TOKEN, "
+                f"the Ray cluster at {self.address} rejected the token that is set here (RAY_AUTH_TOKEN, "
                 "RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token, in this order): it is not the cluster's."
             )
-        words = said.splitlines()[-1] if said else "without a word"
-        return PoolError(f"Ray's dashboard at {self.address} refused (HTTP {status}): {words[:500]}")
+        words = said.splitlines()[-1] if said else "no message"
+        return PoolError(f"Ray's dashboard at {self.address} refused the request (HTTP {status}): {words[:500]}")
 
 
 def _headers(environ: Mapping[str, str]) -> dict[str, str]:
     try:
         headers = msgspec.json.decode(environ.get("RAY_JOB_HEADERS") or "{}", type=_HEADERS)
     except msgspec.DecodeError:
-        raise UsageError("the variable RAY_JOB_HEADERS is no JSON object of texts.") from None
+        raise UsageError("the variable RAY_JOB_HEADERS is not a JSON object of strings.") from None
     token = _token(environ)
     if token and not any(name.lower() == "authorization" for name in headers):
         headers["Authorization"] = f"Bearer {token}"

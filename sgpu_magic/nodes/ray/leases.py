@@ -46,8 +46,8 @@ def read_elastic(text: str) -> tuple[tuple[str, int], ...]:
             kind = ANY
         if match is None or kind == ANY:
             raise UsageError(
-                f"the setting ray_elastic has {part!r}, which is no type with a count. Set it (or SGPU_RAY_ELASTIC) to "
-                "what the autoscaler can bring at most, such as a10:16,h100:64."
+                f"the setting ray_elastic has {part!r}, which is not a type with a count. Set it (or SGPU_RAY_ELASTIC) "
+                "to the most that the autoscaler can add, such as a10:16,h100:64."
             )
         found.append((kind, int(match["count"])))
     return tuple(found)
@@ -302,5 +302,5 @@ def why_not(order: AskLease, lease: Lease, nodes: Iterable[NodeFacts], leases: I
         largest = max(total, key=lambda node: (free[node], total[node]))
         text += f", the largest node ({hosts[largest]}) has {free[largest]} free of {total[largest]}"
     if order.gpus and order.cpus:
-        text += f"; each needs {order.cpus:g} CPU beside it"
+        text += f"; each also needs {order.cpus:g} CPU"
     return f"{text}; {coming}" if coming else text

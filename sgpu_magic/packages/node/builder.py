@@ -216,13 +216,13 @@ class Builder:
             digest = sha256_of(path)
         except FileNotFoundError:
             raise BuildFailed(
-                f"the wheel {wheel.file}, which was made of a package that no registry has, is not at {wheel.path} any "
-                "more. Run the cell again: the notebook makes it anew."
+                f"the wheel {wheel.file}, which was built from a package that no registry has, is no longer at "
+                f"{wheel.path}. Run the cell again: the notebook rebuilds it."
             ) from None
         if digest != wheel.sha256:
             raise BuildFailed(
-                f"the wheel {wheel.file} at {wheel.path} is not the one that the notebook meant: its SHA-256 is "
-                "another. Remove the file and run the cell again: the notebook makes it anew."
+                f"the wheel {wheel.file} at {wheel.path} is not the one that the notebook named: its SHA-256 "
+                "differs. Remove the file and run the cell again: the notebook rebuilds it."
             )
         if path.name != wheel.file:
             (building / "wheels").mkdir(exist_ok=True)
@@ -266,8 +266,8 @@ class _Layer:
         if missing:
             raise BuildFailed(
                 f"the Python that the pool of {socket.gethostname()} was started with ({sys.executable}) has no "
-                f"{' and no '.join(sorted(missing))}, which ranks take from there. Install it there, or start the "
-                "pool with a Python that has it."
+                f"{' and no '.join(sorted(missing))}, which the ranks import from there. Install it there, or start "
+                "the pool with a Python that has it."
             )
 
     def _link(self, without: set[str]) -> None:
@@ -304,8 +304,8 @@ def _path_of(venv: Path, site: Path) -> list[str]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise BuildFailed(
-            f"the Python that was made for the run's packages on {socket.gethostname()} does not start. It says: "
-            f"{last} Leave the package out that brings this into Python's start."
+            f"the Python that was created for the run's packages on {socket.gethostname()} does not start. It says: "
+            f"{last} Leave out the package that runs this when Python starts."
         )
     found: list[str] = json.loads(done.stdout)
     return found

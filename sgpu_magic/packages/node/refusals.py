@@ -47,7 +47,7 @@ def refuse_unfit(environment: Environment) -> None:
         )
     if environment.platform and environment.platform != platform:
         raise BuildFailed(
-            f"the run's packages are for {environment.platform}, and the node {host} is {platform}: files that were "
+            f"the run's packages are for {environment.platform}, and the node {host} is {platform}: files "
             "compiled for one do not load on the other. Give the packages by name, in a requirements file for "
             "--env-version, or choose a pool whose nodes are like the notebook's machine."
         )
@@ -92,17 +92,17 @@ def of_uv(failed: UvFailed, root: Path) -> BuildFailed:
     if unbuilt or "--no-build" in failed.text or "source distributions is disabled" in failed.text:
         return _not_built(host, list(dict.fromkeys(name.partition("==")[0] for name in unbuilt)))
     if any(mark in failed.text for mark in _UNREACHABLE):
-        remedy = f"See that {host} reaches the package index, or name another one with the setting index_url."
+        remedy = f"Make sure that {host} can reach the package index, or name another one with the setting index_url."
     else:
         remedy = (
             "Install versions in the notebook that the package index has, choose other packages with --env-version, "
-            f"or name the index that {host} is to use with the setting index_url."
+            f"or name the index for {host} with the setting index_url."
         )
     words = failed.words.rstrip(".")
     if not failed.text:
         return BuildFailed(
-            f"the node {host} could not install the run's packages: uv said nothing, and {words}. If nobody did it, "
-            "the system was short of memory. Run the cell again."
+            f"the node {host} could not install the run's packages: uv printed nothing, and {words}. If nobody "
+            "stopped it, the system ran out of memory. Run the cell again."
         )
     return BuildFailed(f"the node {host} can't install the run's packages. uv says: {words}. {remedy}")
 
@@ -115,23 +115,23 @@ def of_system(error: OSError, root: Path) -> BuildFailed:
     if isinstance(error, FileNotFoundError) and "uv" in str(error):
         return BuildFailed(
             f"the node {host} can't install the run's packages: uv is missing there. It comes with sgpu-magic: "
-            f"`{sys.executable} -m pip install uv` brings it back."
+            f"`{sys.executable} -m pip install uv` restores it."
         )
     return BuildFailed(
-        f"the node {host} can't make the run's packages: {error}. See that {root} can be written, or choose another "
-        "folder with the setting environment_dir."
+        f"the node {host} can't install the run's packages: {error}. Make sure that {root} is writable, or choose "
+        "another folder with the setting environment_dir."
     )
 
 
 def of_disk(root: Path) -> BuildFailed:
     """Return the error for a full disk."""
     try:
-        free = f"{format_bytes(shutil.disk_usage(root).free)} are free"
+        free = f"{format_bytes(shutil.disk_usage(root).free)} free"
     except OSError:
-        free = "it is full"
+        free = "no space free"
     return BuildFailed(
-        f"the disk of the node {socket.gethostname()} has no room for the run's packages: of {root} {free} (No space "
-        "left on device). Nothing of them is left there. Free some space, run `uv cache prune`, or choose a folder on "
+        f"the disk of the node {socket.gethostname()} has no room for the run's packages: {root} has {free} (No space "
+        "left on device). Nothing of them was kept there. Free some space, run `uv cache prune`, or choose a folder on "
         "another disk with the setting environment_dir."
     )
 
@@ -140,8 +140,8 @@ def _not_built(host: str, names: list[str]) -> BuildFailed:
     which = f" ({_some(names)})" if names else ""
     return BuildFailed(
         f"some of the run's packages{which} have no wheel for Python {own_python()} on {own_platform()}, and the node "
-        f"{host} builds nothing from source unless it is told to. --allow-build lets it, if it has the compilers; "
-        "else choose versions that have a wheel."
+        f"{host} builds nothing from source by default. --allow-build permits it, if the node has the compilers; "
+        "otherwise choose versions that have a wheel."
     )
 
 

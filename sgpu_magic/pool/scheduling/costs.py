@@ -137,8 +137,8 @@ class CostRules:
         if spec.max_cost is None or spec.session or self._tariff.of(want.device_type) is not None:
             return None
         return "UsageError", (
-            f"--max-cost {spec.max_cost:g} can't be kept: this pool has no price for {want.device_type} (it has one "
-            f"for {self._tariff.priced()}). Leave --max-cost out, or set the price in the settings, such as "
+            f"--max-cost {spec.max_cost:g} can't be enforced: this pool has no price for {want.device_type} (it has "
+            f"one for {self._tariff.priced()}). Leave --max-cost out, or set the price in the settings, such as "
             f'SGPU_PRICES="{want.device_type}=1.20" for one device and hour, and restart the pool.'
         )
 
@@ -158,11 +158,11 @@ class CostRules:
         if spent < budget.limit * _EXACT:
             return ""
         frees_at = budget.frees_at(now, live)
-        when = "when what goes on has ended" if frees_at is None else f"in {rough(frees_at - now)}"
+        when = "when the active runs have ended" if frees_at is None else f"in {rough(frees_at - now)}"
         return (
             f"{self._named(budget)} is used up: the pool's runs have cost {self._tariff.money(spent)} in that time. "
-            f"There is room again {when}; until then only devices without a price are given. Raise the setting "
-            "budget and restart the pool, or wait."
+            f"There is room again {when}; until then only devices without a price are granted. Raise the "
+            "setting budget and restart the pool, or wait."
         )
 
     def settle(self) -> list[Instruction]:
@@ -236,7 +236,7 @@ class CostRules:
             for run in runs:
                 if not run.budget_told:
                     self._table.change(run, budget_told=True)
-                    text = f"80 % of {self._named(budget)} is used; runs with a price are stopped when all of it is"
+                    text = f"80 % of {self._named(budget)} is used; runs with a price are stopped when it is used up"
                     out.append(Remark(run.run_id, text))
         return out
 

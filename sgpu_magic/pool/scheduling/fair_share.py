@@ -73,7 +73,7 @@ class FairShare:
                 remedy = f"Ask for {quota} or fewer with --gpus" if quota else "Ask for another type with --type"
                 return "CapacityError", (
                     f"user {user} may have {_of(quota, kind)} at once in this pool (its setting user_quotas), and the "
-                    f"run asks for {ranks}. {remedy}, choose another pool with --pool, or ask whoever runs this one "
+                    f"run asks for {ranks}. {remedy}, choose another pool with --pool, or ask this pool's operator "
                     "for more."
                 )
         return None

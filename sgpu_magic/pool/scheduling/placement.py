@@ -24,7 +24,7 @@ from sgpu_magic.pool.scheduling.capacity import (
 from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare
 from sgpu_magic.wire.record import short
 
-_ASKED = "asked of the cluster, which has to bring more nodes for it"
+_ASKED = "requested from the cluster, which has to add nodes for it"
 
 
 class Room:
@@ -227,7 +227,7 @@ class Room:
         if (count := self.stock.total(want.line)) < want.ranks and self.stock.elastic(want.line) < want.ranks:
             parts.append(f"the pool has only {self.amount(want, count)} now")
         if (key := _elastic_key(want.line)) in self.refused:
-            parts.append(f"the cluster brought no more: {self.refused[key]}")
+            parts.append(f"the cluster added no more: {self.refused[key]}")
         return parts
 
     # ------------------------------------------------------------ within

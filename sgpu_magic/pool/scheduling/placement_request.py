@@ -29,7 +29,7 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
     """
     ranks, asked = placement.ranks, placement.device_type
     if ranks < 1:
-        return f"{ranks} ranks were asked for; a run has at least 1. Mend --gpus."
+        return f"{ranks} ranks were requested; a run has at least 1. Correct --gpus."
     if problem := _misshapen(placement, stock):
         return problem
     if asked == ANY:
@@ -61,7 +61,7 @@ def _misshapen(placement: Placement, stock: Stock) -> str:
             "--nodes out."
         )
     if nodes > 1 and strategy == STRICT_PACK:
-        return f"--placement strict_pack is one node, and --nodes {nodes} asks for more. Leave one of them out."
+        return f"--placement strict_pack uses one node, and --nodes {nodes} asks for more. Leave one of them out."
     if nodes > 1 and not stock.many:
         return (
             f"this pool is one machine, and the run asks for {nodes} nodes. Leave --nodes out, or choose another pool "
@@ -115,7 +115,7 @@ def _has(stock: Stock, lines: Sequence[Line]) -> str:
 def _too_small(placement: Placement, stock: Stock, line: Line) -> str:
     need = f"{placement.min_memory_bytes / _GB:g} GB"
     sizes = sorted({memory_bytes(device) for device in stock.line(line)})
-    have = " or ".join("an amount that nobody knows" if not size else f"{size / _GB:.0f} GB" for size in sizes)
+    have = " or ".join("an unknown amount" if not size else f"{size / _GB:.0f} GB" for size in sizes)
     enough = stock.total(line, placement.min_memory_bytes)
     count = (
         f"{enough} {line} of this pool {'has' if enough == 1 else 'have'}" if enough else f"no {line} of this pool has"
@@ -192,7 +192,7 @@ def _lacking(placement: Placement, stock: Stock) -> str:
     ways = ["leave --type out to use what is there", "choose another pool with --pool"]
     if asked != CPU:
         if inventory.cpu_slots > 0:
-            ways.insert(0, "run the ranks on CPU in its place with SGPU_STAND_IN=cpu")
+            ways.insert(0, "run the ranks on CPU instead with SGPU_STAND_IN=cpu")
         if not stock.many:
             simulate = f"SGPU_SIMULATE={asked}:{max(8, placement.ranks)}"
             ways.insert(-1, f"simulate devices on this machine's pool with {simulate}")

@@ -165,7 +165,7 @@ class Scheduler:
     def _submit(self, run: Run, now: float) -> list[Instruction]:
         spec = run.spec
         if spec.run_id in self._runs:
-            message = f"run {spec.run_id} was submitted before; each needs an id of its own."
+            message = f"run {spec.run_id} was already submitted; each run needs its own ID."
             return [RefuseRun(spec.run_id, "UsageError", message)]
         if spec.session:
             refusal = session_rules.refusal(spec, self._runs.get(spec.session))
@@ -228,7 +228,7 @@ class Scheduler:
                 return self._table.stop(run, RunState.CANCELLED, reason)
             case RunOver(state=state):
                 if not state.is_final:
-                    raise ValueError(f"run {run.run_id} can't be over as {state!r}: a final state is needed")
+                    raise ValueError(f"run {run.run_id} can't end as {state!r}: a final state is needed")
                 return self._table.over(run, state)
             case LeaseFreed():
                 self._table.free(run)
@@ -286,7 +286,7 @@ class Scheduler:
     def _settle_times(self) -> list[Instruction]:
         now = self._table.now
         due = [
-            (run, RunState.TIMED_OUT, f"its time limit of {span(run.spec.timeout_s)} is over")
+            (run, RunState.TIMED_OUT, f"its time limit of {span(run.spec.timeout_s)} is reached")
             for run in self._table.over_time()
         ]
         for session in self._table.sessions():
@@ -295,7 +295,7 @@ class Scheduler:
                 reason = f"nothing ran in it for {span(session.spec.idle_s or 0.0)} (--idle)"
                 due.append((session, RunState.CANCELLED, reason))
         for run in self._table.asked_too_long():
-            reason = f"the cluster brought nothing within {span(run.spec.wait_s or 0.0)}"
+            reason = f"the cluster added nothing within {span(run.spec.wait_s or 0.0)}"
             due.append((run, RunState.FAILED, reason))
         due.sort(key=lambda one: one[0].number)
         return [instruction for one in due for instruction in self._table.stop(*one)]

@@ -38,15 +38,15 @@ def is_open(session: Run) -> bool:
 def refusal(spec: RunSpec, session: Run | None) -> str:
     """Return why the session will never accept this cell; "" when it will."""
     if session is None or not is_session(session):
-        return f"there is no session {short(spec.session)} in this pool. Begin one with %sgpu_connect."
+        return f"there is no session {short(spec.session)} in this pool. Start one with %sgpu_connect."
     name, ranks, asked = named(session.spec), session.spec.placement.ranks, spec.placement.ranks
     if not is_open(session):
         has = "has ended" if session.state.is_final else "is ending"
         why = f": {session.reason}" if session.reason else ""
-        return f"{name} {has}{why}. Begin another with %sgpu_connect."
+        return f"{name} {has}{why}. Start another with %sgpu_connect."
     if spec.fresh:
         if spec.only:
-            return "--ranks names ranks that stay, and --fresh starts new ones. Leave one of them out."
+            return "--ranks names existing ranks, and --fresh starts new ones. Leave one of them out."
         if asked > ranks:
             return (
                 f"{name} has {ranks} ranks, and the run asks for {asked} new ones on its devices. Use --gpus {ranks} "
@@ -55,12 +55,12 @@ def refusal(spec: RunSpec, session: Run | None) -> str:
         return ""
     if asked != ranks:
         return (
-            f"{name} has {ranks} ranks, and the run is made for {asked}. Leave --gpus out, name some of them with "
+            f"{name} has {ranks} ranks, and the run asks for {asked}. Leave --gpus out, name some of them with "
             "--ranks, or start new processes with --fresh."
         )
     if strange := [rank for rank in spec.only if not 0 <= rank < ranks]:
         has = "rank 0" if ranks == 1 else f"ranks 0 to {ranks - 1}"
-        return f"{name} has {has}, and the cell names {', '.join(map(str, strange))}. Mend --ranks."
+        return f"{name} has {has}, and the cell names {', '.join(map(str, strange))}. Correct --ranks."
     return ""
 
 
@@ -70,8 +70,8 @@ def on_nodes(spec: RunSpec) -> str:
         return ""
     asks = f"--nodes {spec.placement.nodes}" if spec.placement.nodes > 1 else "--placement spread"
     return (
-        f"the ranks of {named(spec)} stay on one node, and {asks} asks for more. Leave it out, or run the cell without "
-        "a session (%%distributed with the same options)."
+        f"the ranks of {named(spec)} are all on one node, and {asks} asks for more. Leave it out, or run the cell "
+        "without a session (%%distributed with the same options)."
     )
 
 
@@ -138,7 +138,7 @@ def waited_in_vain(cell: Run, why: str) -> str:
     """Return the message for a cell whose waiting time is over."""
     if cell.spec.wait_s:
         return f"it has waited for {span(cell.spec.wait_s)}: {why}. Wait longer with --wait."
-    return f"{why}, and the run was not to wait. Let it queue with --wait 10m."
+    return f"{why}, and the run does not wait. Queue it with --wait 10m."
 
 
 def quiet_until(table: RunTable, session: Run) -> float | None:
@@ -159,7 +159,7 @@ def ends_as(session: Run) -> RunState:
 def end_of_cell(cell: Run, session: Run) -> str:
     """Return why a cell ends with its session: a waiting cell, or one with its own processes on its devices."""
     why = f": {session.reason}" if session.reason else ""
-    ended = " ended before it could begin" if cell.lease is None else ", whose devices it has, ended"
+    ended = " ended before the run could start" if cell.lease is None else ", whose devices it uses, ended"
     return f"{named(session.spec)}{ended}{why}"
 
 

@@ -169,7 +169,7 @@ def waits_for(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
     if missing == 0:
         return kept_for(keepers, run, want)
     what = room.amount(want, missing).replace(" ", " more ", 1)
-    kept = ["freed ones are kept for it"] if keepers.keeps(run, want) else []
+    kept = ["freed ones are reserved for it"] if keepers.keeps(run, want) else []
     return "; ".join([f"needs {what}", *room.not_the_pools(want), *kept])
 
 
@@ -190,13 +190,13 @@ def waited_in_vain(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
         waited = f"{need} did not become free within {span(run.spec.wait_s)}"
         remedy = "Wait longer with --wait"
     else:
-        waited = f"the run needs {need}, {free} {'is' if free == 1 else 'are'} free, and it was not to wait"
-        remedy = "Let it queue with --wait 10m"
+        waited = f"the run needs {need}, {free} {'is' if free == 1 else 'are'} free, and it does not wait"
+        remedy = "Queue it with --wait 10m"
     return f"{waited}: {why}. {remedy}, ask for fewer with --gpus, or choose another pool with --pool."
 
 
 def kept_for(keepers: Keepers, run: Run, want: Want) -> str:
-    return f"what is free is kept for run {short(keepers.before(run, want))}, which has waited longer"
+    return f"the free ones are reserved for run {short(keepers.before(run, want))}, which has waited longer"
 
 
 # ---------------------------------------------------------------- many nodes
@@ -207,10 +207,12 @@ def _on_nodes(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
         kept = {node: one for one, node in keepers.nodes.items() if one != run.run_id}
         if keepers.before(run, want) == run.run_id and kept:
             one = short(next(iter(kept.values())))
-            return f"{_need(want)}: what would do is on a node kept for run {one}, which has waited longer"
+            return f"{_need(want)}: enough are free, but on a node reserved for run {one}, which has waited longer"
         return f"{_need(want)}: {kept_for(keepers, run, want)}"
     node = keepers.nodes.get(run.run_id)
-    kept = [f"node {room.stock.host(node)} is kept for it" if node is not None else "freed ones are kept for it"]
+    kept = [
+        f"node {room.stock.host(node)} is reserved for it" if node is not None else "freed ones are reserved for it"
+    ]
     parts = [f"{_need(want)}; {_there(want, room)}", *room.not_the_pools(want)]
     return "; ".join([*parts, *(kept if keepers.keeps(run, want) else []), *_coming(room)])
 

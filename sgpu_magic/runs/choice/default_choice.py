@@ -63,8 +63,8 @@ def with_choice(place: Workplace, asked: R, ways: str) -> R:
         return asked
     if pool and pool not in (known := place.pools.names()):
         raise UsageError(
-            f"this notebook's choice names the pool {pool!r}, and you have: {', '.join(known)}. Choose another in the "
-            "panel, or say which is meant with --pool."
+            f"this notebook's choice names the pool {pool!r}, but you have: {', '.join(known)}. Choose another in the "
+            "panel, or name one with --pool."
         )
     wishes = asked.wishes
     if packages:
@@ -131,8 +131,8 @@ def _foreign(place: Workplace, held: Held, choice: Choice, ways: str, *, package
     said = f"{ways}{', ' if python and env else ' ' if env else ''}{env}"
     return (
         f"this notebook asks for {words_of(choice, pool_name(place))}, and {_who(held)}, so nothing was started. "
-        "If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Else say what you "
-        f"want instead: `{said}`."
+        "If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Otherwise say "
+        f"what you want instead: `{said}`."
     )
 
 

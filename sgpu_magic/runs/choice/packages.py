@@ -63,7 +63,7 @@ def problem_of_packages(choice: Choice) -> str:
             return problem
     for name in choice.removed:
         if _NAME.fullmatch(name) is None:
-            return f"{name[:60]!r} is no package's name."
+            return f"{name[:60]!r} is not a package name."
     added = [normalised(name_of(line)) for line in choice.dependencies]
     twice = next((name for name in added if added.count(name) > 1), "")
     if twice:
@@ -75,11 +75,11 @@ def problem_of_requirement(line: str) -> str:
     """Return why a requirement can't be added, a sentence; "" if it can."""
     shown = without_url_credentials(line)[:80]
     if shown != line[:80] or "${" in line:
-        return f"{shown!r} has a password or a variable in it, which would be kept in the notebook: leave it out."
+        return f"{shown!r} contains a password or a variable, which would be saved in the notebook: leave it out."
     try:
         Requirement(line)
     except InvalidRequirement:
-        return f"{shown!r} is no requirement: write a name and, if you like, a version, such as peft==0.17.1."
+        return f"{shown!r} is not a requirement: write a name, optionally with a version, such as peft==0.17.1."
     return ""
 
 
@@ -135,12 +135,12 @@ def problem_of_base(settings: Settings, name: str) -> str:
     is_file = Path(name).expanduser().is_file()
     if name not in BASE_NAMES and not is_file and name not in named_environments.saved_names(settings):
         known = ", ".join((*BASE_NAMES, *named_environments.saved_names(settings)))
-        return f"There is no environment {name!r} here. There are: {known}; a requirements file's path is possible."
+        return f"There is no environment {name!r} here. There are: {known}; a requirements file's path works too."
     here, python = own_python(), base_of(settings, name).python
     if python and python != here:
         return (
-            f"The packages of {name} are for Python {python}, and this notebook runs Python {here}: what it sends is "
-            f"understood by the same version only. Start it with a kernel of Python {python}, or choose other packages."
+            f"The packages of {name} are for Python {python}, and this notebook runs Python {here}: only the same "
+            f"version can read what it sends. Start it with a kernel of Python {python}, or choose other packages."
         )
     order.chosen(settings, name)
     return ""
@@ -273,5 +273,5 @@ def _after_options(words: Sequence[str]) -> list[str]:
 
 def _check(done: Done, what: str) -> None:
     if done.status:
-        words = last_words(done.words) or last_words(done.output) or f"the installer ended as {done.status}"
+        words = last_words(done.words) or last_words(done.output) or f"the installer exited with status {done.status}"
         raise EnvironmentFailed(f"{what}: {words.rstrip('.')}.")

@@ -82,14 +82,14 @@ def read_kept(found: object) -> Read:
     if kept.version > VERSION:
         return Read(
             kept,
-            "This notebook's choice was kept by a newer sgpu-magic; what this one does not know of it is left out.",
+            "This notebook's choice was saved by a newer sgpu-magic; what this version does not know is ignored.",
         )
     return Read(kept)
 
 
 def _unreadable(why: str) -> str:
     return (
-        f"What this notebook's metadata ask for under `{CHOICE_KEY}` can't be read, so nothing of it is used: {why}. "
+        f"This notebook's choice, in its metadata under `{CHOICE_KEY}`, can't be read and is ignored: {why}. "
         "Choose again in the panel."
     )
 
@@ -101,9 +101,9 @@ def problem_of(choice: Choice) -> str:
     texts = (choice.type, choice.pool, choice.env_version, *choice.dependencies, *choice.removed)
     long = next((text for text in texts if len(text) > _LONGEST_TEXT or not text.isprintable()), None)
     if long is not None:
-        return f"{long[:40]!r} is too long, or has signs in it that can't be shown."
+        return f"{long[:40]!r} is too long, or contains characters that can't be shown."
     if len(choice.dependencies) + len(choice.removed) > _MOST_PACKAGES:
-        return f"more than {_MOST_PACKAGES} packages are added or removed; a requirements file takes as many."
+        return f"more than {_MOST_PACKAGES} packages are added or removed; a requirements file can list more."
     try:
         canonical_type(choice.type or ANY)
     except ValueError as error:

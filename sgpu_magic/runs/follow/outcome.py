@@ -111,7 +111,7 @@ def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> Run
     try:
         ending = follow(followed, has_ended=state.is_final)
     except KeyboardInterrupt:
-        followed.view.leave(f"stopped watching; run {short(run.run_id)} goes on")
+        followed.view.leave(f"stopped watching; run {short(run.run_id)} continues")
         followed.publisher.tick(time.monotonic(), final=True)
         return None
     followed.publisher.tick(time.monotonic(), final=True)
@@ -160,12 +160,12 @@ def goes_on(spec: RunSpec) -> str:
     """Return the sentence for a detached run, with the commands to attach to it and cancel it."""
     run = short(spec.run_id)
     brings = f" and brings {', '.join(output.name for output in spec.outputs)}" if spec.outputs else ""
-    return f"run {run} goes on without this notebook · %sgpu_attach {run} shows it{brings}, sgpu cancel {run} ends it"
+    return f"run {run} continues without this notebook · %sgpu_attach {run} shows it{brings}, sgpu cancel {run} ends it"
 
 
 def _stop_watching(followed: Followed) -> None:
     run = short(followed.run.run_id)
-    followed.view.leave(f"run {run} goes on; %sgpu_status {run} and %sgpu_attach {run} show it again")
+    followed.view.leave(f"run {run} continues; %sgpu_status {run} and %sgpu_attach {run} show it again")
 
 
 # ---------------------------------------------------------------- interrupted cells
@@ -250,10 +250,10 @@ def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Endin
 def _not_yet_stopped(run: Run) -> str:
     """Return the message for a cancelled run that has not ended in time."""
     if not run.spec.in_session:
-        return f"run {short(run.run_id)} is being stopped; it holds its devices until its ranks are gone."
+        return f"run {short(run.run_id)} is being stopped; it holds its devices until its ranks have exited."
     return (
-        f"run {short(run.run_id)} is being stopped; its session has not said yet that its ranks have. The next cell "
-        "waits for them, and a second interrupt within 5 s kills those that do not stop: their variables are lost."
+        f"run {short(run.run_id)} is being stopped; its session has not yet reported that its ranks stopped. The next "
+        "cell waits for them, and a second interrupt within 5 s kills those that do not stop: their variables are lost."
     )
 
 
@@ -302,7 +302,7 @@ def deliver(
         raise RunCancelled(f"run {short(run.run_id)} was cancelled: {ended.reason}.{still}", run_id=run.run_id)
     failure = ended.failure
     if failure is None:
-        raise NodeLost(f"run {short(run.run_id)} ended without saying why.", run_id=run.run_id)
+        raise NodeLost(f"run {short(run.run_id)} ended without a reason.", run_id=run.run_id)
     exception = run.load_exception(failure.exception, frames, namespace)
     raise run_exception(view, ended, failure, exception, namespace) from None
 

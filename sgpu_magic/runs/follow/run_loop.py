@@ -59,8 +59,8 @@ class Followed(msgspec.Struct, frozen=True):
             # the note is renewed each time the silence has doubled
             told_s = 10 * 2 ** int(math.log2(max(silent_s, 10.0) / 10))
             sentence = (
-                f"the link to {self.run.pool_title} has been silent for more than {format_span(told_s)}; the run goes "
-                "on there, and the view catches up when the link is back"
+                f"the link to {self.run.pool_title} has been silent for more than {format_span(told_s)}; the run "
+                "continues there, and the view catches up when the link is back"
             )
             self.view.not_heard(sentence if silent_s else "")
 
@@ -154,15 +154,15 @@ def last_words(followed: Followed) -> Ending | None:
 def without_an_end(followed: Followed) -> Ending:
     """Return a substitute for the final event of an ended run whose last events were not kept."""
     run = followed.run
-    where = f"is in {run.directory}" if run.mirror is None else f"comes with `sgpu logs {short(run.run_id)}`"
-    message = f"its last events were not kept; what its ranks printed {where}"
+    where = f"is in {run.directory}" if run.mirror is None else f"is shown by `sgpu logs {short(run.run_id)}`"
+    message = f"its last events were not kept; its ranks' output {where}"
     return _lost(followed, message, FailureKind.NODE_LOST)
 
 
 def find_again(followed: Followed) -> Ending | None:
     """Attach to the run through its next pool service; return a final event if that is not possible."""
     run = followed.run
-    died = f"{run.pool_title} ended while the run was going on"
+    died = f"{run.pool_title} ended while the run was active"
     deadline = time.monotonic() + _FIND_PATIENCE_S
     while True:
         try:
@@ -173,7 +173,7 @@ def find_again(followed: Followed) -> Ending | None:
             return _lost(followed, message, FailureKind.NODE_LOST)
         except KeyRefused as error:
             return _lost(
-                followed, f"this notebook can't follow the run any more: {error.message}", FailureKind.NODE_LOST
+                followed, f"this notebook can no longer follow the run: {error.message}", FailureKind.NODE_LOST
             )
         except PoolError as error:
             if time.monotonic() > deadline:

@@ -204,7 +204,7 @@ def differences(then: Circumstances, now: Circumstances) -> list[str]:
         when = " and ".join(word for word, dirty in (("then", then.dirty), ("now", now.dirty)) if dirty)
         told.append(f"the git repository had uncommitted changes {when}: imported modules may differ")
     if then.cwd and then.cwd != now.cwd:
-        told.append(f"its directory {then.cwd} is not there, so it starts in {now.cwd}")
+        told.append(f"its directory {then.cwd} does not exist here, so it starts in {now.cwd}")
     return told
 
 
@@ -215,7 +215,7 @@ def _package_differences(then: Mapping[str, str], now: Mapping[str, str]) -> lis
     if other:
         told.append(f"packages of another version: {names_text(sorted(other), _MAX_NAMED)}")
     if missing:
-        told.append(f"packages that are not here: {names_text(sorted(missing), _MAX_NAMED)}")
+        told.append(f"packages that are not installed here: {names_text(sorted(missing), _MAX_NAMED)}")
     return told
 
 

@@ -79,7 +79,7 @@ def read_recorded(directory: Path) -> Recorded:
         if _told(directory).started:
             raise UsageError(
                 f"run {run} can't be replayed yet: its directory {directory} has no {RUN_RECORD}, which a cell of a "
-                "session gets when it is over."
+                "session gets when it has ended."
             )
         raise UsageError(
             f"run {run} can't be replayed: its ranks never started, so its directory {directory} has no {RUN_RECORD}. "

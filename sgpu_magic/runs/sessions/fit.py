@@ -70,7 +70,7 @@ def check_call(session: Session, options: RunOptions) -> None:
         )
     refuse_in_session(session.name, options.wishes, options.max_cost, "leave session out")
     if options.retries:
-        raise UsageError("what runs in a session is not started again by itself. Leave retries or session out.")
+        raise UsageError("a run in a session is not retried automatically. Leave retries or session out.")
 
 
 def lending(options: RunOptions) -> Session | None:

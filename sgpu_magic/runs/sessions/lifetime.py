@@ -123,7 +123,7 @@ class Lifetime:
             return self._view.left
         if ended.failure is not None:
             return ended.failure.message.rstrip(".")
-        return (ended.reason or "it is over").rstrip(".")
+        return (ended.reason or "no reason was given").rstrip(".")
 
     @property
     def dead(self) -> tuple[int, ...]:
@@ -180,8 +180,8 @@ class Lifetime:
         with self._moved:
             if not self._moved.wait_for(self._is_decided, seconds):
                 raise TimeoutError(
-                    f"session {self.name} is not connected after {seconds:g} s: {self.state}. It goes on: wait again, "
-                    "or close() it."
+                    f"session {self.name} is not connected after {seconds:g} s: {self.state}. It keeps trying: wait "
+                    "again, or close() it."
                 )
         return self.checked()
 
@@ -202,8 +202,8 @@ class Lifetime:
         if self.has_ended or self._view.state is RunState.CANCELLING:
             why = f": {self.ending}" if self.ending else ""
             raise SessionError(
-                f"session {self.name} has ended{why}. What its ranks had is gone. Begin another with %sgpu_connect or "
-                "sgpu_magic.connect(...)."
+                f"session {self.name} has ended{why}. Its ranks' variables are lost. Start another with %sgpu_connect "
+                "or sgpu_magic.connect(...)."
             )
         if self._run.link_lost:
             # its pool service died; the next one takes the session over

@@ -255,8 +255,8 @@ class Shipping:
                 )
                 continue
             notes.append(
-                f"`{name}` is the ranks' own, set by a cell there; the notebook has another: assign it anew, or "
-                f"%sgpu_push {name}, to ship that"
+                f"`{name}` keeps the ranks' value, which a cell set there; the notebook has another: assign it again, "
+                f"or %sgpu_push {name}, to ship that"
             )
         return notes
 

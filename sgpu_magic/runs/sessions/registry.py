@@ -124,7 +124,7 @@ def begin(
         known = find(name)
         if known is not None:
             raise UsageError(
-                f"session {name} is connected already ({known.ranks} ranks). End it first (`%sgpu_disconnect {name}`, "
+                f"session {name} is already connected ({known.ranks} ranks). End it first (`%sgpu_disconnect {name}`, "
                 "or close()), or give the new one another name."
             )
         options, found = placed(place, options, ways)
@@ -188,8 +188,8 @@ def current(name: str = "") -> Session | None:
         # its view and its link are not needed any more
         session.close()
         raise SessionError(
-            f"session {session.name} has ended: {session.ending}. What its ranks had is gone, and nothing was run. "
-            f"Begin another with `%sgpu_connect --gpus {session.ranks}`; without one, %%distributed starts new ranks "
+            f"session {session.name} has ended: {session.ending}. Its ranks' variables are lost, and nothing was run. "
+            f"Start another with `%sgpu_connect --gpus {session.ranks}`; without one, %%distributed starts new ranks "
             "for each cell."
         )
 
@@ -203,7 +203,7 @@ def chosen(name: str = "") -> Session:
     """
     session = current(name)
     if session is None:
-        raise UsageError("no session is connected: begin one with %sgpu_connect --gpus N, or sgpu_magic.connect(N).")
+        raise UsageError("no session is connected: start one with %sgpu_connect --gpus N, or sgpu_magic.connect(N).")
     return session
 
 
@@ -238,7 +238,7 @@ def close_all() -> None:
     """Close all sessions of this process."""
     sessions = all_sessions()
     for session in sessions:
-        session.end("its notebook has let go of it")
+        session.end("its notebook closed it")
     for session in sessions:
         session.close()
         drop(session)

@@ -186,7 +186,7 @@ def run_in(
     except RunCancelled as error:
         raise _with_the_dead(session, error) from None
     if result is None:
-        raise RunCancelled(f"run {run.run_id[:8]} was detached and goes on without this cell.", run_id=run.run_id)
+        raise RunCancelled(f"run {run.run_id[:8]} was detached and continues without this cell.", run_id=run.run_id)
     if into is None and run.spec.outputs and run.spec.kind is not RunKind.CALL:
         # the notebook's value now equals the ranks' own
         names = [output.name for output in run.spec.outputs]
@@ -237,11 +237,11 @@ def _with_the_dead(session: Session, error: RunCancelled) -> RunCancelled:
     dead = session.wait_for_the_dead(_DEATH_PATIENCE_S)
     if not dead:
         return error
-    was, it, them = ("was", "it", "it") if len(dead) == 1 else ("were", "they", "them")
+    was, its, them = ("was", "its", "it") if len(dead) == 1 else ("were", "their", "them")
     numbers = ",".join(map(str, dead))
     return RunCancelled(
-        f"{error.message} {format_ranks(dead).capitalize()} had not stopped and {was} killed: what {it} had is lost, "
-        f"and %sgpu_restart --rank {numbers} starts {them} anew.",
+        f"{error.message} {format_ranks(dead).capitalize()} had not stopped and {was} killed: {its} variables are "
+        f"lost, and %sgpu_restart --rank {numbers} restarts {them}.",
         run_id=error.run_id,
     )
 

@@ -60,7 +60,7 @@ def pack_call(
     begin = time.perf_counter()
     name = name_of(function)
     if not callable(function):
-        raise UsageError(f"{name} can't be called: give a function, or anything else with parentheses behind it.")
+        raise UsageError(f"{name} is not callable: give a function or another callable.")
     bound_args, bound_kwargs = bind(function, args, kwargs)
     call = FunctionCall(by_reference(function), bound_args, bound_kwargs)
     try:
@@ -191,7 +191,7 @@ def _refuse(
     if args and not signature.parameters.keys().isdisjoint(RANK_NAMES):
         told.add_note(
             "Parameters named rank, local_rank, world_size and device are filled in by each rank when they are left "
-            "out: give the arguments behind them by keyword."
+            "out: give the arguments after them by keyword."
         )
     raise told from None
 

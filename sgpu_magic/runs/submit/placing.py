@@ -122,7 +122,7 @@ def _chosen(pools: Pools, settings: Settings, entries: tuple[PoolEntry, ...], de
     """Ask all pools that may have the devices, and choose one."""
     if kind and not entries:
         raise UsageError(
-            f"--pool {kind} asks for a pool of that kind, and none is listed. `sgpu pool add NAME tcp://host:port "
+            f"--pool {kind} asks for a pool of that kind, but none is listed. `sgpu pool add NAME tcp://host:port "
             "--key KEY` lists one; leave --pool out to use this machine's own."
         )
     wanted = Wanted(devices.ranks, devices.device_type, devices.min_memory_bytes, kind)

@@ -59,10 +59,10 @@ def submit(pool: Pool, submission: Submission) -> Run:
     if parent := os.environ.get("SGPU_RUN_ID", ""):
         # each rank would submit a run, and all would wait for devices that this run holds
         raise UsageError(
-            f"rank {os.environ.get('RANK', '0')} of run {short(parent)} asks for run {submission.spec.name}, and a run "
-            "can't start another: it could wait for devices that it holds itself. Submit it from the notebook or from "
-            "a program that runs once (`sgpu run` does that with a script that has @distributed functions); on a rank "
-            "call the function itself, without `.distributed`."
+            f"rank {os.environ.get('RANK', '0')} of run {short(parent)} tried to start run {submission.spec.name}, but "
+            "a run can't start another: it could wait for devices that it holds itself. Submit it from the notebook or "
+            "from a program that runs once (`sgpu run` does that with a script that has @distributed functions); on a "
+            "rank call the function itself, without `.distributed`."
         )
     try:
         settings = pool.settings
@@ -71,7 +71,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
         along = replace(along, tracking=tracking, uploads=_uploads_of(submission))
         run = pool.submit(spec, submission.packed, submission.key, environ, along)
     except KeyboardInterrupt:
-        raise RunCancelled("interrupted before the pool had taken the run; nothing was started.") from None
+        raise RunCancelled("interrupted before the pool had accepted the run; nothing was started.") from None
     try:
         packages.of(pool).taken(spec.environment, along.environment)
         if tracking is not None:
@@ -88,7 +88,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
 def interrupted(run: Run) -> RunCancelled:
     """Cancel a run that was interrupted before it was followed; return the exception to raise."""
     run.cancel("it was interrupted")
-    return RunCancelled(f"run {short(run.run_id)} was interrupted as it began.", run_id=run.run_id)
+    return RunCancelled(f"run {short(run.run_id)} was interrupted as it started.", run_id=run.run_id)
 
 
 def let_go(pool: Pool, run: Run) -> None:
@@ -175,9 +175,9 @@ def _without_effect(wishes: Wishes) -> tuple[str, ...]:
     asked = [*["--torch mine"] * wishes.torch_mine, *["--allow-build"] * wishes.allow_build]
     if not asked:
         return ()
-    change = "change" if len(asked) > 1 else "changes"
+    have = "have" if len(asked) > 1 else "has"
     return (
-        f"{' and '.join(asked)} {change} nothing for this run: its ranks have the notebook's own Python, and nothing "
+        f"{' and '.join(asked)} {have} no effect on this run: its ranks use the notebook's own Python, and nothing "
         "is installed for them",
     )
 
@@ -288,7 +288,7 @@ def _uploads_of(submission: Submission) -> tuple[Upload, ...]:
 def _upload(text: str, cwd: Path) -> Upload:
     path = os.path.normpath(cwd / os.path.expanduser(text))
     if not text.strip() or not os.path.exists(path):
-        raise UsageError(f"--upload {text!r}: there is no such folder or file. Paths are those of {cwd}.")
+        raise UsageError(f"--upload {text!r}: there is no such folder or file. Paths are relative to {cwd}.")
     below = os.path.relpath(path, cwd)
     if below.split(os.sep, 1)[0] in (os.curdir, os.pardir):
         # the working directory itself, or a path outside of it

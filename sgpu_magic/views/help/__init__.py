@@ -41,8 +41,8 @@ def page(topic: str) -> str:
         topic = error.topic
     if topic not in known:
         near = difflib.get_close_matches(topic, known, n=1)
-        meant = f" Is {near[0]} meant?" if near else ""
-        raise UsageError(f"there is no page of help {topic!r}.{meant} There are: {', '.join(known)}.")
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise UsageError(f"there is no help page {topic!r}.{meant} The pages are: {', '.join(known)}.")
     return _read(topic)
 
 

@@ -34,7 +34,7 @@ Taker = Callable[[object, Send], None]
 
 _MOST_TAKEN = 256
 _AT_ONCE = (AskHello, AskCancel)
-_CLOSED = "This view is not live any more: its run has ended, or another view has taken its place."
+_CLOSED = "This view is no longer live: its run has ended, or another view has replaced it."
 
 
 class Channels:
@@ -179,7 +179,7 @@ class Channels:
         except Exception as error:
             # top of a thread, and a front end waits for a reply
             self._kernel.log.exception("sgpu-magic can't answer %r", question)
-            text = f"This can't be answered: {type(error).__name__}: {error}"
+            text = f"The request failed: {type(error).__name__}: {error}"
             return messages.to_builtins(Refusal(n=question.n, text=text))
 
 
@@ -193,7 +193,7 @@ def _question_of(content: object, send: Send) -> Question | None:
         return messages.question_of(content)
     except msgspec.ValidationError as error:
         if isinstance(number := _number_of(content), int):
-            send(messages.to_builtins(Refusal(n=number, text=f"This is no question that can be answered: {error}")))
+            send(messages.to_builtins(Refusal(n=number, text=f"This request is not valid: {error}")))
         return None
 
 

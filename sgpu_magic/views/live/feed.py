@@ -261,7 +261,7 @@ class Answers:
 
     def _find(self, ask: AskFind) -> Answer:
         if not ask.text or len(ask.text) > _MAX_SOUGHT_CHARS:
-            return Refusal(n=ask.n, text=f"what to look for is a text of 1 to {_MAX_SOUGHT_CHARS:,} characters.")
+            return Refusal(n=ask.n, text=f"the text to search for must have 1 to {_MAX_SOUGHT_CHARS:,} characters.")
         totals = self._feed.totals
         every: list[list[int]] = []
         total = 0
@@ -273,7 +273,7 @@ class Answers:
 
     def _log(self, ask: AskLog) -> Answer:
         if ask.offset < 0:
-            return Refusal(n=ask.n, text=f"a log begins at 0, not at {ask.offset:,}.")
+            return Refusal(n=ask.n, text=f"a log starts at offset 0, not at {ask.offset:,}.")
         if ask.rank is None:
             return self._log_of_all(ask)
         if ask.offset == 0 and self._feed.totals[ask.rank] and not self._reader.exists(ask.rank):

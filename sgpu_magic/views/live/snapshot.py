@@ -307,7 +307,7 @@ def _fewer(snapshot: Snapshot) -> Snapshot:
         gone = {card.rank for card in (dull or cards)[-max(len(cards) // 8, 1) :]}
         cards = [card for card in cards if card.rank not in gone]
         left_out = len(snapshot.ranks) - len(cards)
-        note = f"{left_out} of {len(snapshot.ranks)} ranks are not drawn: they are too many for one view"
+        note = f"{left_out} of {len(snapshot.ranks)} ranks are not drawn: too many for one view"
         smaller = replace(snapshot, ranks=tuple(cards), notes=(*snapshot.notes, note))
         if json_bytes(smaller) <= MAX_SNAPSHOT_BYTES:
             return smaller

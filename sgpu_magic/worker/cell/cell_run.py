@@ -282,7 +282,7 @@ class LoneTraining:
         if entered_at >= self._began_at:
             return ""
         return (
-            f"rank {self._rank} has trained by itself: an optimizer made steps there, and it called no collective. One "
-            f"model on all {self._ranks} ranks needs DistributedDataParallel or a framework that knows of the ranks; "
+            f"rank {self._rank} has trained by itself: an optimizer made steps there, but it called no collective. One "
+            f"model on all {self._ranks} ranks needs DistributedDataParallel or a framework that uses the ranks; "
             "accelerate on CPU ranks needs Accelerator(cpu=True)."
         )

@@ -89,7 +89,7 @@ class EditedModules:
             return ""
         names = _listed(_shown(path, context) for path in new)
         versions, them = ("an older version", "it") if len(new) == 1 else ("older versions", "them")
-        return f"rank {rank} holds {versions} of {names}, edited since: --reload loads {them} anew."
+        return f"rank {rank} has {versions} of {names}, edited since: --reload reloads {them}."
 
     def reload(self, edited: dict[str, types.ModuleType], context: RankContext) -> str:
         """Reload the edited modules and return a remark for the user.
@@ -120,7 +120,7 @@ class EditedModules:
                 error.__traceback__ = _from_file(error.__traceback__, path)
                 raise
             self._pass_values_on(module, before, own)
-        return f"loaded anew: {_listed(_shown(path, context) for path in edited)}."
+        return f"reloaded: {_listed(_shown(path, context) for path in edited)}."
 
     # ------------------------------------------------------------ within
 

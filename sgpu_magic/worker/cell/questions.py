@@ -40,7 +40,7 @@ def answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
             with _limited(_LIMIT_S):
                 return _answer(shell, question)
         except _TooLong:
-            return RankAnswer(problem=f"looking for it took longer than {_LIMIT_S:g} s")
+            return RankAnswer(problem=f"the lookup took longer than {_LIMIT_S:g} s")
         except Exception as error:  # noqa: BLE001  the user's `__dir__` and `__repr__` run here
             return RankAnswer(problem=f"{type(error).__name__}: {error}")
 

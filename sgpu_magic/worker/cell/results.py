@@ -142,7 +142,7 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
     except SerializationError as error:
         return (pack_names(names, None, rank, key, option) if names else None), error.message
     if not names and packed.total_bytes > _VALUE_LIMIT_BYTES:
-        return None, f"it has {packed.total_bytes / 1e6:,.0f} MB: name it in --out to get it"
+        return None, f"its size is {packed.total_bytes / 1e6:,.0f} MB: name it in --out to get it"
     return packed, ""
 
 
@@ -160,7 +160,7 @@ def _missing(output: OutputName, shell: RankShell, order: Execute, rank: int) ->
     if order.kind is not RunKind.PULL:
         return (
             f"the cell ended on rank {rank} without setting `{output.name}`, which --out names. Set it in the "
-            "cell on this rank too, or take it out of --out."
+            "cell on this rank too, or remove it from --out."
         )
     names = names_set(shell)
     known = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
@@ -207,7 +207,9 @@ def pack_names(names: dict[str, object], value: object, rank: int, key: bytes, o
             try:
                 _pack(single, key)
             except SerializationError as error:
-                raise SerializationError(f"`{name}` of {option} can't leave rank {rank}: {error.message}") from None
+                raise SerializationError(
+                    f"`{name}` of {option} can't be returned from rank {rank}: {error.message}"
+                ) from None
         raise
 
 

@@ -209,7 +209,7 @@ class _Comms:
             with contextlib.suppress(OSError):
                 self._send(CommsSaid(messages=tuple(messages)), frames)
         elif had <= _MOST_BYTES:
-            self._remark(f"widgets of a rank have sent {_MOST_BYTES >> 20} MB and are updated no further")
+            self._remark(f"widgets of a rank have sent {_MOST_BYTES >> 20} MB and are no longer updated")
 
     def _remark(self, text: str) -> None:
         if self._send is not None:

@@ -163,10 +163,10 @@ def accept_second_init() -> None:
         if _is_child() and (hostname, str(port)) == _late_store.address:
             rank = os.environ.get("RANK", "?")
             raise RuntimeError(
-                f"init_process_group() in a process that rank {rank} has started: MASTER_ADDR and MASTER_PORT are the "
-                "run's own, where its ranks have met already and nobody else comes. Train in the ranks, which the run "
-                "has started as torchrun does: in Lightning with strategy='ddp' in place of 'ddp_notebook'. Processes "
-                "of a rank that are to meet each other need a port of their own."
+                f"init_process_group() in a process that rank {rank} has started: MASTER_ADDR and MASTER_PORT belong "
+                "to the run's group, which its ranks have joined already and no other process can join. Train in the "
+                "ranks, which the run has started as torchrun does: in Lightning with strategy='ddp' instead of "
+                "'ddp_notebook'. Processes of a rank that form a group need a port of their own."
             )
         if _is_child() or str(port) != os.environ.get("MASTER_PORT"):
             return create_store(hostname, port, *args, **kwargs)
@@ -205,13 +205,13 @@ def _check_arguments(given: dict[str, Any]) -> None:
             device = torch.device(accelerator.type if accelerator is not None else "cpu", device)
         if accelerator is None or device.type != accelerator.type or device.index is None:
             raise ValueError(
-                "init_process_group device_id parameter must be an accelerator with an index, and is "
+                "init_process_group device_id parameter must be an accelerator with an index, but is "
                 f"{given['device_id']!r}; this rank has {accelerator or 'no accelerator'}."
             )
     for name, own in (("world_size", dist.get_world_size()), ("rank", dist.get_rank())):
         if given.get(name, -1) not in (-1, own):
             raise ValueError(
-                f"init_process_group({name}={given[name]}): this run's process group is there already, and its {name} "
+                f"init_process_group({name}={given[name]}): this run's process group already exists, and its {name} "
                 f"is {own}. Call torch.distributed.destroy_process_group() first to make another one."
             )
 

@@ -154,8 +154,8 @@ def _connect_others(rank: int, store: Any, every_census: Sequence[_Census], repl
     which = ", ".join(lost)
     if replaced:
         new = f"rank {replaced[0]} is a new process" if len(replaced) == 1 else "some ranks are new processes"
-        return f"The process groups of ranks {which} can't go on, as {new}: make them anew."
-    return f"The process groups of ranks {which} were not made on all of them: make them anew."
+        return f"The process groups of ranks {which} can't continue, as {new}: create them again."
+    return f"The process groups of ranks {which} were not created on all of them: create them again."
 
 
 def _backends_of(group: Any) -> dict[str, str]:
@@ -183,7 +183,7 @@ def _connect(group: Any, name: str, rank: int, ranks: int, store: Any) -> None:
         by_backend.setdefault(backend_name, []).append(device)
     for backend_name, devices in by_backend.items():
         if backend_name not in ("gloo", "nccl"):
-            raise RuntimeError(f"a process group of backend {backend_name} can't be connected anew")
+            raise RuntimeError(f"a process group of backend {backend_name} can't be reconnected")
         make = _make_gloo if backend_name == "gloo" else _make_nccl
         timeout = _timeout_of(group, devices)
         backend = make(c10d.PrefixStore(f"{name}/{backend_name}", store), rank, ranks, timeout)
@@ -200,7 +200,7 @@ def _connect(group: Any, name: str, rank: int, ranks: int, store: Any) -> None:
 def _next_type() -> int:
     kind, _state.next_type = _state.next_type, _state.next_type + 1
     if kind > _LAST_TYPE:
-        raise RuntimeError("the process groups were connected anew more often than torch can count: restart the ranks")
+        raise RuntimeError("the process groups were reconnected more often than torch can count: restart the ranks")
     return kind
 
 

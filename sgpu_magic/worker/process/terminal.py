@@ -150,7 +150,7 @@ def refuse_input(shell: InteractiveShell, rank: int) -> None:
 
     def no_debugger(line: str = "", cell: str | None = None) -> NoReturn:
         raise RuntimeError(
-            f"%debug and %pdb need a terminal, which rank {rank} has not. The notebook has the rank's traceback; "
+            f"%debug and %pdb need a terminal, and rank {rank} has none. The notebook has the rank's traceback; "
             "run the failing function in a plain cell to step through it there."
         )
 

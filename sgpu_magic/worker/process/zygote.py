@@ -151,7 +151,7 @@ def _fork(link: Link[ToZygote], order: Fork, inherited: tuple[socket.socket, ...
         threads = processes.thread_count()
         if threads > 1:
             raise OSError(
-                f"the zygote has {threads} threads, so a fork of it could hang; a package starts them at import"
+                f"the zygote has {threads} threads, so forking it could hang; a package starts them at import"
             )
         pid = os.fork()
     except OSError as error:

@@ -178,11 +178,11 @@ class Head(Member):
         if self._order.simulated:
             text += "; its GPUs are simulated: Ray counts them, and code computes on the CPU"
         if self._order.objects_on_disk:
-            text += "; /dev/shm is too small for its objects, which lie on disk"
+            text += "; /dev/shm is too small for its objects, which are stored on disk"
         if not self._order.dashboard:
             return f"{text}."
         if not started.dashboard:
-            return f'{text}. It has no dashboard and tells no metrics: they need "ray[default]".'
+            return f'{text}. It has no dashboard and reports no metrics: they need "ray[default]".'
         port = started.dashboard.rpartition(":")[2]
         run_id = os.environ.get("SGPU_RUN_ID", "")[:4]
         return (
@@ -249,7 +249,7 @@ class Guest(Member):
             started = self._wait(self._start(token, address))
             if started.ray_version != version:
                 raise EnvironmentFailed(
-                    f"it has Ray {started.ray_version}, and the head has {version}. All nodes need the same: name an "
+                    f"it has Ray {started.ray_version}, but the head has {version}. All nodes need the same: name an "
                     "environment for the run with --env-version."
                 )
         except EnvironmentFailed as error:

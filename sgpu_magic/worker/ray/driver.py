@@ -31,9 +31,9 @@ from sgpu_magic.wire.rank import PrivateRay
 # functions that start a Serve instance (ray/serve/api.py)
 _STARTERS = ("run", "run_many", "start")
 _REFUSAL = (
-    "Ray Serve can't be started in a @ray_launch run (rank 0): the run's cluster ends with its driver, so nothing "
-    "could be served from it. Call the model in Ray tasks or actors of the run, and serve it from a Ray cluster of "
-    "your own that stays."
+    "Ray Serve can't be started in a @ray_launch run (rank 0): the run's cluster ends with its driver, so it "
+    "can't keep serving. Call the model in Ray tasks or actors of the run, and serve it from a permanent Ray cluster "
+    "of your own."
 )
 _LOOK_S = 0.03
 # the wait ends after this time without a new line; Ray's log monitor looks every 0.1 s

@@ -127,8 +127,8 @@ class NodeProcess:
         """
         if not select.select([self], [], [], _START_S)[0]:
             raise EnvironmentFailed(
-                f"Ray was not up on the rank's node after {_START_S:.0f} s. Its logs are in the run's output; a "
-                "node with more memory or fewer other programs may do."
+                f"Ray did not start on the rank's node within {_START_S:.0f} s. Its logs are in the run's output; try "
+                "a node with more memory or fewer other programs."
             )
         word = self.heard()
         if isinstance(word, NodeTroubled):
@@ -139,7 +139,7 @@ class NodeProcess:
         """Return the program's next record. Blocks until there is one."""
         line = self._lines.readline()
         if not line:
-            return NodeTroubled(text=f"the program that holds Ray ended with status {self._process.wait()}")
+            return NodeTroubled(text=f"the program that runs Ray ended with status {self._process.wait()}")
         return _words.decode(line)
 
     def watch(self, troubled: Callable[[NodeTroubled], None]) -> None:

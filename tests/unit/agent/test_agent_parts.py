@@ -80,11 +80,14 @@ def test_the_culprit_is_never_a_victim_when_there_is_another(failures: list[Fail
 @pytest.mark.parametrize(
     ("status", "says"),
     [
-        (-signal.SIGKILL, "rank 2 of 4 (process 4711) was killed by SIGKILL: out of memory, or somebody killed it"),
+        (
+            -signal.SIGKILL,
+            "rank 2 of 4 (process 4711) was killed by SIGKILL: out of memory, or another process killed it",
+        ),
         (-signal.SIGSEGV, "rank 2 of 4 (process 4711) was killed by SIGSEGV: a crash in C code"),
         (-63, "rank 2 of 4 (process 4711) was killed by signal 63"),
-        (7, "rank 2 of 4 (process 4711) left with exit code 7 before its cell was done"),
-        (0, "rank 2 of 4 (process 4711) left with exit code 0 before its cell was done"),
+        (7, "rank 2 of 4 (process 4711) exited with code 7 before its cell ended"),
+        (0, "rank 2 of 4 (process 4711) exited with code 0 before its cell ended"),
     ],
 )
 def test_a_death_tells_how(status: int, says: str):
@@ -99,7 +102,7 @@ def test_a_death_tells_how(status: int, says: str):
 
 def test_a_death_of_which_nothing_is_known_says_nothing_more():
     assert death(0, 1, "node", -signal.SIGTERM, 1.0).message == (
-        "rank 0 of 1 was killed by SIGTERM: somebody asked it to end"
+        "rank 0 of 1 was killed by SIGTERM: another process asked it to end"
     )
 
 
@@ -559,7 +562,7 @@ def test_a_timer_that_is_still_due_when_the_agent_ends_copies_nothing(keeper: Ba
     ("prepare", "says"),
     [
         (lambda job: job.given_up.set(), "the notebook's next run used the same memory"),
-        (lambda job: os.ftruncate(job.source, 10), "the memory file is shorter"),
+        (lambda job: os.ftruncate(job.source, 10), "the memory file was truncated"),
     ],
 )
 def test_what_can_not_be_kept_leaves_nothing(

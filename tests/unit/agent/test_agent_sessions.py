@@ -114,7 +114,7 @@ def test_one_rank_raises_while_the_other_waits_for_it_and_everything_goes_on(ses
     assert ended.failure is not None
     assert (ended.failure.rank, ended.failure.message) == (1, "NaN")
     renewed = session.agent.wait_for(session.run_id, GroupRenewed)
-    assert (renewed.reason, renewed.lost) == ("ranks were freed from a collective", "")
+    assert (renewed.reason, renewed.lost) == ("ranks were released from a collective", "")
     second = trained(session)
     assert len(first) == len(second) == 1
     assert next(iter(second)).startswith("2 2 ")
@@ -338,7 +338,7 @@ def test_a_session_that_was_ended_takes_no_cell(agent: AgentProcess):
         ("kill -9 $$", "was killed by SIGKILL while it imported torch"),
         ("echo old >&2; exit 1", "says: old"),
         # in the same log, which has the other's word
-        ("exit 3", "left with exit code 3 and said nothing"),
+        ("exit 3", "exited with code 3 and printed nothing"),
     ],
 )
 def test_a_python_that_does_not_start_is_told_by_how_it_ended(agent: AgentProcess, script: str, words: str):

@@ -110,12 +110,12 @@ def test_a_type_has_one_name_however_it_is_spelt(text: str, expected: str) -> No
     "text", ["", "  ", "banana", "a1o", "80GB", "sxm4", "nvidia", "mig", "a10:4", "gpu", "ä10", "4"]
 )
 def test_nonsense_is_no_type(text: str) -> None:
-    with pytest.raises(ValueError, match="is no device type"):
+    with pytest.raises(ValueError, match="is not a device type"):
         canonical_type(text)
 
 
 def test_a_misspelt_type_is_answered_with_those_close_to_it() -> None:
-    with pytest.raises(ValueError, match=r"'h10' is no device type. Did you mean .*h100"):
+    with pytest.raises(ValueError, match=r"'h10' is not a device type. Did you mean .*h100"):
         canonical_type("h10")
 
 
@@ -163,12 +163,12 @@ def test_simulated_devices_have_ids_types_and_plausible_memory() -> None:
     ],
 )
 def test_a_simulation_that_means_nothing_names_the_remedy(text: str) -> None:
-    with pytest.raises(UsageError, match=r"can't be understood: .*SGPU_SIMULATE.*a10:4,h100:8"):
+    with pytest.raises(UsageError, match=r"are invalid: .*SGPU_SIMULATE.*a10:4,h100:8"):
         take_inventory(simulate=text, cpu_slots=1)
 
 
 def test_a_type_is_simulated_once() -> None:
-    with pytest.raises(UsageError, match="a10 stands twice"):
+    with pytest.raises(UsageError, match="a10 is listed twice"):
         take_inventory(simulate="a10:1,A10G:2", cpu_slots=1)
 
 
@@ -306,7 +306,7 @@ def test_a_driver_too_old_for_the_package_is_a_problem_and_the_devices_are_still
     found = inventory(nvml_stub(failures=nvml.LIBRARY_MISMATCH))
     assert len(found.devices) == 4
     assert found.problem == (
-        "Which processes use the GPUs can't be told: the NVIDIA driver is older than the package "
+        "The processes that use the GPUs can't be listed: the NVIDIA driver is older than the package "
         "nvidia-ml-py expects; update the driver, or install an older nvidia-ml-py."
     )
 
@@ -321,9 +321,9 @@ def test_a_lost_gpu_is_named_and_the_others_are_listed(nvml_stub: Stub) -> None:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (18, "of different versions, as after an update; reboot, or reload the driver."),
-        (4, "this user may not open them; ask the administrator for access to /dev/nvidia*."),
-        (999, "NVML answers with error 999; see what `nvidia-smi` says."),
+        (18, "have different versions, as after an update; reboot, or reload the driver."),
+        (4, "this user has no permission to open them; ask the administrator for access to /dev/nvidia*."),
+        (999, "NVML returned error 999; see the output of `nvidia-smi`."),
     ],
 )
 def test_a_driver_that_can_not_be_opened_is_a_problem(nvml_stub: Stub, code: int, words: str) -> None:

@@ -403,8 +403,10 @@ def test_a_kill_with_memory_to_spare_was_somebodys():
     watch = MemoryWatch()
     watch.begin()
     assert not watch.killed_since()
-    assert watch.verdict(0, []) == "somebody or something killed it"
-    assert watch.verdict(200_000_000, [os.getpid()]).startswith("somebody or something killed it (it held 0.2 of ")
+    assert watch.verdict(0, []) == "another process or the system killed it"
+    assert watch.verdict(200_000_000, [os.getpid()]).startswith(
+        "another process or the system killed it (it held 0.2 of "
+    )
 
 
 @linux_only

@@ -274,7 +274,7 @@ def test_a_fault_of_the_disk_costs_files_and_not_the_runs_end(
         if what != "_send_logs":
             (note,) = notes
             named = "its directory" if what == "list_below" else "rank-0.log"
-            assert note.startswith("files of the run were not brought to the pool and are gone: ")
+            assert note.startswith("files of the run were not transferred to the pool and are lost: ")
             assert f"{named} (Input/output error)" in note
 
     asyncio.run(scenario())

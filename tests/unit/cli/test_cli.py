@@ -113,16 +113,16 @@ def test_without_a_pool_everything_says_so_and_starts_none(bare_home: Home):
     ("arguments", "word"),
     [
         (["logs"], "RUN"),
-        (["logs", "../../etc/passwd"], "is no run"),
-        (["logs", ""], "is no run"),
+        (["logs", "../../etc/passwd"], "is not a run's id"),
+        (["logs", ""], "is not a run's id"),
         (["logs", "7f3a", "--rank", "-1"], "--rank"),
         (["logs", "7f3a", "--rank", "one"], "'one' is not a rank"),
         (["runs", "-n", "0"], "'0' is not a whole number above 0"),
         (["runs", "--all", "-n", "3"], "not allowed with"),
         (["pool", "restart"], "restart"),
-        (["cancel", "%"], "is no run"),
-        (["detach", "%"], "is no run"),
-        (["stacks", "%"], "is no run"),
+        (["cancel", "%"], "is not a run's id"),
+        (["detach", "%"], "is not a run's id"),
+        (["stacks", "%"], "is not a run's id"),
         (["detach"], "RUN"),
         (["fly"], "fly"),
     ],
@@ -240,7 +240,7 @@ def test_logs_of_a_directory_that_was_removed_say_so(kernel: Kernel, home: Home)
     run_id = newest_run(home)
     shutil.rmtree(home.run_dir(run_id))
     error = only_error(sgpu(home, "logs", run_id), 2)
-    assert f"run {run_id[:4]} printed and returned is no longer kept" in error
+    assert f"the output and results of run {run_id[:4]} are no longer kept" in error
     assert "500" in error
     assert "30 days" in error
     assert "20.0 GB" in error
@@ -286,19 +286,19 @@ def test_cancel_and_interrupt(kernel: Kernel, home: Home, started: Callable[...,
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (130, "")
-    assert "runs going on" in only_error(sgpu(home, "pool", "stop"), 1)
+    assert "active runs" in only_error(sgpu(home, "pool", "stop"), 1)
     assert "is being cancelled" in output_of(home, "cancel", run_id[:6])
     assert cell.wait(20).ename == "RunCancelled"
     assert "cancelled" in output_of(home, "runs", "-n", "1").splitlines()[1]
     eventually(lambda: not home.rank_pids())
-    assert "no run that is going on here" in only_error(sgpu(home, "cancel", run_id), 2)
+    assert "no run that is active here" in only_error(sgpu(home, "cancel", run_id), 2)
 
 
 def test_detach_frees_a_blocked_notebook(kernel: Kernel, home: Home):
     cell = kernel.start("%%distributed -n 2\nimport time\nprint('up', flush=True)\ntime.sleep(600)")
     cell.until_shown("[1] up")
     run = home.runs[-1][:4]
-    assert output_of(home, "detach", run) == f"run {run} goes on without a notebook\n"
+    assert output_of(home, "detach", run) == f"run {run} continues without a notebook\n"
     reply = cell.wait(10)
     assert reply.status == "ok"
     assert f"sgpu cancel {run} ends it" in reply.text

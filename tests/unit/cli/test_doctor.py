@@ -95,7 +95,7 @@ def test_a_machine_in_order(bare_home: Home):
     assert level == "ok"
     assert text.startswith("2 gloo ranks joined in ")
     assert report.has("state directory", "ok", str(bare_home.state))
-    assert report.has("pool", "ok", "none runs")
+    assert report.has("pool", "ok", "none is running")
     for name in ("numpy", "ipykernel", "hostname", "runtime directory", "disk", "gpu", "open files", "processes"):
         assert any(found[1] == name for found in report.found), name
     assert all(remedy for level, _, _, remedy in report.found if level != "ok")
@@ -128,8 +128,8 @@ def test_everything_wrong_at_once_is_named_with_its_remedy(bare_home: Home):
     assert report.has("ipykernel", "problem", "7.0.1", "pip install -U")
     # ranks of one machine talk over loopback whatever the environment says
     assert report.has("all_reduce", "ok")
-    assert report.has("settings", "problem", str(config), "Mend it")
-    assert report.has("variables", "warning", "SGPU_CPU_SLOT ", "Is SGPU_CPU_SLOTS meant?")
+    assert report.has("settings", "problem", str(config), "Fix it")
+    assert report.has("variables", "warning", "SGPU_CPU_SLOT ", "Did you mean SGPU_CPU_SLOTS?")
     assert report.has("CUDA_VISIBLE_DEVICES", "warning", "Unset it")
     assert report.has("state directory", "problem", "is not a directory", "SGPU_STATE_DIR")
     assert report.has("runtime directory", "problem", "too long", "SGPU_RUNTIME_DIR")

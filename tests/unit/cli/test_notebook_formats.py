@@ -145,7 +145,7 @@ def test_other_forms_are_jupytexts(tmp_path: Path, name: str, monkeypatch: pytes
 @pytest.mark.parametrize("header", ["jupyter:\n  kernelspec:\n    name: python3", "jupyter: ["])
 def test_what_jupytext_can_not_read_is_refused(tmp_path: Path, header: str):
     path = file(tmp_path, "it.md", f"---\n{header}\n---\n\ntext\n")
-    with pytest.raises(UsageError, match="is no notebook that jupytext can read"):
+    with pytest.raises(UsageError, match="is not a notebook that jupytext can read"):
         read_notebook(path, Form.JUPYTEXT)
 
 
@@ -173,7 +173,7 @@ def test_a_notebook_that_another_one_runs_is_read_with_it(tmp_path: Path):
     ("text", "words"),
     [
         ("# MAGIC %run ./nowhere", "there is no such notebook in "),
-        ("# MAGIC %run ./it", "run each other without end: it.py -> it.py"),
+        ("# MAGIC %run ./it", "run each other in a cycle: it.py -> it.py"),
         ('# MAGIC %run ./other $lr="1"', "takes no arguments here"),
     ],
 )

@@ -116,7 +116,7 @@ prices = {a10 = 1}
 def test_one_takes_the_place_of_another_only_when_that_is_asked_for(file: Path):
     add_pool(TEAM, file)
     moved = PoolEntry("team", "tcp://elsewhere:1", KEY)
-    with pytest.raises(UsageError, match=r"there is a pool named 'team' already in .*`sgpu pool remove team`"):
+    with pytest.raises(UsageError, match=r"a pool named 'team' is already in .*`sgpu pool remove team`"):
         add_pool(moved, file)
     assert read_pools(file) == (TEAM,)
     add_pool(moved, file, replace=True)
@@ -169,21 +169,21 @@ def test_a_slip_is_told_with_its_line(file: Path):
     good = '# one\n[good]\naddress = "tcp://a:1"\nkey = "KEY"\n'
     assert "'team' in" in (told := said(file, f'{good}[team]\naddress = "tcp://a"\nkey = "KEY"\n'))
     assert "(line 5) can't be used: its address is 'tcp://a'; one such as 'tcp://gpu1.example.org:8700'" in told
-    assert "Mend it there, or delete its lines and add it again with `sgpu pool add`." in told
+    assert "Fix it there, or delete its lines and add it again with `sgpu pool add`." in told
 
 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
         ('address = "tcp://a:1"', "its key is missing: 40 characters, which `sgpu pool serve` prints"),
-        ('address = "tcp://a:1"\nkey = "short"', "its key is not one"),
+        ('address = "tcp://a:1"\nkey = "short"', "its key is invalid"),
         ('key = "KEY"', "its address is None"),
         ('address = "tcp://a:70000"\nkey = "KEY"', "its address is 'tcp://a:70000'"),
         ('address = "ipc:///tmp/x"\nkey = "KEY"', "its address is 'ipc:///tmp/x'"),
         ('address = "tcp://a:1"\nkey = "KEY"\nreserved = "yes"', "reserved is 'yes'; true or false"),
-        ('address = "tcp://a:1"\nkey = "KEY"\ntype = "a10"', "'type' says nothing about a pool; there are address"),
+        ('address = "tcp://a:1"\nkey = "KEY"\ntype = "a10"', "'type' is not a field of a pool; the fields are address"),
         ('address = "tcp://a:1"\nkey = "KEY"\ntypes = "a10"', "types is 'a10'; a list such as"),
-        ('address = "tcp://a:1"\nkey = "KEY"\ntypes = ["any"]', "'any' is no type that a pool has"),
+        ('address = "tcp://a:1"\nkey = "KEY"\ntypes = ["any"]', "'any' is not a device type"),
         ('address = "tcp://a:1"\nkey = "KEY"\nprices = 3', "prices is 3; a table such as"),
         ('address = "tcp://a:1"\nkey = "KEY"\nprices = {a10 = -1}', "a10"),
     ],
@@ -211,7 +211,7 @@ def test_names_that_would_mean_something_else(name: str, words: str):
 def test_a_file_that_others_may_write_is_not_believed(file: Path):
     add_pool(TEAM, file)
     file.chmod(0o620)
-    with pytest.raises(UsageError, match=r"can be written by other users.*chmod 600") as told:
+    with pytest.raises(UsageError, match=r"is writable by other users.*chmod 600") as told:
         read_pools(file)
     assert str(file) in told.value.message
     file.chmod(0o644)
@@ -222,7 +222,9 @@ def test_types_and_prices_as_people_write_them():
     entry = new_entry("t", "tcp://a:1", KEY, types="A10, NVIDIA H100 80GB HBM3,cpu", prices="A10=1.20,h100=4.50")
     assert entry.types == ("a10", "h100", "cpu")
     assert entry.prices == {"a10": 1.2, "h100": 4.5}
-    with pytest.raises(UsageError, match=r"the price 'x/a10' names a pool, and these are of this one: write 'a10'"):
+    with pytest.raises(
+        UsageError, match=r"the price 'x/a10' names a pool, but these prices are of this one: write 'a10'"
+    ):
         new_entry("t", "tcp://a:1", KEY, prices="x/a10=1")
     with pytest.raises(UsageError, match="the pool 't' can't be added: "):
         new_entry("t", "tcp://a:1", KEY, prices="a10")

@@ -155,7 +155,7 @@ def test_ray_launch_is_the_decorator_under_its_documented_name():
         tune.distributed(trails=2)
     with pytest.raises(UsageError, match="gpus=0"):
         ray_launch(gpus=0)
-    with pytest.raises(UsageError, match="session= names some that stay") as told:
+    with pytest.raises(UsageError, match="session= names existing ones") as told:
         ray_launch(gpus=4, session="work")
     assert "\n" not in told.value.message
     with pytest.raises(UsageError, match=r"ray\.timeline\(\)"):

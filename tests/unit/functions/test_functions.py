@@ -140,20 +140,20 @@ def test_options_that_are_left_out_are_the_pools():
         ({"gpus": True}, "gpus=True is not a number of ranks"),
         ({"num_gpus": "4"}, "num_gpus='4' is not a number of ranks"),
         ({"gpus": 2, "num_gpus": 4}, "are the same option"),
-        ({"gpu_type": "h10"}, "is no device type. Did you mean"),
-        ({"gpu_type": 7}, "gpu_type: '7' is no device type"),
+        ({"gpu_type": "h10"}, "is not a device type. Did you mean"),
+        ({"gpu_type": 7}, "gpu_type: '7' is not a device type"),
         ({"remote": True}, "remote=True needs gpu_type"),
-        ({"remote": False, "pool": "team"}, "remote=False is this machine's own pool"),
+        ({"remote": False, "pool": "team"}, "remote=False selects this machine's own pool"),
         ({"timeout": "soon"}, "timeout is 'soon'; write a number with its unit"),
-        ({"timeout": 0}, "a run may take more than 0 s"),
+        ({"timeout": 0}, "it must be more than 0 s"),
         ({"timeout": timedelta(days=8)}, "at most 7 days"),
-        ({"wait": timedelta(seconds=-1)}, "less than nothing"),
-        ({"retries": -1}, "0 to 100 are"),
+        ({"wait": timedelta(seconds=-1)}, "can't be negative"),
+        ({"retries": -1}, "it must be 0 to 100"),
         ({"retry_on": "any"}, "add retries=N"),
-        ({"retry_on": "sunday", "retries": 1}, "there are: failure, any"),
-        ({"ui": "pretty"}, "there are: auto, widget, text, none"),
+        ({"retry_on": "sunday", "retries": 1}, "it can be failure, any"),
+        ({"ui": "pretty"}, "it can be auto, widget, text, none"),
         ({"exclude": ["a b"]}, "not a variable's name"),
-        ({"env": {"A=B": "1"}}, "env takes names"),
+        ({"env": {"A=B": "1"}}, "env takes variable names"),
     ],
 )
 def test_an_option_that_means_nothing_is_refused_where_it_stands(options: dict[str, Any], said: str):
@@ -172,7 +172,7 @@ def test_an_unknown_option_is_a_type_error_that_lists_the_known():
     [
         ({"gpus": 4, "nodes": 3}, "such as gpus=3, or leave nodes out."),
         ({"gpus": 4, "nodes": 2, "placement": "strict_pack"}, "and placement=strict_pack keeps them on one"),
-        ({"idle": timedelta(seconds=-1)}, "less than nothing"),
+        ({"idle": timedelta(seconds=-1)}, "can't be negative"),
         ({"timeout": timedelta(days=8)}, "at most 7 days"),
     ],
 )
@@ -197,7 +197,11 @@ def test_what_is_no_function_is_refused():
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"gpus_per_task": 0}, "gpus_per_task=0"), ({"at_once": 0}, "at_once=0"), ({"gpu_type": "h10"}, "no device type")],
+    [
+        ({"gpus_per_task": 0}, "gpus_per_task=0"),
+        ({"at_once": 0}, "at_once=0"),
+        ({"gpu_type": "h10"}, "not a device type"),
+    ],
 )
 def test_a_sweep_with_an_impossible_option_starts_nothing(options: dict[str, Any], said: str):
     with pytest.raises(UsageError, match=said):
@@ -318,7 +322,7 @@ def test_arguments_that_do_not_fit_are_refused_in_pythons_words(
         bind(train, args, kwargs)
     assert said in str(raised.value)
     if args:
-        assert "give the arguments behind them by keyword" in raised.value.__notes__[0]
+        assert "give the arguments after them by keyword" in raised.value.__notes__[0]
 
 
 def test_c_code_without_a_signature_is_taken_as_it_is():
@@ -374,7 +378,7 @@ def test_a_long_list_of_failures_ends():
     progress.show(picture(failed=30, failures=failures, is_final=True), 1.0)
     lines = shown.getvalue().splitlines()
     assert lines[1:3] == ["item 0 · ValueError: bad", "item 1 · ValueError: bad"]
-    assert lines[-1] == "and 20 more failures: .failures has them all"
+    assert lines[-1] == "and 20 more failures: .failures lists them all"
 
 
 class Terminal(io.StringIO):

@@ -206,9 +206,9 @@ def test_simulated_devices_are_each_pools_own(directory: Path, locks: DeviceLock
 
 def test_a_device_is_locked_once(locks: DeviceLocks) -> None:
     locks.acquire([FIRST])
-    with pytest.raises(ValueError, match="locked here already"):
+    with pytest.raises(ValueError, match="already locked here"):
         locks.acquire([SECOND, FIRST])
-    with pytest.raises(ValueError, match="locked here already"):
+    with pytest.raises(ValueError, match="already locked here"):
         locks.acquire([SECOND, SECOND])
     assert locks.held == {FIRST}
 
@@ -218,7 +218,7 @@ def test_a_device_is_locked_once(locks: DeviceLocks) -> None:
 )
 def test_no_path_is_made_of_what_is_no_uuid(directory: Path, locks: DeviceLocks, uuid: str) -> None:
     for call in (locks.acquire, locks.locked_elsewhere):
-        with pytest.raises(ValueError, match="is no device's UUID"):
+        with pytest.raises(ValueError, match="is not a device UUID"):
             call([FIRST, uuid])
     assert locks.held == frozenset()
     assert list(directory.iterdir()) == []
@@ -260,9 +260,9 @@ def test_a_trap_in_the_place_of_a_lock_is_refused_and_left_alone(
         case _:
             os.link(victim, place)
     before = descriptors()
-    with pytest.raises(PoolError, match="not a plain file with one name"):
+    with pytest.raises(PoolError, match="not a regular file with a single link"):
         locks.acquire([FIRST, SECOND])
-    with pytest.raises(PoolError, match="not a plain file with one name"):
+    with pytest.raises(PoolError, match="not a regular file with a single link"):
         locks.locked_elsewhere([SECOND])
     assert victim.read_text() == "precious"
     assert not (tmp_path / "made").exists()
@@ -356,9 +356,7 @@ def test_an_unwritable_lock_file_is_said_with_its_remedy(directory: Path) -> Non
         locks.release([FIRST])
         (directory / f"{FIRST}.lock").chmod(0o600)
         with holder(directory, FIRST, uid=OTHER_UID) as (_, said):
-            assert said.startswith(
-                f"PoolError: the device lock {directory}/{FIRST}.lock may not be opened by this user."
-            )
+            assert said.startswith(f"PoolError: the device lock {directory}/{FIRST}.lock can't be opened by this user.")
 
 
 @needs_root
@@ -367,7 +365,7 @@ def test_a_directory_of_another_user_that_is_not_shared_is_refused(directory: Pa
     directory.mkdir(mode=0o755)
     (directory / "something").write_text("")
     with holder(directory, FIRST, uid=OTHER_UID) as (_, said):
-        assert said.startswith(f"PoolError: the directory of device locks {directory} must let this user make files")
+        assert said.startswith(f"PoolError: the device lock directory {directory} must let this user create files")
         assert "SGPU_LOCK_DIR" in said
 
 

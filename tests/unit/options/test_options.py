@@ -80,7 +80,7 @@ def test_a_sessions_line_is_read():
     connect_line = LINE_PARSERS["sgpu_connect"]()
     options = read_session(connect_line.read(ALL))
     assert (options.wishes, options.max_cost) == (ASKED, 5.0)
-    with pytest.raises(UsageError, match="--profile keeps a trace of one cell"):
+    with pytest.raises(UsageError, match="--profile records a trace of one cell"):
         read_session(connect_line.read("--profile"))
 
 

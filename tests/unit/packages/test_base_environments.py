@@ -291,8 +291,8 @@ def test_the_digest_is_the_contents(settings: Settings, tmp_path: Path):
         ("--pre", "--pre"),
         ("six @ git+https://user:hunter2@host/six", "password"),
         ("six @ https://${TOKEN}@host/six.whl", "password or a variable"),
-        ("six = 1.16", "no requirement"),
-        ("six @ file:///nowhere/six-1.0-py3-none-any.whl", "nothing is any more"),
+        ("six = 1.16", "not a requirement"),
+        ("six @ file:///nowhere/six-1.0-py3-none-any.whl", "no longer exists"),
         ("-r nowhere.txt", "can't be read"),
     ],
 )
@@ -373,8 +373,8 @@ def test_a_lock_file_names_commits_and_archives(settings: Settings, tmp_path: Pa
     [
         ("<3.11", WHEEL, EnvironmentFailed, f"is for Python <3.11, and the notebook runs {HERE}"),
         (">=3.11", 'directory = { path = "." }', UsageError, "directory or file of this machine"),
-        (">=3.11", "wheels = 1", UsageError, "no valid pylock.toml"),
-        (">=3.11", "wheels = [", UsageError, "no valid pylock.toml"),
+        (">=3.11", "wheels = 1", UsageError, "not a valid pylock.toml"),
+        (">=3.11", "wheels = [", UsageError, "not a valid pylock.toml"),
     ],
 )
 def test_a_lock_file_that_is_of_no_use_is_refused(

@@ -301,7 +301,7 @@ def test_agents_that_unpack_one_archive_at_once_share_it(tmp_path: Path, node: S
 )
 def test_no_path_leaves_the_folder(tmp_path: Path, node: Settings, members: Mapping[str, bytes | int]):
     code = CodeBundles(node)
-    with pytest.raises(CodeUnusable, match="no place in its folder"):
+    with pytest.raises(CodeUnusable, match="not allowed in its folder"):
         code.unpack("run", [archive(tmp_path / "bad.zip", members)])
     assert not (tmp_path / "outside.py").exists()
     assert [path.name for path in (node.environments_path / "code").iterdir()] == []

@@ -314,9 +314,9 @@ def test_an_index_that_can_not_be_reached_is_named_without_its_password(node: No
 def test_a_wheel_that_is_not_the_one_that_was_meant_is_refused(node: Nodes, tmp_path: Path):
     path = write_wheel(tmp_path, "tinylocal", "1.0")
     wheel = Wheel(file=path.name, sha256="0" * 64, size=path.stat().st_size, path=str(path))
-    assert "its SHA-256 is another" in refusal(node.build(environment_of(wheels=(wheel,))))
+    assert "its SHA-256 differs" in refusal(node.build(environment_of(wheels=(wheel,))))
     gone = Wheel(file=path.name, sha256="0" * 64, size=1, path=str(tmp_path / "gone" / path.name))
-    assert "is not at" in refusal(node.build(environment_of(wheels=(gone,))))
+    assert "is no longer at" in refusal(node.build(environment_of(wheels=(gone,))))
     outside = Wheel(file="../x.whl", sha256="0" * 64, size=1, path=str(path))
     assert "is not the name of a wheel" in refusal(node.build(environment_of(wheels=(outside,))))
 

@@ -464,7 +464,7 @@ def test_a_project_that_can_not_be_built_is_an_error_that_says_why(tmp_path: Pat
         build_project(found, tmp_path / "wheels", index_variables(""))
     assert [entry.name for entry in (tmp_path / "wheels").iterdir()] == []
     shutil.rmtree(project)
-    with pytest.raises(EnvironmentFailed, match=r"neither a pyproject\.toml nor a setup\.py any more"):
+    with pytest.raises(EnvironmentFailed, match=r"no longer has a pyproject\.toml or a setup\.py"):
         build_project(found, tmp_path / "wheels", index_variables(""))
 
 
@@ -554,7 +554,7 @@ def test_where_no_index_is_reached_there_is_no_lock_file_and_the_requirements_sa
     lock = make_lock(installed.snapshot, tmp_path, nowhere)
     assert lock.pylock == ""
     text = snapshot_requirements(installed.snapshot, lock)
-    assert "# There is no pylock.toml: uv could not ask the package index" in text
+    assert "# There is no pylock.toml: uv could not query the package index" in text
     assert "six==1.17.0" in text
     assert "hunter2" not in text
 
@@ -563,7 +563,7 @@ def test_what_makes_no_valid_lock_file_costs_the_file_and_nothing_else(tmp_path:
     odd = Distribution("odd", "not a version", Kind.VCS, url="https://host/x.git", commit="c0ffee", vcs="git")
     lock = make_lock(Snapshot((odd,), executable=sys.executable), tmp_path, index_variables(""))
     assert lock.pylock == ""
-    assert "no valid pylock.toml" in lock.problem
+    assert "not a valid pylock.toml" in lock.problem
 
 
 def test_a_lock_is_kept_until_its_wheels_are_gone(lock: Lock, tmp_path: Path):
@@ -627,7 +627,7 @@ def test_a_node_is_told_pins_and_wheels_and_what_it_has_itself(installed: Instal
     assert [note.split()[0] for note in ordered.notes] == ["python-apt"]
     assert environment.own
     text = environment_requirements(environment, None)
-    assert "# torch==2.13.0+cpu  (the node's own takes its place)" in text
+    assert "# torch==2.13.0+cpu  (the node's own is used instead)" in text
     mine = order_of(found, known, torch_mine=True, allow_build=False, build=wheel, repack=wheel).environment
     assert {"torch==2.13.0+cpu", "nvidia-cudnn-cu12==9.1"} <= set(mine.requirements)
     assert mine.needed == ("sgpu-magic==0.1.0",)

@@ -168,7 +168,7 @@ def test_what_is_wrong_is_noted_as_sentences():
         "Budget: $290.00 of $300.00 in 30 d.",
         "The pool has been idle for 55 min.",
     )
-    assert picture(idle_ends_at=NOW + 300).notes == ("Idle: gives its processes back in 5 min.",)
+    assert picture(idle_ends_at=NOW + 300).notes == ("Idle: ends its processes in 5 min.",)
     assert picture(idle_ends_at=NOW + 3000).notes == ()
 
 

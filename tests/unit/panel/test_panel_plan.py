@@ -93,9 +93,9 @@ def place(tmp_path: Path) -> Place:
         (Choice(gpus=8), ""),
         (Choice(type="h100"), ""),
         (Choice(gpus=16, type="cpu"), ""),
-        (Choice(gpus=5, type="a10"), "The pool has 4 A10, and 5 are asked for."),
-        (Choice(gpus=9), "The pool has 8 of one type, and 9 are asked for."),
-        (Choice(gpus=17, type="cpu"), "The pool has 16 CPU slots, and 17 are asked for."),
+        (Choice(gpus=5, type="a10"), "The pool has 4 A10, but 5 are requested."),
+        (Choice(gpus=9), "The pool has 8 of one type, but 9 are requested."),
+        (Choice(gpus=17, type="cpu"), "The pool has 16 CPU slots, but 17 are requested."),
         (Choice(gpus=1, type="a100"), "The pool has no A100. It has: 4 A10, 8 H100, and 16 CPU slots."),
         (Choice(gpus=1, pool="team"), "There is no pool named 'team'. You have: local."),
         (Choice(), "The pool has several types (4 A10, 8 H100): choose one, and how many."),
@@ -191,7 +191,8 @@ def test_a_slow_index_does_not_keep_anybody_waiting(place: Place, monkeypatch: p
     found = planned(place, Choice(dependencies=("there-is-no-such-thing",)))
     assert found.added == ("there-is-no-such-thing",)
     assert (
-        found.picture.sentences[0] == "1 package and what it needs will be installed, in this notebook's environment."
+        found.picture.sentences[0]
+        == "1 package and its dependencies will be installed, in this notebook's environment."
     )
 
 
@@ -213,7 +214,7 @@ def test_packages_of_a_base_come_where_the_ranks_run(place: Place, tmp_path: Pat
     )
     assert (changed.added, changed.removed) == ((), ())
     wrong = planned(place, Choice(env_version=str(base), removed=("delta",)))
-    assert wrong.picture.problem.endswith("team.txt has no delta that could be left out.")
+    assert wrong.picture.problem.endswith("team.txt has no delta to leave out.")
 
 
 def test_a_base_for_another_python_is_a_problem(place: Place, tmp_path: Path):
@@ -227,4 +228,4 @@ def test_a_base_for_another_python_is_a_problem(place: Place, tmp_path: Path):
 def test_a_setting_that_does_not_count_any_more_is_named(tmp_path: Path):
     place = Place(tmp_path, status(), env_version="4")
     found = planned(place, Choice(gpus=1, type="a10")).picture
-    assert found.sentences[0] == "The setting env_version (4) does not count for this notebook."
+    assert found.sentences[0] == "The setting env_version (4) does not apply to this notebook."

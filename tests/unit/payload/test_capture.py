@@ -197,9 +197,9 @@ def test_a_misspelt_in_is_told_with_what_is_near() -> None:
     with pytest.raises(UsageError) as caught:
         collect([], {"x": 3}, extra=["loader"])
     assert str(caught.value) == (
-        "the notebook has no `loader`, which --in names. Define it in an earlier cell or take it out of --in."
+        "the notebook has no `loader`, which --in names. Define it in an earlier cell or remove it from --in."
     )
-    with pytest.raises(UsageError, match="both in --in and in --exclude"):
+    with pytest.raises(UsageError, match="in both --in and --exclude"):
         collect([], {"x": 3}, extra=["x"], exclude=["x"])
 
 

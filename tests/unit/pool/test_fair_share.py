@@ -168,7 +168,7 @@ def test_more_than_the_quota_is_refused_at_once() -> None:
     assert pool.refused["aaaa0000"].error == "CapacityError"
     assert pool.refused["aaaa0000"].message == (
         "user alice may have 2 devices at once in this pool (its setting user_quotas), and the run asks for 3. Ask for "
-        "2 or fewer with --gpus, choose another pool with --pool, or ask whoever runs this one for more."
+        "2 or fewer with --gpus, choose another pool with --pool, or ask this pool's operator for more."
     )
     assert pool.launched == ["bbbb0000"]
 
@@ -183,11 +183,11 @@ def test_what_waits_over_its_quota_has_the_last_places() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("alice", "'alice' is not understood; it is written like alice=8,alice:h100=4,*=16"),
-        ("alice=many", "'many' is not a quota for 'alice'; a whole number is"),
-        ("alice=-1", "-1 is not a quota for 'alice'; 0 or more is"),
+        ("alice", "'alice' is invalid; write it like alice=8,alice:h100=4,*=16"),
+        ("alice=many", "'many' is not a quota for 'alice'; it must be a whole number"),
+        ("alice=-1", "-1 is not a quota for 'alice'; it must be 0 or more"),
         ("alice=1,alice=2", "'alice' has more than one quota"),
-        (":h100=1", "':h100' names no user and type; alice=8,alice:h100=4,*=16 has three quotas"),
+        (":h100=1", "':h100' does not name a user and type; write quotas like alice=8,alice:h100=4,*=16"),
     ],
 )
 def test_quotas_that_mean_nothing(text: str, message: str) -> None:

@@ -310,7 +310,7 @@ def test_a_file_that_is_no_database_is_moved_aside(path: Path) -> None:
         path.write_bytes(b"this is no database, it only has the name of one" * 100)
         book = Ledger(path)
         assert damaged_files(path)[-1] == f"ledger.sqlite3.damaged-{number}"
-        assert f"moved to {path}.damaged-{number} and a new one begun" in book.problem
+        assert f"moved to {path}.damaged-{number} and a new one was created" in book.problem
         book.record(spec("0000000a"), RunState.QUEUED)
         assert book.find("0") == ["0000000a"]
         book.close()

@@ -70,15 +70,15 @@ def test_prices_are_by_type_and_by_pool() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a10", "'a10' is no price"),
+        ("a10", "'a10' is not a price"),
         ("a10=", "the price of 'a10' is ''"),
-        ("a10=cheap", "is 'cheap'; a number of 0 or more"),
+        ("a10=cheap", "is 'cheap'; it must be a number of 0 or more"),
         ("a10=-1", "is '-1'"),
         ("a10=nan", "is 'nan'"),
         ("a10=1,A10G=2", "'A10G' has more than one price"),
-        ("any=1", "'any' is no type that has a price"),
-        ("/a10=1", "is no price"),
-        ("h1000=1", "is no device type"),
+        ("any=1", "'any' can't have a price"),
+        ("/a10=1", "is not a price"),
+        ("h1000=1", "is not a device type"),
     ],
 )
 def test_bad_prices_are_a_usage_error_when_settings_are_read(tmp_path: Path, text: str, says: str) -> None:
@@ -103,10 +103,10 @@ def test_the_settings_file_may_have_tables_of_prices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("toml", "says"),
     [
-        ("[prices]\na10 = true\n", "is True, and not a number"),
-        ('[prices]\na10 = "1"\n', "is '1', and not a number"),
+        ("[prices]\na10 = true\n", "is True, not a number"),
+        ('[prices]\na10 = "1"\n', "is '1', not a number"),
         ("[prices.team.more]\na10 = 1\n", "not a number"),
-        ("prices = 3\n", "'3' is no price"),
+        ("prices = 3\n", "'3' is not a price"),
         ("budget = -1.0\n", "the setting budget is -1"),
         ("budget_days = 0.0\n", "more than 0"),
         ('currency = "12"\n', "a word or sign"),
@@ -328,15 +328,15 @@ def test_a_cost_limit_needs_a_price(kind: str) -> None:
     assert isinstance(refused, RefuseRun)
     assert refused.error == "UsageError"
     assert refused.message.startswith(
-        f"--max-cost 5 can't be kept: this pool has no price for {kind} (it has one for a10, h100)."
+        f"--max-cost 5 can't be enforced: this pool has no price for {kind} (it has one for a10, h100)."
     )
     assert machine.runs == ()
 
 
 def test_cost_limits_that_mean_nothing_are_refused() -> None:
-    assert "does not say how much" in unfit(limited(A, max_cost=0.0))
-    assert "does not say how much" in unfit(limited(A, max_cost=float("inf")))
-    assert "costs nothing of its own" in unfit(limited(A, session=B))
+    assert "--max-cost takes a finite number greater than 0" in unfit(limited(A, max_cost=0.0))
+    assert "--max-cost takes a finite number greater than 0" in unfit(limited(A, max_cost=float("inf")))
+    assert "has no cost of its own" in unfit(limited(A, session=B))
     assert unfit(limited(A)) == ""
 
 
@@ -366,7 +366,7 @@ def test_a_budget_warns_every_run_and_stops_all_that_have_a_price() -> None:
     assert machine.next_deadline() == pytest.approx(50 + 1 / 0.03)
     out = machine.handle(TimePassed(machine.next_deadline() or 0.0))
     assert remarks(out) == dict.fromkeys(
-        (A, B), "80 % of the pool's budget of $10.00 in 30 d is used; runs with a price are stopped when all of it is"
+        (A, B), "80 % of the pool's budget of $10.00 in 30 d is used; runs with a price are stopped when it is used up"
     )
     assert machine.next_deadline() == pytest.approx(150.0)
     out = machine.handle(TimePassed(machine.next_deadline() or 0.0))
@@ -396,8 +396,8 @@ def test_a_budget_that_is_used_up_takes_no_priced_run_until_it_frees() -> None:
     assert refused.error == "CapacityError"
     assert refused.message == (
         "the pool's budget of $10.00 in 1 d is used up: the pool's runs have cost $10.00 in that time. There is room "
-        "again in 23 h; until then only devices without a price are given. Raise the setting budget and restart the "
-        "pool, or wait."
+        "again in 23 h; until then only devices without a price are granted. Raise the setting budget and restart "
+        "the pool, or wait."
     )
     assert B in launched(submit(machine, spec(B, 1, "t4"), now=3600.0))
     assert C in launched(submit(machine, spec(C), now=DAY_S))

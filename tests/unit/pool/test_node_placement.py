@@ -177,11 +177,11 @@ def test_devices_with_less_memory_are_not_taken() -> None:
         ),
         (
             spec(A, 2, nodes=2, strategy="strict_pack"),
-            "--placement strict_pack is one node, and --nodes 2 asks for more. Leave one of them out.",
+            "--placement strict_pack uses one node, and --nodes 2 asks for more. Leave one of them out.",
         ),
         (
             spec(A, 2, "l4"),
-            "this pool has no l4. It has: 16 h100, cpu (8 slots). Run the ranks on CPU in its place with "
+            "this pool has no l4. It has: 16 h100, cpu (8 slots). Run the ranks on CPU instead with "
             "SGPU_STAND_IN=cpu, leave --type out to use what is there, or choose another pool with --pool. "
             "`%env NAME=VALUE` sets a variable in a notebook.",
         ),
@@ -222,7 +222,7 @@ def test_a_session_is_on_one_node() -> None:
     pool.submit(spec(A, 6), spec(B, 4), spec(C, 6, session=True), spec(D, 8, nodes=2, session=True))
     assert pool.refused[D].error == "SessionError"
     assert pool.refused[D].message == (
-        "the ranks of session cell stay on one node, and --nodes 2 asks for more. Leave it out, or run the cell "
+        "the ranks of session cell are all on one node, and --nodes 2 asks for more. Leave it out, or run the cell "
         "without a session (%%distributed with the same options)."
     )
     assert pool.reason(C).startswith("needs 6 H100 on one node; 6 are free of 16")
@@ -266,8 +266,8 @@ def test_who_needs_more_than_is_free_is_told_how_much_there_is() -> None:
         "needs 4 H100 (spread); 3 are free of 16, the largest node has 2 free of 8 (6 are held by run aaaa)"
     )
     assert pool.refused[C].message == (
-        "the run needs 12 H100, 3 are free, and it was not to wait: needs 12 H100; 3 are free of 16, the largest node "
-        "has 2 free of 8 (6 are held by run aaaa). Let it queue with --wait 10m, ask for fewer with --gpus, or choose "
+        "the run needs 12 H100, 3 are free, and it does not wait: needs 12 H100; 3 are free of 16, the largest node "
+        "has 2 free of 8 (6 are held by run aaaa). Queue it with --wait 10m, ask for fewer with --gpus, or choose "
         "another pool with --pool."
     )
 
@@ -283,9 +283,11 @@ def test_the_one_node_that_is_next_to_be_free_is_kept_for_who_was_passed_for_lon
     assert E not in pool.leases
     assert pool.reason(C) == (
         "needs 8 H100 on one node; 3 are free of 16, the largest node has 3 free of 8 (5 are held by run bbbb); node "
-        "host-n2 is kept for it"
+        "host-n2 is reserved for it"
     )
-    assert pool.reason(E) == ("needs 2 H100: what would do is on a node kept for run cccc, which has waited longer")
+    assert pool.reason(E) == (
+        "needs 2 H100: enough are free, but on a node reserved for run cccc, which has waited longer"
+    )
     pool.end(A)
     assert pool.parts(C) == [("n1", 8)]
     assert pool.parts(E) == [("n2", 2)]
@@ -304,7 +306,7 @@ def test_what_an_autoscaler_may_bring_is_asked_of_the_engine() -> None:
     for run in (A, B):
         lease = pool.leases[run]
         assert (lease.uuids, lease.shares) == ((), ())
-        assert lease.note == "asked of the cluster, which has to bring more nodes for it"
+        assert lease.note == "requested from the cluster, which has to add nodes for it"
     assert pool.reason(A) == (
         "needs 20 H100, 16 are free of 16 there now, 32 at most, the largest node has 8 free of 8; the cluster was "
         "asked for more nodes"
@@ -346,9 +348,7 @@ def test_a_type_that_the_cluster_does_not_bring_is_not_asked_for_again_until_it_
     del pool.leases[A]
     pool.feed(LeaseRefused(A, (), "no such node type", pool.now))
     assert A not in pool.leases
-    assert pool.reason(A).startswith(
-        "needs 4 L4; 0 are free of 0 there now, 8 at most; the cluster brought no more: no"
-    )
+    assert pool.reason(A).startswith("needs 4 L4; 0 are free of 0 there now, 8 at most; the cluster added no more: no")
     pool.feed(InventoryChanged(elastic(), pool.now))
     assert pool.leases[A].uuids == ()
 
@@ -357,7 +357,7 @@ def test_who_waits_for_nodes_gives_up_in_time_and_tells_the_engine() -> None:
     pool = driven(elastic())
     pool.submit(spec(A, 20, wait_s=60.0))
     out = pool.wait(61.0)
-    assert [one.reason for one in out if isinstance(one, MoveRun)] == ["the cluster brought nothing within 1 min"]
+    assert [one.reason for one in out if isinstance(one, MoveRun)] == ["the cluster added nothing within 1 min"]
     assert pool.run(A).state is RunState.CANCELLING
 
 

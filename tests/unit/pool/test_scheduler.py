@@ -132,7 +132,7 @@ def test_a_type_that_the_pool_lacks_is_refused_with_what_it_has() -> None:
     refused = refusal(submit(Scheduler(node()), spec(A, 2, "h100")))
     assert refused.error == "UsageError"
     assert refused.message == (
-        "this pool has no h100. It has: cpu (16 slots). Run the ranks on CPU in its place with SGPU_STAND_IN=cpu, "
+        "this pool has no h100. It has: cpu (16 slots). Run the ranks on CPU instead with SGPU_STAND_IN=cpu, "
         "leave --type out to use what is there, simulate devices on this machine's pool with SGPU_SIMULATE=h100:8, or "
         "choose another pool with --pool. `%env NAME=VALUE` sets a variable in a notebook."
     )
@@ -239,7 +239,7 @@ def test_the_pools_own_use_is_no_use_from_outside() -> None:
     submit(scheduler, spec(B, 2))
     submit(scheduler, spec(C, 1))
     assert scheduler.handle(InventoryChanged(node(*gpus(2, outside=[0, 1])), 20.0)) == [
-        TellQueue(B, 1, "needs 2 more A10; freed ones are kept for it")
+        TellQueue(B, 1, "needs 2 more A10; freed ones are reserved for it")
     ]
 
 
@@ -289,8 +289,8 @@ def test_a_refused_lease_of_a_run_that_would_not_wait_ends_it() -> None:
     moved, ended = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "locked", 1.0))
     assert isinstance(ended, EndRun)
     assert moved == MoveRun(A, RunState.FAILED, ended.reason)
-    assert ended.reason.startswith("the run needs 1 A10, 0 are free, and it was not to wait: 1 is in use outside")
-    assert ended.reason.count("the pool (locked). Let it queue with --wait 10m")
+    assert ended.reason.startswith("the run needs 1 A10, 0 are free, and it does not wait: 1 is in use outside")
+    assert ended.reason.count("the pool (locked). Queue it with --wait 10m")
     assert scheduler.runs == ()
 
 
@@ -345,16 +345,16 @@ def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
     assert scheduler.next_deadline() == 800.0
     scheduler.handle(RunOver(C, RunState.FAILED, 300.0))
     assert list(launched(submit(scheduler, spec(C, 1), 799.0))) == [C]  # still passes
-    assert scheduler.handle(TimePassed(800.0)) == [TellQueue(B, 1, "needs 2 more A10; freed ones are kept for it")]
+    assert scheduler.handle(TimePassed(800.0)) == [TellQueue(B, 1, "needs 2 more A10; freed ones are reserved for it")]
     assert scheduler.next_deadline() is None
     scheduler.handle(RunOver(C, RunState.FAILED, 900.0))
-    kept = "what is free is kept for run bbbb, which has waited longer"
+    kept = "the free ones are reserved for run bbbb, which has waited longer"
     assert submit(scheduler, spec(D, 1), 901.0) == [TellQueue(D, 2, kept)]
     # other lines do not care
     assert list(launched(submit(scheduler, spec("eeee0000", 1, "cpu"), 902.0))) == ["eeee0000"]
     # who would not wait is told the same
     refused = refusal(submit(scheduler, spec("ffff0000", 1, wait_s=0.0), 903.0))
-    assert f"the run needs 1 A10, 1 is free, and it was not to wait: {kept}." in refused.message
+    assert f"the run needs 1 A10, 1 is free, and it does not wait: {kept}." in refused.message
     out = scheduler.handle(RunOver(A, RunState.FAILED, 904.0))
     assert list(launched(out)) == [B]
     assert TellQueue(D, 1, "needs 1 more A10") in out
@@ -437,7 +437,7 @@ def test_a_waiting_run_whose_devices_vanish_goes_on_waiting_and_says_why() -> No
 def test_an_id_is_submitted_once() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
-    assert "submitted before" in refusal(submit(scheduler, spec(A))).message
+    assert "already submitted" in refusal(submit(scheduler, spec(A))).message
     assert scheduler.holder("GPU-a10-0") == A
 
 
@@ -479,8 +479,8 @@ def test_who_would_not_wait_is_refused_with_what_is_in_the_way() -> None:
     refused = refusal(submit(scheduler, spec(B, 3, wait_s=0.0)))
     assert refused.error == "CapacityError"
     assert refused.message == (
-        "the run needs 3 A10, 1 is free, and it was not to wait: 2 are held by run aaaa, 1 is in use outside "
-        "the pool (python (pid 9) holds 12 GB; --allow-busy takes it). Let it queue with --wait 10m, ask for "
+        "the run needs 3 A10, 1 is free, and it does not wait: 2 are held by run aaaa, 1 is in use outside "
+        "the pool (python (pid 9) holds 12 GB; --allow-busy takes it). Queue it with --wait 10m, ask for "
         "fewer with --gpus, or choose another pool with --pool."
     )
     assert scheduler.run(B) is None
@@ -492,7 +492,7 @@ def test_a_long_list_of_holders_is_cut() -> None:
     for number in range(6):
         submit(scheduler, spec(f"{number}0000000", 1, "cpu"))
     message = refusal(submit(scheduler, spec(A, 1, "cpu", wait_s=0.0))).message
-    assert "run 0000, 1 is held by run 1000, 1 is held by run 2000, 3 more runs hold others. Let" in message
+    assert "run 0000, 1 is held by run 1000, 1 is held by run 2000, 3 more runs hold others. Queue" in message
 
 
 def test_waiting_ends_at_its_time_as_a_failure_of_capacity() -> None:
@@ -527,7 +527,7 @@ def test_the_time_limit_counts_from_the_start_and_stops_the_run() -> None:
     running(scheduler, A, 10.0)
     assert scheduler.next_deadline() == 100.0
     assert scheduler.handle(TimePassed(99.0)) == []
-    reason = "its time limit of 90 s is over"
+    reason = "its time limit of 90 s is reached"
     assert scheduler.handle(TimePassed(100.0)) == [
         MoveRun(A, RunState.CANCELLING, reason),
         StopRun(A, RunState.TIMED_OUT, reason),
@@ -672,7 +672,7 @@ def test_an_adopted_run_keeps_its_devices_and_its_time() -> None:
     out += submit(scheduler, spec("bbbbbbbb", 1, "a10"), 41.0)
     assert not launched(out)
     assert scheduler.next_deadline() == 100.0
-    assert StopRun("aaaaaaaa", RunState.TIMED_OUT, "its time limit of 100 s is over") in scheduler.handle(
+    assert StopRun("aaaaaaaa", RunState.TIMED_OUT, "its time limit of 100 s is reached") in scheduler.handle(
         TimePassed(100.0)
     )
     assert list(launched(scheduler.handle(RunOver("aaaaaaaa", RunState.TIMED_OUT, 101.0)))) == ["bbbbbbbb"]

@@ -169,8 +169,8 @@ def test_nothing_begins_while_ranks_are_restarted() -> None:
     ("wanted", "says"),
     [
         (cell(A, of="ffff0000"), "no session ffff"),
-        (cell(A, 3), "has 2 ranks, and the run is made for 3"),
-        (cell(A, 1), "has 2 ranks, and the run is made for 1"),
+        (cell(A, 3), "has 2 ranks, and the run asks for 3"),
+        (cell(A, 1), "has 2 ranks, and the run asks for 1"),
         (cell(A, only=(0, 2)), "has ranks 0 to 1, and the cell names 2"),
         (cell(A, 3, fresh=True), "asks for 3 new ones"),
         (cell(A, only=(0,), fresh=True), "--fresh starts new ones"),
@@ -192,7 +192,7 @@ def test_a_session_that_ends_takes_no_cell_and_says_why() -> None:
     scheduler = connected()
     scheduler.handle(CancelRequested(S, "%sgpu_disconnect", 1.0))
     one = refusal(submit(scheduler, cell(A), 1.0))
-    assert one.message == "session work is ending: %sgpu_disconnect. Begin another with %sgpu_connect."
+    assert one.message == "session work is ending: %sgpu_disconnect. Start another with %sgpu_connect."
     scheduler.handle(RunMoved(S, RunState.CANCELLED, 2.0))
     assert "session work has ended: %sgpu_disconnect." in refusal(submit(scheduler, cell(B), 2.0)).message
 
@@ -205,7 +205,7 @@ def test_who_would_not_wait_is_refused_with_what_is_in_the_way() -> None:
     submit(scheduler, cell(A))
     one = refusal(submit(scheduler, cell(B, wait_s=0.0)))
     assert one.error == "CapacityError"
-    assert one.message.startswith("run aaaa (train) is still running in its session, and the run was not to wait.")
+    assert one.message.startswith("run aaaa (train) is still running in its session, and the run does not wait.")
 
 
 def test_who_would_not_wait_waits_for_a_cell_that_is_ending() -> None:
@@ -294,11 +294,11 @@ def test_cells_that_wait_are_cancelled_with_their_session() -> None:
     assert out == [
         MoveRun(S, RunState.CANCELLING, "%sgpu_disconnect"),
         StopRun(S, RunState.CANCELLED, "%sgpu_disconnect"),
-        MoveRun(B, RunState.CANCELLED, "session work ended before it could begin: %sgpu_disconnect"),
+        MoveRun(B, RunState.CANCELLED, "session work ended before the run could start: %sgpu_disconnect"),
         EndRun(
             B,
             RunState.CANCELLED,
-            "session work ended before it could begin: %sgpu_disconnect",
+            "session work ended before the run could start: %sgpu_disconnect",
             FailureKind.SESSION,
         ),
     ]
@@ -313,7 +313,7 @@ def test_cells_that_wait_fail_with_a_session_that_failed() -> None:
     out = scheduler.handle(RunMoved(S, RunState.FAILED, 1.0, "the agent on this machine ended unexpectedly"))
     end = next(one for one in out if isinstance(one, EndRun))
     assert (end.run_id, end.state, end.kind) == (B, RunState.FAILED, FailureKind.SESSION)
-    assert "session work ended before it could begin: the agent on this machine ended unexpectedly" in end.reason
+    assert "session work ended before the run could start: the agent on this machine ended unexpectedly" in end.reason
 
 
 def test_cells_of_a_queued_session_end_with_it() -> None:
@@ -332,7 +332,7 @@ def test_a_session_keeps_its_devices_until_the_last_fresh_process_on_them_is_gon
     running(scheduler, A)
     submit(scheduler, spec(D, 2))
     out = scheduler.handle(CancelRequested(S, "%sgpu_disconnect", 1.0))
-    why = "session work, whose devices it has, ended: %sgpu_disconnect"
+    why = "session work, whose devices it uses, ended: %sgpu_disconnect"
     assert StopRun(A, RunState.CANCELLED, why) in out
     assert not launched(scheduler.handle(RunOver(S, RunState.CANCELLED, 2.0)))
     assert scheduler.holder("GPU-a10-0") == S
@@ -355,7 +355,7 @@ def test_the_sessions_time_limit_ends_it_and_fails_what_waits() -> None:
     submit(scheduler, cell(A))
     submit(scheduler, cell(B))
     out = scheduler.handle(TimePassed(100.0))
-    assert StopRun(S, RunState.TIMED_OUT, "its time limit of 100 s is over") in out
+    assert StopRun(S, RunState.TIMED_OUT, "its time limit of 100 s is reached") in out
     end = next(one for one in out if isinstance(one, EndRun))
     assert (end.run_id, end.state) == (B, RunState.FAILED)
 
@@ -395,7 +395,7 @@ def test_a_session_that_still_waits_or_starts_is_not_idle() -> None:
 def test_a_session_whose_time_and_quiet_are_over_at_one_moment_is_stopped_once() -> None:
     out = connected(idle_s=60.0, timeout_s=60.0).handle(TimePassed(60.0))
     assert [one for one in out if isinstance(one, StopRun)] == [
-        StopRun(S, RunState.TIMED_OUT, "its time limit of 1 min is over")
+        StopRun(S, RunState.TIMED_OUT, "its time limit of 1 min is reached")
     ]
 
 

@@ -180,9 +180,9 @@ def test_the_table() -> None:
     assert lines[2].split() == ["h100", "2", "1.00", "0.00", "$4.50", "0.67", "$3.00", "$3.00"]
     assert lines[5].split() == ["total", "7", "5.10", "1.00", "€0.04", "+", "$9.42", "0.67", "$3.00", "$6.69"]
     text = "\n".join(lines)
-    assert "simulated: 0.10 of the GPU-hours and $0.12 of the cost; nobody is paid that" in text
+    assert "simulated: 0.10 of the GPU-hours and $0.12 of the cost; it is not charged" in text
     assert "1 run of an earlier version has no hours" in text
-    assert "reserved: what the same hours cost at the reserved prices, of types that have one" in text
+    assert "reserved: what the same hours cost at the reserved prices, for types that have one" in text
     # quiet: no column without anything in it
     plain = table(usage(ROWS[5:7], 0.0, NOW, "user", read_prices(""), "USD"))
     assert plain.splitlines()[0].split() == ["user", "runs", "GPU-hours"]
@@ -249,7 +249,7 @@ def test_the_command_reads_the_ledger(kept_home: Home) -> None:
         done = sgpu(kept_home, "usage", *bad)
         assert (done.returncode, done.stdout) == (2, "")
         assert len(done.stderr.splitlines()) == 2
-    with pytest.raises(UsageError, match="--since 'soon' is no length of time: 7d, 12h"):
+    with pytest.raises(UsageError, match="--since 'soon' is not a length of time: write one such as 7d, 12h"):
         read_usage(load_settings(kept_home.environ), "soon", "day")
 
 

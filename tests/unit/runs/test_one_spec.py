@@ -85,7 +85,7 @@ def test_what_a_cell_never_sets_can_not_be_brought_back():
         (RunOptions(devices=Devices(allow_busy=True)), "--allow-busy"),
         (RunOptions(devices=Devices(nodes=2)), "--nodes"),
         (RunOptions(pool="other"), "--pool other"),
-        (RunOptions(max_cost=1.0), "costs nothing of its own"),
+        (RunOptions(max_cost=1.0), "has no cost of its own"),
         (RunOptions(detach=True), "--detach"),
         (RunOptions(retries=1), "--retries"),
     ],

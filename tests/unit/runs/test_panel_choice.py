@@ -101,7 +101,7 @@ def test_a_choice_is_read(found: object, expected: Choice | None):
 def test_what_can_not_be_read_is_a_sentence(found: object):
     read = read_kept(found)
     assert read.kept is None
-    assert read.problem.startswith("What this notebook's metadata ask for under `sgpu` can't be read")
+    assert read.problem.startswith("This notebook's choice, in its metadata under `sgpu`, can't be read")
     assert read.problem.endswith("Choose again in the panel.")
 
 
@@ -138,8 +138,8 @@ def test_types_have_one_spelling():
         ("peft==0.17.1", ""), ("peft", ""), ("peft[all]>=0.1,<2 ; python_version > '3.8'", ""),
         ("p @ https://example.org/p-1-py3-none-any.whl", ""),
         ("p @ file:///home/me/p.whl", ""), ("p @ https://me:pw@example.org/p.whl", "password"),
-        ("p @ https://${TOKEN}@example.org/p.whl", "password"), ("peft 0.17", "no requirement"), ("", "no requirement"),
-        ("--pre", "no requirement"),
+        ("p @ https://${TOKEN}@example.org/p.whl", "password"), ("peft 0.17", "not a requirement"),
+        ("", "not a requirement"), ("--pre", "not a requirement"),
     ],
 )  # fmt: skip
 def test_requirements_that_a_notebook_may_carry(line: str, words: str):
@@ -502,7 +502,7 @@ def test_a_strangers_choice_is_refused_where_it_would_matter(
 def test_a_pool_that_is_not_there_is_named(tmp_path: Path):
     place = Place(tmp_path)
     place.choice.confirm(Choice(pool="team"))
-    with pytest.raises(UsageError, match="names the pool 'team', and you have: local"):
+    with pytest.raises(UsageError, match="names the pool 'team', but you have: local"):
         asked(place)
 
 

@@ -40,10 +40,10 @@ def test_each_difference_is_a_sentence():
         "it ran on node1, and this machine is node2",
         "it ran under Python 3.11.7, and this is 3.12.1",
         "packages of another version: numpy 2.2.0 (was 2.1.0)",
-        "packages that are not here: pandas 2.2.0",
+        "packages that are not installed here: pandas 2.2.0",
         "it was run by sgpu-magic 0.1.0, and this is 0.2.0",
         "it was submitted at git commit 1234567890, and here fedcba0987 is checked out: imported modules may differ",
-        "its directory /work is not there, so it starts in /elsewhere",
+        "its directory /work does not exist here, so it starts in /elsewhere",
     ]
 
 

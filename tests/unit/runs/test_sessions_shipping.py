@@ -89,7 +89,7 @@ def test_it_is_said_once_that_the_notebook_has_another(notebook: Notebook):
     notebook.run("model = 'untrained'")
     notebook.reads(stores=["model"])
     (note,) = notebook.reads("model").notes
-    assert "`model` is the ranks' own" in note
+    assert "`model` keeps the ranks' value" in note
     assert "%sgpu_push model" in note
     assert notebook.reads("model").notes == ()
     notebook.run("model = 'another'")
@@ -202,7 +202,7 @@ def test_a_value_that_was_told_as_the_ranks_own_is_told_as_differing_after_a_res
     notebook.run("lr = 1")
     notebook.reads("lr", stores=["lr"])
     (note,) = notebook.reads("lr").notes
-    assert note.startswith("`lr` is the ranks' own")
+    assert note.startswith("`lr` keeps the ranks' value")
     notebook.shipping.restarted((1,))
     (note,) = notebook.reads("lr").notes
     assert note.startswith("`lr` differs between ranks: rank 1 got the notebook's value, ranks 0, 2, 3 kept what")

@@ -211,6 +211,4 @@ def test_the_next_service_tells_the_same_user_what_is_not_in_the_store(tmp_path:
         tracker._timer.cancel()
 
     asyncio.run(follow())
-    assert told == [
-        "000000a2: run 0000, before this one, is not in MLflow: it does not answer. `sgpu sync 0000` sends it"
-    ]
+    assert told == ["000000a2: the earlier run 0000 is not in MLflow: it does not answer. `sgpu sync 0000` sends it"]

@@ -427,7 +427,7 @@ def test_an_answer_that_does_not_come_is_given_up(new_ranks: Tracked):
     shorter = "from sgpu_magic.tracking import in_rank_cell\nin_rank_cell._PATIENCE_S = 0.5\n"
     first, second = new_ranks.run(f"{shorter}import mlflow\nmlflow.active_run().info.run_id", answers=False)
     assert first != second
-    assert "has not told" in new_ranks.remarks(0)[0]
+    assert "did not report" in new_ranks.remarks(0)[0]
 
 
 def test_an_answer_to_another_cell_is_not_taken(ranks: Tracked):

@@ -408,7 +408,7 @@ def test_a_deleted_run_is_let_go_with_a_sentence(settings: Settings, writer: Wri
         mlflow.MlflowClient(store.uri).delete_run(writer.started(run)[0].tracked.mlflow_run_id)
     run.metric(0, "loss", 1.0)
     writer.until_done(run)
-    assert "is not tracked any more" in writer.troubles(run)[0].text
+    assert "is no longer tracked" in writer.troubles(run)[0].text
     assert store.of(run.run_id) == []
 
 

@@ -109,8 +109,8 @@ def test_a_session_that_has_ended_says_what_it_cost() -> None:
             "budget used up",
             "when the pool's budget was used up:",
         ),
-        ("its time limit of 90 s is over", "timed out", "when its time was over:"),
-        ("", "timed out", "when its time was over:"),
+        ("its time limit of 90 s is reached", "timed out", "when its time limit was reached:"),
+        ("", "timed out", "when its time limit was reached:"),
     ],
 )
 @pytest.mark.parametrize("kind", [RunKind.CELL, RunKind.SESSION])

@@ -294,7 +294,7 @@ def test_what_can_not_be_answered_says_why_and_where_to_look(tmp_path: Path) -> 
     assert refused(ask(run, "lines", first=0, count=1, rank=4)) == "run 7f3a has ranks 0 to 3, not 4."
     assert "1 to 1,000 characters" in refused(ask(run, "find", text=""))
     assert "1 to 1,000 characters" in refused(ask(run, "find", text="x" * 1_001))
-    assert "begins at 0" in refused(ask(run, "log", offset=-1))
+    assert "starts at offset 0" in refused(ask(run, "log", offset=-1))
     (tmp_path / "rank-0.log").write_bytes(b"a\n" * 10)
     text = f"line 100 of rank 0 is not in its log {tmp_path}/rank-0.log, which ends before it."
     assert refused(ask(run, "lines", first=100, count=1)).startswith(text)

@@ -154,7 +154,7 @@ def started_again(directory: Path) -> LiveRun:
 
 def left_alone(directory: Path) -> LiveRun:
     run = LiveRun(directory).start().write(0, b"epoch 1\n")
-    run.view.leave("run 7f3a goes on without this notebook")
+    run.view.leave("run 7f3a continues without this notebook")
     return run
 
 
@@ -403,7 +403,5 @@ def test_of_a_thousand_ranks_those_are_drawn_that_have_something_to_say(tmp_path
     drawn_ranks = [card.rank for card in snapshot.ranks]
     assert {0, 777, 888} <= set(drawn_ranks)
     assert drawn_ranks == sorted(drawn_ranks)
-    assert snapshot.notes[-1] == (
-        f"{1_000 - len(drawn_ranks)} of 1000 ranks are not drawn: they are too many for one view"
-    )
+    assert snapshot.notes[-1] == (f"{1_000 - len(drawn_ranks)} of 1000 ranks are not drawn: too many for one view")
     assert len(snapshot.lines) == 1_000

@@ -117,7 +117,7 @@ def test_equal_stacks_are_one_line_and_who_is_missing_is_said() -> None:
         "run 7f3a",
         "  ranks 0, 2, 3   wait in all_reduce #41   Cell In[7], line 8   loss.backward()",
         "  rank 1          is in load_batch         Cell In[7], line 4   x = f.read()",
-        "rank 1 has not come to all_reduce #41",
+        "rank 1 has not reached all_reduce #41",
     ]
     assert text.splitlines()[4:] == [
         "",
@@ -135,7 +135,7 @@ def test_equal_stacks_are_one_line_and_who_is_missing_is_said() -> None:
     ]
     page = read(stacks_html(RUN_ID, STUCK, CELL)).text
     assert "ranks 0, 2, 3 wait in all_reduce #41" in page
-    assert "rank 1 has not come to all_reduce #41" in page
+    assert "rank 1 has not reached all_reduce #41" in page
 
 
 def test_stacks_as_html_are_escaped() -> None:
@@ -158,7 +158,7 @@ def test_stacks_as_html_are_escaped() -> None:
          "waits in barrier"),
         (RankStack(rank=0, frames=(StackFrame("/env/torch/x.py", 9, "wrapper"), *IN_LOAD[1:])), "is in wrapper"),
         (RankStack(rank=0, frames=LAUNCHER), "is in run_code"),
-        (RankStack(rank=0, problem="it did not answer within 2 s"), "can't be looked at"),
+        (RankStack(rank=0, problem="it did not answer within 2 s"), "can't be inspected"),
         (waiting(0), "waits in all_reduce #41"),
         (waiting(0, pending=False), "is in backward"),
     ],
@@ -186,9 +186,9 @@ def test_a_cell_that_begins_with_another_magic_counts_its_lines_without_ours() -
 @pytest.mark.parametrize(
     ("stacks", "told"),
     [
-        (STUCK, ["rank 1 has not come to all_reduce #41"]),
+        (STUCK, ["rank 1 has not reached all_reduce #41"]),
         # it has none on record, and its stack says that it is elsewhere
-        ((waiting(0), loading(1, seq=0)), ["rank 1 has not come to all_reduce #41"]),
+        ((waiting(0), loading(1, seq=0)), ["rank 1 has not reached all_reduce #41"]),
         # it is ahead
         ((waiting(0), loading(1, seq=41)), []),
         ((waiting(0), waiting(1)), ["all ranks are in all_reduce #41"]),
@@ -230,7 +230,7 @@ def test_a_stall_is_shown_while_it_lasts(front_end: _Captured) -> None:
     (output,) = front_end.outputs.values()
     assert "no progress for 30 s" in str(output["text/plain"])
     assert (
-        "rank 1 has not come to all_reduce #41 · %sgpu_stacks shows everything · run 7f3a"
+        "rank 1 has not reached all_reduce #41 · %sgpu_stacks shows everything · run 7f3a"
         in read(str(output["text/html"])).text
     )
     run.tell(rank_events.Resumed())
@@ -241,7 +241,7 @@ def test_a_stall_is_shown_while_it_lasts(front_end: _Captured) -> None:
     publisher.tick(3.0, final=True)
     (output,) = front_end.outputs.values()
     assert "no progress" not in str(output)
-    assert "nothing had moved" not in str(output)
+    assert "there was no progress" not in str(output)
 
 
 def test_a_stall_is_told_once_where_nothing_can_be_taken_back() -> None:
@@ -255,7 +255,7 @@ def test_a_stall_is_told_once_where_nothing_can_be_taken_back() -> None:
     run.end()
     publisher.tick(3.0, final=True)
     assert stream.getvalue().count("no progress for 30 s") == 1
-    assert "it goes on\nsucceeded" in stream.getvalue()
+    assert "progress resumed\nsucceeded" in stream.getvalue()
 
 
 def test_the_stacks_of_a_timeout_are_in_its_error() -> None:
@@ -263,7 +263,7 @@ def test_the_stacks_of_a_timeout_are_in_its_error() -> None:
     error = raised_for(failure, run=Run(cell=CELL), seconds=90, stacks=STUCK)
     assert isinstance(error, errors.RunTimeout)
     assert "ranks 0, 2, 3 wait in all_reduce #41 Cell In[7], line 8 loss.backward()" in error.message
-    assert "rank 1 has not come to all_reduce #41" in error.message
+    assert "rank 1 has not reached all_reduce #41" in error.message
     assert "\n" not in error.message
     assert "in _engine_run_backward" in error.remote_traceback
 
@@ -515,7 +515,7 @@ def test_clear_output() -> None:
 
 def test_a_broken_bundle_says_so() -> None:
     run = Run().start().tell(rank_events.DisplayPublished(rank=3, bundle=b"{nonsense"))
-    assert "rank 3 displayed something that is no MIME bundle" in render_text(run.view)
+    assert "rank 3 displayed something that is not a MIME bundle" in render_text(run.view)
 
 
 # ------------------------------------------------------------ HTML
@@ -1142,8 +1142,8 @@ def test_status_is_as_drawn(gpus: bool) -> None:
 
 def test_status_says_when_an_idle_pool_ends_and_what_the_pool_wants_known() -> None:
     status = msgspec.structs.replace(pool_status(False), idle_ends_at=400.0)
-    assert "idle: gives its processes back in 4 min" in status_text(status, now=144.0)
-    assert "idle: gives its processes back in 56 s" in status_text(status, now=344.0)
+    assert "idle: ends its processes in 4 min" in status_text(status, now=144.0)
+    assert "idle: ends its processes in 56 s" in status_text(status, now=344.0)
     assert "idle" not in status_text(pool_status(False), now=144.0)
     assert "a <word>" in status_text(status, now=144.0, notice="a <word>")
     assert "a &lt;word&gt;" in status_html(status, now=144.0, notice="a <word>")
@@ -1152,8 +1152,8 @@ def test_status_says_when_an_idle_pool_ends_and_what_the_pool_wants_known() -> N
 def test_a_view_that_is_left_says_what_goes_on() -> None:
     run = left_alone()
     text = read(render_html(run.view)).text
-    assert "→ goes on" in text
-    assert "run 7f3a goes on without this notebook" in text
+    assert "→ continues" in text
+    assert "run 7f3a continues without this notebook" in text
     assert "running" not in text
 
 

@@ -166,10 +166,10 @@ def test_a_cell_in_a_session_has_no_panel_of_what_is_starting(tmp_path: Path) ->
 def test_renewed_groups_are_said_once_below_the_failure(lost: str) -> None:
     run = renewed(lost)
     text = plain(render_html(run.view))
-    note = "the process groups were connected anew: rank 1 failed while the others were in all_reduce; "
+    note = "the process groups were reconnected: rank 1 failed while the others were in all_reduce; "
     assert text.count(note) == 1
     assert text.index("NaN in batch 118") < text.index(note)
-    assert (note + (lost or "models in DDP and FSDP, and groups of your own, go on")) in text
+    assert (note + (lost or "models in DDP and FSDP, and your own groups, still work")) in text
 
 
 def test_ranks_that_do_not_stop_are_named_with_the_way_out() -> None:
@@ -271,7 +271,7 @@ def test_a_dead_rank_is_marked_in_the_grid_until_it_is_restarted() -> None:
     assert [card.state for card in picture.ranks] == ["alive", "alive", "dead", "alive"]
     assert picture.tone == "warn"
     assert picture.failure is None, "the session goes on"
-    assert picture.idle == ("rank 2 is dead; %sgpu_restart --rank 2 starts it anew, and the others keep their state",)
+    assert picture.idle == ("rank 2 is dead; %sgpu_restart --rank 2 replaces it, and the others keep their state",)
     text = plain(render_html(session_with_a_dead_rank().view))
     assert "rank 2 ✕ dead %sgpu_restart --rank 2" in text
     restarted = session_with_a_dead_rank().tell(ev.RanksRestarted(ranks=(2,), pids=(4712,)))
@@ -312,7 +312,7 @@ def test_what_is_saved_of_a_living_session_stays_true(detach: bool) -> None:
     text = saved["text/plain"]
     assert isinstance(text, str)
     assert text.splitlines()[0] == "session work · 4 ranks on team (4 x a10, nccl)"
-    assert "It began on 2026-09-21 at 14:13" in text
+    assert "It started on 2026-09-21 at 14:13" in text
     assert "%sgpu_attach 5e55" in text
     assert ("%sgpu_connect starts a new one" in text) != detach
     assert "session work" in str(saved["text/html"])
@@ -330,7 +330,7 @@ def test_a_terminal_tells_of_dead_ranks_once() -> None:
     publisher.tick(4.0, final=True)
     assert stream.getvalue().splitlines() == [
         "session work · 4 ranks on team (cpu, gloo)",
-        "note: rank 2 is dead; %sgpu_restart --rank 2 starts it anew, and the others keep their state",
+        "note: rank 2 is dead; %sgpu_restart --rank 2 replaces it, and the others keep their state",
         "note: rank 2 is a new process (9)",
         "session work ended after 60 s · 1 cell · %sgpu_disconnect · run 5e55",
     ]

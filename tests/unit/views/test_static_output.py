@@ -298,7 +298,7 @@ def test_what_stands_beside_a_live_view_names_the_run_and_the_way_back(detach: b
         assert "train_digits" in text
         assert re.search("run 7f3a was running for .* when this was saved", text)
         assert "%sgpu_attach 7f3a shows it and brings model" in text
-        assert ("It goes on without its notebook" in text) == detach
+        assert ("It continues without its notebook" in text) == detach
         assert ("It ended with its notebook's kernel unless it was detached" in text) != detach
     assert "<script" not in str(bundle["text/html"])
 

@@ -229,12 +229,12 @@ def test_details_say_all_that_was_measured():
 
 def test_details_say_what_is_absent():
     lines = detail_lines(RankSample(rank=0, kind="gpu", uuid="GPU-0"))
-    assert "power: not told by this device" in lines
-    assert "GPU: not told by this device" in lines
-    assert "CPU: not known" in lines
+    assert "power: not reported by this device" in lines
+    assert "GPU: not reported by this device" in lines
+    assert "CPU: unknown" in lines
     lines = detail_lines(SLICE)
     assert lines[0] == "device: a MIG slice, MIG-0"
-    assert "power: told for the whole GPU only, not for a MIG slice of it" in lines
+    assert "power: reported for the whole GPU only, not for a MIG slice of it" in lines
     assert "memory: 4.0 of 20.0 GB" in lines
     lost = changed(BUSY, problem="it can't be read: it has fallen off the bus; reboot")
     assert detail_lines(lost)[1] == "it can't be read: it has fallen off the bus; reboot"

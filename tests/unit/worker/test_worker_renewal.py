@@ -171,7 +171,7 @@ def test_a_backward_pass_that_fails_half_way_leaves_the_models_usable(session: S
 def test_who_waits_for_a_peer_in_a_new_group_is_told_so(session: Session):
     session.run(SETUP)
     messages = break_off(session, WAYS_TO_BREAK["while a group is made"])
-    assert messages == ["released while it waited for a peer that did not come"] * 2
+    assert messages == ["released while it waited for a peer that did not join"] * 2
 
 
 def test_a_replaced_rank_joins_and_the_others_keep_their_names(session: Session):
@@ -199,7 +199,7 @@ def test_groups_with_a_replaced_rank_are_lost_and_others_go_on(session: Session)
     session.release()
     assert (
         session.renew([1])
-        == ["The process groups of ranks (0, 1) can't go on, as rank 1 is a new process: make them anew."] * 2
+        == ["The process groups of ranks (0, 1) can't continue, as rank 1 is a new process: create them again."] * 2
     )
     code = "t = torch.ones(1)\ndist.all_reduce(t, group=without)\nt.item()"
     assert values(session, code, only=[0, 2]) == [2.0, 2.0]

@@ -205,7 +205,7 @@ def test_pulling_what_can_not_travel_names_it(session: Session):
     session.run("import threading\nlock = threading.Lock()")
     session.execute("", kind=RunKind.PULL, outputs=["lock"])
     failure = session.failure(0).failure
-    assert failure.message.startswith("`lock` of %sgpu_pull can't leave rank 0: ")
+    assert failure.message.startswith("`lock` of %sgpu_pull can't be returned from rank 0: ")
     assert failure.kind is FailureKind.SERIALIZATION
     session.failure(1)
 
@@ -561,14 +561,14 @@ def test_an_edited_module_is_told_of_once_for_each_edit(with_modules: Session, t
     assert remarks(session) == []
     edit(tmp_path / "utils.py", NEW_UTILS)
     assert values(session, "scale(1)") == [2, 2]
-    assert remarks(session) == ["rank 0 holds an older version of utils.py, edited since: --reload loads it anew."]
+    assert remarks(session) == ["rank 0 has an older version of utils.py, edited since: --reload reloads it."]
     session.run("pass")
     assert remarks(session) == []
     edit(tmp_path / "utils.py", NEW_UTILS + "\n")
     edit(tmp_path / "training.py", "from utils import LR, scale\ndef run():\n    return 0\n")
     session.run("pass", only=[1])
     assert remarks(session, 1) == [
-        "rank 1 holds older versions of training.py and utils.py, edited since: --reload loads them anew."
+        "rank 1 has older versions of training.py and utils.py, edited since: --reload reloads them."
     ]
 
 
@@ -578,7 +578,7 @@ def test_reload_reaches_functions_instances_and_values_that_were_imported_by_nam
     session = with_modules
     edit(tmp_path / "utils.py", NEW_UTILS)
     assert values(session, "scale(1), model.size(), LR, training.run()", reload=True) == [(7, 99, [5], (21, [5]))] * 2
-    assert remarks(session) == ["loaded anew: utils.py."]
+    assert remarks(session) == ["reloaded: utils.py."]
     assert remarks(session, 1) == []
     session.run("pass", reload=True)
     assert remarks(session) == []
@@ -835,7 +835,7 @@ def test_a_child_process_that_would_wait_for_the_runs_own_ranks_is_told_so(singl
         "child.start()\n"
         "child.join(10)"
     )
-    eventually(lambda: "strategy='ddp' in place of 'ddp_notebook'" in single.ranks[0].printed, 5, "the error")
+    eventually(lambda: "strategy='ddp' instead of 'ddp_notebook'" in single.ranks[0].printed, 5, "the error")
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ export function Environment({ notebook }: { notebook: NotebookModel }) {
         {isSameBase && kernel.packages > 0 && <span>{count}</span>}
       </div>
       {lines.length > 0 && (
-        <ul class="sgpu-packages" aria-label={t("Differences to the base")}>
+        <ul class="sgpu-packages" aria-label={t("Differences from the base")}>
           {lines.map((line) => (
             <PackageRow key={`${line.sign}${line.name}`} line={line} notebook={notebook} />
           ))}
@@ -71,7 +71,7 @@ function PackageRow({ line, notebook }: { line: FormLine; notebook: NotebookMode
       <span title={line.words}>
         <span aria-hidden="true">{line.sign} </span>
         {/* what the colour and the line through it say */}
-        <span class="sgpu-hidden">{`${t(line.pending === "dropped" ? "will be taken back" : WORDS[line.sign])}: `}</span>
+        <span class="sgpu-hidden">{`${t(line.pending === "dropped" ? "will be undone" : WORDS[line.sign])}: `}</span>
         {line.words}
       </span>
       {(line.removable || line.pending !== "") && (

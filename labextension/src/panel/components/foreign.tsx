@@ -11,7 +11,7 @@ export function Foreign({ notebook }: { notebook: NotebookModel }) {
   const isBusy = doing !== "" || installing;
   return (
     <section class="sgpu-part sgpu-state-card" aria-label={t("The notebook's choice")} aria-busy={isBusy}>
-      <p class="sgpu-sentence">{t("This notebook asks for %1; somebody else chose that.", kernel.choice_words)}</p>
+      <p class="sgpu-sentence">{t("This notebook asks for %1, which someone else chose.", kernel.choice_words)}</p>
       <p class="sgpu-soft sgpu-sentences">{words || (isPlanning ? "…" : "")}</p>
       <div class="sgpu-row-buttons">
         <button
@@ -23,7 +23,7 @@ export function Foreign({ notebook }: { notebook: NotebookModel }) {
           {installing ? t("Installing packages…") : t("Use it")}
         </button>
         <button type="button" disabled={isBusy} onClick={() => notebook.chooseMyself()}>
-          {t("Choose myself")}
+          {t("Choose my own")}
         </button>
       </div>
       {refusal && (

@@ -95,8 +95,8 @@ function waitWords(type: TypePicture, number: number, t: T): string {
 function waitSentence(type: TypePicture, number: number, t: T): string {
   const wait = type.waits_s[number - 1] ?? null;
   const what = `${number} × ${type.label}`;
-  if (wait === null) return t("%1 are not free now; when they will be is unknown.", what);
-  return t("%1 will be free in about %2, going by earlier runs.", what, formatEstimate(wait));
+  if (wait === null) return t("%1 are not free now; when they will be free is unknown.", what);
+  return t("%1 will be free in about %2, based on earlier runs.", what, formatEstimate(wait));
 }
 
 function isOf(kernel: string, notebook: NotebookModel): boolean {

@@ -39,7 +39,7 @@ function Away({ notebook }: { notebook: NotebookModel }) {
   );
   const again = (
     <button type="button" onClick={() => notebook.retry()}>
-      {t("Look again")}
+      {t("Check again")}
     </button>
   );
   const problem = notebook.refusal && (
@@ -50,18 +50,18 @@ function Away({ notebook }: { notebook: NotebookModel }) {
   switch (kernelState) {
     case "dead":
       return (
-        <StateCard title={t("The kernel has died.")} text={t("Its session ends with it; other runs go on.")} isBad>
+        <StateCard title={t("The kernel has died.")} text={t("Its session ends with it; other runs continue.")} isBad>
           {start ?? again}
           {problem}
         </StateCard>
       );
     case "restarting":
-      return <StateCard title={t("The kernel is restarting.")} text={t("Its session ends with the kernel that was.")} />;
+      return <StateCard title={t("The kernel is restarting.")} text={t("Its session ends with the old kernel.")} />;
     case "starting":
       return <StateCard title={t("The kernel is starting.")} />;
     case "disconnected":
       return (
-        <StateCard title={t("The link to the kernel is down.")} text={t("What runs in the pool goes on.")}>
+        <StateCard title={t("The link to the kernel is down.")} text={t("Runs in the pool continue.")}>
           {again}
         </StateCard>
       );
@@ -124,7 +124,7 @@ function Choosing({ notebook }: { notebook: NotebookModel }) {
   const [unfolded, setUnfolded] = useMemory("choosing", "false");
   const { trouble, isChanged } = notebook;
   const chosen = notebook.kernel?.choice_words ?? "";
-  const words = chosen === "" ? t("nothing kept in the notebook") : chosen;
+  const words = chosen === "" ? t("nothing saved in the notebook") : chosen;
   if (notebook.asksToConfirm) return <Foreign notebook={notebook} />;
   const isFolded = session !== null && unfolded !== "true" && !isChanged;
   return (

@@ -16,7 +16,7 @@ export function PoolState() {
       return (
         <StateCard
           title={link.text || t("This Jupyter server has no sgpu-magic.")}
-          text={t("Install sgpu-magic where the Jupyter server runs, and start the server again.")}
+          text={t("Install sgpu-magic where the Jupyter server runs, and restart the server.")}
           isBad
         >
           {again}
@@ -24,13 +24,13 @@ export function PoolState() {
       );
     case "refused":
       return (
-        <StateCard title={link.text || t("The Jupyter server does not let this page look at pools.")} isBad>
+        <StateCard title={link.text || t("The Jupyter server denies this page access to pools.")} isBad>
           {again}
         </StateCard>
       );
     case "away":
       return (
-        <StateCard title={link.text || t("The Jupyter server does not answer.")} text={t("Runs go on. What stands here may be old.")} isBad>
+        <StateCard title={link.text || t("The Jupyter server does not answer.")} text={t("Runs continue. This panel may be out of date.")} isBad>
           {again}
         </StateCard>
       );
@@ -38,7 +38,7 @@ export function PoolState() {
       if (!pool.picture) return <StateCard title={t("Looking for the pool…")} />;
       break;
     case "open":
-      if (!pool.picture) return <StateCard title={t("Waiting for the pool's first news…")}>{again}</StateCard>;
+      if (!pool.picture) return <StateCard title={t("Waiting for the pool's first update…")}>{again}</StateCard>;
   }
   const { picture } = pool;
   if (picture.state === "up") return null;

@@ -77,7 +77,7 @@ function Actions({ run }: { run: Run }) {
           </>
         )}
         {host.attachRun && model.notebook && run.kind !== "session" && (
-          <button type="button" title={t("Shows it in a new cell")} onClick={() => host.attachRun?.(run)}>
+          <button type="button" title={t("Show it in a new cell")} onClick={() => host.attachRun?.(run)}>
             {t("Attach")}
           </button>
         )}

@@ -35,7 +35,7 @@ export function Runs() {
         <RunList runs={runs} notebook={name} kernel={kernel} />
       ) : (
         <p class="sgpu-soft">
-          {isFiltered(filter) ? t("No run fits.") : t("No runs yet. Cells that begin with %%distributed stand here.")}{" "}
+          {isFiltered(filter) ? t("No matching runs.") : t("No runs yet. Cells that begin with %%distributed appear here.")}{" "}
           {isFiltered(filter) && (
             <button type="button" class="sgpu-word" onClick={() => keep(JSON.stringify(EVERY_RUN))}>
               {t("Show all")}

@@ -60,7 +60,7 @@ export function Header({ model, activity, signal }: Props) {
   if (!run) {
     return (
       <header class="sgpu-head">
-        <span class="sgpu-meta">{model.link.ended || "waiting for the run's first news"}</span>
+        <span class="sgpu-meta">{model.link.ended || "waiting for the run's first update"}</span>
       </header>
     );
   }

@@ -1,7 +1,7 @@
 import type { MemoryBlock } from "../messages";
 
 /** Of a bar's parts: what tensors hold, what torch's allocator keeps besides, what others hold. */
-const PARTS = ["used", "reserved besides", "of others"];
+const PARTS = ["used", "reserved, unused", "other processes"];
 
 function Cells({ texts }: { texts: readonly string[] }) {
   return (

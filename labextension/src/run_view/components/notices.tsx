@@ -27,7 +27,7 @@ function Ended({ model }: { model: RunModel }) {
         )}
       </span>
       {command && (
-        <button type="button" onClick={() => void copyText(command).then((done) => done || model.say(`type it: ${command}`))}>
+        <button type="button" onClick={() => void copyText(command).then((done) => done || model.say(`can't copy here: type ${command}`))}>
           Copy command
         </button>
       )}
@@ -44,12 +44,12 @@ export function Notices({ model }: { model: RunModel }) {
       {link.ended && !over && <Ended model={model} />}
       {!link.ended && link.away && !over && (
         <div class="sgpu-banner" role="status">
-          the link to the kernel is down; the run goes on, and its news come when the link is back
+          the link to the kernel is down; the run continues, and its updates arrive when the link is back
         </div>
       )}
       {!link.ended && !link.away && link.busy && !over && (
         <div class="sgpu-banner" role="status">
-          the kernel is busy with a cell and answers this view when that has ended
+          the kernel is busy with a cell and answers this view when the cell has ended
           {model.interrupts && model.transport.interrupt && "; Cancel interrupts it"}
         </div>
       )}

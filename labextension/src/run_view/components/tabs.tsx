@@ -38,7 +38,7 @@ export function Tabs({ tab, ranks, onTab, id }: Props) {
     list.current?.querySelectorAll<HTMLElement>('[role="tab"]')[index]?.focus();
   };
   return (
-    <div ref={list} class="sgpu-tabs" role="tablist" aria-label="whose lines" onKeyDown={onKey} onWheel={onWheel}>
+    <div ref={list} class="sgpu-tabs" role="tablist" aria-label="log by rank" onKeyDown={onKey} onWheel={onWheel}>
       {tabs.map((each) => (
         <button
           key={each}
