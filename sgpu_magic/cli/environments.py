@@ -122,7 +122,7 @@ def remove(settings: Settings, name: str) -> str:
         UsageError: No environment or several match, or it is in use.
     """
     if named_environments.remove(settings, name):
-        return f"the saved environment {name} is removed."
+        return f"the saved environment {name} was removed."
     found = [each for each in built_here(settings) if len(name) >= _SHORTEST_PREFIX and each.name.startswith(name)]
     if not found:
         raise UsageError(

@@ -356,7 +356,7 @@ def test_ranks_python_without_torch(new_home):
 
 
 def test_status_of_a_run_that_nobody_knows(kernel: Kernel):
-    assert "no run" in refused(kernel, "%sgpu_status now")
+    assert "not a run's id" in refused(kernel, "%sgpu_status now")
 
 
 def test_helpers_see_threads_of_this_process():

@@ -127,7 +127,7 @@ def test_a_saved_environment_is_offered_and_compared(new_kernel: Any, home: Home
     assert "save" in kernel.complete("%sgpu_env ")
     (shown,) = kernel.check("%sgpu_env --diff mine").displays
     assert "saved: mine" in shown["text/plain"]
-    assert "to mine" in shown["text/plain"]
+    assert "from mine" in shown["text/plain"]
 
 
 # ---------------------------------------------------------------- options

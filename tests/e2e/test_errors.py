@@ -320,7 +320,7 @@ def test_os_exit_is_told_with_its_code(kernel: Kernel):
     )
     assert reply.ename == "WorkerDied"
     assert "rank 1 of 2" in reply.evalue
-    assert "exit code 3" in reply.evalue
+    assert "exited with code 3" in reply.evalue
     assert reply.lines(1) == ["last words"]
 
 

@@ -278,7 +278,7 @@ def test_a_choice_that_asks_for_nothing_needs_no_confirmation(panel: Panel, kern
 
 def test_there_may_be_nothing_to_confirm(panel: Panel, kernel: Kernel):
     assert "so there is nothing to confirm" in kernel.run("%sgpu_env --accept").evalue
-    assert "alone" in kernel.run("%sgpu_env --accept --panel").evalue
+    assert "only without other arguments" in kernel.run("%sgpu_env --accept --panel").evalue
 
 
 # ---------------------------------------------------------------- sessions
@@ -558,7 +558,7 @@ def widget(new_kernel: Callable[..., Kernel]) -> tuple[Kernel, Cell, LiveView]:
     assert reply.status == "ok", reply.story
     (output,) = reply.outputs
     assert output.view is not None
-    assert "this notebook asks for nothing" in output.data["text/plain"]
+    assert "this notebook has no choice of its own" in output.data["text/plain"]
     return kernel, cell, output.view
 
 

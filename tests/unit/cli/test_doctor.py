@@ -276,7 +276,7 @@ def test_listed_pools_are_looked_at(user_home: Home, monkeypatch: pytest.MonkeyP
         assert "firewall" in found["pool gone"].remedy
         monkeypatch.setattr(doctor, "__version__", "0.0.9")
         assert said_of_pools(user_home)["pool team"].level is Level.WARNING
-        assert "and here is 0.0.9" in said_of_pools(user_home)["pool team"].text
+        assert "and this is 0.0.9" in said_of_pools(user_home)["pool team"].text
         # a key that was made anew is let in nowhere
         (user_home.path / "client.key").unlink()
         found = said_of_pools(user_home)

@@ -450,7 +450,7 @@ def test_a_saved_one_of_another_python_is_refused(settings: Settings, tmp_path: 
 def test_a_saved_one_that_lost_its_wheel_says_so(settings: Settings, tmp_path: Path):
     kept = named_environments.save(settings, "mine", an_environment(tmp_path / "wheels"))
     shutil.rmtree(kept / "wheels")
-    with pytest.raises(EnvironmentFailed, match=r"lost its wheel mine-1\.0"):
+    with pytest.raises(EnvironmentFailed, match=r"no longer has its wheel mine-1\.0"):
         order.chosen(settings, "mine")
 
 
@@ -511,7 +511,7 @@ def test_list_shows_bases_saved_and_built_ones(settings: Settings, tmp_path: Pat
 
 def test_remove_takes_a_saved_name_or_the_first_digits(settings: Settings, tmp_path: Path):
     named_environments.save(settings, "mine", an_environment(tmp_path / "wheels"))
-    assert "mine is gone" in environments.remove(settings, "mine")
+    assert "mine was removed" in environments.remove(settings, "mine")
     assert named_environments.saved_names(settings) == []
     one = build(settings, "0123456789abcdef-00000000", 5000, 1000.0)
     two = build(settings, "0123ffffffffffff-00000000", 5000, 1000.0)

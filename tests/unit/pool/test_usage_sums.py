@@ -263,6 +263,6 @@ def test_a_ledger_of_the_version_before_is_read_as_it_is(kept_home: Home) -> Non
             (time.time() - 5,),
         )
     done = sgpu(kept_home, "usage", "--by", "user")
-    assert done.stdout.splitlines()[1].split() == ["(not", "known)", "1", "0.00"]
+    assert done.stdout.splitlines()[1].split() == ["(unknown)", "1", "0.00"]
     assert "1 run of an earlier version has no hours" in done.stdout
     assert os.listdir(kept_home.state) == ["ledger.sqlite3"]
