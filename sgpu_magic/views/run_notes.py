@@ -64,7 +64,10 @@ class SessionState:
 
 
 def renewal_note(body: GroupRenewed) -> str:
-    """Return a sentence about renewed process groups and the objects that use them."""
+    """Return a sentence about renewed process groups and the objects that use them, or why they are not renewed."""
+    if body.problem:
+        failed = f"the process groups could not be reconnected ({body.reason}): {body.problem}"
+        return f"{failed}; %sgpu_restart restarts the ranks"
     kept = body.lost or "models in DDP and FSDP, and your own groups, still work"
     return f"the process groups were reconnected: {body.reason}; {kept}"
 

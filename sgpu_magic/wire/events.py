@@ -108,10 +108,12 @@ class GroupRenewed(Record, frozen=True, tag="group-renewed", kw_only=True):
     Args:
         reason: Why, such as `rank 1 failed while others were in a collective`.
         lost: A sentence about what torch could not preserve; "" if every group, DDP and FSDP model still works.
+        problem: Why they could not be reconnected; "" if they were.
     """
 
     reason: str
     lost: str = ""
+    problem: str = ""
 
 
 class RanksRestarted(Record, frozen=True, tag="ranks-restarted", kw_only=True):

@@ -70,9 +70,7 @@ class SessionRepair:
         """Renew the process groups, report the result and call `done` with it. Every rank must be alive and idle."""
 
         def renewed(problem: str, lost: str) -> None:
-            if problem:
-                lost = f"this failed ({problem}): %sgpu_restart restarts the ranks"
-            news = GroupRenewed(reason=reason, lost=lost)
+            news = GroupRenewed(reason=reason, lost=lost, problem=problem)
             self.say(news)
             done(news)
 

@@ -354,6 +354,13 @@ def test_what_ranks_and_reasons_say_is_escaped() -> None:
     assert "<script" not in render_html(quiet.view)
 
 
+def test_groups_that_could_not_be_reconnected_are_not_told_as_reconnected() -> None:
+    run = session().start().tell(ev.GroupRenewed(reason="rank 1 failed", problem="rank 2 died in the meantime"))
+    text = " ".join(render_text(run.view).split())
+    assert "could not be reconnected (rank 1 failed): rank 2 died in the meantime; %sgpu_restart" in text
+    assert "were reconnected" not in text
+
+
 # ------------------------------------------------------------ out of memory
 
 
