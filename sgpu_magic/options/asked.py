@@ -38,6 +38,10 @@ class Devices(msgspec.Struct, frozen=True):
     allow_busy: bool = False
 
 
+OWN_PACKAGES = ("", "none")
+"""Values of `--env-version` and of the setting `env_version` for the notebook's own packages."""
+
+
 class Wishes(msgspec.Struct, frozen=True):
     """Options for packages, tracking and uploads.
 

@@ -18,6 +18,7 @@ import re
 import stat
 import time
 import tomllib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -265,7 +266,7 @@ class ConnectedClient(msgspec.Struct, eq=False):
         return True
 
 
-class Router:
+class Router(ABC):
     """The ZeroMQ router of clients' connections. Used from the loop's thread only.
 
     Args:
@@ -310,5 +311,6 @@ class Router:
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 
+    @abstractmethod
     def _drain(self) -> None:
-        raise NotImplementedError
+        """Handle all messages that have arrived; called soon after each that was sent."""

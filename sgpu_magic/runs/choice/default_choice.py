@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from sgpu_magic.client.pools_file import LOCAL, default_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.asked import RunOptions
+from sgpu_magic.options.asked import OWN_PACKAGES, RunOptions
 from sgpu_magic.options.defaults import with_job
 from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.schema import Choice, words_of
@@ -22,7 +22,6 @@ from sgpu_magic.runs.workplace import Workplace
 
 R = TypeVar("R", bound=RunOptions)
 
-_OWN_PACKAGES = ("", "none")
 
 MAGIC_WAYS = "--gpus N --type TYPE"
 PYTHON_WAYS = 'gpus=N, gpu_type="TYPE"'
@@ -102,7 +101,7 @@ def pool_name(place: Workplace) -> str:
 def _env_version(settings: Settings, choice: Choice) -> str:
     if not choice.env_version:
         # the choice takes precedence over the setting
-        return "" if settings.env_version in _OWN_PACKAGES else "none"
+        return "" if settings.env_version in OWN_PACKAGES else "none"
     if not (choice.dependencies or choice.removed):
         return choice.env_version
     global _found

@@ -20,6 +20,7 @@ from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.options import defaults
+from sgpu_magic.options.asked import OWN_PACKAGES, Wishes
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.packages.travel_checks import check_before_travel, check_references, mismatch_news
 from sgpu_magic.packages.variables import travelling
@@ -35,11 +36,9 @@ from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
-    from sgpu_magic.options.asked import Wishes
     from sgpu_magic.packages.code_files import Bundles
     from sgpu_magic.packages.local_code import LocalCode
 
-_OWN_PACKAGES = ("", "none")
 _BUNDLES = "bundles"
 _MOST_SESSIONS = 50
 
@@ -184,7 +183,7 @@ def _without_effect(wishes: Wishes) -> tuple[str, ...]:
 
 def _wished(pool: Pool, settings: Settings, wishes: Wishes) -> tuple[Environment, tuple[str, ...]] | None:
     """Return the requested environment and notes about it; None for the notebook's own packages."""
-    if (wishes.env_version or settings.env_version) in _OWN_PACKAGES:
+    if (wishes.env_version or settings.env_version) in OWN_PACKAGES:
         return None
     # imported here: only needed for requested packages
     from sgpu_magic.packages.order import chosen
