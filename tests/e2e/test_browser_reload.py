@@ -15,6 +15,7 @@ from homes import Home
 from jupyter_servers import JupyterServer, new_notebook
 from listed_pools import list_pools, listed
 from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import TimeoutError as PageTimeout
 from served_pools import served_pool
 from waiting import eventually
 
@@ -84,15 +85,16 @@ class Notebook:
         prompt = cell.locator(".jp-InputPrompt")
 
         def press() -> bool:
-            cell.locator(".cm-content").first.click()
-            self.page.keyboard.press("Shift+Enter")
             try:
+                cell.locator(".cm-content").first.click(timeout=5_000)
+                self.page.keyboard.press("Shift+Enter")
                 expect(prompt).to_have_text(re.compile(done), timeout=5_000)
-            except AssertionError:
+            except (AssertionError, PageTimeout):
                 return False
             return True
 
-        eventually(press, 60, f"cell {at} does not run")
+        dialogs = self.page.locator(".jp-Dialog")
+        eventually(press, 60, lambda: f"cell {at} does not run; {dialogs.all_inner_texts()}")
 
     def start(self, pool: Home | None = None) -> str:
         """Run both cells and return the run's id once its view shows lines; `pool` is another one's home."""
