@@ -120,3 +120,6 @@ def test_a_dead_machine_is_named(client: PoolClient, pool: RayPool, cluster: Net
     # its disk is gone with it; here that is the same for all machines
     (files,) = [path for path in pool.node_files() if path.endswith(placed.lease.shares[1].node[:10])]
     shutil.rmtree(files)
+    # the other tests need two
+    cluster.add()
+    eventually(lambda: gpus(client) == 4, RAY_FINDS_IT_S, lambda: f"the pool has {gpus(client)} GPUs")

@@ -111,10 +111,10 @@ def test_a_pool_in_use_keeps_its_settings_and_the_error_names_the_command(
     kernel.check("%env SGPU_SIMULATE=a10:8")
     cell = "%%distributed --gpus 4 --type a10\nprint(device)"
     error = refused(kernel, cell)
-    assert "still has SGPU_SIMULATE='' and not 'a10:8', because it is in use" in error
+    assert "still has SGPU_SIMULATE='' instead of 'a10:8', because it is in use" in error
     assert "(steady)" in error, error
     reply = kernel.check("%%distributed -n 1\nprint(device)")
-    assert "still has SGPU_SIMULATE='' and not 'a10:8'" in reply.text
+    assert "still has SGPU_SIMULATE='' instead of 'a10:8'" in reply.text
     (first, then) = remedies(error, cell)[-1]
     assert first.endswith("pool stop --force")
     kernel.check(first)

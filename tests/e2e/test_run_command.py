@@ -346,7 +346,7 @@ def test_time_over_is_code_124(home: Home):
     )
     code, out, err = run(home, "run", "slow.ipynb", "--timeout", "9s")
     assert code == 124
-    assert "the time of 9.0 s was over in cell 2" in err
+    assert "the time limit of 9.0 s was exceeded in cell 2" in err
     assert "[1] begun" in text_of(copy_in(out).cells[-1])
     eventually(lambda: home.ledger()[home.run_named("slow-one")].state == "cancelled")
 
@@ -471,7 +471,7 @@ def test_detached_it_goes_on_without_its_shell(home: Home):
     code, out, err = run(home, "jobs", "log", job)
     assert (code, err) == (0, "")
     assert "every cell ran" in out
-    assert "it succeeded" in run(home, "jobs", "stop", job)[2]
+    assert "has ended: succeeded" in run(home, "jobs", "stop", job)[2]
 
 
 @pytest.mark.slow

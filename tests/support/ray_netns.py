@@ -35,12 +35,16 @@ class NetnsCluster:
             self.head = RayHead(_HEAD, token=False, gpus=0)
             self._made.callback(self.head.close)
             self.address = self.head.address
-            for number in range(nodes):
-                self.nodes.append(NetnsNode(self.head, self._bridge, number))
-                self._made.callback(self.nodes[-1].close)
+            for _ in range(nodes):
+                self.add()
         except BaseException:
             self._made.close()
             raise
+
+    def add(self) -> None:
+        """Add a node with an address that none had before."""
+        self.nodes.append(NetnsNode(self.head, self._bridge, len(self.nodes)))
+        self._made.callback(self.nodes[-1].close)
 
     def node_at(self, address: str) -> NetnsNode:
         """Return the node with this address."""

@@ -43,6 +43,8 @@ from sgpu_magic.system.message_stream import MessageStream
 
 T = TypeVar("T")
 _THREADS = 24
+# some of Ray's calls wait without a limit for a server that does not answer
+_LIMIT_S = 45.0
 # a group that fits is created within milliseconds; after this time the engine is told that the group is pending
 _SOON_S = 3.0
 # polling instead of Ray's wait: for a group that is removed meanwhile that raises an error without a type of its own
@@ -102,7 +104,9 @@ class ClusterProcess:
         self._stream.send(message)
 
     def _lost(self, error: Exception) -> None:
-        self._say(ClusterLost(why=str(error).strip() or type(error).__name__))
+        silent = isinstance(error, TimeoutError)
+        why = "it does not answer" if silent else str(error).strip() or type(error).__name__
+        self._say(ClusterLost(why=why, silent=silent))
         self._finish()
 
     # ------------------------------------------------------------ from the engine
@@ -144,9 +148,10 @@ class ClusterProcess:
 
     async def _connect(self) -> None:
         try:
-            address = await self._call(cluster.connect, self._address, self._namespace)
-            agents = await self._call(cluster.agent_nodes, self._namespace)
-            leases = tuple(await self._call(groups.groups_named, self._prefix))
+            async with asyncio.timeout(_LIMIT_S):
+                address = await self._call(cluster.connect, self._address, self._namespace)
+                agents = await self._call(cluster.agent_nodes, self._namespace)
+                leases = tuple(await self._call(groups.groups_named, self._prefix))
         except _RAYS as error:
             self._lost(error)
             return
@@ -158,7 +163,8 @@ class ClusterProcess:
         while True:
             self._seen_by.clear()
             try:
-                await self._see()
+                async with asyncio.timeout(_LIMIT_S):
+                    await self._see()
             except _RAYS as error:
                 self._lost(error)
                 return

@@ -99,9 +99,15 @@ class ClusterFound(Record, frozen=True, tag="cluster-found", kw_only=True):
 
 
 class ClusterLost(Record, frozen=True, tag="cluster-lost", kw_only=True):
-    """Ray can't be reached; the process exits after this message."""
+    """Ray can't be reached; the process exits after this message.
+
+    Args:
+        why: The cause.
+        silent: Whether Ray did not answer, as a busy cluster may; otherwise it refused.
+    """
 
     why: str
+    silent: bool = False
 
 
 class NodeDevice(Record, frozen=True, kw_only=True):

@@ -45,6 +45,8 @@ _BUSY_S, _IDLE_S = 1.0, 5.0
 _TEND_S = 1.0
 # a granted lease waits at most this long for the probe of a node that has just joined
 _LOOK_S = 15.0
+# so often a cluster that does not answer is tried again before the pool gives up
+_SILENT_TRIES = 2
 # an inventory request is answered with the last known one if Ray does not answer within this time
 _ANSWER_S = 2.0
 
@@ -217,8 +219,8 @@ class RayEngine(Engine):
         match message:
             case ClusterFound():
                 self._connected(message)
-            case ClusterLost(why=why):
-                self._cluster_lost(why)
+            case ClusterLost():
+                self._cluster_lost(message)
             case NodesSeen():
                 self._seen(message)
             case LeaseReady():
@@ -233,7 +235,6 @@ class RayEngine(Engine):
                 self.node_lost(node, f"its agent could not be started: {why}")
 
     def _connected(self, found: ClusterFound) -> None:
-        self._driver.well()
         self._host, self._types, self._coming = found.address, found.types, ""
         self._agents.connected()
         for order, _, _ in self._asked.values():
@@ -253,15 +254,16 @@ class RayEngine(Engine):
             if run_id not in self._leases and run_id not in self._placing:
                 self._tell(DropLease(run_id=run_id))
 
-    def _cluster_lost(self, why: str) -> None:
-        if not self._found:
+    def _cluster_lost(self, lost: ClusterLost) -> None:
+        if not self._found and not (lost.silent and self._driver.ends < _SILENT_TRIES):
             address = self._settings.ray_address or "RAY_ADDRESS, or the cluster of this machine"
             self._listener.broken(
-                f"the pool can't join the Ray cluster ({address}): {why}. Is it running, and does it have this "
+                f"the pool can't join the Ray cluster ({address}): {lost.why}. Is it running, and does it have this "
                 f"Python's version of Ray? Ray's messages are in {self._settings.state_path / 'ray.log'}."
             )
 
     def _seen(self, seen: NodesSeen) -> None:
+        self._driver.well()
         alive = {facts.node: facts for facts in seen.nodes}
         dead = [node for node in self._facts if node not in alive]
         self._facts, self._coming = alive, seen.coming
