@@ -92,6 +92,8 @@ def scene() -> Iterator[Scene]:
             kernel.check(f"%%distributed -n 1 --type cpu --pool {pool} --ui none\nprint('x' * 200_000, len(blob))")
         # with a live view, which is there only when a run takes a while
         kernel.check("%%distributed -n 1 --type cpu --pool local\nimport time; time.sleep(0.5)")
+        # the level that is checked is the one with all links
+        home.check_leaks()
         yield Scene(home, keys, team, cloud, kernel)
     finally:
         kernel.close()

@@ -121,5 +121,5 @@ def test_a_dead_machine_is_named(client: PoolClient, pool: RayPool, cluster: Net
     (files,) = [path for path in pool.node_files() if path.endswith(placed.lease.shares[1].node[:10])]
     shutil.rmtree(files)
     # the other tests need two
-    cluster.add()
+    cluster.replace(node)
     eventually(lambda: gpus(client) == 4, RAY_FINDS_IT_S, lambda: f"the pool has {gpus(client)} GPUs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 
@@ -27,6 +28,7 @@ class NetnsCluster:
         self._bridge = f"sgb{os.getpid()}"
         self._made = contextlib.ExitStack()
         self.nodes: list[NetnsNode] = []
+        self._numbers = itertools.count()
         try:
             _ip("link", "add", self._bridge, "type", "bridge")
             self._made.callback(_ip, "link", "delete", self._bridge)
@@ -43,8 +45,13 @@ class NetnsCluster:
 
     def add(self) -> None:
         """Add a node with an address that none had before."""
-        self.nodes.append(NetnsNode(self.head, self._bridge, len(self.nodes)))
+        self.nodes.append(NetnsNode(self.head, self._bridge, next(self._numbers)))
         self._made.callback(self.nodes[-1].close)
+
+    def replace(self, dead: NetnsNode) -> None:
+        """Add a node in place of a killed one."""
+        self.nodes.remove(dead)
+        self.add()
 
     def node_at(self, address: str) -> NetnsNode:
         """Return the node with this address."""
