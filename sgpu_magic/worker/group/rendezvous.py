@@ -18,6 +18,7 @@ import inspect
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -72,12 +73,24 @@ class _FileStores:
     def __init__(self) -> None:
         self._stores: list[dist.FileStore] = []
         self._descriptor = -1
+        # the main thread opens stores, the helper's thread announces and revokes them
+        self._lock = threading.Lock()
+        self._announced = self._is_revoked = False
+
+    def announce(self) -> None:
+        """Record that a store is opened soon, which `revoke` concerns as well."""
+        with self._lock:
+            self._announced, self._is_revoked = True, False
 
     def open(self, path: str, ranks: int) -> dist.FileStore:
-        store = dist.FileStore(path, ranks)
-        self._stores.append(store)
-        name = path.removeprefix("/proc/self/fd/")
-        self._descriptor = int(name) if name.isdigit() else -1
+        with self._lock:
+            store = dist.FileStore(path, ranks)
+            self._stores.append(store)
+            name = path.removeprefix("/proc/self/fd/")
+            self._descriptor = int(name) if name.isdigit() else -1
+            if self._is_revoked:
+                self._revoke()
+            self._announced = self._is_revoked = False
         return store
 
     def revoke(self) -> None:
@@ -86,6 +99,11 @@ class _FileStores:
         A waiting store reopens its file again and again. The descriptor becomes a socket, which can't be opened. Stores
         in a named file are left alone.
         """
+        with self._lock:
+            self._is_revoked = self._announced
+            self._revoke()
+
+    def _revoke(self) -> None:
         if self._descriptor < 0:
             return
         with socket.socket(socket.AF_UNIX) as unopenable:
@@ -95,6 +113,7 @@ class _FileStores:
 
 _late_store = _LateStore()
 _file_stores = _FileStores()
+announce_store = _file_stores.announce
 open_store = _file_stores.open
 revoke_store = _file_stores.revoke
 

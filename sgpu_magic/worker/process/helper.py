@@ -173,7 +173,11 @@ class Helper:
                 widgets.heard(message.messages, frames)
                 # messages that the running cell has not handled are handled before the next order
                 self._put(Order(message))
-            case Renew() | AnswerQuestion() | Leave():
+            case Renew():
+                # a `Release` that follows frees the rank, though it may not wait for its peers yet
+                rendezvous.announce_store()
+                self.orders.put(self.order_of(message, frames))
+            case AnswerQuestion() | Leave():
                 self.orders.put(self.order_of(message, frames))
 
     def _put(self, order: Order) -> None:
