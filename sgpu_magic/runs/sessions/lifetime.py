@@ -159,6 +159,7 @@ class Lifetime:
         """Show nothing if the session's view is already below the cell; otherwise show it like any value."""
         shown, self.shown_in = self.shown_in, None
         if shown is None or shown != cell_number(self.place.shell):
+            # IPython then uses the other representations
             raise NotImplementedError
 
     def _repr_html_(self) -> str:
