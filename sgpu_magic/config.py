@@ -33,8 +33,8 @@ _PRICES = ("prices", "reserved_prices")
 _WORDS = {"stand_in": ("cpu",), "environments": ("auto", "built"), "ray_select": ("auto", "label", "resource")}
 # what a pool has and allows, read when it starts: a notebook that states other values wants a pool with those
 POOL_SETTINGS = (
-    "simulate", "cpu_slots", "prices", "reserved_prices", "currency", "budget", "budget_days", "environment_dir",
-    "environment_limit",
+    "state_dir", "simulate", "cpu_slots", "prices", "reserved_prices", "currency", "budget", "budget_days",
+    "environment_dir", "environment_limit",
 )  # fmt: skip
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 # as people write them: `yes`, `1_000`, `5e9`

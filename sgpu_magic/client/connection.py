@@ -7,7 +7,6 @@ import os
 import secrets
 import signal
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -25,9 +24,6 @@ from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, PoolAddress
 from sgpu_magic.wire.record import Record, short
 
 REPLY_TIMEOUT_S = 15.0
-# longer than the default grace of 5 s for ranks that were asked to exit
-_RANKS_LEAVE_S = 6.0
-_RANKS_PAUSE_S = 0.02
 _MOST_NAMED = 3
 # a kernel that restarts does not wait longer for a pool that does not answer
 _CLOSE_PATIENCE_S = 0.5
@@ -296,18 +292,13 @@ def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:
 
 
 def _stopped_unless_used(link: PoolLink) -> list[str]:
-    """Stop the pool if it is idle, else return what is active. Waits for ranks of runs that have just ended."""
-    deadline = time.monotonic() + _RANKS_LEAVE_S
-    while True:
-        try:
-            ask(link, StopPool(request=0), Accepted)
-        except PoolLost:
-            return []
-        except PoolError:
-            runs = ask(link, AskStatus(request=0, recent=1), PoolStatus).runs
-            going = [f"run {short(run.run_id)} ({run.name})" for run in runs if not run.state.is_final]
-            if going or time.monotonic() > deadline:
-                return going or ["ranks of runs that have ended"]
-            time.sleep(_RANKS_PAUSE_S)
-        else:
-            return []
+    """Stop the pool if it is idle, else return what is active."""
+    try:
+        ask(link, StopPool(request=0), Accepted)
+    except PoolLost:
+        return []
+    except PoolError:
+        runs = ask(link, AskStatus(request=0, recent=1), PoolStatus).runs
+        going = [f"run {short(run.run_id)} ({run.name})" for run in runs if not run.state.is_final]
+        return going or ["ranks of runs that have ended"]
+    return []

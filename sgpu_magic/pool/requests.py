@@ -71,6 +71,8 @@ from sgpu_magic.wire.states import OWNER_GONE, RunState
 _STEP_S = 1.0
 # a stopping pool first sends its reply
 _ANSWER_FIRST_S = 0.05
+# longer than the default grace of 5 s for ranks that were asked to exit
+_RANKS_LEAVE_S, _RANKS_PAUSE_S = 6.0, 0.02
 _OF_RUNS = (Submit, Cancel, RestartRanks, Attach)
 
 
@@ -170,7 +172,7 @@ class Requests:
             case OpenStream() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
                 self.forwarding.from_client(client, message, frames)
             case StopPool():
-                self._stop_asked(client, message)
+                self._stop_asked(client, message, asyncio.get_running_loop().time() + _RANKS_LEAVE_S)
             case Goodbye():
                 self._pool.server.drop(client)
                 self.client_gone(client)
@@ -203,14 +205,19 @@ class Requests:
         else:
             self._pool.feed(sched.CancelRequested(run.run_id, message.reason, time.monotonic()))
 
-    def _stop_asked(self, client: ConnectedClient, message: StopPool) -> None:
-        if self._pool.active.going and not message.force:
-            names = ", ".join(short(run.run_id) for run in self._pool.active.going)
-            raise PoolError(
-                f"the pool has active runs ({names}). Wait for them, or stop it with --force, which ends them."
-            )
+    def _stop_asked(self, client: ConnectedClient, message: StopPool, until: float) -> None:
+        """Stop the pool unless it is in use; until the loop's time `until`, wait for ranks of runs that have ended."""
+        loop = asyncio.get_running_loop()
+        going = [] if message.force else self._pool.active.going
+        if going and all(run.ended for run in going) and loop.time() < until:
+            again = functools.partial(self._stop_asked, client, message, until)
+            loop.call_later(_RANKS_PAUSE_S, self._pool.guard.for_client, client, message, again)
+            return
+        if going:
+            names = ", ".join(short(run.run_id) for run in going)
+            raise PoolError(f"the pool has active runs ({names}). Wait for them, or end them too with --force.")
         self._pool.server.send(client, Accepted(request=message.request, text="the pool is stopping"))
-        asyncio.get_running_loop().call_later(_ANSWER_FIRST_S, self._stop)
+        loop.call_later(_ANSWER_FIRST_S, self._stop)
 
     # ------------------------------------------------------------ attach, detach, stacks
 
@@ -274,8 +281,6 @@ class Requests:
             if run is None:
                 raise RunUnknown("no run is active.")
         self.ranks.ask_stacks(client, message, run)
-
-    # ------------------------------------------------------------ within
 
     def _when_fresh(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
         self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, call))

@@ -193,7 +193,7 @@ class Goodbye(Record, frozen=True, tag="goodbye", kw_only=True):
 
 
 class StopPool(Record, frozen=True, tag="stop-pool", kw_only=True):
-    """Stop the pool service. Refused while runs are active, unless `force` is set."""
+    """Stop the pool service, after the ranks of ended runs. Refused while runs are active, unless `force` is set."""
 
     request: int
     force: bool = False

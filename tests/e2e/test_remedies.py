@@ -169,3 +169,20 @@ def test_runs_go_to_another_disk_as_the_error_of_a_full_one_says(plain_pool: Ker
     ran(kernel.run("%%distributed -n 1\nprint(device)"), 1, "cpu")
     assert str(there) in kernel.check("print(_.directory, _.logs(0).read_text())").text
     assert [path for path in (there / "runs").iterdir() if not path.name.startswith(".")]
+
+
+def test_a_pool_stops_as_soon_as_the_ranks_of_ended_runs_have_left(plain_pool: Kernel):
+    kernel = plain_pool
+    kernel.check("%%distributed -n 1\nimport atexit, time\natexit.register(time.sleep, 1)")
+    assert "is stopped" in kernel.check(f"!{sys.executable} -m sgpu_magic.cli pool stop").text
+
+
+def test_the_files_of_a_run_are_found_in_the_state_directory_of_a_pool_in_use(plain_pool: Kernel):
+    kernel = plain_pool
+    kernel.check("%%distributed -n 1 --detach\nimport os, time\nwhile not os.path.exists('go'): time.sleep(0.02)")
+    kernel.check(f"%env SGPU_STATE_DIR={kernel.home.work / 'another disk'}")
+    kernel.check("%reload_ext sgpu_magic")
+    reply = kernel.check("%%distributed -n 1\nprint(device)")
+    assert f"still has SGPU_STATE_DIR='{kernel.home.state}'" in reply.text, reply.story
+    assert "cpu" in kernel.check("print(_.logs(0).read_text())").text
+    (kernel.home.work / "go").touch()
