@@ -150,7 +150,6 @@ class Submitter:
     def directory(self, link: PoolLink, run_id: str) -> Path:
         """Return the local directory of a run's files: the run's own, or the mirror of a run on another machine."""
         if link.welcome.same_host:
-            # a pool in use keeps the state directory that it was started with
             state_dir = dict(link.welcome.settings).get("state_dir", self._settings.state_dir)
             return msgspec.structs.replace(self._settings, state_dir=state_dir).runs_path / run_id
         return mirror_path(self._settings, self._pool, run_id)
