@@ -7,6 +7,7 @@
 # make mutants  plant faults, one at a time, and see them caught
 # make frameworks  only trainings with each framework, against torchrun
 # make soak   500 random runs with random faults, and a line that is silent for ten minutes; SOAK_RUNS=100, SOAK_SEED=7 as variables
+# make screenshots  pictures of runs, the panel and the status in JupyterLab; STORIES="train panel" takes only these
 # make bench  measure this package and its peers
 # make lint   format and lint checks, who imports whom, types
 # make docs   build the site in build/docs; warnings are errors
@@ -36,6 +37,7 @@ PY ?= 3.12
 MUTANTS ?=
 BENCH ?=
 LAB ?=
+STORIES ?=
 
 BIN := $(VENV)/bin
 STATED := pyproject.toml constraints.txt scripts/make_venv.py scripts/setup.py sgpu_magic/labextension/package.json
@@ -43,7 +45,7 @@ NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
 CODE := sgpu_magic tests scripts docs/*.py
 
-.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak bench lint docs dist house map format front-end clean help
+.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak screenshots bench lint docs dist house map format front-end clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
@@ -78,6 +80,9 @@ frameworks: $(VENV)/.ready-test-frameworks
 soak: $(VENV)/.ready-test
 	PYTHONPATH=tests:tests/support $(BIN)/python -m soak
 	$(BIN)/python -m pytest -m soak
+
+screenshots: $(VENV)/.ready-test
+	$(BIN)/python scripts/screenshots.py build/screenshots --docs docs $(STORIES)
 
 bench: $(VENV)/.ready-test
 	PYTHONPATH=tests/support $(BIN)/python -m tests.benchmarks $(BENCH)

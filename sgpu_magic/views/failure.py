@@ -12,7 +12,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
 from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, limit_of, other_lines, timeout_sentence
-from sgpu_magic.views.stacks import group_lines, group_stacks, last_python_line, summary, verdict
+from sgpu_magic.views.stacks import group_lines, group_stacks, last_python_line, stall_note, summary, taken, verdict
 from sgpu_magic.views.units import aligned, count_of, format_gb, format_seconds
 from sgpu_magic.wire.failures import Failure, RankMemory, StackFrame, TensorUse
 from sgpu_magic.wire.states import FailureKind, RunState
@@ -126,14 +126,20 @@ def _line(text: str, kind: _LineKind) -> FailureLine:
     return FailureLine(text=ansi.plain(text), kind=kind)
 
 
-def stall_lines(view: RunView) -> list[str]:
-    """Return where the ranks of a stalled run wait; empty for a run that makes progress."""
+def stall_lines(view: RunView, *, has_buttons: bool = False) -> list[str]:
+    """Return where the ranks of a stalled run wait; empty for a run that makes progress.
+
+    Args:
+        view: The run.
+        has_buttons: The view has the run's buttons; otherwise a command is named that works while the kernel is busy.
+    """
     if view.stalled is None or view.is_final or view.left:
         return []
     stacks, cell = view.stalled.stacks, view.spec.cell
     groups = [f"  {ansi.plain(line)}" for line in group_lines(group_stacks(stacks, cell))]
-    told = [*map(ansi.plain, verdict(stacks, cell)), "%sgpu_stacks shows everything", f"run {view.short_id}"]
-    return [f"no progress for {format_seconds(view.stalled.seconds)}", *groups, " · ".join(told)]
+    everything = "the Stacks button" if has_buttons else f"`sgpu stacks {view.short_id}`"
+    told = [*map(ansi.plain, verdict(stacks, cell)), f"{everything} shows everything"]
+    return [f"no progress for {format_seconds(view.stalled.seconds)}{taken(stacks)}", *groups, " · ".join(told)]
 
 
 def ending_stacks(view: RunView) -> list[str]:
@@ -142,12 +148,7 @@ def ending_stacks(view: RunView) -> list[str]:
         return []
     if view.ended.stacks:
         return [limit_of(view.failure).then, *summary(view.ended.stacks, view.spec.cell)]
-    if view.stalled is None:
-        return []
-    groups = "; ".join(
-        " ".join(line.split()) for line in group_lines(group_stacks(view.stalled.stacks, view.spec.cell))
-    )
-    return [ansi.plain(f"there was no progress for {format_seconds(view.stalled.seconds)}: {groups}")]
+    return [] if view.stalled is None else [stall_note(view.stalled, view.spec.cell)]
 
 
 def failure_lines(view: RunView) -> list[str]:

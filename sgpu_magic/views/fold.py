@@ -10,6 +10,7 @@ from sgpu_magic.views.output import RunOutput
 from sgpu_magic.views.output_buffer import Item
 from sgpu_magic.views.rank_models import RankModels
 from sgpu_magic.views.run_notes import SessionState, attempt_note, renewal_note, restart_note, run_name, unstopped_note
+from sgpu_magic.views.stacks import stall_note
 from sgpu_magic.views.units import heard_at, steady_time
 from sgpu_magic.views.usage import RunUsage
 from sgpu_magic.wire.devices import Lease
@@ -132,6 +133,7 @@ class RunView:
         self._starting_at: float | None = None
         self._metered_at: float | None = None
         self._notes: list[str] = []
+        self._last_stall = ""
         self.output = RunOutput(output_limit)
         self.log: RecentLines | None = None
         self._cached: tuple[int, list[Item]] = (-1, [])
@@ -181,7 +183,7 @@ class RunView:
             case Stalled() as body:
                 self.stalled = body
             case Resumed():
-                self.stalled = None
+                self._stall_over()
             case Sampled() | DeviceIdle() | DeviceBusy() as body:
                 self.usage.apply(body, heard_at(event.at), self._started_at)
             case SessionMoved() as body:
@@ -252,6 +254,11 @@ class RunView:
         return [*heavy, *self.spec.shipped.notes, *self._notes]
 
     @property
+    def past_stall(self) -> list[str]:
+        """After the run's end, where its ranks waited in the last stall that was reported and is over."""
+        return [self._last_stall] if self._last_stall and self.is_final else []
+
+    @property
     def failure(self) -> Failure | None:
         """The root cause, None before the run has ended."""
         return self.ended.failure if self.ended else None
@@ -318,12 +325,19 @@ class RunView:
         for rank in body.ranks:
             self.rank_failures.pop(rank, None)
 
+    def _stall_over(self) -> None:
+        if self.stalled is not None:
+            self._last_stall = stall_note(self.stalled, self.spec.cell)
+            self.stalled = None
+
     def _end(self, body: RunEnded) -> None:
         self.output.finish_lines()
         if self.log is not None:
             self.log.finish()
-        if body.state in (RunState.SUCCEEDED, RunState.CANCELLED) or body.stacks:
+        if body.stacks:
             self.stalled = None
+        elif body.state in (RunState.SUCCEEDED, RunState.CANCELLED):
+            self._stall_over()
         self.usage.ended()
         self.ended = body
         self.state = body.state

@@ -152,7 +152,7 @@ def _header(view: RunView) -> str:
 
 
 def _notes(view: RunView) -> str:
-    return _warnings([*view.notes, *standing_warnings(view)])
+    return _warnings([*view.notes, *view.past_stall, *standing_warnings(view)])
 
 
 def _warnings(sentences: list[str]) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, SOFT, WARN, safe
-from sgpu_magic.views.units import aligned, format_ranks
+from sgpu_magic.views.units import aligned, format_ranks, format_seconds
 from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
+from sgpu_magic.wire.rank_events import Stalled
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import CellSource
 
@@ -131,19 +133,22 @@ class StackGroup(msgspec.Struct, frozen=True):
 def activity_of(stack: RankStack, sources: Sources) -> Activity:
     """Return what a rank is doing.
 
-    A pending collective in the flight recorder takes precedence: it is also right when a thread of autograd is in it,
-    which the main thread's stack does not show. Next comes the outermost torch function called by the notebook's
-    innermost line, then the innermost function of the notebook's own code.
+    A pending collective in the flight recorder takes precedence while the rank is in torch or the collective is queued
+    on a device: it is also right when a thread of autograd is in it, which the main thread's stack does not show. A
+    rank that has called a collective of gloo asynchronously, and executes other code, does not wait. Next comes the
+    outermost torch function called by the notebook's innermost line, then the innermost function of the notebook's own
+    code.
     """
     frames = stack.frames
     at = next((at for at, frame in enumerate(frames) if sources.is_notebook(frame)), None)
     frame = frames[at] if at is not None else frames[0] if frames else None
     collective = stack.collective
-    if collective is not None and collective.pending:
+    called = list(reversed(frames[:at])) if at is not None else []
+    in_torch = not frames or any(map(_is_torch, called))
+    if collective is not None and collective.pending and (collective.queued or in_torch):
         return Activity(_numbered(collective), True, collective, frame)
     if frame is None:
         return Activity("")
-    called = list(reversed(frames[:at])) if at is not None else []
     torch_function = next((each.function.strip("_") for each in called if _is_torch(each)), "")
     if torch_function:
         return Activity(torch_function, _MEETINGS.fullmatch(torch_function) is not None, None, frame)
@@ -202,7 +207,7 @@ def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
     waiting: dict[tuple[str, int], dict[str, list[int]]] = {}
     for stack in stacks:
         entry = stack.collective
-        if entry is not None and entry.pending:
+        if entry is not None and entry.pending and activity_of(stack, sources).waits:
             waiting.setdefault((entry.group, entry.seq), {}).setdefault(_numbered(entry), []).append(stack.rank)
     told: list[str] = []
     for (group, number), names in sorted(waiting.items()):
@@ -242,6 +247,18 @@ def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
     return f"{sources.place(frame)}{where}" + (f": {source}" if source else "")
 
 
+def stall_note(stalled: Stalled, cell: CellSource) -> str:
+    """Return the sentence that keeps a stall after it is over."""
+    groups = "; ".join(" ".join(line.split()) for line in group_lines(group_stacks(stalled.stacks, cell)))
+    return ansi.plain(f"there was no progress for {format_seconds(stalled.seconds)}{taken(stalled.stacks)}: {groups}")
+
+
+def taken(stacks: Sequence[RankStack]) -> str:
+    """Return when stacks were taken, as ` (at 14:03:12)`; "" if it is not known."""
+    at = max((stack.taken_at for stack in stacks), default=0.0)
+    return time.strftime(" (at %H:%M:%S)", time.localtime(at)) if at else ""
+
+
 def summary(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
     """Return the groups and the verdict, as in the view of a stalled run."""
     groups = [f"  {line}" for line in group_lines(group_stacks(stacks, cell))]
@@ -253,7 +270,11 @@ def stacks_text(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
     groups = group_stacks(stacks, cell)
     if not groups:
         return f"run {short(run_id)} has no ranks now"
-    lines = [f"run {short(run_id)}", *(f"  {line}" for line in group_lines(groups)), *verdict(stacks, cell)]
+    lines = [
+        f"run {short(run_id)}{taken(stacks)}",
+        *(f"  {line}" for line in group_lines(groups)),
+        *verdict(stacks, cell),
+    ]
     for group in groups:
         lines += ["", f"{format_ranks(group.ranks)} {group.doing}"]
         lines += [f"  {line}" for line in group.stack or (group.problem or "no Python stack",)]
@@ -276,7 +297,7 @@ def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
         )
     for sentence in verdict(stacks, cell):
         rows += f'<div style="padding:3px 12px;color:{WARN}">{safe(sentence)}</div>'
-    head = f"run {short(run_id)}" + ("" if groups else " has no ranks now")
+    head = f"run {short(run_id)}" + (taken(stacks) if groups else " has no ranks now")
     return (
         f'<div style="{BOX}"><div style="padding:6px 12px;background:{PANEL};'
         f'border-bottom:1px solid {LINE}"><b style="font-weight:600">{safe(head)}</b></div>{rows}</div>'

@@ -54,7 +54,9 @@ def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: 
     lines: list[str] = []
     if first:
         lines.append(header_line(view))
-        lines.extend(f"note: {note}" for note in [*view.notes, *standing_warnings(view), *idle_lines(view)])
+        lines.extend(
+            f"note: {note}" for note in [*view.notes, *view.past_stall, *standing_warnings(view), *idle_lines(view)]
+        )
     items = segment.items
     sizes = [line_bytes(item.text) if isinstance(item, LineItem) else 0 for item in items]
     bound, head_share = (view.output_limit, HEAD_SHARE) if limit is None else (limit, 0.0)

@@ -23,12 +23,14 @@ class Collective(Record, frozen=True, kw_only=True):
         seq: Sequence number in the process group, from 1; the same on all ranks.
         pending: The rank has entered it and it is not complete.
         group: Name of the process group; "" for the default group.
+        queued: A device executes it: the rank goes on until it needs the result, wherever that is.
     """
 
     name: str
     seq: int
     pending: bool
     group: str = ""
+    queued: bool = False
 
 
 class RankStack(Record, frozen=True, kw_only=True):
@@ -39,12 +41,14 @@ class RankStack(Record, frozen=True, kw_only=True):
         frames: Python stack of its main thread, innermost frame first; empty if unavailable.
         collective: Its entry in the flight recorder; None without one.
         problem: Why the stack is missing; "" if it is not.
+        taken_at: Wall-clock time at which it was taken; 0 from earlier versions.
     """
 
     rank: int
     frames: tuple[StackFrame, ...] = ()
     collective: Collective | None = None
     problem: str = ""
+    taken_at: float = 0.0
 
 
 class TensorUse(Record, frozen=True, kw_only=True):

@@ -63,7 +63,7 @@ def stacks_at_the_end(home: Home) -> Sequence[RankStack]:
 def test_ranks_that_wait_are_told_of(kernel: Kernel):
     late = "while not os.path.exists('told'): time.sleep(0.01)\n    raise OSError('no such file')"
     cell = kernel.start("%%distributed -n 4 --name late\nimport os\n" + ONE_IS_LATE.format(late=late))
-    waiting = r"no progress for \d+(\.\d+)? s ranks 0, 2, 3 wait in all_reduce #4 Cell In\[\d+\], line 9 "
+    waiting = r"no progress for \d+(\.\d+)? s \(at [\d:]+\) ranks 0, 2, 3 wait in all_reduce #4 Cell In\[\d+\], line 9 "
     cell.until(lambda: re.search(waiting, " ".join(cell.reply.text.split())), 20, "it is not told")
     (stalled,) = bodies(kernel.home, Stalled)
     assert isinstance(stalled, Stalled)

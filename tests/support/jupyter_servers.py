@@ -43,6 +43,7 @@ class JupyterServer:
         base_url: The prefix of all its paths.
         command: Starts an application with its installed extensions; if left out, `application` starts with this
             tree's.
+        options: Further options of the application.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class JupyterServer:
         token: str | None = None,
         base_url: str = "/",
         command: Sequence[str | Path] = (),
+        options: Sequence[str] = (),
     ) -> None:
         self.home = home
         self.token = secrets.token_hex(8) if token is None else token
@@ -69,6 +71,7 @@ class JupyterServer:
                 f"--ServerApp.root_dir={home.work}",
                 f"--IdentityProvider.token={self.token}",
                 *(["--allow-root"] if os.getuid() == 0 else []),
+                *options,
             ],
             env=home.environ
             | places

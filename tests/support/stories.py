@@ -281,10 +281,9 @@ def waiting(rank: int, seq: int = 41, name: str = "all_reduce", pending: bool = 
     return RankStack(rank=rank, frames=IN_BACKWARD, collective=Collective(name=name, seq=seq, pending=pending))
 
 
-def loading(rank: int, seq: int = 40) -> RankStack:
-    return RankStack(
-        rank=rank, frames=IN_LOAD, collective=Collective(name="all_reduce", seq=seq, pending=False) if seq else None
-    )
+def loading(rank: int, seq: int = 40, *, pending: bool = False, queued: bool = False) -> RankStack:
+    collective = Collective(name="all_reduce", seq=seq, pending=pending, queued=queued)
+    return RankStack(rank=rank, frames=IN_LOAD, collective=collective if seq else None)
 
 
 STUCK = (waiting(0), loading(1), waiting(2), waiting(3))

@@ -144,6 +144,7 @@ class StackTaker:
 
     def _finish(self, taking: _Taking, by_py_spy: dict[int, tuple[StackFrame, ...]]) -> None:
         stacks: list[RankStack] = []
+        now = time.time()
         for process in self._run_ranks.ranks:
             rank = process.rank
             problem = taking.problems.get(rank, "")
@@ -154,7 +155,8 @@ class StackTaker:
                     problem = _silence(process)
             elif not frames and not problem:
                 problem = "it is not executing its cell: it is starting up or returning its result"
-            stacks.append(RankStack(rank=rank, frames=frames, collective=taking.collectives.get(rank), problem=problem))
+            collective = taking.collectives.get(rank)
+            stacks.append(RankStack(rank=rank, frames=frames, collective=collective, problem=problem, taken_at=now))
         self._answer(taking, tuple(stacks))
 
     def _answer(self, taking: _Taking, stacks: tuple[RankStack, ...]) -> None:

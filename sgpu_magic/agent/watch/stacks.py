@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import tempfile
@@ -19,7 +20,8 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<f
 _THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x(?P<ident>[0-9a-f]+).*\(most recent call first\):$")
 _SINGLE = "Stack (most recent call first):"
 _OURS = f"{os.sep}sgpu_magic{os.sep}worker{os.sep}"
-_TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_TORCH = f"{os.sep}torch{os.sep}"
+_TORCH_DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
 
 
 class StackFile:
@@ -141,6 +143,10 @@ class NotebookFrames:
             if _TORCH_DISTRIBUTED in frame.file and frame.function != "wrapper":
                 found = frame.function.strip("_")
         return found
+
+    def in_torch(self, frames: Iterable[StackFrame]) -> bool:
+        """Return whether the cell's innermost line has called torch."""
+        return any(_TORCH in frame.file for frame in itertools.takewhile(lambda frame: not self.has(frame), frames))
 
     def describe(self, frame: StackFrame) -> str:
         """Return `Cell In[9], line 6, in build: cache[key] = x.clone()`."""

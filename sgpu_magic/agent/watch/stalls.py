@@ -247,7 +247,9 @@ class StallWatch:
     def _look_of(self, stack: RankStack, readings: Mapping[str, GpuReading]) -> RankLook:
         process = self.run_ranks.rank(stack.rank)
         collective = stack.collective
-        pending = collective is not None and collective.pending
+        # as `views.stacks.activity_of`: a rank with an asynchronous collective of gloo may be busy elsewhere
+        torch = not stack.frames or self.notebook.in_torch(stack.frames)
+        pending = collective is not None and collective.pending and (collective.queued or torch)
         waits_in = collective.name if collective is not None and pending else self.notebook.collective(stack.frames)
         entered_s = None
         if pending and (entered_at := self.taker.entered_at.get(stack.rank, 0.0)):

@@ -107,7 +107,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
                 *([f"{left_out} earlier notes are left out"] if left_out > 0 else []),
                 *map(_plain, notes[-_MAX_NOTES:]),
             ),
-            stall=tuple(cut_lines(list(map(ansi.plain, stall_lines(view))), _MAX_STALL_CHARS)),
+            stall=tuple(cut_lines(list(map(ansi.plain, stall_lines(view, has_buttons=True))), _MAX_STALL_CHARS)),
             failure=_failure(view, failure),
             others=tuple(map(_plain, others)),
             footer=tuple(map(_plain, _footer(view))),

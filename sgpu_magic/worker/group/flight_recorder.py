@@ -23,6 +23,8 @@ _BUFFER_ENTRIES = "2000"
 _EVERY_BACKEND = "_dump_fr_trace_json"
 # the function, newest first, and the variable that it reads
 _SIZES = {_EVERY_BACKEND: "TORCH_FR_BUFFER_SIZE", "_dump_nccl_trace_json": "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+# beginning of the names of collectives that the calling thread waits for; NCCL's are queued on a stream
+_ON_CPU = ("gloo:", "mpi:")
 _DUMP = next((name for name in _SIZES if hasattr(_distributed_c10d, name)), "")
 
 
@@ -110,6 +112,7 @@ def newest(trace: bytes | str, rehearsed: int = 0, since_ns: int = 0) -> tuple[C
         seq=number,
         pending=_is_pending(entry),
         group=_group_name(entry),
+        queued=not entry.profiling_name.startswith(_ON_CPU),
     )
     return found, entry.time_created_ns / 1e9
 

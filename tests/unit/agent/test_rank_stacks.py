@@ -274,7 +274,7 @@ def test_the_collective_that_is_not_done_is_the_current_one():
 def test_nccl_waits_in_the_first_of_those_that_are_queued():
     queued = [entry("nccl:all_reduce", number, retired=False) for number in (5, 6, 7)]
     done = entry("nccl:all_reduce", 4, retired=False, state="completed")
-    assert told(done, *queued)[0] == Collective(name="all_reduce", seq=5, pending=True)
+    assert told(done, *queued)[0] == Collective(name="all_reduce", seq=5, pending=True, queued=True)
 
 
 def test_the_last_one_is_told_when_all_are_done():
@@ -295,7 +295,7 @@ def test_groups_by_name_and_messages_by_their_own_number():
     unnamed = entry("gloo:broadcast", 1, pg_id=1, process_group=["1", "undefined"])
     assert told(unnamed)[0] == Collective(name="broadcast", seq=1, pending=False, group="1")
     message = entry("nccl:recv 0<-1", 9, is_p2p=True, p2p_seq_id=4)
-    assert told(message)[0] == Collective(name="recv", seq=4, pending=False)
+    assert told(message)[0] == Collective(name="recv", seq=4, pending=False, queued=True)
 
 
 def test_an_empty_recorder_tells_nothing():
