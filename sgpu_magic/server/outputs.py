@@ -7,10 +7,9 @@ from pathlib import Path
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled
-from sgpu_magic.views.bundle import mime_bundle
+from sgpu_magic.views.bundle import caption_bundle, mime_bundle
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.output import segments
-from sgpu_magic.views.output_buffer import DisplayItem
+from sgpu_magic.views.output import Caption, ShownDisplay, TextSegment, segments
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import last_part
 from sgpu_magic.wire.events import RunEnded
@@ -32,8 +31,8 @@ def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> lis
     parts = segments(view)
     outputs: list[Output] = []
     for at, part in enumerate(parts):
-        if isinstance(part, DisplayItem):
-            outputs.append(_display(view.models.static(part.rank, part.bundle), part.metadata))
+        if not isinstance(part, TextSegment):
+            outputs.append(_rich(view, part))
             continue
         bundle = mime_bundle(view, part, at == 0, at == len(parts) - 1)
         if bundle["text/html"]:
@@ -46,8 +45,13 @@ def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> lis
 
 def rich_outputs(view: RunView) -> list[Output]:
     """Return what the ranks have displayed so far, to be shown below a live view."""
-    shown = [item for item in view.items if isinstance(item, DisplayItem)]
-    return [_display(view.models.static(item.rank, item.bundle), item.metadata) for item in shown]
+    return [_rich(view, part) for part in segments(view) if not isinstance(part, TextSegment)]
+
+
+def _rich(view: RunView, part: Caption | ShownDisplay) -> Output:
+    if isinstance(part, Caption):
+        return _display(caption_bundle(part), {})
+    return _display(view.models.static(part.item.rank, part.item.bundle), part.item.metadata)
 
 
 def _display(data: dict[str, object], metadata: dict[str, object]) -> Output:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_segment_html
-from sgpu_magic.views.html_style import BOX, SOFT, safe
-from sgpu_magic.views.output import TextSegment
+from sgpu_magic.views.html_style import BOX, SANS, SOFT, safe
+from sgpu_magic.views.output import Caption, TextSegment
 from sgpu_magic.views.run_notes import error_line
 from sgpu_magic.views.summary_words import usage_record
 from sgpu_magic.views.text import render_segment_text
@@ -45,8 +45,6 @@ def mime_bundle(
     """
     # few front ends show a live form's text, so it gets less space than the HTML
     text = render_segment_text(view, segment, first, last, None if limit is None else limit // 3)
-    if segment.next_rank is not None:
-        text = f"{text}\n[{segment.next_rank}] displays:".lstrip("\n")
     bundle: dict[str, object] = {
         "text/html": render_segment_html(view, segment, first, last, limit),
         "text/plain": text,
@@ -54,6 +52,12 @@ def mime_bundle(
     if last:
         bundle[RUN_MIME] = run_record(view)
     return bundle
+
+
+def caption_bundle(caption: Caption) -> dict[str, object]:
+    """Return the caption of a rank's display. JupyterLab shows it in the display's corner (`plugin/outputs.css`)."""
+    html = f'<div class="sgpu-caption sgpu-columns-{caption.columns}" style="{SOFT};{SANS}">rank {caption.rank}</div>'
+    return {"text/html": html, "text/plain": f"[{caption.rank}]"}
 
 
 def interrupted_bundle(view: RunView) -> dict[str, object]:

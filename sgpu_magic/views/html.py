@@ -17,7 +17,7 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
 from sgpu_magic.views.live.schema import FailureLine, MemoryBlock, MemoryTensor, Tone
-from sgpu_magic.views.output import TextSegment, segments
+from sgpu_magic.views.output import ShownDisplay, TextSegment, segments
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
     DisplayItem,
@@ -58,7 +58,7 @@ from sgpu_magic.wire.states import FailureKind, RunState
 _COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "bad": BAD, "warn": WARN}
 _PILL = f"border:1px solid {LINE};border-radius:9px;padding:0 7px;font-size:11px;{SOFT}"
 _MAX_LIVE_LINES = 100
-# bytes of a segment's box, and of the lines about dropped lines and the following display
+# bytes of a segment's box, and of the lines about dropped lines
 _FRAME_BYTES = len(BOX) + len(PRE) + 200
 
 
@@ -67,10 +67,10 @@ def render_html(view: RunView) -> str:
     parts = segments(view)
     drawn: list[str] = []
     for at, part in enumerate(parts):
-        if isinstance(part, DisplayItem):
-            text = "\n".join(_line(part.rank, line) for line in display_text(part).split("\n"))
+        if isinstance(part, ShownDisplay):
+            text = "\n".join(_line(part.item.rank, line) for line in display_text(part.item).split("\n"))
             drawn.append(f'<pre style="{PRE}">{text}</pre>')
-        else:
+        elif isinstance(part, TextSegment):
             drawn.append(render_segment_html(view, part, at == 0, at == len(parts) - 1))
     return "".join(drawn)
 
@@ -113,8 +113,7 @@ def _standing(view: RunView) -> str:
 def _share(view: RunView, segment: TextSegment) -> int:
     """Return the bytes allowed for this segment's lines, header and footer, by its share of all lines."""
     every = sum(1 for item in view.items if not isinstance(item, DisplayItem))
-    # the first display's caption has a separate box
-    frames = _FRAME_BYTES * (len(view.items) - every + 2)
+    frames = _FRAME_BYTES * (len(view.items) - every + 1)
     room = max(view.output_limit - len(ended_ranks_html(view).encode()) - frames, 0)
     return room * (len(segment.items) + 1) // (every + 1)
 
@@ -175,8 +174,6 @@ def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
             lines += [f'<span style="{FAINT}">{line}</span>' for line in gap_lines(item, view.short_id)]
         elif isinstance(item, LineItem):
             lines.append(drawn[id(item)])
-    if segment.next_rank is not None:
-        lines.append(f'<span style="{FAINT}">[{segment.next_rank}] displays:</span>')
     newline = "\n"
     return f'<pre style="{PRE}">{newline.join(lines)}</pre>' if lines else ""
 

@@ -148,7 +148,7 @@ class _Parts:
         )
         told = [f"on {label}"] if label else []
         told += measured_lines(usage) if usage is not None else []
-        told += [f"{count_of(shows, 'display')} above"] if shows else []
+        told += [count_of(shows, "display")] if shows else []
         self._foot = "".join(f"<div>{safe(line)}</div>" for line in told)
         self._foot += f'<div style="overflow-wrap:anywhere">{escape(_log(view, rank))}</div>'
         self._count = count

@@ -226,42 +226,83 @@ def _decode(raw: bytes, rank: int) -> dict[str, object]:
         return {"text/plain": f"(rank {rank} displayed something that is not a MIME bundle: {error})"}
 
 
-_BEFORE_FIRST = -1
+# displays of several ranks side by side; a table needs more room than a figure
+_MOST_FIGURES, _MOST_OTHERS = 4, 2
+_END = -1
 
 
 class TextSegment(msgspec.Struct, frozen=True):
-    """Lines, and possibly the gap, between two displays, or the first display's caption.
+    """Lines, and possibly the gap, in one output.
 
     Args:
         items: Lines and at most one gap.
-        after: The serial of the display before it, 0 for the first segment, -1 for the first display's caption.
-        next_rank: The rank whose display follows, None when none follows or there is only one rank.
+        slot: Stable number of the output.
     """
 
     items: tuple[LineItem | GapItem, ...]
-    after: int
-    next_rank: int | None = None
+    slot: int = 0
 
 
-def segments(view: RunView) -> list[TextSegment | DisplayItem]:
-    """Split a run's output at its displays. The first and the last part are text, for the header and the footer.
+class Caption(msgspec.Struct, frozen=True):
+    """Says whose display follows.
 
-    The first display's caption is a separate segment: a live view takes the place of the first text, with the caption
-    below it. So a run is split the same way whether or not its displays were shown during the run.
+    Args:
+        rank: The rank.
+        columns: Number of displays side by side.
+        slot: As in `TextSegment`.
     """
-    cut: list[TextSegment | DisplayItem] = []
+
+    rank: int
+    columns: int
+    slot: int
+
+
+class ShownDisplay(msgspec.Struct, frozen=True):
+    """A display in its place; `slot` as in `TextSegment`."""
+
+    item: DisplayItem
+    slot: int
+
+
+Part = TextSegment | Caption | ShownDisplay
+
+
+def segments(view: RunView) -> list[Part]:
+    """Split a run's output into parts, each of which is an output of the cell. The first and the last are text.
+
+    One rank's displays stay where they are among its lines, as in a notebook. Lines of several ranks stay together, and
+    their displays follow with captions: while the run is active in order of arrival; then the first display of every
+    rank, in rank order, the second of every rank, and so on.
+    """
+    if len(view.rank_numbers) > 1:
+        return _lines_then_displays(view)
+    cut: list[Part] = []
     lines: list[LineItem | GapItem] = []
     after = 0
     for item in view.items:
         if isinstance(item, DisplayItem):
-            next_rank = item.rank if len(view.rank_numbers) > 1 else None
-            if not cut and next_rank is not None:
-                cut += [TextSegment(tuple(lines), 0), TextSegment((), _BEFORE_FIRST, next_rank)]
-            elif lines or not cut or next_rank is not None:
-                cut.append(TextSegment(tuple(lines), after, next_rank))
-            cut.append(item)
+            if lines or not cut:
+                cut.append(TextSegment(tuple(lines), 2 * after))
+            cut.append(ShownDisplay(item, 2 * item.serial - 1))
             lines, after = [], item.serial
         else:
             lines.append(item)
-    cut.append(TextSegment(tuple(lines), after))
-    return cut
+    return [*cut, TextSegment(tuple(lines), 2 * after)]
+
+
+def _lines_then_displays(view: RunView) -> list[Part]:
+    lines = tuple(item for item in view.items if not isinstance(item, DisplayItem))
+    shown: list[tuple[int, DisplayItem]] = []
+    before: Counter[int] = Counter()
+    for item in view.items:
+        if isinstance(item, DisplayItem):
+            shown.append((before[item.rank], item))
+            before[item.rank] += 1
+    if view.is_final:
+        shown.sort(key=lambda pair: (pair[0], pair[1].rank))
+    in_row = Counter(row for row, _ in shown)
+    parts: list[Part] = [TextSegment(lines)]
+    for at, (row, item) in enumerate(shown):
+        most = _MOST_FIGURES if any(kind.startswith("image/") for kind in item.bundle) else _MOST_OTHERS
+        parts += [Caption(item.rank, min(in_row[row], most), 2 * at + 1), ShownDisplay(item, 2 * at + 2)]
+    return [*parts, TextSegment((), _END)] if shown else parts

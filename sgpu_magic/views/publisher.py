@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Protocol, TextIO
 
-from sgpu_magic.views.bundle import mime_bundle
+from sgpu_magic.views.bundle import caption_bundle, mime_bundle
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import SANS, SOFT
-from sgpu_magic.views.output import TextSegment, segments
+from sgpu_magic.views.output import Caption, Part, ShownDisplay, TextSegment, segments
 from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.text import TerminalPublisher
 
@@ -118,9 +118,6 @@ class Pace:
         self._next_at = now + MESSAGE_INTERVAL_S * max(messages, 1)
 
 
-Part = TextSegment | DisplayItem
-
-
 class OutputSlots:
     """Publishes a run's parts, each in its own output that is updated by its display id.
 
@@ -158,16 +155,16 @@ class OutputSlots:
             if budget is not None and sent >= budget:
                 return sent, False
             first, last = at == 0, at == last_text
-            if isinstance(part, DisplayItem):
-                sent += self._show_display(part, final=limit is None)
+            if not isinstance(part, TextSegment):
+                sent += self._show_rich(part, final=limit is None)
             else:
                 # a following display moves the footer to a later segment, so that only one has it at the end
                 bundle = mime_bundle(self._view, part, first, last, limit)
                 if first and remark:
                     bundle["text/html"] = f'{bundle["text/html"]}<div style="{SOFT};{SANS}">{escape(remark)}</div>'
                     bundle["text/plain"] = f"{bundle['text/plain']}\n{remark}"
-                if bundle["text/html"] or _slot(part) in self._shown:
-                    sent += self._show(_slot(part), bundle)
+                if bundle["text/html"] or part.slot in self._shown:
+                    sent += self._show(part.slot, bundle)
         return sent + self._empty_others(parts), True
 
     def open(self, bundle: dict[str, object]) -> None:
@@ -175,7 +172,7 @@ class OutputSlots:
         self._show(0, bundle)
 
     def draw_displays(self, budget: int) -> tuple[int, bool]:
-        """Publish displays, their captions and empty outputs for the text between them, below an open live view.
+        """Publish displays and captions, and empty outputs for the text between them, below an open live view.
 
         Args:
             budget: Messages allowed.
@@ -183,53 +180,51 @@ class OutputSlots:
         Returns:
             As `draw`.
         """
-        live, *parts = self._fold_strays([TextSegment((), 0), *segments(self._view)[1:-1]])
+        live, *parts = self._fold_strays([TextSegment(()), *segments(self._view)[1:-1]])
         sent = 0
         for part in parts:
             if sent >= budget:
                 return sent, False
-            if isinstance(part, DisplayItem):
-                sent += self._show_display(part, final=False)
+            if not isinstance(part, TextSegment):
+                sent += self._show_rich(part, final=False)
             else:
-                bare = mime_bundle(self._view, TextSegment((), part.after, part.next_rank), False, False)
-                sent += self._show(_slot(part), bare)
+                sent += self._show(part.slot, {"text/html": "", "text/plain": ""})
         return sent + self._empty_others([live, *parts]), True
 
     def _without_bare_end(self, parts: list[Part]) -> list[Part]:
-        """Leave out a last text without lines, so that the text before it has the footer.
-
-        With one rank there is no text between adjacent displays, so its output would stay there, empty.
-        """
+        """Leave out a last text without lines: the text before it has the footer until the run has ended."""
         end = parts[-1]
-        is_bare = isinstance(end, TextSegment) and not end.items and _slot(end) not in self._shown
-        return parts[:-1] if is_bare and len(parts) > 1 and len(self._view.rank_numbers) == 1 else parts
+        is_bare = isinstance(end, TextSegment) and not end.items and end.slot not in self._shown
+        return parts[:-1] if is_bare and len(parts) > 1 else parts
 
     def _fold_strays(self, parts: list[Part]) -> list[Part]:
         """Merge text that would need a new output above an existing one into the text before it."""
-        there = [at for at, part in enumerate(parts) if _slot(part) in self._shown]
+        there = [at for at, part in enumerate(parts) if part.slot in self._shown]
         last_shown = there[-1] if there else -1
         kept: list[Part] = []
         for at, part in enumerate(parts):
-            stray = at < last_shown and isinstance(part, TextSegment) and _slot(part) not in self._shown
+            stray = at < last_shown and isinstance(part, TextSegment) and part.slot not in self._shown
             if not stray:
                 kept.append(part)
                 continue
             before = next((i for i in reversed(range(len(kept))) if isinstance(kept[i], TextSegment)), None)
             text = kept[before] if before is not None else None
             if before is not None and isinstance(text, TextSegment) and isinstance(part, TextSegment):
-                kept[before] = TextSegment((*text.items, *part.items), text.after, text.next_rank)
+                kept[before] = TextSegment((*text.items, *part.items), text.slot)
         return kept
 
     def _empty_others(self, parts: Sequence[Part]) -> int:
         """Clear outputs whose part no longer exists; return the number of messages."""
-        wanted = {_slot(part) for part in parts}
+        wanted = {part.slot for part in parts}
         return sum(self._show(slot, {"text/plain": ""}) for slot in self._shown.keys() - wanted)
 
     def _static(self, item: DisplayItem, final: bool) -> dict[str, object]:
         return self._view.models.static(item.rank, item.bundle)
 
-    def _show_display(self, item: DisplayItem, *, final: bool) -> int:
-        return self._show(_slot(item), self._bundle(item, final), item.metadata)
+    def _show_rich(self, part: Caption | ShownDisplay, *, final: bool) -> int:
+        if isinstance(part, Caption):
+            return self._show(part.slot, caption_bundle(part))
+        return self._show(part.slot, self._bundle(part.item, final), part.item.metadata)
 
     def _show(self, slot: int, data: dict[str, object], metadata: dict[str, object] | None = None) -> int:
         """Publish or update one output; return the number of messages sent."""
@@ -243,8 +238,3 @@ class OutputSlots:
         display_id = f"sgpu-{self._view.run_id}-{self._token}-{slot}"
         publish_display_data(*content, transient={"display_id": display_id}, update=shown is not None)
         return 1
-
-
-def _slot(part: Part) -> int:
-    """Return an output's stable number: odd for displays, even for the text after each."""
-    return 2 * part.serial - 1 if isinstance(part, DisplayItem) else 2 * part.after

@@ -219,7 +219,7 @@ def test_a_reloaded_page_has_the_live_view_again_and_the_outputs_at_the_end(
     notebook.picture("end")
     saved = notebook.save()
     assert [output["output_type"] for output in saved] == ["display_data"] * 4 + ["execute_result"]
-    assert "".join(saved[1]["data"]["text/plain"]) == "[1] displays:"
+    assert "".join(saved[1]["data"]["text/plain"]) == "[1]"
     assert "".join(saved[2]["data"]["text/html"]) == "<b>rich at once</b>"
     record = saved[3]["data"]["application/vnd.sgpu.run.v1+json"]
     assert (record["run_id"], record["state"]) == (run_id, "succeeded")

@@ -141,7 +141,7 @@ def test_displays_stand_below_the_view_with_their_rank(opened: Callable[..., Ope
     notebook.start(1)
     area = notebook.output(1)
     expect(area.locator("td", has_text="of rank one")).to_be_visible(timeout=30_000)
-    expect(area).to_contain_text("[1] displays")
+    expect(area.locator(".sgpu-caption")).to_have_text("rank 1")
     notebook.picture("display", area)
     go(notebook)
     notebook.wait_done(1)

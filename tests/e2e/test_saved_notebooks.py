@@ -155,7 +155,7 @@ def normalised(text: str, home: Home) -> str:
     at = 0
     while at < len(lines):
         end = at
-        while end < len(lines) and re.match(r"\[\d\] ", lines[end]) and not lines[end].endswith("displays:"):
+        while end < len(lines) and re.match(r"\[\d\] ", lines[end]):
             end += 1
         lines[at:end] = sorted(lines[at:end])
         at = end + 1

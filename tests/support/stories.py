@@ -10,8 +10,8 @@ import msgspec
 from sgpu_magic.config import host_name
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.output import segments
-from sgpu_magic.views.output_buffer import DisplayItem, LineItem, display_text
+from sgpu_magic.views.output import ShownDisplay, TextSegment, segments
+from sgpu_magic.views.output_buffer import LineItem, display_text
 from sgpu_magic.views.text import render_segment_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
@@ -575,8 +575,8 @@ def render_text(view: RunView) -> str:
     parts = segments(view)
     drawn: list[str] = []
     for at, part in enumerate(parts):
-        if isinstance(part, DisplayItem):
-            drawn += [f"[{part.rank}] {ansi.plain(line)}" for line in display_text(part).split("\n")]
-        else:
+        if isinstance(part, ShownDisplay):
+            drawn += [f"[{part.item.rank}] {ansi.plain(line)}" for line in display_text(part.item).split("\n")]
+        elif isinstance(part, TextSegment):
             drawn.append(render_segment_text(view, part, at == 0, at == len(parts) - 1))
     return "\n".join(text for text in drawn if text)

@@ -3,6 +3,7 @@ import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/applica
 import { INotebookTracker } from "@jupyterlab/notebook";
 
 import { NotebookRuns } from "./notebook_runs";
+import outputs from "./outputs.css";
 import { panelPlugin } from "./panel_plugin";
 import { RunServer } from "./run_server";
 import { requestOf } from "./server_requests";
@@ -23,4 +24,15 @@ const runsPlugin: JupyterFrontEndPlugin<void> = {
   },
 };
 
-export default [runsPlugin, panelPlugin];
+const outputsPlugin: JupyterFrontEndPlugin<void> = {
+  id: "@sgpu-magic/labextension:outputs",
+  description: "Shows the displays of a run's ranks side by side.",
+  autoStart: true,
+  activate: () => {
+    const style = document.createElement("style");
+    style.textContent = outputs;
+    document.head.append(style);
+  },
+};
+
+export default [runsPlugin, outputsPlugin, panelPlugin];

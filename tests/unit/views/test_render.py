@@ -54,11 +54,11 @@ from sgpu_magic.runs.follow.outcome import deliver
 from sgpu_magic.server.outputs import cell_outputs
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
-from sgpu_magic.views.bundle import RUN_MIME, mime_bundle
+from sgpu_magic.views.bundle import RUN_MIME, caption_bundle, mime_bundle
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.live.rank_cards import rank_cards
-from sgpu_magic.views.output import LineAssembler, TextSegment, segments
+from sgpu_magic.views.output import Caption, LineAssembler, ShownDisplay, TextSegment, segments
 from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, trim
 from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.publisher import NotebookPublisher, OutputSlots, SilentPublisher, publisher_for
@@ -489,13 +489,32 @@ def test_displays_stand_in_place_and_update_there() -> None:
         if not isinstance(item, GapItem)
     ]
     assert kinds == ["a", "two", "b", "rank 1's own"]
-    text, caption, *rest = segments(run.view)
+    text, *rest = segments(run.view)
     assert isinstance(text, TextSegment)
-    assert isinstance(caption, TextSegment)
-    assert (len(text.items), text.next_rank) == (1, None)
-    assert (len(caption.items), caption.next_rank) == (0, 0)
-    assert [type(part) for part in rest] == [DisplayItem, TextSegment, DisplayItem, TextSegment]
+    assert [item.text for item in text.items if isinstance(item, LineItem)] == ["a", "b"]
+    assert [type(part) for part in rest] == [Caption, ShownDisplay, Caption, ShownDisplay, TextSegment]
     assert "[0] two" in render_text(run.view)
+
+
+def test_the_displays_of_one_rank_stand_among_its_lines() -> None:
+    run = Run(ranks=1).start().say(0, "a\n").show(0, text_plain="one").show(0, text_plain="two").say(0, "b\n")
+    assert [type(part) for part in segments(run.view)] == [TextSegment, ShownDisplay, ShownDisplay, TextSegment]
+
+
+def test_the_displays_of_several_ranks_are_in_rank_order_when_the_run_has_ended() -> None:
+    run = Run(ranks=4).start()
+    for rank in (2, 0, 3, 1):
+        run.show(rank, image_png=PNG)
+    run.show(2, text_html="<table>").show(1, text_html="<table>")
+
+    def order() -> list[tuple[int, int]]:
+        return [(part.rank, part.columns) for part in segments(run.view) if isinstance(part, Caption)]
+
+    assert [rank for rank, _ in order()] == [2, 0, 3, 1, 2, 1]
+    slots = [part.slot for part in segments(run.view)]
+    run.end()
+    assert order() == [(0, 4), (1, 4), (2, 4), (3, 4), (1, 2), (2, 2)]
+    assert [part.slot for part in segments(run.view)] == slots
 
 
 def test_display_comes_after_the_line_begun_before_it() -> None:
@@ -616,17 +635,20 @@ def test_html_shows_the_cells_frames_first_and_keeps_the_rest() -> None:
 def test_bundle_has_html_text_and_the_record_once() -> None:
     run = Run(outputs=("history",)).start().say(0, "a\n").show(0, image_png=PNG).say(0, "b\n")
     run.end(results=(result(0, 1200),))
-    first, caption, last = (part for part in segments(run.view) if isinstance(part, TextSegment))
+    first, caption, _, last = segments(run.view)
+    assert isinstance(first, TextSegment)
+    assert isinstance(caption, Caption)
+    assert isinstance(last, TextSegment)
     head, tail = mime_bundle(run.view, first, True, False), mime_bundle(run.view, last, False, True)
-    between = mime_bundle(run.view, caption, False, False)
+    between = caption_bundle(caption)
     assert set(head) == set(between) == {"text/html", "text/plain"}
     record = json.loads(json.dumps(tail[RUN_MIME]))
     assert (record["run_id"], record["state"], record["ranks"]) == (RUN_ID, "succeeded", 4)
     assert record["durations"]["total_s"] == 12.4
-    assert str(head["text/plain"]).endswith("[0] a")
-    assert between["text/plain"] == "[0] displays:"
-    assert read(str(between["text/html"])).text.strip() == "[0] displays:"
-    assert str(tail["text/plain"]).startswith("[0] b\nsucceeded")
+    assert str(head["text/plain"]).endswith("[0] a\n[0] b")
+    assert between["text/plain"] == "[0]"
+    assert read(str(between["text/html"])).text.strip() == "rank 0"
+    assert str(tail["text/plain"]).startswith("succeeded")
 
 
 # ------------------------------------------------------------ publishers
@@ -670,7 +692,7 @@ def test_notebook_shows_nothing_at_first_unless_the_run_is_over(front_end: _Capt
     assert front_end.messages[-1] < 10_000
 
 
-def test_notebook_keeps_displays_in_place(front_end: _Captured) -> None:
+def test_notebook_shows_the_displays_of_several_ranks_after_their_lines(front_end: _Captured) -> None:
     run = Run().start()
     publisher = NotebookPublisher(run.view)
     now = 0.0
@@ -686,15 +708,9 @@ def test_notebook_keeps_displays_in_place(front_end: _Captured) -> None:
     publisher.tick(now, final=True)
     publisher.tick(now + 1, final=True)
     outputs = list(front_end.outputs.values())
-    assert outputs[1]["text/plain"] == "[1] displays:"
-    assert outputs[2] == {"text/plain": "plot 1b", "image/png": "new"}
-    assert str(outputs[3]["text/plain"]).endswith("[3] displays:")
-    assert outputs[4] == {"text/plain": "plot 3", "image/png": PNG}
-    assert [("line 0" in str(o), "line 2" in str(o), "line 5" in str(o)) for o in (outputs[0], *outputs[3::2])] == [
-        (True, False, False),
-        (False, True, False),
-        (False, False, True),
-    ]
+    assert [output["text/plain"] for output in outputs[1:5]] == ["[1]", "plot 1b", "[3]", "plot 3"]
+    assert (outputs[2]["image/png"], outputs[4]["image/png"]) == ("new", PNG)
+    assert [f"line {step}" in str(outputs[0]["text/plain"]) for step in range(6)] == [True] * 6
     assert [RUN_MIME in output for output in outputs] == [False] * 5 + [True]
     assert "running" not in str(outputs[0]["text/html"])
     assert "succeeded" in str(outputs[0]["text/html"])

@@ -47,7 +47,7 @@ from sgpu_magic.views.html import render_html
 from sgpu_magic.views.live.messages import AskLines, Refusal
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
-from sgpu_magic.views.output import TextSegment, segments
+from sgpu_magic.views.output import Caption, TextSegment, segments
 from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.text import TerminalPublisher
 from sgpu_magic.views.units import TIMES
@@ -105,10 +105,10 @@ def test_a_display_of_the_only_rank_needs_no_caption() -> None:
     alone = cell_in_session((2,)).start().show(2, text_plain="plot")
     both = cell_in_session((2, 3)).start().show(2, text_plain="plot")
 
-    def captions(run: Run) -> list[int | None]:
-        return [part.next_rank for part in segments(run.view) if isinstance(part, TextSegment)]
+    def captions(run: Run) -> list[int]:
+        return [part.rank for part in segments(run.view) if isinstance(part, Caption)]
 
-    assert (captions(alone), captions(both)) == ([None, None], [None, 2, None])
+    assert (captions(alone), captions(both)) == ([], [2])
 
 
 def test_the_live_log_has_ranks_by_number_and_refuses_others(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_the_same_picture_from_top_to_bottom() -> None:
     ]
     assert places == sorted(places)
     assert text.count("step 2  loss 0.7") == 8, "once in the output, once at its rank"
-    for words in ("on A10 · 2", "1 display above", "power: 200 W on average, 210 W at most", "of 24.0 GB"):
+    for words in ("on A10 · 2", "1 display", "power: 200 W on average, 210 W at most", "of 24.0 GB"):
         assert words in text
     assert f"whole log: sgpu logs 7f3a --rank 2 · {DIRECTORY}/rank-2.log" in text
     assert "succeeded in 3 min 10 s · GPUs busy 68 % · returned" in render_text(measured().view)
