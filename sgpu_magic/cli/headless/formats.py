@@ -45,7 +45,7 @@ _RUN = re.compile(r"^%run[ \t]+(\S.*)$", re.MULTILINE)
 _CELL_MAGICS = {"sh": "%%bash --no-raise-error", "sql": "%%sql", "scala": "%%scala", "r": "%%R"}
 # a script that uses one of these names from this package submits runs itself
 _SUBMITS = frozenset(("distributed", "ray_launch", "map", "connect", "Run", "*"))
-_PACKAGES = ("sgpu_magic", "serverless_gpu")
+_PACKAGES = ("sgpu_magic", "serverless_gpu", "databricks.air")
 
 
 class Form(enum.Enum):

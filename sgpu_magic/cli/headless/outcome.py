@@ -26,12 +26,13 @@ from sgpu_magic.views import ansi
 SETUP_TAG = "injected-sgpu"
 
 _OUR_CELLS = re.compile(
-    r"^\s*(?:%%(?:distributed|rank|ray_launch)\b|[\w,\s]*=?\s*%sgpu_\w+|(?:from|import)\s+(?:sgpu_magic|serverless_gpu)\b)",
+    r"^\s*(?:%%(?:distributed|rank|ray_launch)\b|[\w,\s]*=?\s*%sgpu_\w+|"
+    r"(?:from|import)\s+(?:sgpu_magic|serverless_gpu|databricks\.air)\b)",
     re.MULTILINE,
 )
 _CHOOSES = re.compile(
     r"^\s*(?:%%(?:distributed|rank|ray_launch)\b|[\w,\s]*=?\s*%sgpu_(?:connect|auto|replay)\b|"
-    r"(?:from|import)\s+(?:sgpu_magic|serverless_gpu)\b)",
+    r"(?:from|import)\s+(?:sgpu_magic|serverless_gpu|databricks\.air)\b)",
     re.MULTILINE,
 )
 _LOADS = re.compile(r"^\s*%(?:re)?load_ext\s+sgpu_magic\b", re.MULTILINE)

@@ -1,12 +1,13 @@
-"""Makes `serverless_gpu` importable, for notebooks written for Databricks' documented Serverless GPU API.
+"""Makes `serverless_gpu` and `databricks.air` importable, for notebooks written for Databricks' documented GPU APIs.
 
     import sgpu_magic.functions.compat                     # or %load_ext sgpu_magic
     from serverless_gpu import distributed
 
 serverless_gpu/  the documented names, implemented with this package's own
+databricks_air/  the same of its successor
 decorators       this package's decorators, with the pool chosen by the documented environment variables
 
-An installed `serverless_gpu` takes precedence. Nothing is imported until it is used.
+Installed packages of these names take precedence. Nothing is imported until it is used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from types import ModuleType
 __all__ = ["install"]
 
 NAME = "serverless_gpu"
-_FOLDER = Path(__file__).parent / NAME
+_HERE = Path(__file__).parent
+_AIR = "databricks.air"
+_FOLDERS = {NAME: _HERE / NAME, _AIR: _HERE / "databricks_air"}
 
 
 class CompatFinder(MetaPathFinder):
@@ -31,14 +34,18 @@ class CompatFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of `serverless_gpu`, None for any other name. Its submodules are found in its folder."""
-        if fullname != NAME:
+        """Return the spec of a documented package, None for any other name. Submodules are found in its folder."""
+        if fullname == _AIR.partition(".")[0]:
+            # an empty namespace package, where none is installed
+            return ModuleSpec(fullname, None, is_package=True)
+        if fullname not in _FOLDERS:
             return None
-        return spec_from_file_location(NAME, _FOLDER / "__init__.py", submodule_search_locations=[str(_FOLDER)])
+        folder = _FOLDERS[fullname]
+        return spec_from_file_location(fullname, folder / "__init__.py", submodule_search_locations=[str(folder)])
 
 
 def install() -> None:
-    """Make `serverless_gpu` importable in this process. Further calls have no effect."""
+    """Make the documented packages importable in this process. Further calls have no effect."""
     if not any(isinstance(finder, CompatFinder) for finder in sys.meta_path):
         sys.meta_path.append(CompatFinder())
 

@@ -16,9 +16,11 @@ from msgspec.structs import replace
 
 from sgpu_magic.client.pools_file import LOCAL, pools_path, read_pools
 from sgpu_magic.config import load_settings
+from sgpu_magic.errors import UsageError
 from sgpu_magic.functions import decorator
 from sgpu_magic.functions.decorator import DistributedFunction
 from sgpu_magic.options.asked import CallOptions
+from sgpu_magic.options.job_form import read_accelerator
 from sgpu_magic.options.python_form import Options, checked
 
 P = ParamSpec("P")
@@ -85,6 +87,53 @@ def ray_launch(function: Callable[..., Any] | None = None, /, **options: Unpack[
     decorator.check_ray_options(options)
     decorate = functools.partial(RayFunction[..., Any], options=options)
     return decorate if function is None else decorate(function)
+
+
+def air_distributed(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    num_accelerators: int | None = None,
+    accelerator_type: str = "",
+    run_async: bool = False,
+    **options: Unpack[Options],
+) -> Any:
+    """Run a function on every rank, as `distributed`, with the accelerators named as in `databricks.air`.
+
+    Args:
+        function: The function.
+        num_accelerators: Their number in total; by default that of one node of the type.
+        accelerator_type: Number per node and type, such as `GPU_8xH100`.
+        run_async: As in `distributed`.
+        options: As in `distributed`.
+
+    Raises:
+        UsageError: As `distributed`, or the number is not a multiple of the type's.
+        TypeError: There is no option of that name.
+    """
+    return distributed(function, run_async=run_async, **_with_accelerators(options, num_accelerators, accelerator_type))
+
+
+def air_ray_launch(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    num_accelerators: int | None = None,
+    accelerator_type: str = "",
+    **options: Unpack[Options],
+) -> Any:
+    """Run a function as the driver of a Ray cluster: `ray_launch` with the arguments of `air_distributed`."""
+    return ray_launch(function, **_with_accelerators(options, num_accelerators, accelerator_type))
+
+
+def _with_accelerators(options: Options, number: int | None, name: str) -> Options:
+    if not name:
+        return options if number is None else {**options, "gpus": number}
+    in_node, gpu_type = read_accelerator(name, "accelerator_type")
+    gpus = in_node if number is None else number
+    if gpus < 1 or gpus % in_node:
+        raise UsageError(f"num_accelerators is {gpus}, but {name} has {in_node} per node; use a multiple of {in_node}.")
+    return {**options, "gpus": gpus, "gpu_type": gpu_type}
 
 
 POOL_ID = "DATABRICKS_REMOTE_GPU_POOL_ID"

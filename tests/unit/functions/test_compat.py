@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,47 @@ def test_the_documented_names_are_there():
     )
     expected = "get_global_rank get_local_rank get_local_world_size get_node_rank get_world_size"
     assert python(code) == expected
+
+
+NOT_INSTALLED = (
+    "from importlib.machinery import PathFinder\n"
+    "find = PathFinder.find_spec\n"
+    "PathFinder.find_spec = lambda name, *rest: None if name == 'databricks' else find(name, *rest)\n"
+)
+
+
+def test_the_successors_names_are_there_behind_an_installed_one(tmp_path: Path):
+    code = (
+        "import sgpu_magic.functions.compat\n"
+        "from databricks.air import distributed, ray_launch\n"
+        "import databricks\n"
+        "print(distributed.__module__, hasattr(databricks, 'installed'))\n"
+    )
+    ours = "sgpu_magic.functions.compat.decorators"
+    assert python(NOT_INSTALLED + code) == f"{ours} False"
+    (tmp_path / "databricks").mkdir()
+    (tmp_path / "databricks" / "__init__.py").write_text("installed = True")
+    assert python(code, path=tmp_path) == f"{ours} True"
+    (tmp_path / "databricks" / "air.py").write_text("def distributed(): ...\nray_launch = distributed")
+    assert python(code, path=tmp_path) == "databricks.air True"
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        ({"accelerator_type": "GPU_8xH100"}, (8, "h100")),
+        ({"accelerator_type": "GPU_8xH100", "num_accelerators": 16}, (16, "h100")),
+        ({"num_accelerators": 2}, (2, None)),
+    ],
+)
+def test_accelerators_of_the_successor(asked: dict[str, Any], chosen: tuple[int, str | None]):
+    function = decorators.air_distributed(**asked)(print)
+    assert (function._options.ranks, function._options.device_type) == chosen
+
+
+def test_a_number_that_nodes_do_not_have_is_refused():
+    with pytest.raises(UsageError, match="use a multiple of 8"):
+        decorators.air_distributed(accelerator_type="GPU_8xH100", num_accelerators=4)
 
 
 # ---------------------------------------------------------------- what the names do
