@@ -132,6 +132,9 @@ class LocalConnection(Connection):
             return ""
         link = self.made(start=True)
         has = dict(link.welcome.settings)
+        if not link.welcome.sees_client:
+            # another machine's directory
+            has.pop("state_dir", None)
         other = [name for name, value in stated.items() if has.get(name, value) != value]
         if not other:
             return ""

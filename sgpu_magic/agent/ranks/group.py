@@ -17,6 +17,7 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.rank_process import RankOutput, RankProcess
 from sgpu_magic.agent.ranks.zygotes import Zygote
 from sgpu_magic.agent.watch.stacks import StackFile
+from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import TellComms
@@ -178,7 +179,11 @@ class Group:
         """Whether a rank has ended, even if the zygote has not reported it yet."""
         if self.broken or any(process.is_reaped for process in self.ranks):
             return True
-        return any(process.pidfd is not None and process.is_dead() for process in self.ranks)
+        # of a killed process the main thread ends first; its descriptor tells only of the end of all threads
+        return any(
+            process.pidfd is not None and (process.is_dead() or not processes.is_alive(process.pid or 0))
+            for process in self.ranks
+        )
 
     def is_dead(self) -> bool:
         """Whether every rank has ended, even if an exit status is unknown."""
