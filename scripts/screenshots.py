@@ -38,7 +38,7 @@ _ANIMATION_WIDTH = 800
 
 # cells wait here until the picture is taken
 HOLD = """%load_ext sgpu_magic
-import time, torch
+import time, torch, torch.distributed as dist
 from pathlib import Path
 from tqdm.auto import tqdm as auto_tqdm
 from tqdm import tqdm
