@@ -12,9 +12,8 @@ from sgpu_magic.pool.scheduling.capacity import (
     Stock,
     Want,
     amount,
-    memory_bytes,
 )
-from sgpu_magic.wire.devices import ANY, CPU, Placement
+from sgpu_magic.wire.devices import ANY, CPU, Placement, memory_bytes, memory_text
 
 _GB = 1e9
 
@@ -115,7 +114,7 @@ def _has(stock: Stock, lines: Sequence[Line]) -> str:
 def _too_small(placement: Placement, stock: Stock, line: Line) -> str:
     need = f"{placement.min_memory_bytes / _GB:g} GB"
     sizes = sorted({memory_bytes(device) for device in stock.line(line)})
-    have = " or ".join("an unknown amount" if not size else f"{size / _GB:.0f} GB" for size in sizes)
+    have = " or ".join(memory_text(size) if size else "an unknown amount" for size in sizes)
     enough = stock.total(line, placement.min_memory_bytes)
     count = (
         f"{enough} {line} of this pool {'has' if enough == 1 else 'have'}" if enough else f"no {line} of this pool has"
@@ -153,7 +152,7 @@ def _by_need(placement: Placement, stock: Stock, choose: Callable[[list[Want]], 
     if not fitting:
         has = ", ".join(
             f"{stock.counts[line]} {line} with "
-            + " or ".join(f"{size / _GB:.0f} GB" for size in sorted({memory_bytes(one) for one in stock.line(line)}))
+            + " or ".join(memory_text(size) for size in sorted({memory_bytes(one) for one in stock.line(line)}))
             for line in stock.counts
         )
         return (
