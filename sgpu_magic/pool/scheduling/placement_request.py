@@ -24,7 +24,7 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
     Args:
         placement: The request.
         stock: What the pool has.
-        choose: Chooses among the types with enough memory, for a request without a type.
+        choose: Chooses among the types with enough devices, for a request without a type.
     """
     ranks, asked = placement.ranks, placement.device_type
     if ranks < 1:
@@ -34,7 +34,7 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
     if asked == ANY:
         if placement.min_memory_bytes:
             return _by_need(placement, stock, choose)
-        return _resolve_any(placement, stock)
+        return _resolve_any(placement, stock, choose)
     if asked == CPU:
         return _on_cpu(placement, stock, CPU)
     lines = stock.lines_of(asked)
@@ -125,11 +125,11 @@ def _too_small(placement: Placement, stock: Stock, line: Line) -> str:
     )
 
 
-def _resolve_any(placement: Placement, stock: Stock) -> Want | str:
+def _resolve_any(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | str:
     counts = stock.counts if not stock.many else {line: stock.limit(line) for line in stock.all_lines()}
     enough = [line for line in counts if not _too_much(placement, stock, line)]
     if enough:
-        return _want(placement, max(enough, key=lambda line: (counts[line], not line.simulated)))
+        return choose([_want(placement, line) for line in enough])
     if counts:
         largest = max(counts, key=lambda line: counts[line])
         if counts[largest] >= placement.ranks:
