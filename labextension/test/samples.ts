@@ -43,6 +43,7 @@ export function picture(change: Partial<Snapshot> = {}): Snapshot {
     ranks: [0, 1, 2, 3].map((rank) => card(rank)),
     only: [],
     idle: [],
+    warnings: [],
     notes: [],
     stall: [],
     failure: null,

@@ -47,7 +47,7 @@ from sgpu_magic.wire.rank_events import (
     Stalled,
 )
 from sgpu_magic.wire.record import short
-from sgpu_magic.wire.run import RankResult, RunSpec
+from sgpu_magic.wire.run import WARNING, RankResult, RunSpec
 from sgpu_magic.wire.states import OWNER_GONE, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
@@ -131,7 +131,8 @@ class RunView:
         self._started_at: float | None = None
         self._starting_at: float | None = None
         self._metered_at: float | None = None
-        self._notes: list[str] = []
+        # a dictionary that keeps its order, with whether each note is a warning
+        self._notes: dict[str, bool] = {}
         self.output = RunOutput(output_limit)
         self.log: RecentLines | None = None
         self._cached: tuple[int, list[Item]] = (-1, [])
@@ -188,7 +189,7 @@ class RunView:
                 if self.session is not None:
                     self.session.moved(body, event.at)
             case GroupRenewed() as body:
-                self._note(renewal_note(body))
+                self._note(renewal_note(body), is_warning=bool(body.problem or body.lost))
             case RanksRestarted() as body:
                 self._restarted(body)
             case EnvironmentMoved() as body:
@@ -249,7 +250,13 @@ class RunView:
     def notes(self) -> list[str]:
         """Sentences for the user about large variables, the payload, the lease and the run."""
         heavy = [f"shipping {name} costs {format_bytes(size)}" for name, size in self.spec.shipped.heavy]
-        return [*heavy, *self.spec.shipped.notes, *self._notes]
+        return [*heavy, *(note.removeprefix(WARNING) for note in self.spec.shipped.notes), *self._notes]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Those of the notes that ask the user for something; the others are information."""
+        shipped = [note.removeprefix(WARNING) for note in self.spec.shipped.notes if note.startswith(WARNING)]
+        return [*shipped, *(note for note, is_warning in self._notes.items() if is_warning)]
 
     @property
     def failure(self) -> Failure | None:
@@ -297,9 +304,11 @@ class RunView:
             self._cached = (self.version, self.output.items)
         return self._cached[1]
 
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, *, is_warning: bool = False) -> None:
+        is_warning |= text.startswith(WARNING)
+        text = text.removeprefix(WARNING)
         if text and text not in self._notes and len(self._notes) < _MAX_NOTES:
-            self._notes.append(text)
+            self._notes[text] = is_warning
 
     def _start_again(self, body: AttemptFailed, at: float) -> None:
         self.output.finish_lines()
@@ -328,7 +337,7 @@ class RunView:
         self.ended = body
         self.state = body.state
         if body.unstopped:
-            self._note(unstopped_note(body.unstopped))
+            self._note(unstopped_note(body.unstopped), is_warning=True)
         if body.reason == OWNER_GONE and self.session is None:
             # this is read in another kernel
             self._note(f"%sgpu_attach {self.short_id} shows run {self.short_id} again")
