@@ -118,7 +118,6 @@ class KernelEndpoint:
         if self._actions is not None:
             self._actions.close()
 
-
     def _announce(self, *, loaded: bool) -> None:
         """Report to open pages and later ones that the extension is loaded, or no longer: they ask no other kernels.
 
@@ -131,11 +130,8 @@ class KernelEndpoint:
         banner = str(shell.banner2).replace(_BANNER, "")
         shell.banner2 = f"{banner}{_BANNER}" if loaded else banner
         if live_views.is_watched:
-            # IPython declares no types here
-            from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
-
             metadata = {"sgpu_magic": {"loaded": loaded}}
-            publish_display_data({}, metadata, transient={"display_id": _DISPLAY}, update=True)
+            shell.display_pub.publish({}, metadata, transient={"display_id": _DISPLAY}, update=True)
 
 
 class Lane:

@@ -191,9 +191,7 @@ def _totals(status: PoolStatus) -> dict[str, int]:
     return Counter(device.type for device in status.inventory.devices)
 
 
-def _waiting(
-    choice: Choice, asked: Asked | None, restarts: Session | None, words: list[str], money: Money
-) -> None:
+def _waiting(choice: Choice, asked: Asked | None, restarts: Session | None, words: list[str], money: Money) -> None:
     """Add which of several types is taken, and whether the session will wait for devices or for the pool's start."""
     if asked is None or asked.status is None:
         words.append("The pool is started first.")

@@ -51,7 +51,9 @@ def table(heads: Row, rows: Sequence[Row], right: tuple[int, ...] = ()) -> str:
         for column, cell in enumerate(row):
             align = "right" if column in right else "left"
             colour = f";color:{BAD}" if cell in ("failed", "timed out") else ""
-            breaks = "white-space:normal;overflow-wrap:anywhere;min-width:9em" if column == last else "white-space:nowrap"
+            breaks = (
+                "white-space:normal;overflow-wrap:anywhere;min-width:9em" if column == last else "white-space:nowrap"
+            )
             drawn += (
                 f'<{tag} style="text-align:{align};padding:2px 12px;{breaks};vertical-align:top;'
                 f'font-variant-numeric:tabular-nums{style}{colour}">{safe(cell)}</{tag}>'

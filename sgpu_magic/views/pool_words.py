@@ -132,7 +132,7 @@ def _utilization(devices: Iterable[Device]) -> str:
 
 
 def _held(devices: Iterable[Device], holders: dict[str, tuple[RunSummary, int]]) -> str:
-    """Return who holds which devices: `7f3a train on 0-3; 5 in use outside the pool: process 77 of user ann uses it`."""
+    """Return who holds which devices: `7f3a train on 0-3; device 5 in use outside the pool: process 77 uses it`."""
     runs: dict[str, list[int]] = {}
     words: list[str] = []
     for device in devices:
@@ -140,7 +140,7 @@ def _held(devices: Iterable[Device], holders: dict[str, tuple[RunSummary, int]])
             run, _ = holders[device.uuid]
             runs.setdefault(f"{short(run.run_id)} {run_name(run)}", []).append(device.index)
         elif device.outside_use:
-            words.append(f"{device.index} {outside_words(device)}")
+            words.append(f"device {device.index} {outside_words(device)}")
     words = [*(f"{run} on {numbers_text(indices)}" for run, indices in runs.items()), *words]
     more = len(words) - _MAX_HOLDERS
     return "; ".join([*words[:_MAX_HOLDERS], *([f"{more} more"] if more > 0 else [])])

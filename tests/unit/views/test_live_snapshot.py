@@ -325,7 +325,9 @@ def test_what_the_cell_raises_is_not_drawn_twice(tmp_path: Path) -> None:
 
 
 def test_notes_that_ask_for_something_are_apart(tmp_path: Path) -> None:
-    run = LiveRun(tmp_path, shipped=Shipped(notes=("on a10, the cheapest type", as_warning("`rank` is hidden")))).start()
+    run = LiveRun(
+        tmp_path, shipped=Shipped(notes=("on a10, the cheapest type", as_warning("`rank` is hidden")))
+    ).start()
     run.view.not_heard("reconnecting")
     snapshot = drawn(run)
     assert snapshot.warnings == ("`rank` is hidden",)
