@@ -105,6 +105,9 @@ describe("words", () => {
     expect([12, 99, 100, 719, 3599, 3900].map(formatSpan)).toEqual(["12 s", "99 s", "2 min", "12 min", "1 h 00 min", "1 h 05 min"]);
     expect([3, 31, 60, 720].map(formatEstimate)).toEqual(["10 s", "40 s", "1 min", "12 min"]);
     expect([24e9, 0.5e9, 2e9].map(formatMemory)).toEqual(["24 GB", "0.5 GB", "2 GB"]);
+    // what the drivers of an A10, an H100, an A100 with 40 GB, an H200 and a slice of an A100 report, in MiB
+    const reported = [23028, 81559, 40960, 143771, 4864].map((mib) => formatMemory(mib * 2 ** 20));
+    expect(reported).toEqual(["24 GB", "80 GB", "40 GB", "141 GB", "5 GB"]);
   });
 
   it("of a run say what goes on, and what has ended when", () => {

@@ -30,6 +30,7 @@ function snapshot(seq: number, final = false): Snapshot {
     ranks: [],
     only: [],
     idle: [],
+    warnings: [],
     notes: [],
     stall: [],
     failure: null,

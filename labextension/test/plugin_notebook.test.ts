@@ -10,6 +10,7 @@ import { chipWords } from "../src/plugin/chip_words";
 import { KeptChoices } from "../src/plugin/kept_choices";
 import { LabNotebook, PATIENCE_MS, KNOWN_PATIENCE_MS } from "../src/plugin/lab_notebook";
 import type { Document } from "../src/plugin/lab_notebook";
+import { LoadedKernels } from "../src/plugin/loaded_kernels";
 import { translateBy } from "../src/plugin/translating";
 import { KERNEL, kernelAnswer, kernelPicture, NOW, poolPicture, SESSION } from "./panel_samples";
 
@@ -37,6 +38,8 @@ class FakeKernel {
   disposed = 0;
   reply: ((question: Question) => unknown) | undefined = ({ n }) => answer({ n });
   readonly reconnect = vi.fn(() => Promise.resolve());
+  banner = "Python 3.12\nsgpu-magic 1.0 is loaded.";
+  readonly requestKernelInfo = vi.fn(() => Promise.resolve({ content: { banner: this.banner } }));
 
   constructor(readonly id = KERNEL) {}
 
@@ -104,6 +107,15 @@ class FakeSession {
     });
   }
 
+  /** A cell of the kernel loads sgpu-magic, or unloads it. */
+  announce(loaded: boolean, process = "process-1"): void {
+    this.iopubMessage.emit({
+      header: { msg_type: "update_display_data", session: process },
+      parent_header: { msg_type: "execute_request" },
+      content: { data: {}, metadata: { sgpu_magic: { loaded } }, transient: { display_id: "sgpu-magic" } },
+    });
+  }
+
   runCell(process?: string): void {
     this.publish("busy", "execute_request", process);
     this.publish("idle", "execute_request", process);
@@ -145,6 +157,7 @@ let session: FakeSession;
 let model: FakeModel;
 let document_: FakeDocument;
 let choices: KeptChoices;
+let loaded: LoadedKernels;
 let end: AbortController;
 let looked: boolean;
 let front: boolean;
@@ -157,6 +170,7 @@ function link(of: { session: FakeSession; document: FakeDocument } = { session, 
       context: of.document as unknown as Document,
       session: of.session as unknown as ISessionContext,
       choices,
+      loaded,
       isLooked: () => looked,
       isFront: () => front,
       showCell,
@@ -173,6 +187,7 @@ beforeEach(() => {
   model = new FakeModel();
   document_ = new FakeDocument(model);
   choices = new KeptChoices();
+  loaded = new LoadedKernels(null);
   end = new AbortController();
   looked = true;
   front = true;
@@ -207,6 +222,67 @@ describe("a notebook's kernel is asked", () => {
     await expect(asked).rejects.toThrow("This kernel has not loaded sgpu-magic.");
     // nothing waits for it any more
     expect(kernel.disposed).toBe(1);
+  });
+
+  it("only when it has loaded sgpu-magic", async () => {
+    kernel.banner = "Python 3.12";
+    const notebook = link();
+    for (let turn = 0; turn < 2; turn += 1) {
+      await expect(notebook.ask(ask)).rejects.toThrow(NoExtension);
+    }
+    expect(kernel.asked).toEqual([]);
+    expect(kernel.requestKernelInfo).toHaveBeenCalledOnce();
+    session.announce(true);
+    await notebook.ask(ask);
+    expect(kernel.asked).toHaveLength(1);
+    session.announce(false);
+    await expect(notebook.ask(ask)).rejects.toThrow(NoExtension);
+    expect(kernel.asked).toHaveLength(1);
+    expect(kernel.requestKernelInfo).toHaveBeenCalledOnce();
+  });
+
+  it("and a new process is looked at anew", async () => {
+    const notebook = link();
+    session.announce(true);
+    await notebook.ask(ask);
+    kernel.banner = "Python 3.12";
+    session.setStatus("restarting");
+    session.setStatus("idle");
+    await expect(notebook.ask(ask)).rejects.toThrow(NoExtension);
+    expect(kernel.asked).toHaveLength(1);
+  });
+
+  it("when its cell has ended, where it has not said before what it has loaded", async () => {
+    let tell: (value: { content: { banner: string } }) => void = () => undefined;
+    kernel.requestKernelInfo.mockImplementation(() => new Promise((resolve) => (tell = resolve)));
+    session.publish("busy", "execute_request");
+    const notebook = link();
+    const changed = vi.fn();
+    notebook.onChange(changed);
+    const asked = notebook.ask(ask);
+    const caught = expect(asked).rejects.toThrow("The kernel does not answer");
+    await pass(PATIENCE_MS);
+    await caught;
+    await expect(asked).rejects.not.toThrow(NoExtension);
+    changed.mockClear();
+    tell({ content: { banner: kernel.banner } });
+    await pass();
+    expect(changed).toHaveBeenCalledOnce();
+    await notebook.ask(ask);
+    expect(kernel.asked).toHaveLength(1);
+  });
+
+  it("at once in a page that was reloaded while it is busy", async () => {
+    const kept = new Map<string, string>();
+    const store = { getItem: (key: string) => kept.get(key) ?? null, setItem: (key: string, value: string) => void kept.set(key, value) };
+    loaded = new LoadedKernels(store);
+    await link().ask(ask);
+    loaded = new LoadedKernels(store);
+    kernel.requestKernelInfo.mockImplementation(() => new Promise(() => undefined));
+    await link().ask(ask);
+    expect(kernel.asked).toHaveLength(2);
+    // what the browser has kept may be anything
+    expect(new LoadedKernels({ ...store, getItem: () => "{nonsense" }).has(KERNEL)).toBe(false);
   });
 
   it("with more patience when it is known to have it", async () => {

@@ -1,4 +1,5 @@
 import type { Answer, LineRow, NewLines, RankCard, Snapshot, Told } from "../src/run_view/messages";
+import { VERSION } from "../src/run_view/messages";
 import { NoAnswer } from "../src/shared/model_questions";
 import type { Ask, LinkState, Transport, TransportKind } from "../src/run_view/transport";
 
@@ -21,7 +22,7 @@ export function card(rank: number, change: Partial<RankCard> = {}): RankCard {
 
 export function picture(change: Partial<Snapshot> = {}): Snapshot {
   return {
-    version: 3,
+    version: VERSION,
     seq: 1,
     run_id: "7f3a00",
     short_id: "7f3a",
@@ -43,6 +44,7 @@ export function picture(change: Partial<Snapshot> = {}): Snapshot {
     ranks: [0, 1, 2, 3].map((rank) => card(rank)),
     only: [],
     idle: [],
+    warnings: [],
     notes: [],
     stall: [],
     failure: null,

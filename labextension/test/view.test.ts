@@ -216,6 +216,7 @@ describe("text from ranks", () => {
     const { el } = await shown(
       {
         name: evil,
+        warnings: [evil],
         notes: [evil],
         stall: [evil],
         footer: [evil],

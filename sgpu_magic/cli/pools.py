@@ -16,11 +16,10 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, 
 from sgpu_magic.config import Settings, host_name, load_settings
 from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.runs import pools_status
-from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views.pool_tables import status_text
 from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.costs import format_money
-from sgpu_magic.wire.devices import CPU, interconnect_of, memory_of
+from sgpu_magic.wire.devices import CPU, interconnect_of, memory_bytes, memory_of, memory_text
 from sgpu_magic.wire.pool_status import PoolStatus
 
 # the first link needs a handshake, and perhaps a diagnosis of why it fails
@@ -163,11 +162,9 @@ def _spread(status: PoolStatus, kind: str) -> tuple[int, int]:
 
 
 def _memory(status: PoolStatus, kind: str) -> str:
-    sizes = sorted(
-        {device.memory_bytes or memory_of(kind) for device in status.inventory.devices if device.type == kind}
-    )
+    sizes = sorted({memory_bytes(device) for device in status.inventory.devices if device.type == kind})
     known = [size for size in sizes if size] or [memory_of(kind)]
-    texts = [format_bytes(size) if size else "?" for size in (known[0], known[-1])]
+    texts = [memory_text(size) for size in (known[0], known[-1])]
     return texts[0] if texts[0] == texts[1] else f"{texts[0]} to {texts[1]}"
 
 

@@ -16,7 +16,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import CapacityError
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.costs import Prices, format_money, read_prices
-from sgpu_magic.wire.devices import ANY, CPU, memory_of
+from sgpu_magic.wire.devices import ANY, CPU, memory_bytes, memory_of, memory_text
 from sgpu_magic.wire.pool_status import PoolStatus
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount
     held = {uuid for run in status.runs if not run.state.is_final for uuid in run.uuids}
     found: dict[str, TypeCount] = {}
     for device in status.inventory.devices:
-        memory = device.memory_bytes or memory_of(device.type)
+        memory = memory_bytes(device)
         if memory < min_memory_bytes:
             continue
         known = found.get(device.type)
@@ -192,7 +192,7 @@ def check_memory(asked: Asked, wanted: Wanted) -> None:
         others = any(count.total >= ranks for other, count in with_memory.items() if other != CPU)
         leave = "Leave --type out to take any type with that much, or ask" if others else "Ask"
         raise CapacityError(
-            f"the pool {asked.name} has {every.total} {kind} with {format_bytes(every.memory_bytes)} of memory or "
+            f"the pool {asked.name} has {every.total} {kind} with {memory_text(every.memory_bytes)} of memory or "
             f"more, and {there} of them {'has' if there == 1 else 'have'} {needs}; {ranks} are asked for. It has: "
             f"{has_words(asked.status)}. {leave} for less with --min-memory."
         )
@@ -245,7 +245,7 @@ def choose(answers: Sequence[Asked], wanted: Wanted, money: Money) -> Choice:
 def has_words(status: PoolStatus) -> str:
     """Return `4 a10 (24 GB), 16 CPU slots`."""
     parts = [
-        f"{count.total} {kind}" + (f" ({format_bytes(count.memory_bytes)})" if count.memory_bytes else "")
+        f"{count.total} {kind}" + (f" ({memory_text(count.memory_bytes)})" if count.memory_bytes else "")
         for kind, count in counts(status).items()
         if kind != CPU
     ]

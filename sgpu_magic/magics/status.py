@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import functools
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.errors import SgpuError
@@ -17,9 +16,17 @@ from sgpu_magic.runs import pools_status
 from sgpu_magic.runs.follow.background import Background
 
 INTERVAL_S = 1.0
-# a pool with a slow driver is asked less often, so that it spends at most a quarter of its time on this
+# the output is at most this old, unless an answer takes longer than half of it
+_OLDEST_S = 2.0
+# a pool with a slow driver is asked less often, so that it spends less of its time on this
 _REST = 3.0
 _POOL_ENDED = "the pool has ended; the next run starts it again"
+_SILENT = "it can't be reached now and is asked again"
+
+
+def pause_after(answer_s: float) -> float:
+    """Return the seconds to wait before the pools are asked again, after an answer that took `answer_s`."""
+    return max(INTERVAL_S, min(_REST * answer_s, _OLDEST_S - answer_s))
 
 
 class StatusBoard:
@@ -33,7 +40,7 @@ class StatusBoard:
     def __init__(self, pools: Pools, idle_s: float) -> None:
         self._pools = pools
         self._idle_s = idle_s
-        self._background: Background | None = None
+        self._live: _LiveStatus | None = None
 
     def show(self, live: bool, name: str = "") -> None:
         """Show the pools below the current cell and stop updating the previous output.
@@ -45,75 +52,124 @@ class StatusBoard:
         Raises:
             SgpuError: The only pool can't be reached, or there is no pool of that name.
         """
-        self.close()
+        previous, self._live = self._live, None
+        if previous is not None:
+            previous.stop()
+            previous.say_stopped()
         answers = self._asked(name)
         if not answers:
             return
-        display_id = f"sgpu-status-{secrets.token_hex(4)}"
-        shown = self._drawn(answers)
-        _publish(shown, display_id, update=False)
+        output = _LiveStatus(self._pools, self._idle_s, name, answers)
         if live:
-            watch = functools.partial(self._watch, name, display_id, answers, shown)
-            self._background = Background("sgpu-status", watch)
+            output.start()
+            self._live = output
 
     def text(self, name: str = "") -> str:
         """Return the pools as text, "" if none has anything to show; arguments and errors as in `show`."""
         answers = self._asked(name)
-        return self._drawn(answers)["text/plain"] if answers else ""
+        return pools_status.drawn(answers, _notices(self._pools, answers))["text/plain"] if answers else ""
 
     def close(self) -> None:
         """Stop the updates; the output stays as it is."""
-        background, self._background = self._background, None
-        if background is not None:
-            background.stop()
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
 
     def _asked(self, name: str) -> list[Asked]:
         """Ask the pools; empty if none of them has anything to show."""
         answers = pools_status.ask(self._pools, name, start=True)
         return answers if any(answer.status is not None or answer.problem for answer in answers) else []
 
-    def _watch(
-        self, name: str, display_id: str, last: list[Asked], shown: dict[str, str], stopped: threading.Event
-    ) -> None:
-        """Ask the pools once a second and publish changes."""
 
-        def update(drawn: dict[str, str]) -> None:
-            nonlocal shown
-            if drawn != shown:
-                shown = drawn
-                _publish(drawn, display_id, update=True)
+class _LiveStatus:
+    """One output of `%sgpu_status`, published when it is made.
 
+    Args:
+        pools: The process's pools.
+        idle_s: As in `StatusBoard`.
+        name: The pool to show; "" means all listed pools.
+        answers: What they have answered.
+    """
+
+    def __init__(self, pools: Pools, idle_s: float, name: str, answers: list[Asked]) -> None:
+        self._pools = pools
+        self._idle_s = idle_s
+        self._name = name
+        self._answers = answers
+        self._asked_at = time.time()
+        # pools that had a status, which later have none because they have ended
+        self._known = {answer.name for answer in answers if answer.status is not None}
+        self._has_stopped = False
+        self._display_id = f"sgpu-status-{secrets.token_hex(4)}"
+        self._background: Background | None = None
+        self._shown = self._drawn("")
+        _publish(self._shown, self._display_id, update=False)
+
+    def start(self) -> None:
+        """Keep the output up to date in a thread."""
+        self._background = Background("sgpu-status", self._watch)
+
+    def stop(self) -> None:
+        """Stop the updates."""
+        if self._background is not None:
+            self._background.stop()
+
+    def say_stopped(self) -> None:
+        """Add to the output that it is no longer updated; a no-op if it says so already."""
+        if not self._has_stopped:
+            self._has_stopped = True
+            at = time.strftime("%H:%M:%S", time.localtime(self._asked_at))
+            self._update(f"updated until {at}; %sgpu_status shows the present state")
+
+    def _watch(self, stopped: threading.Event) -> None:
+        """Ask the pools and publish changes, also across the end of a pool and its next start."""
         busy_at = time.monotonic()
         pause_s = INTERVAL_S
         while not stopped.wait(pause_s):
             asked_at = time.monotonic()
-            try:
-                answers = pools_status.ask(self._pools, name, start=False)
-            except SgpuError:
-                # the pool was replaced by another version, or died
-                answers = [Asked(last[0].name, last[0].entry)]
+            answers = self._ask()
             if stopped.is_set():
                 return
-            if len(answers) == 1 and answers[0].status is None:
-                gone = _POOL_ENDED if answers[0].entry is None else "it can't be reached now"
-                update(pools_status.drawn(last, {answers[0].name: gone}))
-                return
-            last = answers
-            update(self._drawn(answers))
+            self._answers, self._asked_at = answers, time.time()
+            self._known |= {answer.name for answer in answers if answer.status is not None}
             now = time.monotonic()
-            pause_s = max(INTERVAL_S, _REST * (now - asked_at))
+            pause_s = pause_after(now - asked_at)
             rows = [run for answer in answers if answer.status is not None for run in answer.status.runs]
             if any(not run.state.is_final for run in rows):
                 busy_at = now
             elif now - busy_at >= self._idle_s:
+                self.say_stopped()
                 return
+            self._update()
 
-    def _drawn(self, answers: Sequence[Asked]) -> dict[str, str]:
-        told = {answer.name: self._pools.of(answer.name).notice for answer in answers if answer.status is not None}
-        return pools_status.drawn(answers, told)
+    def _ask(self) -> list[Asked]:
+        """Ask the pools without starting any; a pool that has ended has no status."""
+        try:
+            return pools_status.ask(self._pools, self._name, start=False)
+        except SgpuError:
+            # the only pool was replaced by another version, has just died, or can't be reached
+            return [Asked(self._answers[0].name, self._answers[0].entry)]
+
+    def _update(self, remark: str = "") -> None:
+        drawn = self._drawn(remark)
+        if drawn != self._shown:
+            self._shown = drawn
+            _publish(drawn, self._display_id, update=True)
+
+    def _drawn(self, remark: str) -> dict[str, str]:
+        reasons = {
+            answer.name: _POOL_ENDED if answer.entry is None else _SILENT
+            for answer in self._answers
+            if answer.status is None and answer.name in self._known
+        }
+        return pools_status.drawn(self._answers, {**_notices(self._pools, self._answers), **reasons}, remark)
 
 
-def _publish(data: dict[str, str], display_id: str, update: bool) -> None:
+def _notices(pools: Pools, answers: Sequence[Asked]) -> dict[str, str]:
+    return {answer.name: pools.of(answer.name).notice for answer in answers if answer.status is not None}
+
+
+def _publish(data: Mapping[str, str], display_id: str, update: bool) -> None:
     from IPython.display import publish_display_data
 
-    publish_display_data(data, transient={"display_id": display_id}, update=update)
+    publish_display_data(dict(data), transient={"display_id": display_id}, update=update)

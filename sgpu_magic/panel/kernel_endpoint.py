@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from sgpu_magic import __version__
 from sgpu_magic.runs.notebook import kernel_id, notebook_name
 from sgpu_magic.runs.workplace import Workplace
 
@@ -25,6 +26,8 @@ Send = Callable[[dict[str, Any]], None]
 PANEL = "panel"
 """Same as `messages.PANEL`; `messages` is not imported before the first request."""
 
+_BANNER = f"sgpu-magic {__version__} is loaded.\n"
+_DISPLAY = "sgpu-magic"
 _DEEDS = 3
 _JOIN_S = 2.0
 
@@ -47,6 +50,7 @@ class KernelEndpoint:
         # several lanes, so that a long action does not delay the refusal of another, nor a disconnection
         self._deeds = tuple(Lane("sgpu-panel-deeds") for _ in range(_DEEDS))
         place.live_views.serve(PANEL, self.take)
+        self._announce(loaded=True)
 
     def take(self, content: object, send: Send, *, knows_metadata: bool = True) -> None:
         """Have a request answered in another thread, and return at once.
@@ -102,6 +106,7 @@ class KernelEndpoint:
 
     def close(self) -> None:
         """Stop answering, and close open panels."""
+        self._announce(loaded=False)
         self._place.live_views.serve(PANEL, None)
         views, self._views = self._views, []
         for view in views:
@@ -112,6 +117,21 @@ class KernelEndpoint:
             lane.close()
         if self._actions is not None:
             self._actions.close()
+
+    def _announce(self, *, loaded: bool) -> None:
+        """Report to open pages and later ones that the extension is loaded, or no longer: they ask no other kernels.
+
+        Later pages see it in the banner of the kernel's `kernel_info_reply`; open ones get an update of a display that
+        no front end shows.
+        """
+        shell, live_views = self._place.shell, self._place.live_views
+        if shell is None or live_views.channels is None:
+            return
+        banner = str(shell.banner2).replace(_BANNER, "")
+        shell.banner2 = f"{banner}{_BANNER}" if loaded else banner
+        if live_views.is_watched:
+            metadata = {"sgpu_magic": {"loaded": loaded}}
+            shell.display_pub.publish({}, metadata, transient={"display_id": _DISPLAY}, update=True)
 
 
 class Lane:

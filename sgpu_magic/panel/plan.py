@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
+from msgspec.structs import replace
 
-from sgpu_magic.client.pool_choosing import KINDS
+from sgpu_magic.client.pool_choosing import KINDS, Money, Wanted, counts, money_of, one_of_several
+from sgpu_magic.client.pools import Asked
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
@@ -79,11 +81,10 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
     known = held.confirmed and held.choice == choice
     words: list[str] = []
     try:
-        status = _status(place, choice, words, connect=connect)
+        asked = _asked(place, choice, words, connect=connect)
+        status = None if asked is None else asked.status
         if status is not None:
             _check_devices(choice, status, stands_in=place.settings.stand_in == "cpu")
-            if connect:
-                _check_one_type(choice, status)
         added, removed = _packages(place.pool.settings, choice, words, resolve=resolve)
     except SgpuError as error:
         said, button = tuple(words), _button(connect, known)
@@ -99,7 +100,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
             restarts = current
             if restarts is not None:
                 loses |= _restart(restarts, status, words)
-            _waiting(choice, status, restarts, words)
+            _waiting(choice, asked, restarts, words, money_of(place.pool.settings))
     else:
         _left_alone(current, choice, changed, words)
     button = _button(connect, known and not changed)
@@ -132,8 +133,8 @@ def _button(connect: bool, known: bool) -> str:
     return "Apply" if not connect else "Connect" if known else "Apply and connect"
 
 
-def _status(place: Workplace, choice: Choice, words: list[str], *, connect: bool) -> PoolStatus | None:
-    """Return the pool's status; None when no pool is running, as a plan starts none, or when none is needed."""
+def _asked(place: Workplace, choice: Choice, words: list[str], *, connect: bool) -> Asked | None:
+    """Return the pool with its status; None when no pool is running, as a plan starts none, or when none is needed."""
     if not (connect or choice.gpus or choice.type or choice.pool):
         return None
     name = choice.pool or place.current_settings().pool
@@ -148,9 +149,10 @@ def _status(place: Workplace, choice: Choice, words: list[str], *, connect: bool
     if pool is not place.pools.local:
         if connect and not choice.gpus:
             raise UsageError(f"The pool {pool.name} is shared with others: choose how many devices.")
-        return pool.status(1, timeout_s=PATIENCE_S)
+        return Asked(pool.name, pool.entry, pool.status(1, timeout_s=PATIENCE_S))
     try:
-        return pool.status(recent=1, start=False)
+        status = pool.status(recent=1, start=False)
+        return None if status is None else Asked(pool.name, None, status)
     except PoolError:
         # connecting will report the same problem
         return None
@@ -185,37 +187,35 @@ def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> No
         raise UsageError(f"The pool has {most}{of}, but {choice.gpus} are requested.")
 
 
-def _check_one_type(choice: Choice, status: PoolStatus) -> None:
-    """Refuse a choice with neither type nor number when the pool has several types."""
-    types = _totals(status)
-    if not choice.type and not choice.gpus and len(types) > 1:
-        has = ", ".join(f"{count} {label_of(name)}" for name, count in types.items())
-        raise UsageError(f"The pool has several types ({has}): choose one, and how many.")
-
-
 def _totals(status: PoolStatus) -> dict[str, int]:
     return Counter(device.type for device in status.inventory.devices)
 
 
-def _waiting(choice: Choice, status: PoolStatus | None, restarts: Session | None, words: list[str]) -> None:
-    """Add a sentence if the session will wait for devices, or if the pool is not running."""
-    if status is None:
+def _waiting(choice: Choice, asked: Asked | None, restarts: Session | None, words: list[str], money: Money) -> None:
+    """Add which of several types is taken, and whether the session will wait for devices or for the pool's start."""
+    if asked is None or asked.status is None:
         words.append("The pool is started first.")
         return
+    status = asked.status
     types = _totals(status)
-    if choice.type == CPU or not types:
+    if choice.type == CPU or not types or (choice.type and choice.type not in types):
+        # CPU stands in for a type that the pool lacks
         free = status.cpu_slots_free
         if restarts is not None and restarts.device_type == CPU:
             free += restarts.ranks
         kind, wanted = "CPU slots", choice.gpus or 2
     else:
+        # the restarted session's devices are free by then
         ours = restarts.run_id if restarts is not None else ""
-        taken = {uuid for run in status.runs if not run.state.is_final and run.run_id != ours for uuid in run.uuids}
-        free_of = dict.fromkeys(types, 0)
-        for device in status.inventory.devices:
-            free_of[device.type] += device.uuid not in taken and not device.outside_use
-        chosen = choice.type if choice.type in types else max(types, key=lambda name: free_of[name])
-        free, wanted = free_of[chosen], choice.gpus or types[chosen]
+        others = tuple(run for run in status.runs if run.run_id != ours)
+        asked = replace(asked, status=replace(status, runs=others))
+        chosen = choice.type
+        if not chosen:
+            several, told = one_of_several(asked, Wanted(choice.gpus or None), money)
+            chosen = several or max(types, key=lambda name: types[name])
+            sentence = as_sentence(told)
+            words += [sentence] if sentence and sentence not in words else []
+        free, wanted = counts(replace(status, runs=others))[chosen].free, choice.gpus or types[chosen]
         kind = label_of(chosen)
     if free < wanted:
         there = f"{free} of the {wanted} {kind} that this needs {'is' if free == 1 else 'are'}"

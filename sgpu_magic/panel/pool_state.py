@@ -34,7 +34,7 @@ from sgpu_magic.views.pool_words import (
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import count_of
 from sgpu_magic.wire.costs import Prices, format_money
-from sgpu_magic.wire.devices import CPU, Device
+from sgpu_magic.wire.devices import CPU, Device, memory_bytes, vendor_bytes
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunKind, RunState
@@ -249,7 +249,7 @@ def _types(
             label=kind.upper(),
             total=total,
             free=free,
-            memory_bytes=max((device.memory_bytes for device in devices), default=0),
+            memory_bytes=vendor_bytes(max(map(memory_bytes, devices), default=0)),
             price=price,
             currency=rates.currency,
             simulated=any(device.simulated for device in devices),

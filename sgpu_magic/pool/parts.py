@@ -26,7 +26,9 @@ from sgpu_magic.wire.client import ClientMessage, Submit
 from sgpu_magic.wire.devices import Inventory
 
 # an inventory older than this is refreshed before a run is placed on real devices
-_FRESH_S = 2.0
+FRESH_S = 2.0
+# a status that is asked for every second is then at most two seconds old
+STATUS_FRESH_S = 1.0
 
 
 class ServiceFault(Exception):
@@ -133,14 +135,18 @@ class FreshInventory:
         waiting, self._waiting = self._waiting, []
         return waiting
 
-    def when_fresh(self, call: Callable[[], None]) -> None:
+    def when_fresh(self, call: Callable[[], None], fresh_s: float = FRESH_S) -> None:
         """Call at once if the inventory is fresh, else after the nodes have sent a new one.
 
         Processes outside the pool may have begun to use real devices since the last inventory.
+
+        Args:
+            call: The call.
+            fresh_s: Age in seconds up to which an inventory counts as fresh.
         """
         inventory = self.inventory
         if inventory is not None and (
-            all(device.simulated for device in inventory.devices) or time.monotonic() - self._at < _FRESH_S
+            all(device.simulated for device in inventory.devices) or time.monotonic() - self._at < fresh_s
         ):
             call()
             return

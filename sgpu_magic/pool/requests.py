@@ -19,7 +19,7 @@ from sgpu_magic.pool.billing import budget_state
 from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.lifecycle import Idleness
-from sgpu_magic.pool.parts import PoolParts
+from sgpu_magic.pool.parts import FRESH_S, STATUS_FRESH_S, PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.rank_requests import Forwarding, RankRequests
 from sgpu_magic.pool.scheduling import stimuli as sched
@@ -283,7 +283,8 @@ class Requests:
         self.ranks.ask_stacks(client, message, run)
 
     def _when_fresh(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
-        self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, call))
+        fresh_s = STATUS_FRESH_S if isinstance(message, AskStatus) else FRESH_S
+        self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, call), fresh_s)
 
     # ------------------------------------------------------------ the pool's status
 

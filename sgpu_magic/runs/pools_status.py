@@ -8,6 +8,7 @@ import msgspec
 
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL
+from sgpu_magic.views.html_style import SANS, SOFT, safe
 from sgpu_magic.views.pool_tables import away_html, away_text, status_html, status_text
 
 RECENT = 20
@@ -39,20 +40,29 @@ def ask(pools: Pools, name: str = "", *, start: bool, recent: int = RECENT) -> l
     return [Asked(LOCAL, None, pools.local.status(recent, start=start))]
 
 
-def drawn(answers: Sequence[Asked], notices: Mapping[str, str]) -> dict[str, str]:
-    """Render the pools as text and as HTML tables with inline styles; `notices` are the pools' notices by name."""
+def drawn(answers: Sequence[Asked], notices: Mapping[str, str], remark: str = "") -> dict[str, str]:
+    """Render the pools as text and as HTML tables with inline styles.
+
+    Args:
+        answers: The pools' answers.
+        notices: The pools' notices by name; of a pool without a status why it has none, where that is known.
+        remark: A sentence below all pools, "" for none.
+    """
     texts: list[str] = []
     tables: list[str] = []
     for answer in answers:
         title = answer.name if answer.entry is None else f"{answer.name} ({answer.entry.kind})"
+        notice = notices.get(answer.name, "")
         if answer.status is None:
-            why = answer.problem or NOT_RUNNING
+            why = answer.problem or notice or NOT_RUNNING
             texts.append(away_text(title, why))
-            tables.append(away_html(title, why))
+            tables.append(away_html(title, why, is_problem=bool(answer.problem)))
         else:
             status = answer.status if answer.entry is None else msgspec.structs.replace(answer.status, pool=title)
-            notice = notices.get(answer.name, "")
             texts.append(status_text(status, notice=notice))
             tables.append(status_html(status, notice=notice))
     html = "".join(f'<div style="margin-bottom:8px">{each}</div>' for each in tables) if len(tables) > 1 else tables[0]
+    if remark:
+        texts.append(remark)
+        html += f'<div style="{SANS};font-size:12px;{SOFT};padding:3px 0">{safe(remark)}</div>'
     return {"text/plain": "\n\n".join(texts), "text/html": html}

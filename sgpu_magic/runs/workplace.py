@@ -66,6 +66,8 @@ class Workplace:
         self.detached: set[str] = set()
         self.follower = Follower()
         self.restarts = watch_restarts(kernel, self.pools, detaches=self.settings.detach_on_restart)
+        if self.restarts is not None and self.live_views.channels is not None:
+            self.live_views.channels.is_restarting = self.restarts.asked.is_set
         self.choice = keeper_of(self.settings.state_path, shell)
 
     @property

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.views import run_notes
 from sgpu_magic.views.output import RunOutput
 from sgpu_magic.views.output_buffer import Item
 from sgpu_magic.views.rank_models import RankModels
-from sgpu_magic.views.run_notes import SessionState, attempt_note, renewal_note, restart_note, run_name, unstopped_note
+from sgpu_magic.views.run_notes import Notes, SessionState
 from sgpu_magic.views.stacks import stall_note
 from sgpu_magic.views.units import heard_at, steady_time
 from sgpu_magic.views.usage import RunUsage
@@ -54,8 +55,6 @@ from sgpu_magic.wire.tracking import TrackedRun
 
 if TYPE_CHECKING:
     from sgpu_magic.views.live.log_index import RecentLines
-
-_MAX_NOTES = 50
 
 
 class RunView:
@@ -132,7 +131,7 @@ class RunView:
         self._started_at: float | None = None
         self._starting_at: float | None = None
         self._metered_at: float | None = None
-        self._notes: list[str] = []
+        self._notes = Notes()
         self._last_stall = ""
         self.output = RunOutput(output_limit)
         self.log: RecentLines | None = None
@@ -163,7 +162,7 @@ class RunView:
                 self.lease, self.host, self.labels = lease, host, labels
                 self.hourly, self.currency = body.hourly, body.currency
                 self.position, self.waiting_for = None, ""
-                self._note(lease.note)
+                self._notes.add(lease.note)
             case RanksStarted(warm=warm):
                 self.warm, self._started_at = warm, heard_at(event.at)
             case DisplayPublished() as body:
@@ -175,9 +174,9 @@ class RunView:
             case RankFailed(failure=failure):
                 self.rank_failures.setdefault(-1 if failure.rank is None else failure.rank, failure)
             case Noted(text=text):
-                self._note(text)
+                self._notes.add(text)
             case PayloadReleased(kept=kept, reason=reason):
-                self._note("" if kept else reason)
+                self._notes.add("" if kept else reason)
             case AttemptFailed() as body:
                 self._start_again(body, heard_at(event.at))
             case Stalled() as body:
@@ -190,7 +189,7 @@ class RunView:
                 if self.session is not None:
                     self.session.moved(body, event.at)
             case GroupRenewed() as body:
-                self._note(renewal_note(body))
+                self._notes.add(run_notes.renewal_note(body), is_warning=bool(body.problem or body.lost))
             case RanksRestarted() as body:
                 self._restarted(body)
             case EnvironmentMoved() as body:
@@ -205,7 +204,7 @@ class RunView:
 
     def remark(self, sentence: str) -> None:
         """Add a note that comes from no event."""
-        self._note(sentence)
+        self._notes.add(sentence)
         self.version += 1
 
     def not_heard(self, sentence: str) -> None:
@@ -231,7 +230,7 @@ class RunView:
 
     @property
     def name(self) -> str:
-        return run_name(self.spec)
+        return run_notes.run_name(self.spec)
 
     @property
     def ranks(self) -> int:
@@ -251,7 +250,12 @@ class RunView:
     def notes(self) -> list[str]:
         """Sentences for the user about large variables, the payload, the lease and the run."""
         heavy = [f"shipping {name} costs {format_bytes(size)}" for name, size in self.spec.shipped.heavy]
-        return [*heavy, *self.spec.shipped.notes, *self._notes]
+        return [*heavy, *Notes(self.spec.shipped.notes).texts, *self._notes.texts]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Those of the notes that ask the user for something; the others are information."""
+        return [*Notes(self.spec.shipped.notes).warnings, *self._notes.warnings]
 
     @property
     def past_stall(self) -> list[str]:
@@ -304,22 +308,18 @@ class RunView:
             self._cached = (self.version, self.output.items)
         return self._cached[1]
 
-    def _note(self, text: str) -> None:
-        if text and text not in self._notes and len(self._notes) < _MAX_NOTES:
-            self._notes.append(text)
-
     def _start_again(self, body: AttemptFailed, at: float) -> None:
         self.output.finish_lines()
         # a rank may die before all have started
         began = self._started_at or self._starting_at
         seconds = max(at - began, 0.0) if began is not None else 0.0
-        self._note(attempt_note(body, seconds))
+        self._notes.add(run_notes.attempt_note(body, seconds))
         self.attempt, self.attempts = body.attempt + 1, body.attempts
         self.rank_failures, self.stalled, self._started_at = {}, None, None
         self.usage.start_again()
 
     def _restarted(self, body: RanksRestarted) -> None:
-        self._note(restart_note(body))
+        self._notes.add(run_notes.restart_note(body))
         if self.session is not None:
             self.session.restarted(body)
         for rank in body.ranks:
@@ -342,8 +342,8 @@ class RunView:
         self.ended = body
         self.state = body.state
         if body.unstopped:
-            self._note(unstopped_note(body.unstopped))
+            self._notes.add(run_notes.unstopped_note(body.unstopped), is_warning=True)
         if body.reason == OWNER_GONE and self.session is None:
             # this is read in another kernel
-            self._note(f"%sgpu_attach {self.short_id} shows run {self.short_id} again")
+            self._notes.add(f"%sgpu_attach {self.short_id} shows run {self.short_id} again")
         self.position, self.waiting_for = None, ""

@@ -33,11 +33,12 @@ from sgpu_magic.views.summary_words import (
     billed_text,
     busy_text,
     cost_text,
+    dead_rank_lines,
     idle_lines,
     is_quiet,
     quiet_html,
     session_meta,
-    standing_warnings,
+    silence_lines,
 )
 from sgpu_magic.views.units import count_of, format_clock, format_seconds, format_span
 from sgpu_magic.views.words import (
@@ -151,14 +152,21 @@ def _header(view: RunView) -> str:
 
 
 def _notes(view: RunView) -> str:
-    return _warnings([*view.notes, *view.past_stall, *standing_warnings(view)])
+    """Return the notes: information in grey, and what asks the user for something as a warning."""
+    warned = frozenset(view.warnings)
+    notes = "".join(_sentence(note, f"color:{WARN}" if note in warned else SOFT) for note in view.notes)
+    grey = [*view.past_stall, *silence_lines(view)]
+    return notes + "".join(_sentence(line, SOFT) for line in grey) + _warnings(dead_rank_lines(view))
 
 
 def _warnings(sentences: list[str]) -> str:
-    return "".join(
-        f'<div style="padding:4px 12px;font-size:12px;color:{WARN};border-bottom:1px solid {LINE}">'
-        f"{safe(sentence)}</div>"
-        for sentence in sentences
+    return "".join(_sentence(sentence, f"color:{WARN}") for sentence in sentences)
+
+
+def _sentence(sentence: str, style: str) -> str:
+    return (
+        f'<div style="padding:4px 12px;font-size:12px;border-bottom:1px solid {LINE}">'
+        f'<span style="{style}">{safe(sentence)}</span></div>'
     )
 
 

@@ -35,15 +35,27 @@ def safe(text: str) -> str:
 
 
 def table(heads: Row, rows: Sequence[Row], right: tuple[int, ...] = ()) -> str:
-    """Return heads and rows as an HTML table with inline style; the columns in `right` are right-aligned."""
+    """Return heads and rows as an HTML table with inline style.
+
+    Only the last column breaks its lines, so that a table fits into a box whose width is limited.
+
+    Args:
+        heads: The heads of the columns.
+        rows: The rows.
+        right: The right-aligned columns.
+    """
+    last = len(heads) - 1
 
     def cells(row: Row, tag: str, style: str) -> str:
         drawn = ""
         for column, cell in enumerate(row):
             align = "right" if column in right else "left"
             colour = f";color:{BAD}" if cell in ("failed", "timed out") else ""
+            breaks = (
+                "white-space:normal;overflow-wrap:anywhere;min-width:9em" if column == last else "white-space:nowrap"
+            )
             drawn += (
-                f'<{tag} style="text-align:{align};padding:2px 12px;white-space:nowrap;'
+                f'<{tag} style="text-align:{align};padding:2px 12px;{breaks};vertical-align:top;'
                 f'font-variant-numeric:tabular-nums{style}{colour}">{safe(cell)}</{tag}>'
             )
         return f"<tr>{drawn}</tr>"
@@ -58,10 +70,14 @@ def table(heads: Row, rows: Sequence[Row], right: tuple[int, ...] = ()) -> str:
 
 
 def titled_box(title: str, beside: str, body: str, style: str = SOFT) -> str:
-    """Return an HTML box with a title, the text `beside` it in `style`, and `body`, which is HTML, below."""
+    """Return an HTML box with a title, the text `beside` it in `style`, and `body`, which is HTML, below.
+
+    The box is never wider than the output, which would get a second scroll bar, and scrolls what does not fit.
+    """
     edge = f";border-bottom:1px solid {LINE}" if body else ""
     return (
-        f'<div style="display:inline-block;min-width:420px;max-width:100%;border:1px solid {LINE};'
+        f'<div style="display:inline-block;box-sizing:border-box;min-width:min(420px,100%);max-width:100%;'
+        f"vertical-align:top;border:1px solid {LINE};"
         f'border-radius:6px;overflow:auto;{SANS};font-size:13px;line-height:1.45">'
         f'<div style="padding:6px 12px;background:{PANEL}{edge}">'
         f'<b style="font-weight:600">{safe(title)}</b> <span style="{style}">{safe(beside)}</span></div>{body}</div>'

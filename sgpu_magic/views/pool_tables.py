@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import PurePath
 from typing import NamedTuple
 
 import msgspec
@@ -14,20 +15,21 @@ from sgpu_magic.views.pool_words import (
     HOLDING,
     NODE_HEADS,
     NODE_RIGHT,
+    TYPE_HEADS,
+    TYPE_RIGHT,
     budget_words,
-    device_holders,
-    device_name,
     failure_line,
     idle_words,
     node_rows,
-    outside_words,
     problem_words,
+    simulated_words,
+    simulates_all,
+    type_rows,
     type_words,
 )
 from sgpu_magic.views.summary_words import idle_since
 from sgpu_magic.views.units import TIMES, Row, aligned, count_of, format_clock, format_seconds
 from sgpu_magic.wire.costs import cost_so_far, format_money
-from sgpu_magic.wire.devices import Device
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunKind, RunState
@@ -42,6 +44,8 @@ _MAX_TOPS = 60
 # number of queued runs that are listed, from the first
 _MAX_WAITING = 20
 
+_RUN_HEADS: Row = ("run", "name", "notebook", "user", "ranks", "state", "for", "cost", "")
+_RUN_RIGHT = (6, 7)
 
 _Table = tuple[list[Row], tuple[int, ...]]
 """The heads and the rows, and the right-aligned columns."""
@@ -88,7 +92,8 @@ def _drawn(status: PoolStatus, now: float | None, notice: str) -> _Drawn:
     types = type_words(status) if _has_nodes(status) else []
     quiet = [*types, *_waiting(status), *idle_words(status, now), *budget_words(status, nearly_used=False)]
     loud = [*problem_words(status), *budget_words(status, nearly_used=True), *([notice] if notice else [])]
-    runs = _with_heads(_run_rows(status, now), users=_several_users(status))
+    left_out = () if _several_users(status) else ("user",)
+    runs = _with_columns(_RUN_HEADS, _run_rows(status, now), _RUN_RIGHT, ("notebook", "cost"), left_out)
     return _Drawn(_headline(status), quiet, loud, _devices(status), runs)
 
 
@@ -102,22 +107,18 @@ def away_text(name: str, why: str) -> str:
     return f"{name} · {why}"
 
 
-def away_html(name: str, why: str) -> str:
-    """Return a pool without a status as HTML; arguments as for `away_text`."""
-    return titled_box(name, why, "", f"color:{WARN}")
+def away_html(name: str, why: str, *, is_problem: bool) -> str:
+    """Return a pool without a status as HTML; arguments as for `away_text`, and whether something has to be done."""
+    return titled_box(name, why, "", f"color:{WARN}" if is_problem else SOFT)
 
 
 def _headline(status: PoolStatus) -> str:
     inventory = status.inventory
     parts = [status.pool]
-    types = Counter((device.type, device.simulated) for device in inventory.devices)
+    types = Counter(f"{each.type.upper()}{simulated_words(status, each.simulated)}" for each in inventory.devices)
     if types:
-        parts.append(
-            ", ".join(
-                f"{count:,} {kind.upper()}" + (" (simulated on cpu)" if simulated else "")
-                for (kind, simulated), count in types.items()
-            )
-        )
+        counted = ", ".join(f"{count:,} {kind}" for kind, count in types.items())
+        parts.append(counted + (" (simulated)" if simulates_all(status) else ""))
     slots = count_of(inventory.cpu_slots, "cpu slot")
     free = "" if status.cpu_slots_free == inventory.cpu_slots else f" ({status.cpu_slots_free} free)"
     parts.append(slots + free)
@@ -153,38 +154,10 @@ def _has_nodes(status: PoolStatus) -> bool:
 
 
 def _devices(status: PoolStatus) -> _Table:
-    """Return a row for each device, or for each node in a pool with nodes."""
+    """Return a row for each type of device, or for each node in a pool with nodes."""
     if _has_nodes(status):
         return [NODE_HEADS, *node_rows(status)], NODE_RIGHT
-    return [("device", "use", "memory", "run"), *_device_rows(status)], (1, 2)
-
-
-def _device_rows(status: PoolStatus) -> list[Row]:
-    holders = device_holders(status)
-    rows: list[Row] = []
-    for device in status.inventory.devices:
-        holder = holders.get(device.uuid)
-        if holder is not None:
-            run, rank = holder
-            what = f"{short(run.run_id)} {_name(run)}  rank {rank}"
-        else:
-            what = outside_words(device) or "free"
-        label = device_name(device)
-        if device.simulated:
-            label += " (simulated on cpu)"
-        rows.append((label, _use(device), _memory(device), what))
-    return rows
-
-
-def _use(device: Device) -> str:
-    return "-" if device.utilization_pct is None else f"{device.utilization_pct:.0f} %"
-
-
-def _memory(device: Device) -> str:
-    if not device.memory_bytes:
-        return "-"
-    total = f"{device.memory_bytes / 1e9:.0f} GB"
-    return total if device.used_bytes is None else f"{device.used_bytes / 1e9:.1f}/{total}"
+    return _with_columns(TYPE_HEADS, type_rows(status), TYPE_RIGHT, ("memory", "memory in use", "utilization"))
 
 
 def _run_rows(status: PoolStatus, now: float) -> list[Row]:
@@ -200,26 +173,36 @@ def _run_rows(status: PoolStatus, now: float) -> list[Row]:
     # a session is placed by its newest cell
     tops = dict.fromkeys(run.session if run.session in sessions else run.run_id for run in status.runs)
     for run in [by_id[run_id] for run_id in [*tops][:_MAX_TOPS]]:
-        rows.append(_run_row(run, now, cells.get(run.run_id, [])))
+        rows.append(_run_row(status, run, now, cells.get(run.run_id, [])))
         # active ones first, however old they are, then the newest
         below = sorted(cells.get(run.run_id, []), key=lambda cell: (cell.state.is_final, -cell.submitted_at))
-        rows += [_run_row(cell, now, is_below=True) for cell in below[:_MAX_CELLS]]
+        rows += [_run_row(status, cell, now, is_below=True) for cell in below[:_MAX_CELLS]]
         if len(below) > _MAX_CELLS:
             # the number of others is unknown if the status has only the newest runs
             more = len(below) - _MAX_CELLS
-            rows.append(("", f"{_BELOW}and {count_of(more, 'more cell') if told_all else 'more cells'}", *[""] * 6))
+            words = f"{_BELOW}and {count_of(more, 'more cell') if told_all else 'more cells'}"
+            rows.append(("", words, *[""] * (len(_RUN_HEADS) - 2)))
     if len(tops) > _MAX_TOPS:
-        rows.append(("", f"and {count_of(len(tops) - _MAX_TOPS, 'more run')}", *[""] * 6))
+        rows.append(("", f"and {count_of(len(tops) - _MAX_TOPS, 'more run')}", *[""] * (len(_RUN_HEADS) - 2)))
     return rows
 
 
-def _with_heads(rows: Sequence[Row], *, users: bool) -> _Table:
-    """Return the rows with their heads; the columns of users and costs only if there are any."""
-    heads: Row = ("run", "name", "user", "ranks", "state", "for", "cost", "")
-    left_out = {"user": not users, "cost": not any(row[heads.index("cost")] for row in rows)}
-    columns = [column for column, head in enumerate(heads) if not left_out.get(head)]
-    right = tuple(at for at, column in enumerate(columns) if heads[column] in ("for", "cost"))
-    return [tuple(row[column] for column in columns) for row in (heads, *rows)], right
+def _with_columns(
+    heads: Row, rows: Sequence[Row], right: Sequence[int], optional: Sequence[str], left_out: Sequence[str] = ()
+) -> _Table:
+    """Return heads and rows without some columns, and which of the others are right-aligned.
+
+    Args:
+        heads: The heads of all columns.
+        rows: Rows with all columns.
+        right: The right-aligned columns.
+        optional: Heads of columns that are left out if they are empty.
+        left_out: Heads of columns that are left out in any case.
+    """
+    empty = {head for at, head in enumerate(heads) if head in optional and not any(row[at] for row in rows)}
+    kept = [at for at, head in enumerate(heads) if head not in empty and head not in left_out]
+    drawn = [tuple(row[at] for at in kept) for row in (heads, *rows)]
+    return drawn, tuple(at for at, column in enumerate(kept) if column in right)
 
 
 def _name(run: RunSummary) -> str:
@@ -243,20 +226,24 @@ def _state(run: RunSummary, cells: Sequence[RunSummary], now: float) -> str:
     return "ended" if run.state in (RunState.CANCELLED, RunState.SUCCEEDED) else str(run.state)
 
 
-def _run_row(run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, is_below: bool = False) -> Row:
+def _run_row(
+    status: PoolStatus, run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, is_below: bool = False
+) -> Row:
     if run.device_type in ("cpu", "any"):
         ranks = f"{run.ranks} {TIMES} {run.device_type}" if run.device_type == "cpu" else f"{run.ranks}"
     else:
-        ranks = f"{run.ranks} {TIMES} {run.device_type.upper()}" + (" (simulated on cpu)" if run.simulated else "")
+        ranks = f"{run.ranks} {TIMES} {run.device_type.upper()}{simulated_words(status, run.simulated)}"
     since = run.started_at if run.started_at is not None else run.submitted_at
     duration = format_clock(now - since) if run.ended_at is None else format_seconds(run.ended_at - since)
+    notebook = PurePath(run.notebook).name
     if is_below:
-        # the devices are in the session's row
-        ranks = ""
+        # the session's row has them
+        ranks, notebook = "", ""
     name = f"{_BELOW if is_below else ''}{_name(run)}"
     cost = cost_so_far(run, now)
     paid = "" if cost is None else format_money(cost, run.currency)
-    return short(run.run_id), name, run.user, ranks, _state(run, cells, now), duration, paid, failure_line(run)
+    state = _state(run, cells, now)
+    return short(run.run_id), name, notebook, run.user, ranks, state, duration, paid, failure_line(run)
 
 
 # ---------------------------------------------------------------- a kernel's packages

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.units import Row, count_of, format_seconds
+from sgpu_magic.views.run_notes import run_name
+from sgpu_magic.views.units import Row, count_of, format_seconds, numbers_text
 from sgpu_magic.wire.costs import format_money
-from sgpu_magic.wire.devices import Device
+from sgpu_magic.wire.devices import Device, memory_bytes, memory_text, used_bytes_of, vendor_bytes
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunState
@@ -39,6 +41,17 @@ def device_name(device: Device) -> str:
 def outside_words(device: Device) -> str:
     """Return why the pool can't grant the device, "" when it can."""
     return f"in use outside the pool: {device.outside_use}" if device.outside_use else ""
+
+
+def simulates_all(status: PoolStatus) -> bool:
+    """Whether all devices of the pool are simulated; the headline then says so once for all rows."""
+    devices = status.inventory.devices
+    return bool(devices) and all(device.simulated for device in devices)
+
+
+def simulated_words(status: PoolStatus, simulated: bool) -> str:
+    """Return ` (simulated)` for a device, type or run of which the headline does not say it."""
+    return " (simulated)" if simulated and not simulates_all(status) else ""
 
 
 def problem_words(status: PoolStatus) -> list[str]:
@@ -71,6 +84,66 @@ def failure_line(run: RunSummary) -> str:
 def _rough(seconds: float) -> str:
     """Return whole minutes from 90 s on, else seconds."""
     return f"{round(seconds / 60)} min" if seconds >= 90 else format_seconds(max(seconds, 0.0))
+
+
+TYPE_HEADS: Row = ("type", "total", "free", "busy", "memory", "memory in use", "utilization", "held by")
+TYPE_RIGHT = (1, 2, 3, 4, 5, 6)
+
+# the most runs and foreign users that are named in a row
+_MAX_HOLDERS = 4
+_GB = 1e9
+
+
+def type_rows(status: PoolStatus) -> list[Row]:
+    """Return a row for each type of device, the most numerous first."""
+    holders = device_holders(status)
+    types: dict[tuple[str, bool], list[Device]] = {}
+    for device in status.inventory.devices:
+        types.setdefault((device.type, device.simulated), []).append(device)
+    rows: list[Row] = []
+    for (kind, simulated), devices in sorted(types.items(), key=lambda item: -len(item[1])):
+        free = sum(_is_free(device, holders) for device in devices)
+        name = kind.upper() + simulated_words(status, simulated)
+        counted = (f"{len(devices):,}", f"{free:,}", f"{len(devices) - free:,}")
+        rows.append((name, *counted, _sizes(devices), _in_use(devices), _utilization(devices), _held(devices, holders)))
+    return rows
+
+
+def _sizes(devices: Iterable[Device]) -> str:
+    """Return the memory of one device: `24 GB`, where they differ `40 or 80 GB`."""
+    sizes = sorted({vendor_bytes(memory_bytes(device)) for device in devices} - {0})
+    return " or ".join(memory_text(size).removesuffix("" if size == sizes[-1] else " GB") for size in sizes)
+
+
+def _in_use(devices: Iterable[Device]) -> str:
+    """Return the memory in use of all devices together: `18.2 of 96 GB`; "" if the driver reports none."""
+    told = [device for device in devices if device.used_bytes is not None]
+    used = sum(used_bytes_of(device.used_bytes or 0, device.memory_bytes) for device in told)
+    total = sum(vendor_bytes(device.memory_bytes) for device in told)
+    return f"{used / _GB:.1f} of {total / _GB:,.0f} GB" if total else ""
+
+
+def _utilization(devices: Iterable[Device]) -> str:
+    """Return `94 %`, where they differ the least and the most: `0-94 %`; "" if the driver reports none."""
+    told = [round(device.utilization_pct) for device in devices if device.utilization_pct is not None]
+    if not told:
+        return ""
+    return f"{min(told)} %" if min(told) == max(told) else f"{min(told)}-{max(told)} %"
+
+
+def _held(devices: Iterable[Device], holders: dict[str, tuple[RunSummary, int]]) -> str:
+    """Return who holds which devices: `7f3a train on 0-3; device 5 in use outside the pool: process 77 uses it`."""
+    runs: dict[str, list[int]] = {}
+    words: list[str] = []
+    for device in devices:
+        if device.uuid in holders:
+            run, _ = holders[device.uuid]
+            runs.setdefault(f"{short(run.run_id)} {run_name(run)}", []).append(device.index)
+        elif device.outside_use:
+            words.append(f"device {device.index} {outside_words(device)}")
+    words = [*(f"{run} on {numbers_text(indices)}" for run, indices in runs.items()), *words]
+    more = len(words) - _MAX_HOLDERS
+    return "; ".join([*words[:_MAX_HOLDERS], *([f"{more} more"] if more > 0 else [])])
 
 
 NODE_HEADS: Row = ("node", "devices", "free", "use", "runs")
@@ -108,7 +181,7 @@ def type_words(status: PoolStatus) -> list[str]:
     nodes: dict[str, Counter[str]] = {}
     most = dict(status.inventory.elastic)
     for device in status.inventory.devices:
-        kind = _kind(device)
+        kind = device.type + simulated_words(status, device.simulated)
         total[kind] += 1
         nodes.setdefault(kind, Counter())[device.node] += _is_free(device, holders)
     lines: list[str] = []
@@ -130,7 +203,7 @@ def node_rows(status: PoolStatus) -> list[Row]:
     nodes = {node.node: _Node(node.host) for node in status.inventory.nodes}
     for device in status.inventory.devices:
         node = nodes.setdefault(device.node, _Node(device.node))
-        node.kinds[device.type.upper() + (" (simulated on cpu)" if device.simulated else "")] += 1
+        node.kinds[device.type.upper() + simulated_words(status, device.simulated)] += 1
         if device.utilization_pct is not None:
             node.used_pct.append(device.utilization_pct)
         if device.uuid in holders:
@@ -158,10 +231,6 @@ def _row(node: _Node, slots: int) -> Row:
     if node.outside:
         runs.append(f"{node.outside} in use outside the pool")
     return node.host, devices, str(node.free) if node.kinds else "-", use, ", ".join(runs)
-
-
-def _kind(device: Device) -> str:
-    return device.type + (" (simulated on cpu)" if device.simulated else "")
 
 
 def _is_free(device: Device, holders: dict[str, tuple[RunSummary, int]]) -> bool:

@@ -12,8 +12,10 @@ from sgpu_magic.wire.events import AttemptFailed, GroupRenewed, RanksRestarted, 
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.record import short
-from sgpu_magic.wire.run import RunSpec
+from sgpu_magic.wire.run import WARNING, RunSpec
 from sgpu_magic.wire.states import BUDGET, COST_LIMIT, FailureKind, RunKind
+
+_MOST_NOTES = 50
 
 
 def run_name(spec: RunSpec | RunSummary) -> str:
@@ -32,6 +34,35 @@ def stop_words(spec: RunSpec | RunSummary) -> tuple[str, str]:
     if spec.kind is RunKind.SESSION:
         return "Disconnect was pressed", f"{run_name(spec)} is being disconnected"
     return "Cancel was pressed", f"run {short(spec.run_id)} is being stopped"
+
+
+class Notes:
+    """A run's notes, each once, in order of arrival.
+
+    Args:
+        texts: The first notes; those that ask the user for something begin with `WARNING`.
+    """
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        self._is_warning: dict[str, bool] = {}
+        for text in texts:
+            self.add(text)
+
+    @property
+    def texts(self) -> list[str]:
+        return list(self._is_warning)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Those that ask the user for something."""
+        return [text for text, is_warning in self._is_warning.items() if is_warning]
+
+    def add(self, text: str, *, is_warning: bool = False) -> None:
+        """Add a note unless it is empty or known, or there are too many."""
+        is_warning |= text.startswith(WARNING)
+        text = text.removeprefix(WARNING)
+        if text and text not in self._is_warning and len(self._is_warning) < _MOST_NOTES:
+            self._is_warning[text] = is_warning
 
 
 class SessionState:

@@ -226,17 +226,23 @@ def session_meta(view: RunView, now: float | None = None) -> list[str]:
 
 
 def standing_warnings(view: RunView) -> list[str]:
-    """Return warnings about current problems: an unreachable pool, dead ranks and how to restart them."""
-    silence = [view.silence] if view.silence and not view.is_final else []
+    """Return what is said of current problems: an unreachable pool, dead ranks and how to restart them."""
+    return [*silence_lines(view), *dead_rank_lines(view)]
+
+
+def silence_lines(view: RunView) -> list[str]:
+    """Return that the pool can't be reached, which needs no action."""
+    return [view.silence] if view.silence and not view.is_final else []
+
+
+def dead_rank_lines(view: RunView) -> list[str]:
+    """Return which ranks of a session are dead and how to restart them."""
     if view.session is None or view.is_final or not view.session.dead:
-        return silence
+        return []
     dead = view.session.dead
     verb, them = ("is", "it") if len(dead) == 1 else ("are", "them")
     command = restart_command(dead)
-    return [
-        *silence,
-        f"{format_ranks(dead)} {verb} dead; {command} replaces {them}, and the others keep their state",
-    ]
+    return [f"{format_ranks(dead)} {verb} dead; {command} replaces {them}, and the others keep their state"]
 
 
 def session_summary(view: RunView) -> str:

@@ -66,6 +66,12 @@ def format_clock(seconds: float) -> str:
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return `rank 1`, `ranks 0, 2, 3`, `ranks 0-14, 16`."""
     ordered = sorted(set(ranks))
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {numbers_text(ordered)}"
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """Return `1`, `0, 2, 3`, `0-14, 16`."""
+    ordered = sorted(set(numbers))
     pieces: list[str] = []
     at = 0
     while at < len(ordered):
@@ -77,7 +83,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             pieces.extend(str(rank) for rank in ordered[at : end + 1])
         at = end + 1
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(pieces)}"
+    return ", ".join(pieces)
 
 
 def count_of(number: int, noun: str) -> str:

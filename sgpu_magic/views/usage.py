@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from sgpu_magic.views.units import format_gb, format_ranks, format_seconds
+from sgpu_magic.wire.devices import used_bytes_of, vendor_bytes
 from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, RankSample, Sampled
 
 MAX_POINTS = 120
@@ -102,7 +103,7 @@ class Drawn(NamedTuple):
 
 
 class RankUsage:
-    """What one rank and its device have used in this attempt.
+    """What one rank and its device have used in this attempt; a GPU's memory on the scale of the vendor's number.
 
     Attributes:
         rank: The rank.
@@ -121,6 +122,8 @@ class RankUsage:
         self.peak_own_bytes: int | None = None
         self._idle_at = 0.0
         self._now = 0.0
+        # a GPU's memory as its driver reports it
+        self._reported_bytes = 0
         self.series: dict[str, Series] = {}
 
     def sampled(self, sample: RankSample, begin_s: float, end_s: float, at: float) -> None:
@@ -130,6 +133,8 @@ class RankUsage:
             # constant values are reported once
             total_bytes = before.total_bytes if sample.total_bytes is None else sample.total_bytes
             sample = msgspec.structs.replace(sample, uuid=sample.uuid or before.uuid, total_bytes=total_bytes)
+        if sample.kind != "cpu":
+            sample = self._as_stated(sample)
         self.latest, self._now = sample, at
         used = sample.rss_bytes if sample.kind == "cpu" else sample.used_bytes
         self.peak_used_bytes = _larger(self.peak_used_bytes, used)
@@ -141,6 +146,16 @@ class RankUsage:
                 self.series[field] = Series(begin_s, digits=2 if is_gb else 1)
             if field in self.series:
                 self.series[field].add(begin_s, end_s, value / 1e9 if value is not None and is_gb else value)
+
+    def _as_stated(self, sample: RankSample) -> RankSample:
+        if sample.total_bytes and not self._reported_bytes:
+            self._reported_bytes = sample.total_bytes
+        used, own = (
+            None if count is None else round(used_bytes_of(count, self._reported_bytes))
+            for count in (sample.used_bytes, sample.own_bytes)
+        )
+        total = vendor_bytes(self._reported_bytes) or None
+        return msgspec.structs.replace(sample, used_bytes=used, own_bytes=own, total_bytes=total)
 
     def turned_idle(self, idle: DeviceIdle | None, at: float) -> None:
         """Mark its GPU as idle, or as busy again (None)."""

@@ -9,52 +9,58 @@ from sgpu_magic.wire.record import Record
 CPU = "cpu"
 ANY = "any"
 
-# Usual total memory of each type in MiB, as the driver reports it (ECC on where it is the default).
-_MEMORY_MIB = {
-    "a2": 15356,
-    "a10": 23028,
-    "a16": 15356,
-    "a30": 24576,
-    "a40": 46068,
-    "a100": 81920,
-    "a800": 81920,
-    "a4000": 16376,
-    "a5000": 24564,
-    "a6000": 49140,
-    "b200": 183359,
-    "b300": 275040,
-    "gb200": 189471,
-    "gh200": 97871,
-    "gtx1080ti": 11264,
-    "h20": 97871,
-    "h100": 81559,
-    "h200": 143771,
-    "h800": 81559,
-    "k80": 11441,
-    "l4": 23034,
-    "l40": 46068,
-    "l40s": 46068,
-    "p4": 7680,
-    "p40": 23040,
-    "p100": 16384,
-    "rtx2080ti": 11264,
-    "rtx3080": 10240,
-    "rtx3090": 24576,
-    "rtx4000ada": 20475,
-    "rtx4080": 16376,
-    "rtx4090": 24564,
-    "rtx5000ada": 32760,
-    "rtx5080": 16303,
-    "rtx5090": 32607,
-    "rtx6000ada": 49140,
-    "rtxpro6000": 97887,
-    "t4": 15360,
-    "titanrtx": 24576,
-    "titanv": 12288,
-    "v100": 16384,
+# Memory of each type in GB as the vendor states it; of several variants the most common one.
+_MEMORY_GB = {
+    "a2": 16,
+    "a10": 24,
+    "a16": 16,
+    "a30": 24,
+    "a40": 48,
+    "a100": 80,
+    "a800": 80,
+    "a4000": 16,
+    "a5000": 24,
+    "a6000": 48,
+    "b200": 180,
+    "b300": 288,
+    "gb200": 186,
+    "gh200": 96,
+    "gtx1080ti": 11,
+    "h20": 96,
+    "h100": 80,
+    "h200": 141,
+    "h800": 80,
+    "k80": 12,
+    "l4": 24,
+    "l40": 48,
+    "l40s": 48,
+    "p4": 8,
+    "p40": 24,
+    "p100": 16,
+    "rtx2080ti": 11,
+    "rtx3080": 10,
+    "rtx3090": 24,
+    "rtx4000ada": 20,
+    "rtx4080": 16,
+    "rtx4090": 24,
+    "rtx5000ada": 32,
+    "rtx5080": 16,
+    "rtx5090": 32,
+    "rtx6000ada": 48,
+    "rtxpro6000": 96,
+    "t4": 16,
+    "titanrtx": 24,
+    "titanv": 12,
+    "v100": 16,
 }
 
-KNOWN_TYPES: tuple[str, ...] = tuple(_MEMORY_MIB)
+# all sizes that are sold, with those of other variants and of MIG slices
+_SIZES_GB = sorted({*_MEMORY_GB.values(), 1, 2, 3, 4, 5, 6, 40, 64, 94, 120, 144, 192})
+_GB = 10**9
+# The driver reports GiB, less what it and ECC take: 22.5 GiB of an A10's 24 GB, at least 92 % of any model's.
+_LEAST_REPORTED = 0.92
+
+KNOWN_TYPES: tuple[str, ...] = tuple(_MEMORY_GB)
 """The types offered by completion. Others are accepted by their full NVML name."""
 
 # Names of the same chip in clouds or workstations.
@@ -100,7 +106,7 @@ def canonical_type(text: str) -> str:
     model = [word for word in words if not _FORM.fullmatch(word)]
     joined = "".join(model)
     short = _ALIASES.get(joined, joined)
-    if short in _MEMORY_MIB or _CONSUMER.fullmatch(short):
+    if short in _MEMORY_GB or _CONSUMER.fullmatch(short):
         return short
     if len(words) > 1 and words[0] in _VENDORS:
         return "-".join(words)
@@ -114,8 +120,36 @@ def canonical_type(text: str) -> str:
 
 
 def memory_of(device_type: str) -> int:
-    """Return the usual memory in bytes of a GPU of this canonical type, 0 if unknown."""
-    return _MEMORY_MIB.get(device_type, 0) << 20
+    """Return the memory in bytes of a GPU of this canonical type as its vendor states it, 0 if unknown."""
+    return _MEMORY_GB.get(device_type, 0) * _GB
+
+
+def vendor_bytes(reported_bytes: int) -> int:
+    """Return a device's memory as its vendor states it: 80 GB for the 85.5 GB that the driver of an H100 reports.
+
+    Vendors count in GiB and write GB, and the driver reports less than all of it. A size that is no vendor's is rounded
+    to whole GiB, and called GB as well.
+
+    Args:
+        reported_bytes: Total memory in bytes as the driver reports it, or a vendor's number, which is returned as it
+            is; 0 if unknown.
+    """
+    if reported_bytes % _GB == 0 or reported_bytes < 1 << 29:
+        return reported_bytes
+    gib = reported_bytes / (1 << 30)
+    size = next((size for size in _SIZES_GB if size >= gib * 0.999), 0)
+    return (size if gib >= _LEAST_REPORTED * size > 0 else round(gib)) * _GB
+
+
+def memory_text(reported_bytes: int) -> str:
+    """Return a device's memory as its vendor states it: `80 GB`; `?` if unknown."""
+    size = vendor_bytes(reported_bytes)
+    return f"{size / _GB:.{0 if size % _GB == 0 else 1}f} GB" if size else "?"
+
+
+def used_bytes_of(used_bytes: int, reported_bytes: int) -> float:
+    """Return memory in use on the scale of `vendor_bytes`, so that it never exceeds the device's memory."""
+    return used_bytes * vendor_bytes(reported_bytes) / reported_bytes if reported_bytes else used_bytes
 
 
 # ---------------------------------------------------------------- interconnects
@@ -158,8 +192,8 @@ class Device(Record, frozen=True, kw_only=True):
         uuid: NVML's UUID; `SIM-a10-0` for a simulated device. The only key that identifies a device.
         type: Canonical short type, lower case: `a10`, `h100`.
         name: Full NVML name.
-        index: Position on its node in PCI bus order, for display.
-        memory_bytes: Total memory; 0 if unknown.
+        index: Position on its node in PCI bus order, as in nvidia-smi; of a simulated device, among those of its type.
+        memory_bytes: Total memory as the driver reports it; 0 if unknown.
         simulated: The device is simulated by CPU processes.
         used_bytes: Memory in use; None if the driver does not report it.
         utilization_pct: 0 to 100; None if the driver does not report it.
@@ -177,6 +211,14 @@ class Device(Record, frozen=True, kw_only=True):
     utilization_pct: float | None = None
     outside_use: str = ""
     node: str = ""
+
+
+def memory_bytes(device: Device) -> int:
+    """Return the memory that a request's minimum is compared with, 0 if unknown.
+
+    It is the larger of the driver's number and the vendor's, so that both `80GB` and `79GiB` fit an H100.
+    """
+    return max(device.memory_bytes, vendor_bytes(device.memory_bytes)) or memory_of(device.type)
 
 
 class Node(Record, frozen=True, kw_only=True):
@@ -237,7 +279,7 @@ class Placement(Record, frozen=True, kw_only=True):
         stand_in: Run on CPU if the pool lacks the type (`SGPU_STAND_IN=cpu`).
         nodes: Number of nodes over which the ranks are evenly spread; 0 lets the pool choose.
         strategy: `pack` uses as few nodes as possible, `strict_pack` one node, `spread` as many nodes as possible.
-        min_memory_bytes: Minimum memory of a device; 0 accepts any.
+        min_memory_bytes: Minimum memory of a device, as `memory_bytes` returns it; 0 accepts any.
     """
 
     ranks: int

@@ -7,6 +7,14 @@ from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.states import RunKind, RunState
 
+WARNING = "warning: "
+"""The beginning of a note that asks the user for something; other notes are information."""
+
+
+def as_warning(sentence: str) -> str:
+    """Return the sentence as a note that asks the user for something."""
+    return f"{WARNING}{sentence}"
+
 
 class OutputName(Record, frozen=True):
     """One name of `--out`: rank 0's value, or a list of all ranks' values."""
@@ -101,7 +109,7 @@ class Shipped(Record, frozen=True, kw_only=True):
         total_bytes: Size of pickle and buffers.
         seconds: Time to capture and pack.
         heavy: (name, bytes) of each name over 100 MB.
-        notes: Further sentences, such as a notebook variable that shadows `rank`.
+        notes: Further sentences, such as why a pool was chosen; warnings begin with `WARNING`.
     """
 
     names: tuple[str, ...] = ()

@@ -141,6 +141,7 @@ def test_a_kernel_without_the_extension_is_connected_after_three_clicks_too(note
     # nothing runs by itself
     assert notebook.cell(0).locator(".jp-InputPrompt").first.inner_text().strip() == "[ ]:"
     notebook.picture("panel-inserted")
+    assert "UNKNOWN CONTROL MESSAGE" not in notebook.server.log(), "only kernels with the extension are asked"
     # the new cell is the one that the keys are for, once it is drawn
     notebook.page.wait_for_function("document.activeElement.closest('.jp-Notebook .jp-Cell') !== null")
     notebook.page.keyboard.press("Control+Enter")
@@ -181,6 +182,8 @@ def test_it_follows_the_notebook_in_front_and_its_kernels_restart(notebooks: Ope
     expect(shown.get_by_role("radio", name="A10")).to_be_visible(timeout=20_000)
     expect(shown.get_by_role("radio", name="2", exact=True)).to_be_checked()
     notebook.picture("panel-restarted")
+    assert "UNKNOWN CONTROL MESSAGE" not in lab.log()
+    assert [text for text in notebook.console if "Comm not found" in text] == []
 
 
 def test_a_lost_pool_is_said_and_started_again(notebooks: Opener, lab_home: Home) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from browsers import ARTEFACTS, chromium, has_browser
+from browsers import ARTEFACTS, chromium, console_errors, has_browser
 from homes import Home
 from jupyter_servers import JupyterServer, new_notebook
 from listed_pools import list_pools, listed
@@ -55,6 +55,7 @@ class Notebook:
         steps = STEPS.format(name=name, options=options, word=str(self.home.work / name))
         new_notebook(self.path, "%load_ext sgpu_magic", steps, "print('another cell')")
         self.page: Page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        self.console = console_errors(self.page)
         self.open()
 
     def open(self) -> None:
@@ -315,6 +316,8 @@ def test_a_restarted_kernel_leaves_what_became_of_its_run(opened: Callable[[str]
     expect(output).to_contain_text(f"%sgpu_attach {run_id[:4]}")
     expect(notebook.view).to_have_count(0)
     assert notebook.kernel == kernel
+    # the page has forgotten all comms before the kernel hears of its restart
+    assert [text for text in notebook.console if "Comm not found" in text] == []
 
 
 @pytest.mark.slow

@@ -180,6 +180,23 @@ def test_a_million_lines_stay_small_and_can_be_searched(opened: Callable[..., Op
     assert (grown < 150e6, after < 150e6) == (True, True), (grown, after)
 
 
+WIDER_THAN_ITS_BOX = """(output) => [...output.querySelectorAll('*'), output]
+    .filter((each) => each.scrollWidth > each.clientWidth + 1 && getComputedStyle(each).overflowX !== 'visible')
+    .map((each) => each.outerHTML.slice(0, 80))"""
+
+
+def test_the_status_needs_no_scroll_bar(opened: Callable[..., OpenNotebook]):
+    fails = "%%distributed -n 2 --name fails\nraise ValueError('a long explanation of what is wrong here ' * 9)"
+    notebook = opened("status", [fails, "%sgpu_status"], size=(1024, 768))
+    notebook.run(1)
+    notebook.run(2)
+    shown = notebook.output(2)
+    expect(shown).to_contain_text("a long explanation")
+    expect(shown).to_contain_text("status.ipynb")
+    notebook.picture("status", shown)
+    assert shown.evaluate(WIDER_THAN_ITS_BOX) == []
+
+
 def test_a_restarted_kernel_leaves_the_way_back(opened: Callable[..., OpenNotebook]):
     notebook = opened("restart", [f"%%distributed -n 2\nprint('begun', flush=True)\n{UNTIL_GO}"])
     notebook.start(1)

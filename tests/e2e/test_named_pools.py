@@ -324,8 +324,8 @@ def test_types_of_all_pools(scene: Scene):
     rows = {tuple(line.split()[:2]): line.split() for line in scene.sgpu("types").splitlines()[1:]}
     assert set(rows) == {("local", "cpu"), ("cloud", "a10"), ("cloud", "h100"), ("cloud", "cpu"), ("team", "a10"),
                          ("team", "cpu")}  # fmt: skip
-    assert " ".join(rows["cloud", "a10"]) == "cloud a10 24.1 GB PCIe 4/4 1 4 $2.00 on demand, simulated on cpu"
-    assert " ".join(rows["team", "a10"]) == "team a10 24.1 GB PCIe 2/2 1 2 reserved, simulated on cpu"
+    assert " ".join(rows["cloud", "a10"]) == "cloud a10 24 GB PCIe 4/4 1 4 $2.00 on demand, simulated on cpu"
+    assert " ".join(rows["team", "a10"]) == "team a10 24 GB PCIe 2/2 1 2 reserved, simulated on cpu"
     assert len(scene.sgpu("types", "--pool", "team").splitlines()) == 3
 
 

@@ -145,7 +145,7 @@ def test_status_shows_devices_and_who_holds_them(kernel: Kernel, neighbour: Kern
     first = held(kernel, "-n 1 --type h100 --name holder", "go-5")
     text = kernel_status(neighbour)
     assert "holder" in text
-    assert re.search(r"H100 · \d.*holder", text), text
+    assert re.search(r"H100 +2 +\d +\d .* holder on \d", text), text
     assert "free" in text
     release(kernel, "go-5")
     assert first.wait().status == "ok"

@@ -32,6 +32,13 @@ def chromium(**options: Any) -> Iterator[Browser]:
             browser.close()
 
 
+def console_errors(page: Page) -> list[str]:
+    """Return a list to which the errors that the page writes to the browser's console are added."""
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    return errors
+
+
 class OpenNotebook:
     """A notebook in its own page.
 
@@ -45,6 +52,7 @@ class OpenNotebook:
 
     Attributes:
         errors: Errors in the page, with their places.
+        console: Errors that the page has written to the browser's console.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class OpenNotebook:
         self.page: Page = self._context.new_page()
         self.errors: list[str] = []
         self.page.on("pageerror", self._note_error)
+        self.console = console_errors(self.page)
         settings = server.home.path / "jupyter" / "settings" / "@jupyterlab" / "apputils-extension"
         settings.mkdir(parents=True, exist_ok=True)
         theme = "JupyterLab Dark" if dark else "JupyterLab Light"

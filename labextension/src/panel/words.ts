@@ -24,9 +24,25 @@ function inMinutes(seconds: number): string {
   return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
 }
 
-/** Returns `24 GB`, `0.5 GB`. */
+/** The sizes that are sold, in GB. */
+const SIZES_GB = [
+  1, 2, 3, 4, 5, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 120, 141, 144, 180, 186, 192, 288,
+] as const;
+/** Drivers report GiB, less what they and ECC take. */
+const LEAST_REPORTED = 0.92;
+
+/** A device's memory in GB as its vendor states it: 80 for the 85.5 GB that an H100's driver reports. */
+function vendorGigabytes(bytes: number): number {
+  // a vendor's number already
+  if (bytes % 1e9 === 0 || bytes < 2 ** 29) return bytes / 1e9;
+  const gib = bytes / 2 ** 30;
+  const size = SIZES_GB.find((one) => one >= gib * 0.999) ?? 0;
+  return size > 0 && gib >= LEAST_REPORTED * size ? size : Math.round(gib);
+}
+
+/** Returns a device's memory as its vendor states it: `24 GB`, `0.5 GB`. */
 export function formatMemory(bytes: number): string {
-  const gigabytes = bytes / 1e9;
+  const gigabytes = vendorGigabytes(bytes);
   return `${gigabytes < 10 ? gigabytes.toFixed(1).replace(/\.0$/, "") : gigabytes.toFixed(0)} GB`;
 }
 

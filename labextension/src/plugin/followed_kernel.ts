@@ -15,8 +15,10 @@ export interface KernelListener {
   changed(): void;
   /** A cell has ended, of this notebook or another one. */
   cellEnded(): void;
-  /** Its process is another: what it knew is forgotten. */
-  replaced(): void;
+  /** Its process is another, of another kernel or of the same one: what it knew is forgotten. */
+  replaced(isOtherKernel: boolean): void;
+  /** It says that it has loaded sgpu-magic, or unloaded it. */
+  announced(isLoaded: boolean): void;
 }
 
 const STATES: Readonly<Record<string, KernelState>> = {
@@ -30,6 +32,13 @@ const STATES: Readonly<Record<string, KernelState>> = {
 };
 /** The messages that the kernel's main shell works on: another one's end says nothing about a cell. */
 const ON_SHELL = new Set(["execute_request", "kernel_info_request"]);
+
+/** Returns whether the message says that sgpu-magic is loaded or unloaded, null for any other message. */
+function announced(message: KernelMessage.IMessage): boolean | null {
+  const { metadata } = message.content as { readonly metadata?: Readonly<Record<string, unknown>> };
+  const said = metadata?.["sgpu_magic"] as { readonly loaded?: unknown } | undefined;
+  return typeof said?.loaded === "boolean" ? said.loaded : null;
+}
 
 /**
  * The kernel of a notebook, whichever it is.
@@ -85,7 +94,7 @@ export class FollowedKernel {
 
   private statusChanged(status: Kernel.Status): void {
     const isRestarting = status === "restarting" || status === "autorestarting";
-    if (isRestarting && this.last !== "restarting") this.forget();
+    if (isRestarting && this.last !== "restarting") this.forget(false);
     this.look();
   }
 
@@ -94,8 +103,10 @@ export class FollowedKernel {
     const asked = "msg_type" in message.parent_header ? message.parent_header.msg_type : "";
     if (!asked) return;
     const { session } = message.header;
-    if (this.process !== "" && session !== this.process) this.forget();
+    if (this.process !== "" && session !== this.process) this.forget(false);
     this.process = session;
+    const isLoaded = announced(message);
+    if (isLoaded !== null) this.listener.announced(isLoaded);
     if (message.header.msg_type !== "status" || !ON_SHELL.has(asked)) return;
     const state = (message as KernelMessage.IStatusMsg).content.execution_state;
     if (state !== "busy" && state !== "idle") return;
@@ -114,7 +125,7 @@ export class FollowedKernel {
     if (isOther) {
       this.id = id;
       this.wasConnected = false;
-      this.forget();
+      this.forget(true);
     }
     const state = this.read();
     if (!isOther && state === this.last) return;
@@ -122,10 +133,10 @@ export class FollowedKernel {
     this.listener.changed();
   }
 
-  private forget(): void {
+  private forget(isOtherKernel: boolean): void {
     this.isBusy = null;
     this.process = "";
-    this.listener.replaced();
+    this.listener.replaced(isOtherKernel);
   }
 
   private read(): KernelState {

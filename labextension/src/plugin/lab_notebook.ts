@@ -1,5 +1,6 @@
 import type { ISessionContext } from "@jupyterlab/apputils";
 import type { INotebookModel } from "@jupyterlab/notebook";
+import type { Kernel } from "@jupyterlab/services";
 import type { ISignal } from "@lumino/signaling";
 
 import type { KernelAsk, KernelState, NotebookLink } from "../panel/host";
@@ -10,8 +11,9 @@ import { askOverControl } from "../shared/kernel_link";
 import type { KernelConnection } from "../shared/kernel_link";
 import { FollowedKernel } from "./followed_kernel";
 import type { KeptChoices } from "./kept_choices";
+import type { LoadedKernels } from "./loaded_kernels";
 
-/** A kernel without sgpu-magic never answers: after this it counts as such a one. */
+/** A kernel that says nothing for so long counts as one without sgpu-magic. */
 export const PATIENCE_MS = 2_000;
 /** A kernel that is known to have it may be at something that lets nothing else run. */
 export const KNOWN_PATIENCE_MS = 10_000;
@@ -19,6 +21,8 @@ export const KNOWN_PATIENCE_MS = 10_000;
 export const SLOW_PATIENCE_MS = 60_000;
 
 const LOAD = "%load_ext sgpu_magic";
+/** What the banner of a kernel has when sgpu-magic is loaded. */
+const IN_BANNER = "sgpu-magic";
 const NOT_LOADED = "This kernel has not loaded sgpu-magic.";
 const OTHER_VERSION = "This kernel has loaded another version of sgpu-magic than this page. Restart the kernel.";
 const SILENT = "The kernel does not answer: the code running in it blocks everything else. It is asked again automatically.";
@@ -39,6 +43,8 @@ export interface Surroundings {
   readonly session: ISessionContext;
   /** What the page's kernels were told. */
   readonly choices: KeptChoices;
+  /** The kernels that can be asked. */
+  readonly loaded: LoadedKernels;
   /** The panel shows itself to somebody. */
   isLooked(): boolean;
   /** This notebook is the one in front. */
@@ -58,6 +64,8 @@ export class LabNotebook implements NotebookLink {
   private readonly callbacks = new Set<() => void>();
   private readonly waiting = new Set<AbortController>();
   private telling: string | null = null;
+  /** Whether the kernel's process has loaded sgpu-magic, as it says itself; null before it was asked that. */
+  private looking: Promise<boolean> | null = null;
   private isLate = false;
   private count = 0;
 
@@ -72,7 +80,8 @@ export class LabNotebook implements NotebookLink {
         // a cell that begins will have an end
         changed: () => this.changed(this.kernelState !== "busy"),
         cellEnded: () => this.changed(),
-        replaced: () => this.replaced(),
+        replaced: (isOtherKernel) => this.replaced(isOtherKernel),
+        announced: (isLoaded) => this.setLoaded(this.kernelOf.kernelId, isLoaded),
       },
       signal,
     );
@@ -122,9 +131,15 @@ export class LabNotebook implements NotebookLink {
     let timer: ReturnType<typeof setTimeout> | undefined;
     const given = new Promise<never>((_, reject) => {
       end.signal.addEventListener("abort", () => reject(end.signal.reason as Error), { once: true });
-      timer = setTimeout(() => end.abort(this.silence()), this.patience(question.kind));
     });
+    const setTimer = (): void => {
+      clearTimeout(timer);
+      timer = setTimeout(() => end.abort(this.silence()), this.patience(question.kind));
+    };
+    setTimer();
     try {
+      if (!(await this.hasLoaded(connection, given))) throw new NoExtension(NOT_LOADED);
+      setTimer();
       const link = connection as unknown as KernelConnection;
       const asked = askOverControl(link, PANEL, { ...question, n: this.count }, end.signal);
       // it may be refused after it was given up
@@ -214,8 +229,11 @@ export class LabNotebook implements NotebookLink {
     if (tells) void this.tellKept();
   }
 
-  private replaced(): void {
+  private replaced(isOtherKernel: boolean): void {
     this.isKnown = false;
+    this.looking = null;
+    // of another kernel it may be known since before this notebook had it
+    if (!isOtherKernel) this.around.loaded.forget(this.kernelOf.kernelId);
     this.around.choices.forget(this.kernelOf.kernelId);
     this.drop(RESTARTED);
   }
@@ -226,13 +244,58 @@ export class LabNotebook implements NotebookLink {
 
   // ---------------------------------------------------------------- questions
 
+  private setLoaded(kernel: string, isLoaded: boolean): void {
+    const { loaded } = this.around;
+    if (isLoaded) loaded.add(kernel);
+    else loaded.forget(kernel);
+    this.looking = Promise.resolve(isLoaded);
+    if (!isLoaded) this.isKnown = false;
+  }
+
+  /**
+   * Whether the kernel has loaded sgpu-magic. Asked of its main shell, as any kernel answers there, once each process:
+   * when that changes, the kernel says so.
+   *
+   * @param given: Rejects when nobody waits any longer; a kernel that is busy answers after its cell.
+   */
+  private async hasLoaded(connection: Kernel.IKernelConnection, given: Promise<never>): Promise<boolean> {
+    const kernel = this.kernelOf.kernelId;
+    if (this.around.loaded.has(kernel)) return true;
+    const looking = (this.looking ??= this.look(connection));
+    let isLate = false;
+    void looking.then((isLoaded) => {
+      if (this.looking !== looking || !isLoaded) return;
+      this.around.loaded.add(kernel);
+      if (isLate) this.changed();
+    });
+    try {
+      return await Promise.race([looking, given]);
+    } catch (error) {
+      isLate = true;
+      throw error;
+    }
+  }
+
+  private async look(connection: Kernel.IKernelConnection): Promise<boolean> {
+    try {
+      const content = (await connection.requestKernelInfo())?.content;
+      return content !== undefined && "banner" in content && content.banner.includes(IN_BANNER);
+    } catch {
+      // its connection has ended: the next question looks again
+      this.looking = null;
+      return false;
+    }
+  }
+
   private patience(kind: KernelAsk["kind"]): number {
     if (!this.isKnown) return PATIENCE_MS;
     return kind === "kernel" ? KNOWN_PATIENCE_MS : SLOW_PATIENCE_MS;
   }
 
   private silence(): Error {
-    return this.isKnown ? new Error(SILENT) : new NoExtension(NOT_LOADED);
+    // a kernel in a cell does not say what it has loaded
+    const isUnknown = this.kernelState === "busy" && !this.around.loaded.has(this.kernel);
+    return this.isKnown || isUnknown ? new Error(SILENT) : new NoExtension(NOT_LOADED);
   }
 
   /** The kernel knows no such question, or its connection has ended; throws what that means. */

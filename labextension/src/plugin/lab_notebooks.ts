@@ -3,11 +3,13 @@ import type { INotebookTracker, NotebookPanel } from "@jupyterlab/notebook";
 
 import { KeptChoices } from "./kept_choices";
 import { LabNotebook } from "./lab_notebook";
+import { LoadedKernels, pageStore } from "./loaded_kernels";
 
 /** The notebooks of the page, and which one is in front. */
 export class LabNotebooks {
   private readonly links = new Map<NotebookPanel, LabNotebook>();
   private readonly choices = new KeptChoices();
+  private readonly loaded = new LoadedKernels(pageStore());
   private readonly callbacks = new Set<() => void>();
   private looked = false;
 
@@ -56,6 +58,7 @@ export class LabNotebooks {
         context: panel.context,
         session: panel.sessionContext,
         choices: this.choices,
+        loaded: this.loaded,
         isLooked: () => this.looked,
         isFront: () => this.frontPanel === panel,
         showCell: (index) => {

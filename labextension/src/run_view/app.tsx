@@ -68,6 +68,7 @@ export function App({ model, activity, signal, id }: Props) {
           {grid}
           <Sentences lines={run.idle} kind="idle-lines" label="idle devices" />
           <Sentences lines={run.stall} kind="stall" label="where the ranks wait" />
+          <Sentences lines={run.warnings} kind="warnings" label="warnings" />
           <Sentences lines={run.notes} kind="notes" label="notes" />
           {hasLog && <LogPanel model={model} tab={tab} onTab={setTab} ranks={tabs} id={id} signal={signal} />}
           <footer class="sgpu-foot">

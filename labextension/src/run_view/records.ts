@@ -10,7 +10,7 @@
 import { bool, either, kinds, list, nullable, num, oneOf, record, str, triple } from "../shared/checks";
 import type { Of } from "../shared/checks";
 
-export const VERSION = 3;
+export const VERSION = 4;
 
 export const tone = oneOf("plain", "busy", "good", "bad", "warn");
 export type Tone = Of<typeof tone>;
@@ -99,6 +99,7 @@ export const snapshot = record({
   ranks: list(rankCard),
   only: list(num),
   idle: list(str),
+  warnings: list(str),
   notes: list(str),
   stall: list(str),
   failure: nullable(failureBlock),

@@ -28,7 +28,7 @@ from sgpu_magic.config import host_name
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages.mismatches import driver_version
 from sgpu_magic.system.processes import core_count
-from sgpu_magic.wire.devices import ANY, CPU, Device, Inventory, canonical_type, memory_of
+from sgpu_magic.wire.devices import ANY, CPU, Device, Inventory, canonical_type, memory_of, memory_text, used_bytes_of
 
 MAX_SIMULATED = 1024
 """Maximum number of simulated devices of one type."""
@@ -99,13 +99,12 @@ def simulated_devices(text: str) -> tuple[Device, ...]:
         if kind in seen:
             raise _simulate_error(text, f"{kind} is listed twice.")
         seen.add(kind)
-        start = len(devices)
         devices.extend(
             Device(
                 uuid=f"SIM-{kind}-{number}",
                 type=kind,
                 name=f"simulated {kind}",
-                index=start + number,
+                index=number,
                 memory_bytes=memory_of(kind),
                 simulated=True,
             )
@@ -236,7 +235,7 @@ def outside_use(pids: Sequence[int], own: frozenset[int], total_bytes: int, used
     if foreign:
         return f"{_process_text(foreign[0])} uses it"
     if used_bytes is not None and used_bytes > BUSY_MEMORY_SHARE * total_bytes and not any(is_own.values()):
-        return f"{used_bytes / 1e9:.1f} of {total_bytes / 1e9:.0f} GB are in use"
+        return f"{used_bytes_of(used_bytes, total_bytes) / 1e9:.1f} of {memory_text(total_bytes)} are in use"
     return ""
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from sgpu_magic.wire.devices import CPU, Device, Inventory, Node, memory_of
+from sgpu_magic.wire.devices import CPU, Device, Inventory, Node, memory_bytes
 
 PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
 
@@ -47,11 +47,6 @@ CPU_LINE = Line(CPU)
 
 def line_of(device: Device) -> Line:
     return Line(device.type, device.simulated)
-
-
-def memory_bytes(device: Device) -> int:
-    """Return the device's memory, or that of its type if the driver does not report it; 0 when unknown."""
-    return device.memory_bytes or memory_of(device.type)
 
 
 class Want(msgspec.Struct, frozen=True):

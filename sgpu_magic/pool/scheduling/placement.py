@@ -19,9 +19,8 @@ from sgpu_magic.pool.scheduling.capacity import (
     amount,
     laid_out,
     line_of,
-    memory_bytes,
 )
-from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare
+from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare, memory_bytes
 from sgpu_magic.wire.record import short
 
 _ASKED = "requested from the cluster, which has to add nodes for it"

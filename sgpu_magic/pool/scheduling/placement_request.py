@@ -12,9 +12,8 @@ from sgpu_magic.pool.scheduling.capacity import (
     Stock,
     Want,
     amount,
-    memory_bytes,
 )
-from sgpu_magic.wire.devices import ANY, CPU, Placement
+from sgpu_magic.wire.devices import ANY, CPU, Placement, memory_bytes, memory_text
 
 _GB = 1e9
 
@@ -25,7 +24,7 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
     Args:
         placement: The request.
         stock: What the pool has.
-        choose: Chooses among the types with enough memory, for a request without a type.
+        choose: Chooses among the types with enough devices, for a request without a type.
     """
     ranks, asked = placement.ranks, placement.device_type
     if ranks < 1:
@@ -35,7 +34,7 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
     if asked == ANY:
         if placement.min_memory_bytes:
             return _by_need(placement, stock, choose)
-        return _resolve_any(placement, stock)
+        return _resolve_any(placement, stock, choose)
     if asked == CPU:
         return _on_cpu(placement, stock, CPU)
     lines = stock.lines_of(asked)
@@ -115,7 +114,7 @@ def _has(stock: Stock, lines: Sequence[Line]) -> str:
 def _too_small(placement: Placement, stock: Stock, line: Line) -> str:
     need = f"{placement.min_memory_bytes / _GB:g} GB"
     sizes = sorted({memory_bytes(device) for device in stock.line(line)})
-    have = " or ".join("an unknown amount" if not size else f"{size / _GB:.0f} GB" for size in sizes)
+    have = " or ".join(memory_text(size) if size else "an unknown amount" for size in sizes)
     enough = stock.total(line, placement.min_memory_bytes)
     count = (
         f"{enough} {line} of this pool {'has' if enough == 1 else 'have'}" if enough else f"no {line} of this pool has"
@@ -126,11 +125,11 @@ def _too_small(placement: Placement, stock: Stock, line: Line) -> str:
     )
 
 
-def _resolve_any(placement: Placement, stock: Stock) -> Want | str:
+def _resolve_any(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | str:
     counts = stock.counts if not stock.many else {line: stock.limit(line) for line in stock.all_lines()}
     enough = [line for line in counts if not _too_much(placement, stock, line)]
     if enough:
-        return _want(placement, max(enough, key=lambda line: (counts[line], not line.simulated)))
+        return choose([_want(placement, line) for line in enough])
     if counts:
         largest = max(counts, key=lambda line: counts[line])
         if counts[largest] >= placement.ranks:
@@ -153,7 +152,7 @@ def _by_need(placement: Placement, stock: Stock, choose: Callable[[list[Want]], 
     if not fitting:
         has = ", ".join(
             f"{stock.counts[line]} {line} with "
-            + " or ".join(f"{size / _GB:.0f} GB" for size in sorted({memory_bytes(one) for one in stock.line(line)}))
+            + " or ".join(memory_text(size) for size in sorted({memory_bytes(one) for one in stock.line(line)}))
             for line in stock.counts
         )
         return (

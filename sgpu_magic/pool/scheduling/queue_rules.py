@@ -27,7 +27,7 @@ from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
 from sgpu_magic.pool.scheduling.words import Keepers, waited_in_vain
-from sgpu_magic.wire.devices import Inventory, Lease, Placement
+from sgpu_magic.wire.devices import ANY, Inventory, Lease, Placement, memory_of
 
 Waiting = list[tuple[Run, Want]]
 
@@ -130,12 +130,17 @@ class QueueRules:
             placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
 
         def choose(wants: list[Want]) -> Want:
-            """Return the type that the run already waits for; else the cheapest, among these the one with most free."""
+            """Return the type that the run already waits for; else the cheapest that is free, as clients choose it.
+
+            Without prices, the type with the least memory counts as the cheapest.
+            """
             before = [want for want in wants if run.want is not None and want.line == run.want.line]
-            return min(
-                before or wants,
-                key=lambda want: (self._tariff.of(want.device_type) or 0.0, want.simulated, -room.free(want)),
-            )
+            return min(before or wants, key=rank_of)
+
+        def rank_of(want: Want) -> tuple[bool, bool, float, bool, int, int]:
+            price, free = self._tariff.of(want.device_type), room.free(want)
+            size = memory_of(want.device_type)
+            return free < want.ranks, price is None, price or 0.0, want.simulated, size, -free
 
         found = resolve(placement, room.stock, choose)
         meant: Want | Refusal = ("UsageError", found) if isinstance(found, str) else found
@@ -143,7 +148,8 @@ class QueueRules:
             anywhere = resolve(run.spec.placement, room.stock, choose)
             if isinstance(anywhere, Want):
                 meant = "SessionError", session_rules.too_large(anywhere, room.stock)
-        if not placement.min_memory_bytes:
+        # which type is free changes with every run
+        if placement.device_type != ANY and not placement.min_memory_bytes:
             self._meant[key] = meant
         return meant
 

@@ -14,7 +14,6 @@ from sgpu_magic.client.run import Run
 from sgpu_magic.errors import CapacityError, KeyRefused, PoolError, PoolVersionError, RunUnknown, SgpuError
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import Publisher
-from sgpu_magic.views.units import format_span
 from sgpu_magic.wire.events import Detached, Event, RunEnded
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.record import short
@@ -55,14 +54,14 @@ class Followed(msgspec.Struct, frozen=True):
     def look_at_link(self) -> None:
         """Show or clear the note that a remote pool is silent."""
         silent_s = self.run.silent_s
-        if silent_s or self.view.silence:
-            # the note is renewed each time the silence has doubled
-            told_s = 10 * 2 ** int(math.log2(max(silent_s, 10.0) / 10))
-            sentence = (
-                f"the link to {self.run.pool_title} has been silent for more than {format_span(told_s)}; the run "
-                "continues there, and the view catches up when the link is back"
+        if silent_s and not self.view.silence:
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
+            self.view.not_heard(
+                f"reconnecting: {self.run.pool_title} has been silent since {since}; the run continues there, and the "
+                "view catches up when the link is back"
             )
-            self.view.not_heard(sentence if silent_s else "")
+        elif not silent_s:
+            self.view.not_heard("")
 
     def take(self, patience_s: float = 0.0) -> tuple[Event, Sequence[bytes]] | None:
         """Wait for the next event and apply it to the view; None on timeout."""

@@ -24,7 +24,7 @@ from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.events import Described, RanksStarted, RunEnded
 from sgpu_magic.wire.files import KEY, PAYLOAD, REQUIREMENTS
 from sgpu_magic.wire.record import short
-from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord, RunSpec
+from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord, RunSpec, as_warning
 from sgpu_magic.wire.states import RunKind
 
 _REPLAYABLE = (RunKind.CELL, RunKind.CALL)
@@ -200,7 +200,7 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
     notes = [f"a replay of run {short(spec.run_id)}", *circumstances.differences(then, now), *_gone_variables(spec)]
     if spec.session:
         notes.append("it ran in a session: what earlier cells had set on its ranks is not here")
-    notes += filter(None, [kept_settings])
+    notes += [as_warning(kept_settings)] if kept_settings else []
     placement = replace(
         spec.placement,
         ranks=options.ranks or len(spec.rank_numbers),

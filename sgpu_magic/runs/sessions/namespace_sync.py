@@ -16,6 +16,7 @@ import msgspec
 from sgpu_magic.options.values import format_ranks
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.namespace import is_ipythons
+from sgpu_magic.wire.run import as_warning
 
 # digest of a name that the notebook did not have
 _ABSENT = b""
@@ -238,7 +239,7 @@ class Shipping:
     def _own_values(
         self, lacking: Mapping[str, tuple[int, ...]], namespace: Mapping[str, object], ranks: tuple[int, ...]
     ) -> list[str]:
-        """Return a note, once per name, if the ranks or some of them have another value than the notebook."""
+        """Return a warning, once per name, if the ranks or some of them have another value than the notebook."""
         notes: list[str] = []
         for name, some in lacking.items():
             held = self._held.get(name, {})
@@ -258,7 +259,7 @@ class Shipping:
                 f"`{name}` keeps the ranks' value, which a cell set there; the notebook has another: assign it again, "
                 f"or %sgpu_push {name}, to ship that"
             )
-        return notes
+        return list(map(as_warning, notes))
 
     def _set(self, name: str, ranks: Iterable[int], held: _Held) -> None:
         self._held.setdefault(name, {}).update(dict.fromkeys(ranks, held))

@@ -19,7 +19,7 @@ from sgpu_magic.payload.namespace import collect, submodules_read
 from sgpu_magic.runs.notebook import cell_number, future_flags
 from sgpu_magic.runs.submit import spec
 from sgpu_magic.runs.submit.spec import PackedCode
-from sgpu_magic.wire.run import CellSource, OutputName
+from sgpu_magic.wire.run import CellSource, OutputName, as_warning
 from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def pack_cell(
         submodules=submodules_read(_WORD.findall(cell.body), cell.read.values()),
     )
     hidden = (
-        f"the notebook's variable `{name}` hides the rank's own `{name}`: --exclude {name} gives that back"
+        as_warning(f"the notebook's variable `{name}` hides the rank's own `{name}`: --exclude {name} gives that back")
         for name in RANK_NAMES
         if name in code.packed.names
     )

@@ -24,6 +24,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.options.asked import Devices
 from sgpu_magic.options.values import STRATEGIES, check_spread
 from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.run import as_warning
 
 CPU_RANKS = 2
 """Default number of ranks on CPU."""
@@ -38,7 +39,7 @@ class Found(msgspec.Struct, frozen=True):
     Args:
         pool: The pool.
         placement: The devices to request there.
-        notes: Sentences for the run's view: the reason for the choice, and settings that the pool does not apply.
+        notes: Notes for the run's view: the reason for the choice, and settings that the pool does not apply.
     """
 
     pool: Pool
@@ -90,7 +91,8 @@ def find_place(pools: Pools, settings: Settings, name: str, devices: Devices) ->
         min_memory_bytes=devices.min_memory_bytes,
     )
     notes = () if choice is None else (f"pool {choice.name}: {choice.why}",)
-    return Found(pool, placement, (*notes, *filter(None, [told, kept_settings])))
+    kept = (as_warning(kept_settings),) if kept_settings else ()
+    return Found(pool, placement, (*notes, *filter(None, [told]), *kept))
 
 
 def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) -> int:

@@ -32,7 +32,7 @@ from sgpu_magic.wire.attachments import CodeBundle, Environment, Upload
 from sgpu_magic.wire.client import Describe, TrackRun
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.record import short
-from sgpu_magic.wire.run import CellSource, RunSpec
+from sgpu_magic.wire.run import CellSource, RunSpec, as_warning
 from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
             environment, notes, projects = _own(pool, submission.wishes)
         else:
             spec = replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
-            notes = (*_without_effect(submission.wishes), *mismatch_news())
+            notes = tuple(map(as_warning, [*_without_effect(submission.wishes), *mismatch_news()]))
     if environment is not None:
         along = replace(along, environment=environment)
         spec = replace(spec, environment=environment.digest, environment_label=environment.label)
@@ -192,7 +192,8 @@ def _wished(pool: Pool, settings: Settings, wishes: Wishes) -> tuple[Environment
     if found is None:
         return None
     driver = _driver(pool) if wishes.torch_mine else ""
-    return found.environment, (*found.notes, *check_before_travel(found.environment, driver=driver))
+    warnings = check_before_travel(found.environment, driver=driver)
+    return found.environment, (*found.notes, *map(as_warning, warnings))
 
 
 def _own(pool: Pool, wishes: Wishes) -> tuple[Environment, tuple[str, ...], tuple[str, ...]]:
@@ -200,7 +201,8 @@ def _own(pool: Pool, wishes: Wishes) -> tuple[Environment, tuple[str, ...], tupl
     ordered = packages.of(pool).environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
     snapshot = take_snapshot()
     driver = _driver(pool) if wishes.torch_mine else ""
-    notes = (*ordered.notes, *check_before_travel(ordered.environment, snapshot, driver=driver))
+    warnings = check_before_travel(ordered.environment, snapshot, driver=driver)
+    notes = (*ordered.notes, *map(as_warning, warnings))
     wheels = {wheel.file.partition("-")[0].replace("_", "-").lower() for wheel in ordered.environment.wheels}
     projects = (each.path for each in snapshot.distributions if each.key in wheels and each.path is not None)
     return ordered.environment, notes, tuple(str(project) for project in projects if os.path.isdir(project))
@@ -254,12 +256,12 @@ def _files(files: Iterable[str]) -> Iterable[str]:
 
 
 def _bundled(settings: Settings, code: list[LocalCode]) -> tuple[tuple[CodeBundle, ...], tuple[str, ...]]:
-    """Return local code as archives, and notes about their size."""
+    """Return local code as archives, and warnings about their size."""
     from sgpu_magic.packages.local_code import check_size
 
-    notes = check_size(code, warn_bytes=settings.code_warn_bytes, limit_bytes=settings.code_limit_bytes)
+    warnings = check_size(code, warn_bytes=settings.code_warn_bytes, limit_bytes=settings.code_limit_bytes)
     bundles = _bundles_in(settings.state_path / _BUNDLES)
-    return tuple(bundles.bundle(each) for each in code), notes
+    return tuple(bundles.bundle(each) for each in code), tuple(map(as_warning, warnings))
 
 
 @functools.cache

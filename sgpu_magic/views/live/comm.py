@@ -46,6 +46,8 @@ class Channels:
     Attributes:
         serve_comms: Widget messages that the front end sends to a subshell are answered while a cell blocks.
         serve_every_comm: All widget messages are answered while a cell blocks.
+        is_restarting: Whether a restart of the kernel was requested. Front ends have forgotten all comms by then, and
+            JupyterLab logs an error for each that is closed.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -60,6 +62,7 @@ class Channels:
         self._worker: ThreadPoolExecutor | None = None
         self._subshell = OwnSubshell(kernel)
         self.serve_comms, self.serve_every_comm = self._subshell.kernel_has_them, self._subshell.kernel_asks
+        self.is_restarting: Callable[[], bool] = lambda: False
         kernel.control_handlers[REQUEST] = self._from_control
 
     def opened(self, widget: Any, answer: Answerer) -> None:

@@ -155,7 +155,8 @@ class WidgetPublisher:
         widget, self._widget = self._widget, None
         if widget is not None:
             self._channels.closed(widget)
-            widget.close()
+            if not self._channels.is_restarting():
+                widget.close()
 
 
 # the form of `jupyter_client.session.Session.msg_id`

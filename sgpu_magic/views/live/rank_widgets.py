@@ -113,6 +113,9 @@ class RankWidgets:
         with self._lock:
             self._unopened.clear()
             self._unsent.clear()
+            if self._channels is not None and self._channels.is_restarting():
+                # the front end has none of them any more
+                return
             comms, self._comms = self._comms, {}
             for comm in comms.values():
                 if comm is not None:

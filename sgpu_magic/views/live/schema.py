@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 """Version of these records. A front end renders only its own version."""
 
 Tone = Literal["plain", "busy", "good", "bad", "warn"]
@@ -197,7 +197,8 @@ class Snapshot(Message, frozen=True):
         ranks: The grid; empty before the ranks are being started.
         only: The ranks that take part, ascending; empty for all ranks.
         idle: Warnings about idle GPUs and other current problems, one line each.
-        notes: Sentences for the user.
+        warnings: Notes that ask the user for something.
+        notes: Other notes, which are information.
         stall: Where the ranks of a stalled run wait, one line each.
         failure: The first failure, None while there is none.
         others: How the other ranks ended, one line each.
@@ -231,6 +232,7 @@ class Snapshot(Message, frozen=True):
     ranks: tuple[RankCard, ...]
     only: tuple[int, ...]
     idle: tuple[str, ...]
+    warnings: tuple[str, ...]
     notes: tuple[str, ...]
     stall: tuple[str, ...]
     failure: FailureBlock | None

@@ -19,10 +19,11 @@ from sgpu_magic.views.summary_words import (
     billed_text,
     busy_text,
     cost_text,
+    dead_rank_lines,
     idle_lines,
     mark,
     session_meta,
-    standing_warnings,
+    silence_lines,
 )
 from sgpu_magic.views.units import format_clock, format_seconds, steady_time
 from sgpu_magic.views.usage import thinned
@@ -73,12 +74,13 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
     failure = _first_failure(view)
     ended_badly = view.is_final and view.state is not RunState.SUCCEEDED
     others = other_lines(view.others, failure.rank if failure else None) if ended_badly else []
-    notes = view.notes
+    goes_on = not (view.is_final or view.left)
+    warned = frozenset(view.warnings)
+    notes = [*(note for note in view.notes if note not in warned), *(silence_lines(view) if goes_on else [])]
     left_out = len(notes) - _MAX_NOTES
     word = state_word(view)
     # a cell in a session names the session, whose view shows the location
     session = " · ".join(place_words(view)) if view.spec.in_session else ""
-    goes_on = not (view.is_final or view.left)
     return fitted(
         Snapshot(
             version=VERSION,
@@ -102,7 +104,8 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             bar=bar_of_all([card.bar for card in cards]),
             ranks=cards,
             only=view.spec.only,
-            idle=tuple(map(_plain, [*standing_warnings(view), *idle_lines(view)])) if goes_on else (),
+            idle=tuple(map(_plain, [*dead_rank_lines(view), *idle_lines(view)])) if goes_on else (),
+            warnings=tuple(map(_plain, view.warnings[-_MAX_NOTES:])),
             notes=(
                 *([f"{left_out} earlier notes are left out"] if left_out > 0 else []),
                 *map(_plain, notes[-_MAX_NOTES:]),
@@ -245,7 +248,7 @@ MAX_SNAPSHOT_BYTES = 60_000
 _MAX_TEXT_BYTES = 30_000
 # lines of each list, characters of each line
 _TEXT_LEVELS = ((200, 400), (60, 200), (20, 120), (8, 80))
-_TEXTS = ("meta", "preparing", "idle", "notes", "stall", "others", "footer")
+_TEXTS = ("meta", "preparing", "idle", "warnings", "notes", "stall", "others", "footer")
 
 T = TypeVar("T")
 

@@ -15,7 +15,17 @@ import pytest
 
 from sgpu_magic.agent.watch.inventory import take_inventory
 from sgpu_magic.errors import UsageError
-from sgpu_magic.wire.devices import KNOWN_TYPES, Inventory, canonical_type, memory_of
+from sgpu_magic.wire.devices import (
+    KNOWN_TYPES,
+    Device,
+    Inventory,
+    canonical_type,
+    memory_bytes,
+    memory_of,
+    memory_text,
+    used_bytes_of,
+    vendor_bytes,
+)
 
 nvml_stub = nvml.nvml_stub
 Stub = Callable[..., dict[str, str]]
@@ -124,8 +134,33 @@ def test_known_types_have_a_memory_size_and_are_their_own_names() -> None:
     for kind in KNOWN_TYPES:
         assert canonical_type(kind) == kind
         assert memory_of(kind) > 5 * GB
-    assert round(memory_of("a10") / GB) == 24
+        assert vendor_bytes(memory_of(kind)) == memory_of(kind)
+    assert (memory_of("a10"), memory_of("h100")) == (24 * GB, 80 * GB)
     assert memory_of("cpu") == memory_of("nvidia-gb10") == 0
+
+
+@pytest.mark.parametrize(
+    ("reported_mib", "size"),
+    [
+        # as nvidia-smi shows them, with ECC where it is the default
+        *((15356, "16 GB"), (23028, "24 GB"), (46068, "48 GB"), (81559, "80 GB"), (81920, "80 GB"), (97871, "96 GB")),
+        *((143771, "141 GB"), (183359, "180 GB"), (275040, "288 GB"), (11178, "11 GB"), (24220, "24 GB")),
+        # other variants of a model, MIG slices, and a size that is no vendor's
+        *((40960, "40 GB"), (32510, "32 GB"), (95830, "94 GB"), (4864, "5 GB"), (9984, "10 GB"), (22528, "22 GB")),
+    ],
+)
+def test_memory_is_told_as_the_vendor_states_it(reported_mib: int, size: str) -> None:
+    reported = reported_mib << 20
+    assert memory_text(reported) == size
+    assert memory_text(vendor_bytes(reported)) == size
+    assert used_bytes_of(reported, reported) == vendor_bytes(reported)
+    device = Device(uuid="", type="h100", memory_bytes=reported)
+    assert memory_bytes(device) >= max(reported, vendor_bytes(reported))
+
+
+def test_memory_that_no_driver_reports_is_that_of_the_type() -> None:
+    assert memory_bytes(Device(uuid="", type="h100")) == 80 * GB
+    assert (memory_text(0), memory_text(200 << 20)) == ("?", "0.2 GB")
 
 
 # ---------------------------------------------------------------- simulated
@@ -134,11 +169,11 @@ def test_known_types_have_a_memory_size_and_are_their_own_names() -> None:
 def test_simulated_devices_have_ids_types_and_plausible_memory() -> None:
     found = take_inventory(simulate="A10G:2, h100 : 1", cpu_slots=5)
     assert [device.uuid for device in found.devices] == ["SIM-a10-0", "SIM-a10-1", "SIM-h100-0"]
-    assert [device.index for device in found.devices] == [0, 1, 2]
+    assert [device.index for device in found.devices] == [0, 1, 0]
     assert [device.type for device in found.devices] == ["a10", "a10", "h100"]
     assert all(device.simulated and device.used_bytes is None for device in found.devices)
     assert all(device.utilization_pct is None and device.outside_use == "" for device in found.devices)
-    assert found.devices[2].memory_bytes > 80 * GB
+    assert found.devices[2].memory_bytes == 80 * GB
     assert found.cpu_slots == 5
     assert found.cores >= 1
     assert found.host

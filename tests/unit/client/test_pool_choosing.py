@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from sgpu_magic.client.pool_choosing import (
@@ -79,7 +80,16 @@ def test_devices_are_counted_with_what_may_come():
     }
     assert found["t4"].memory_bytes > 15 * GB
     assert set(counts(status("a10:4 h100:2"), 40 * GB)) == {"h100"}
-    assert has_words(status("a10:4 h100:2")) == "4 a10 (24.0 GB), 2 h100 (80.0 GB), 4 CPU slots"
+    assert has_words(status("a10:4 h100:2")) == "4 a10 (24 GB), 2 h100 (80 GB), 4 CPU slots"
+
+
+def test_the_vendors_number_is_enough_as_a_least_memory():
+    devices = tuple(Device(uuid=f"G{at}", type="h100", memory_bytes=81559 << 20) for at in range(2))
+    of_driver = msgspec.structs.replace(status("h100:2"), inventory=Inventory(host="h", devices=devices, cpu_slots=4))
+    assert has_words(of_driver) == "2 h100 (80 GB), 4 CPU slots"
+    for least in ("80GB", "79GiB", "80 GB"):
+        assert counts(of_driver, memory_bytes("--min-memory", least))["h100"].total == 2
+    assert "h100" not in counts(of_driver, memory_bytes("--min-memory", "90GB"))
 
 
 def test_what_others_use_outside_is_not_free():
@@ -187,8 +197,8 @@ def test_the_cheapest_free_type_with_so_much_memory():
     with pytest.raises(CapacityError) as told:
         cheapest_type(pool, Wanted(2, min_memory_bytes=90 * GB), MONEY)
     assert told.value.message == (
-        "the pool cloud has no 2 devices of one type with 90.0 GB of memory each. It has: 4 t4 (16.0 GB), "
-        "4 a10 (24.0 GB), 4 h100 (80.0 GB), 4 CPU slots. Ask for less with --min-memory, or for fewer with --gpus."
+        "the pool cloud has no 2 devices of one type with 90.0 GB of memory each. It has: 4 t4 (16 GB), "
+        "4 a10 (24 GB), 4 h100 (80 GB), 4 CPU slots. Ask for less with --min-memory, or for fewer with --gpus."
     )
 
 
@@ -203,9 +213,8 @@ def test_a_type_that_is_named_is_checked():
     check_memory(pool, Wanted(2, "a10", 20 * GB))
     with pytest.raises(CapacityError) as told:
         check_memory(pool, Wanted(2, "a10", 40 * GB))
-    assert (
-        "the pool cloud has 4 a10 with 24.0 GB of memory or more, and 0 of them have 40.0 GB; 2 are asked for."
-        in str(told.value)
+    assert "the pool cloud has 4 a10 with 24 GB of memory or more, and 0 of them have 40.0 GB; 2 are asked for." in str(
+        told.value
     )
     with pytest.raises(CapacityError, match=r"--min-memory 40\.0 GB is GPU memory, and ranks on cpu have none"):
         check_memory(pool, Wanted(2, "cpu", 40 * GB))

@@ -74,6 +74,9 @@ class Place:
         return self._told
 
 
+A10 = "On a10, the smallest type that is free; --type takes another of a10, h100."
+
+
 def planned(place: Place, choice: Choice, *, connect: bool = False, held: Held | None = None) -> Plan:
     return plan(place, held or Held(), choice, connect=connect)  # type: ignore[arg-type]
 
@@ -98,7 +101,7 @@ def place(tmp_path: Path) -> Place:
         (Choice(gpus=17, type="cpu"), "The pool has 16 CPU slots, but 17 are requested."),
         (Choice(gpus=1, type="a100"), "The pool has no A100. It has: 4 A10, 8 H100, and 16 CPU slots."),
         (Choice(gpus=1, pool="team"), "There is no pool named 'team'. You have: local."),
-        (Choice(), "The pool has several types (4 A10, 8 H100): choose one, and how many."),
+        (Choice(), ""),
         (Choice(gpus=-3), "-3 is not a number of ranks; 1 to 4096 is possible."),
         (Choice(gpus=1, type="cpu", env_version="4x"), "There is no environment '4x' here. There are: 4, ai-4;"),
     ],
@@ -134,8 +137,16 @@ def test_types_that_cpu_stands_in_for_are_possible(tmp_path: Path):
             status("a10:1", outside=("a10-0",)),
             "No A10 is free now: the session waits in the queue.",
         ),
-        # any type will do, and one has enough
-        (Choice(gpus=3), status(taken=("a10-0", "a10-1")), ""),
+        # without a type the smallest one that is free
+        (Choice(), status(), A10),
+        (Choice(gpus=3), status(), A10),
+        (Choice(gpus=3), status(taken=("a10-0", "a10-1")), A10.replace("On a10", "On h100")),
+        (
+            Choice(gpus=4),
+            status("a10:4,h100:4", taken=("a10-0", "h100-0", "h100-1")),
+            "On a10, the smallest type; --type takes another of a10, h100. 3 of the 4 A10 that this needs are free "
+            "now: the session waits in the queue.",
+        ),
         (
             Choice(gpus=6, type="cpu"),
             status(""),
@@ -147,7 +158,7 @@ def test_types_that_cpu_stands_in_for_are_possible(tmp_path: Path):
 )
 def test_waiting_is_told_before(tmp_path: Path, choice: Choice, told: PoolStatus | None, sentence: str):
     found = planned(Place(tmp_path, told), choice, connect=True).picture
-    assert found.sentences == ((sentence,) if sentence else ())
+    assert " ".join(found.sentences) == sentence
     assert not found.loses
 
 

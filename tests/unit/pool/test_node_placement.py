@@ -105,7 +105,7 @@ def test_cpu_slots_are_those_of_nodes_and_no_two_ranks_share_one() -> None:
 
 def test_a_lease_has_devices_of_one_type() -> None:
     pool = driven(cluster({"n1": ("a10", 4), "n2": ("h100", 8)}))
-    pool.submit(spec(A, 2, "any"), spec(B, 7, "any"))
+    pool.submit(spec(A, 5, "any"), spec(B, 7, "any"))
     assert {uuid[:6] for uuid in pool.leases[A].uuids} == {"GPU-n2"}
     assert pool.leases[A].device_type == "h100"
     assert B not in pool.leases

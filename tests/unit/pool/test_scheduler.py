@@ -107,9 +107,11 @@ def test_devices_that_are_given_back_before_the_last_word_are_the_next_runs() ->
     assert another.holder("GPU-a10-0") == B
 
 
-def test_any_takes_the_gpus_with_most_devices_that_are_enough() -> None:
+def test_any_takes_the_smallest_gpus_that_are_enough_and_free() -> None:
     scheduler = Scheduler(node(*gpus(2, "a10"), *gpus(4, "h100")))
-    assert launched(submit(scheduler, spec(A, 2, "any")))[A].device_type == "h100"
+    assert launched(submit(scheduler, spec(A, 2, "any")))[A].device_type == "a10"
+    assert launched(submit(scheduler, spec(B, 2, "any")))[B].device_type == "h100"
+    assert launched(submit(Scheduler(node(*gpus(2, "a10"), *gpus(4, "h100"))), spec(A, 3, "any")))[A].ranks == 3
     scheduler = Scheduler(node(*gpus(2, "a10"), *gpus(2, "h100", simulated=True)))
     assert launched(submit(scheduler, spec(A, 2, "any")))[A].device_type == "a10"
 

@@ -24,7 +24,7 @@ from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.failures import Collective, Failure, RankMemory, RankStack, StackFrame, TensorUse
 from sgpu_magic.wire.rank_events import RankSample
-from sgpu_magic.wire.run import CellSource, OutputName, RankResult, Shipped
+from sgpu_magic.wire.run import CellSource, OutputName, RankResult, Shipped, as_warning
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "snapshots.json"
@@ -322,6 +322,18 @@ def test_what_the_cell_raises_is_not_drawn_twice(tmp_path: Path) -> None:
     block = drawn(run).failure
     assert [line.text for line in block.lines] == ["ValueError on rank 1 · gpu-node-2", "NaN in batch 118"]
     assert block.whole == ()
+
+
+def test_notes_that_ask_for_something_are_apart(tmp_path: Path) -> None:
+    run = LiveRun(
+        tmp_path, shipped=Shipped(notes=("on a10, the cheapest type", as_warning("`rank` is hidden")))
+    ).start()
+    run.view.not_heard("reconnecting")
+    snapshot = drawn(run)
+    assert snapshot.warnings == ("`rank` is hidden",)
+    assert snapshot.notes == ("on a10, the cheapest type", "reconnecting")
+    assert snapshot.idle == ()
+    assert "reconnecting" not in drawn(run.end()).notes
 
 
 def test_nothing_but_plain_text_is_in_a_snapshot(tmp_path: Path) -> None:

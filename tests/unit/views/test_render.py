@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterator
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,7 @@ from stories import (
 from sgpu_magic import errors
 from sgpu_magic.config import host_name
 from sgpu_magic.runs.follow.outcome import deliver
+from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.server.outputs import cell_outputs
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
@@ -60,7 +62,7 @@ from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.live.rank_cards import rank_cards
 from sgpu_magic.views.output import Caption, LineAssembler, ShownDisplay, TextSegment, segments
 from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, trim
-from sgpu_magic.views.pool_tables import status_html, status_text
+from sgpu_magic.views.pool_tables import away_html, status_html, status_text
 from sgpu_magic.views.publisher import NotebookPublisher, OutputSlots, SilentPublisher, publisher_for
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
@@ -71,7 +73,7 @@ from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
 from sgpu_magic.wire.failures import Failure, RankStack, StackFrame
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.run import CellSource, RunSpec, Shipped
+from sgpu_magic.wire.run import CellSource, RunSpec, Shipped, as_warning
 from sgpu_magic.wire.states import FailureKind, RunState
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -593,6 +595,42 @@ def test_html_escapes_everything_that_ranks_say() -> None:
         assert reader.tags <= {"div", "b", "span", "pre", "details", "summary"}
         assert reader.names <= {"style"}
         assert "<script>alert(1)</script>" in reader.text
+
+
+def test_only_notes_that_ask_for_something_are_warnings() -> None:
+    hides = "the notebook's variable rank hides the rank's own"
+    run = Run(shipped=Shipped(notes=("on a10, the cheapest type", as_warning(hides)))).start()
+    run.tell(ev.Noted(text="4 ranks share 2 cores"), ev.Noted(text=as_warning("the disk is full")))
+    run.view.not_heard("reconnecting: the pool team has been silent since 14:05:10")
+    said = re.findall(r'<span style="([^"]*)">([^<]*)</span></div>', render_html(run.view).split("<pre")[0])
+    drawn = {unescape(text): "--jp-warn" in style for style, text in said}
+    levels = {
+        "on a10, the cheapest type": False,
+        hides: True,
+        "4 ranks share 2 cores": False,
+        "the disk is full": True,
+        run.view.silence: False,
+    }
+    assert {sentence: drawn.get(sentence) for sentence in levels} == levels
+    assert run.view.warnings == [hides, "the disk is full"]
+    text = render_text(run.view)
+    assert [text.count(f"note: {sentence}\n") for sentence in levels] == [1] * 5
+
+
+def test_a_silent_link_is_reported_once() -> None:
+    silent = SimpleNamespace(silent_s=20.0, pool_title="the pool team")
+    view = Run().start().view
+    followed = Followed(silent, view, SilentPublisher(), SimpleNamespace())  # type: ignore[arg-type]
+    followed.look_at_link()
+    said, version = view.silence, view.version
+    assert re.match(r"reconnecting: the pool team has been silent since \d\d:\d\d:\d\d; the run continues there", said)
+    for seconds in (40.0, 80.0, 3600.0):
+        silent.silent_s = seconds
+        followed.look_at_link()
+    assert (view.silence, view.version) == (said, version)
+    silent.silent_s = 0.0
+    followed.look_at_link()
+    assert view.silence == ""
 
 
 def test_html_reads_without_styles() -> None:
@@ -1156,6 +1194,45 @@ def test_status_is_as_drawn(gpus: bool) -> None:
     assert reader.names <= {"style"}
     for word in re.findall(r"[^\s·]+", text):
         assert word in reader.text
+
+
+def test_status_says_once_that_devices_are_simulated() -> None:
+    status = pool_status(True)
+    devices = tuple(msgspec.structs.replace(each, simulated=True) for each in status.inventory.devices)
+    h100 = Device(uuid="SIM-h100-0", type="h100", index=0, memory_bytes=80 * 10**9, simulated=True)
+    inventory = msgspec.structs.replace(status.inventory, devices=(*devices, h100))
+    runs = tuple(msgspec.structs.replace(run, simulated=True) for run in status.runs)
+    for drawn in (status_text, status_html):
+        text = drawn(msgspec.structs.replace(status, inventory=inventory, runs=runs), now=144.0)
+        assert text.count("simulated") == 1
+        assert "4 A10, 1 H100 (simulated) · " in text
+    # beside real ones each of them is marked
+    real = msgspec.structs.replace(h100, simulated=False)
+    inventory = msgspec.structs.replace(inventory, devices=(*devices[:2], real))
+    mixed = status_text(msgspec.structs.replace(status, inventory=inventory), now=144.0)
+    assert "2 A10 (simulated), 1 H100 · " in mixed
+    assert "\nA10 (simulated)" in mixed
+
+
+def test_status_names_the_notebooks_of_runs() -> None:
+    status = pool_status(True)
+    runs = tuple(
+        msgspec.structs.replace(run, notebook=name)
+        for run, name in zip(status.runs, ("/home/ann/train.ipynb", "eval.ipynb", ""), strict=True)
+    )
+    lines = status_text(msgspec.structs.replace(status, runs=runs), now=144.0).splitlines()
+    assert [line.split()[:3] for line in lines[-4:]] == [
+        ["run", "name", "notebook"],
+        ["7f3a", "train_digits", "train.ipynb"],
+        ["7f40", "train_digits", "eval.ipynb"],
+        ["7f41", "sweep<b>", "4"],
+    ]
+    assert "notebook" not in status_text(status, now=144.0)
+
+
+def test_a_pool_that_is_away_is_a_warning_only_where_somebody_has_to_do_something() -> None:
+    assert "--jp-warn" not in away_html("local", "not running", is_problem=False)
+    assert "--jp-warn" in away_html("team", "it does not admit your key", is_problem=True)
 
 
 def test_status_says_when_an_idle_pool_ends_and_what_the_pool_wants_known() -> None:

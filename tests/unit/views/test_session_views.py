@@ -465,7 +465,7 @@ def test_what_status_says_of_a_session() -> None:
         assert all(word in html for word in re.findall(r"session work|idle since \d\d:\d\d|└", text))
         return text
 
-    assert "5e55 session work  rank 1" in said(WORK)
+    assert "5e55 session work on 0, 1" in said(WORK)
     assert re.search(rf"session work +2 {TIMES} A10 +connected +02:24", said(WORK))
     assert "idle since 00:01" in said(*CELLS, WORK)
     running = summary("7f600000", "train", RunState.RUNNING, 140.0, session=SESSION_ID)
