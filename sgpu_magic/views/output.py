@@ -265,3 +265,9 @@ def segments(view: RunView) -> list[TextSegment | DisplayItem]:
             lines.append(item)
     cut.append(TextSegment(tuple(lines), after))
     return cut
+
+
+def share_of(view: RunView, segment: TextSegment, room: int) -> int:
+    """Return a segment's share of `room` bytes, by the number of its lines."""
+    every = sum(1 for item in view.items if not isinstance(item, DisplayItem))
+    return room * (len(segment.items) + 1) // (every + 1)

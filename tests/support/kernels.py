@@ -113,6 +113,11 @@ class Reply:
         return "\n".join(output.text.rstrip("\n") for output in self.outputs if output.text)
 
     @property
+    def shown(self) -> str:
+        """Return all text that a reader sees below the cell, the error last."""
+        return f"{self.text}\n{self.traceback}"
+
+    @property
     def streams(self) -> str:
         """Return what the kernel itself has printed."""
         return "".join(output.text for output in self.outputs if output.kind == "stream")
