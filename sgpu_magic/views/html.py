@@ -220,7 +220,8 @@ def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
     gap = next((item for item in kept if isinstance(item, GapItem) and item.lines), None)
     if gap is not None:
         told = gap_lines(gap, view.short_id, log_files(view))[0]
-        below = f'<div style="padding:2px 12px 4px;font-size:12px;{SOFT}">{safe(told)}</div>'
+        style = f"padding:3px 12px 4px;font-size:12px;border-top:1px solid {LINE}"
+        below = f'<div style="{style}"><span style="{SOFT}">{safe(told)}</span></div>'
     below += pre((), caption)
     if len(rows) <= 2 * SHOWN_LINES:
         return scroll(pre(kept), _LABEL) + below

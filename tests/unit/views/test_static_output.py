@@ -244,7 +244,7 @@ def test_without_styles_the_first_and_the_last_40_lines_are_shown(lines: int) ->
     if lines == 200_000:
         more = int(re.search(r">([\d,]+) more lines</summary>", html)[1].replace(",", ""))
         below = unescape(shown.partition("FOLDED")[2])
-        dropped = re.search(r">\.\.\. ([\d,]+) lines of 4 ranks in the run's log: ([^<]*)</div>", below)
+        dropped = re.search(r">\.\.\. ([\d,]+) lines of 4 ranks in the run's log: ([^<]*)</span></div>", below)
         assert more + int(dropped[1].replace(",", "")) == lines - 80
         assert dropped[2] == where
 
