@@ -75,7 +75,7 @@ class Settings(msgspec.Struct, frozen=True):
         keep_results: Largest results in bytes that a run's directory keeps after the notebook has received them.
         session_idle_s: Seconds without a cell after which a session ends; 0 never ends it.
         pass_over_s: Seconds for which later runs may pass a waiting run before freed devices are reserved for it.
-        output_limit: Bytes of output that a cell shows; the log has the rest.
+        output_limit: Bytes of output that a cell shows, as HTML and as text together; the log has the rest.
         cache_dir: Directory of the node's data cache (`runtime.cache_dir()`); "" is the platform's cache directory.
         cache_bytes: Maximum size of the data cache in bytes.
         env_version: Packages for runs without `--env-version`, in the same form; "" is the notebook's own.
@@ -148,7 +148,7 @@ class Settings(msgspec.Struct, frozen=True):
     keep_results: int = 100_000_000
     session_idle_s: float = 3600.0
     pass_over_s: float = 600.0
-    output_limit: int = 200_000
+    output_limit: int = 100_000
     cache_dir: str = ""
     cache_bytes: int = 50_000_000_000
     env_version: str = ""

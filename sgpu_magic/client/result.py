@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import overload
 
@@ -19,6 +20,9 @@ from sgpu_magic.wire.run import RunSpec, Shipped
 
 _TEXT_LIMIT = 60
 _REPR_LIMIT = 200
+_TEXT_STYLE = "margin:0;white-space:pre-wrap;font-family:var(--jp-code-font-family,monospace)"
+# characters of all tables together
+_TABLES_LIMIT = 50_000
 _TRACKED_S = 10.0
 _LOOK_S = 0.1
 
@@ -153,6 +157,40 @@ class RunResult:
             rank, why = next(iter(self.problems.items()))
             shown += f" (shown only: rank {rank}'s value could not be sent, {why})"
         return head + (shown if len(shown) <= _REPR_LIMIT or self.problems else shown[:_REPR_LIMIT] + " ...")
+
+    def _repr_html_(self) -> str | None:
+        """Return the ranks' values side by side if there are tables among them, such as DataFrames."""
+        room = _TABLES_LIMIT
+        tables: list[str] = []
+        for value in self.values:
+            table = _table(value)
+            # a table that has no room is shown as text, as are other values
+            tables.append(table if len(table) <= room else "")
+            room -= len(tables[-1])
+        if not any(tables):
+            return None
+        border = "border:1px solid rgba(128,128,128,.28);border-radius:6px"
+        drawn = ""
+        for rank, table, text in zip(self.ranks, tables, self._texts, strict=True):
+            shown = table or f'<pre style="{_TEXT_STYLE}">{escape(text or "None")}</pre>'
+            drawn += (
+                f'<div style="{border};max-width:100%;overflow:hidden">'
+                f'<div style="padding:2px 10px;font-size:12px;opacity:.68">rank {rank}</div>'
+                f'<div tabindex="0" style="max-height:372px;overflow:auto;padding:0 10px 8px">{shown}</div></div>'
+            )
+        on = f" on {self._which()}" if self._only else ""
+        return (
+            "<style>@media print{.sgpu-values>div>div{max-height:none!important;overflow:visible!important}}</style>"
+            f'<div style="font-size:13px;padding:2px 0">run {short(self.run_id)}{on}</div>'
+            f'<div class="sgpu-values" style="display:flex;flex-wrap:wrap;align-items:flex-start;gap:8px">{drawn}</div>'
+        )
+
+
+def _table(value: object) -> str:
+    """Return a value's own HTML if it is a table, else ""."""
+    draw: Callable[[object], object] | None = getattr(type(value), "_repr_html_", None)
+    html = draw(value) if draw is not None else None
+    return html if isinstance(html, str) and "<table" in html else ""
 
 
 def _one_line(text: str) -> str:

@@ -133,9 +133,11 @@ class Workplace:
             ui: `auto`, `widget`, `text` or `none`.
             error_follows: Whether the caller raises the run's error.
         """
-        view = _view(run, self.current_settings(), error_follows=error_follows)
         if ui == "auto":
             ui = defaults.of_process().ui or ui
+        # headless clients print the error alone
+        draws = self.live_views.is_watched and ui in ("auto", "widget")
+        view = _view(run, self.current_settings(), error_follows=error_follows and draws)
         publisher = self.live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
         return Followed(run, view, publisher, self.pool_of(run))
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Literal
 
 from sgpu_magic.config import host_name
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
+from sgpu_magic.views.excerpt import (
+    beginning,
+    clipped,
+    cut_lines,
+    excerpt_of,
+    line_of_cell,
+    source_of,
+    split_traceback,
+    traceback_body,
+)
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
 from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, limit_of, other_lines, timeout_sentence
@@ -17,11 +26,11 @@ from sgpu_magic.views.units import aligned, count_of, format_gb, format_seconds
 from sgpu_magic.wire.failures import Failure, RankMemory, StackFrame, TensorUse
 from sgpu_magic.wire.states import FailureKind, RunState
 
-_MAX_TRACEBACK_LINES = 400
-_RULE = re.compile(r"-{5,}")
-_HEADING = re.compile(r"[\w.]+ +Traceback \(most recent call last\):?")
-_FRAME = re.compile(r"(Cell In\[|File |<)")
-_CELL_FRAME = re.compile(r"Cell In\[")
+# of the frames, and of the message
+_MAX_TRACEBACK_LINES = 80
+_MAX_TRACEBACK_CHARS = 8_000
+_MAX_OTHERS = 40
+_LAST_LINE = "its last Python line"
 
 _LineKind = Literal["title", "code", "culprit", "error", "text"]
 
@@ -29,68 +38,50 @@ _LineKind = Literal["title", "code", "culprit", "error", "text"]
 def failure_block(view: RunView, failure: Failure, most_chars: int, most_whole_chars: int) -> FailureBlock:
     """Return a failure for the static HTML and the live view, the cell's own lines first.
 
+    What failed is never cut: the exception's type, its rank, the cell's line and the beginning of the message.
+
     Args:
         view: The run.
         failure: Its root cause, or a rank's failure while the run is still stopping.
-        most_chars: Maximum characters of each part that is always shown.
-        most_whole_chars: Maximum characters of the whole traceback.
+        most_chars: Maximum characters of the ranks' stacks.
+        most_whole_chars: Maximum characters of the whole traceback and message.
     """
-    # the exception that the cell raises shows the traceback, so one line is enough here
-    told_again = view.error_follows and view.is_final
-    whole: list[str] = []
     if failure.kind is FailureKind.USER_CODE:
-        name = last_part(failure.type_name) or "error"
-        where = [f"on rank {failure.rank}" if failure.rank is not None else "", failure.host]
+        name = clipped(last_part(failure.type_name)) or "error"
+        where = [f"on rank {failure.rank}" if failure.rank is not None else "", clipped(failure.host)]
         lines = [_line(f"{name} {' · '.join(filter(None, where))}".rstrip(), "title")]
-        excerpt, left_out = ([], False) if told_again else cell_excerpt(failure)
-        lines += _traceback(excerpt, most_chars)
-        if not excerpt and failure.message:
-            lines += [_line(line, "error") for line in cut_lines(failure.message.split("\n"), most_chars)]
-        whole = traceback_body(failure) if left_out else []
+        excerpt = excerpt_of(failure, source_of(view.spec))
+        lines += [_line(line, _kind(line)) for line in excerpt.code]
+        lines += [_line(line, "text" if at else "error") for at, line in enumerate(excerpt.message)]
+        whole = [] if excerpt.is_whole else traceback_body(failure) or failure.message.split("\n")
     else:
         sentence = failure_sentence(view) if view.is_final else death_sentence(failure, view.ranks)
-        words = last_words(view, failure) if view.is_final else []
-        title, *rest = cut_lines([*sentence.split("\n"), *words], most_chars)
+        (title, *rest), is_all = beginning(sentence.split("\n"))
         lines = [_line(title, "title"), *(_line(line, "text") for line in rest)]
-        if not told_again:
-            lines += _traceback(traceback_body(failure), most_chars)
+        lines += _place_of_death(view, failure) if view.is_final else []
+        body = traceback_body(failure)
+        whole = [*([] if is_all else [*sentence.split("\n"), ""]), *body]
     lines += [_line(line, "text") for line in cut_lines(ending_stacks(view), most_chars)]
     return FailureBlock(
         rank=failure.rank,
         lines=tuple(lines),
-        whole=tuple(_traceback(whole, most_whole_chars)),
+        whole=tuple(_line(line, _kind(ansi.plain(line))) for line in cut_lines(whole, most_whole_chars)),
         memory=memory_block(view, failure),
     )
 
 
-def traceback_body(failure: Failure) -> list[str]:
-    """Return the lines of the plain traceback without IPython's separator line and heading."""
-    lines = failure.traceback_text.strip("\n").split("\n") if failure.traceback_text.strip() else []
-    while lines and (_RULE.fullmatch(lines[0].strip()) or _HEADING.fullmatch(lines[0].strip())):
-        lines.pop(0)
-    return lines
-
-
-def cell_excerpt(failure: Failure) -> tuple[list[str], bool]:
-    """Return the traceback with the cell's own frames only, and whether frames were left out.
-
-    A traceback without such frames, or with chained exceptions, is returned whole.
-    """
-    body = traceback_body(failure)
-    blocks: list[list[str]] = [[]]
-    for line in body:
-        if line.strip():
-            blocks[-1].append(line)
-        elif blocks[-1]:
-            blocks.append([])
-    blocks = [block for block in blocks if block]
-    is_frame = [bool(_FRAME.match(block[0])) for block in blocks]
-    is_cell = [bool(_CELL_FRAME.match(block[0])) for block in blocks]
-    # frames come first, then the message: any other order is a chain of exceptions
-    if not any(is_cell) or is_frame != sorted(is_frame, reverse=True) or all(is_frame):
-        return body, False
-    kept = [block for block, frame, cell in zip(blocks, is_frame, is_cell, strict=True) if cell or not frame]
-    return [line for block in kept for line in block], len(kept) < len(blocks)
+def _place_of_death(view: RunView, failure: Failure) -> list[FailureLine]:
+    """Return the last line that a dead rank executed, with the lines around it, and its last output."""
+    words = last_words(view, failure)
+    context = line_of_cell(failure, source_of(view.spec)) if failure.rank is not None else []
+    lines: list[FailureLine] = []
+    if context:
+        at, *code = context
+        has_said_place = bool(words) and words[0].startswith(_LAST_LINE)
+        lines = [_line(f"{_LAST_LINE}: {at}" if has_said_place else at, "text")]
+        lines += [_line(clipped(line), _kind(line)) for line in code]
+        words = words[1:] if has_said_place else words
+    return [*lines, *(_line(clipped(word), "text") for word in words)]
 
 
 def place(failure: Failure, ranks: int) -> str:
@@ -99,18 +90,6 @@ def place(failure: Failure, ranks: int) -> str:
         return ""
     here = "this machine" if failure.host.split(".")[0] == host_name() else failure.host
     return f"rank {failure.rank} of {ranks}" + (f" ({here})" if here else "")
-
-
-def cut_lines(lines: Sequence[str], most: int) -> list[str]:
-    """Return the beginning and the end of `lines`, about `most` characters in total."""
-    if sum(map(len, lines)) + len(lines) <= most:
-        return list(lines)
-    joined = "\n".join(lines)
-    return [*joined[: most // 2].split("\n"), "...", *joined[-most // 2 :].split("\n")]
-
-
-def _traceback(body: list[str], most: int) -> list[FailureLine]:
-    return [_line(line, _kind(ansi.plain(line))) for line in cut_lines(body, most)]
 
 
 def _kind(line: str) -> _LineKind:
@@ -156,18 +135,25 @@ def failure_lines(view: RunView) -> list[str]:
     lines = [failed_line(view)]
     failure = view.failure
     if failure is not None:
-        excerpt, left_out = cell_excerpt(failure)
-        body = traceback_body(failure) if left_out else excerpt
-        if body:
-            lines.extend(_bounded(body))
+        frames, message = split_traceback(failure)
+        if frames or message:
+            lines.extend(cut_lines(_bounded(frames), _MAX_TRACEBACK_CHARS))
+            lines.extend(cut_lines(_bounded(message), _MAX_TRACEBACK_CHARS))
         elif failure.kind is FailureKind.USER_CODE:
             lines.append(error_line(failure))
         elif failure.kind is FailureKind.WORKER_DIED:
             lines.extend(last_words(view, failure))
         lines.extend(memory_lines(view, failure))
     lines.extend(ending_stacks(view))
-    lines.extend(other_lines(view.others, failure.rank if failure else None))
+    lines.extend(ends_of_others(view, _MAX_OTHERS))
     return lines
+
+
+def ends_of_others(view: RunView, most: int) -> list[str]:
+    """Return at most `most` lines about how the other ranks ended, and how many are left out."""
+    lines = other_lines(view.others, view.failure.rank if view.failure else None)
+    rest = len(lines) - most
+    return [*lines[:most], f"... and {rest:,} more: sgpu logs {view.short_id}"] if rest > 0 else lines
 
 
 def last_words(view: RunView, failure: Failure) -> list[str]:
@@ -182,7 +168,7 @@ def last_words(view: RunView, failure: Failure) -> list[str]:
             number = cell.execution_count or 0
             frames = (StackFrame(f"<ipython-input-{number}->", failure.line, failure.where),)
         at = last_python_line(frames, cell)
-        told += [f"its last Python line: {at}"] if at else []
+        told += [f"{_LAST_LINE}: {at}"] if at else []
     if last_line and "last output" not in failure.message:
         told.append(f"its last output: {last_line}")
     return told

@@ -62,9 +62,10 @@ class RunView:
 
     Args:
         spec: What was submitted.
-        output_limit: Bytes of output kept: the first 40 % and the last 60 %; the middle becomes one gap.
+        output_limit: Bytes of output kept: the first 40 % and the last 60 %; the middle becomes one gap. Its HTML and
+            text together have at most as many.
         pool: The pool's name.
-        error_follows: The cell raises the run's error with its traceback, so the view reports it in one line.
+        error_follows: The cell raises the run's error below this view, where HTML is drawn, so it is short there.
 
     Attributes:
         state: The run's state.
@@ -97,7 +98,7 @@ class RunView:
     """
 
     def __init__(
-        self, spec: RunSpec, output_limit: int = 200_000, pool: str = "local", *, error_follows: bool = False
+        self, spec: RunSpec, output_limit: int = 100_000, pool: str = "local", *, error_follows: bool = False
     ) -> None:
         self.error_follows = error_follows
         self.spec = spec

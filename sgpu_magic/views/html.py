@@ -5,26 +5,44 @@ Without styles it is still the same sentences in the same order.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from html import escape
 
 from msgspec.structs import replace
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import cut_lines, failure_block, stall_lines
 from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.html_failure import failure_html, stall_html
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
-from sgpu_magic.views.html_style import ACCENT, BAD, BOX, FAINT, GOOD, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
-from sgpu_magic.views.live.schema import FailureLine, MemoryBlock, MemoryTensor, Tone
-from sgpu_magic.views.output import ShownDisplay, TextSegment, segments
+from sgpu_magic.views.html_style import (
+    ACCENT,
+    BAD,
+    BOX,
+    FAINT,
+    GOOD,
+    LINE,
+    PANEL,
+    PRE,
+    SCROLL_LINES,
+    SOFT,
+    WARN,
+    boxed,
+    fold,
+    safe,
+    scroll,
+)
+from sgpu_magic.views.live.schema import Tone
+from sgpu_magic.views.output import ShownDisplay, TextSegment, segments, share_of
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
+    SHOWN_LINES,
     DisplayItem,
     GapItem,
+    Item,
     LineItem,
     display_text,
     gap_lines,
+    html_limit,
     text_bytes,
     trim,
 )
@@ -36,7 +54,10 @@ from sgpu_magic.views.summary_words import (
     dead_rank_lines,
     idle_lines,
     is_quiet,
+    log_files,
     quiet_html,
+    rank_label,
+    rank_width,
     session_meta,
     silence_lines,
 )
@@ -54,13 +75,19 @@ from sgpu_magic.views.words import (
     tracked_text,
     values_left_there,
 )
-from sgpu_magic.wire.states import FailureKind, RunState
+from sgpu_magic.wire.states import RunState
 
 _COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "bad": BAD, "warn": WARN}
 _PILL = f"border:1px solid {LINE};border-radius:9px;padding:0 7px;font-size:11px;{SOFT}"
 _MAX_LIVE_LINES = 100
+_LABEL = "output of the ranks"
+# characters of a row in a narrow notebook
+_ROW_CHARS = 85
+# bytes of a segment's lines, however little is left
+_MIN_BYTES = 500
 # bytes of a segment's box, and of the lines about dropped lines
 _FRAME_BYTES = len(BOX) + len(PRE) + 200
+_SCROLL_BYTES = len(boxed(scroll(fold("", ""), _LABEL))) + 3 * len(PRE)
 
 
 def render_html(view: RunView) -> str:
@@ -69,7 +96,8 @@ def render_html(view: RunView) -> str:
     drawn: list[str] = []
     for at, part in enumerate(parts):
         if isinstance(part, ShownDisplay):
-            text = "\n".join(_line(part.item.rank, line) for line in display_text(part.item).split("\n"))
+            rank, width = part.item.rank, rank_width(view)
+            text = "\n".join(_line(rank, line, width) for line in display_text(part.item).split("\n"))
             drawn.append(f'<pre style="{PRE}">{text}</pre>')
         elif isinstance(part, TextSegment):
             drawn.append(render_segment_html(view, part, at == 0, at == len(parts) - 1))
@@ -84,8 +112,8 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
         segment: One of `segments(view)`.
         first: It is the first segment.
         last: It is the last segment.
-        limit: Bytes allowed for a live form, which shows the newest lines; by default the segment's share of
-            `view.output_limit`.
+        limit: Bytes allowed for a live form, which shows the newest lines; by default the segment's share of the
+            HTML's part of `view.output_limit`.
     """
     if is_quiet(view):
         return quiet_html(view) if first else ""
@@ -96,10 +124,10 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
         room = _share(view, segment) - len(top.encode()) - len(footer.encode())
     else:
         room = limit - len(top.encode()) - len(bottom.encode())
-    lines = _lines(view, segment, max(room, 2000), live=limit is not None)
+    lines = _lines(view, segment, room, live=limit is not None)
     if not (top or bottom or lines):
         return ""
-    return f'<div style="{BOX}">{top}{lines}{bottom}</div>'
+    return boxed(f"{top}{lines}{bottom}")
 
 
 def _standing(view: RunView) -> str:
@@ -113,10 +141,10 @@ def _standing(view: RunView) -> str:
 
 def _share(view: RunView, segment: TextSegment) -> int:
     """Return the bytes allowed for this segment's lines, header and footer, by its share of all lines."""
-    every = sum(1 for item in view.items if not isinstance(item, DisplayItem))
-    frames = _FRAME_BYTES * (len(view.items) - every + 1)
-    room = max(view.output_limit - len(ended_ranks_html(view).encode()) - frames, 0)
-    return room * (len(segment.items) + 1) // (every + 1)
+    displays = sum(isinstance(item, DisplayItem) for item in view.items)
+    frames = _FRAME_BYTES * (displays + 1)
+    room = max(html_limit(view.output_limit) - len(ended_ranks_html(view).encode()) - frames, 0)
+    return share_of(view, segment, room)
 
 
 def _header(view: RunView) -> str:
@@ -173,17 +201,51 @@ def _sentence(sentence: str, style: str) -> str:
 def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
     if live and len(segment.items) > _MAX_LIVE_LINES:
         segment = replace(segment, items=_newest(segment.items))
+    width = rank_width(view)
     # keyed by the line object, so that kept lines are rendered only once
-    drawn = {id(item): _line(item.rank, item.text) for item in segment.items if isinstance(item, LineItem)}
+    drawn = {id(item): _line(item.rank, item.text, width) for item in segment.items if isinstance(item, LineItem)}
     sizes = [1 + text_bytes(drawn[id(item)]) if isinstance(item, LineItem) else 0 for item in segment.items]
-    lines: list[str] = []
-    for item in trim(segment.items, sizes, room, head_share=0.0 if live else HEAD_SHARE):
-        if isinstance(item, GapItem):
-            lines += [f'<span style="{FAINT}">{line}</span>' for line in gap_lines(item, view.short_id)]
-        elif isinstance(item, LineItem):
-            lines.append(drawn[id(item)])
-    newline = "\n"
-    return f'<pre style="{PRE}">{newline.join(lines)}</pre>' if lines else ""
+    room -= _SCROLL_BYTES if not live and len(sizes) > SCROLL_LINES else 0
+    kept = trim(segment.items, sizes, max(room, _MIN_BYTES), head_share=0.0 if live else HEAD_SHARE)
+
+    def pre(items: Sequence[Item], padding: str = "") -> str:
+        lines: list[str] = []
+        for item in items:
+            if isinstance(item, GapItem):
+                lines += [_faint(line) for line in gap_lines(item, view.short_id, log_files(view))]
+            elif isinstance(item, LineItem):
+                lines.append(drawn[id(item)])
+        newline = "\n"
+        return f'<pre style="{PRE}{padding}">{newline.join(lines)}</pre>' if lines else ""
+
+    rows = [1 + len(item.text) // _ROW_CHARS for item in kept if isinstance(item, LineItem)]
+    if live or sum(rows) <= SCROLL_LINES:
+        return pre(kept)
+    below = ""
+    gap = next((item for item in kept if isinstance(item, GapItem) and item.lines), None)
+    if gap is not None:
+        told = gap_lines(gap, view.short_id, log_files(view))[0]
+        style = f"padding:3px 12px 4px;font-size:12px;border-top:1px solid {LINE}"
+        below = f'<div style="{style}"><span style="{SOFT}">{safe(told)}</span></div>'
+    if len(rows) <= 2 * SHOWN_LINES:
+        return scroll(pre(kept), _LABEL) + below
+    first = _nth_line(kept, SHOWN_LINES)
+    last = len(kept) - _nth_line(kept[::-1], SHOWN_LINES)
+    between = kept[first:last]
+    more = count_of(sum(isinstance(item, LineItem) for item in between), "more line")
+    middle = fold(more, pre(between, padding=";padding:2px 0"), "padding:2px 12px")
+    body = pre(kept[:first], padding=";padding-bottom:0") + middle + pre(kept[last:], padding=";padding-top:0")
+    return scroll(body, _LABEL) + below
+
+
+def _nth_line(items: Sequence[Item], number: int) -> int:
+    """Return the index after the first `number` lines."""
+    at = [at for at, item in enumerate(items) if isinstance(item, LineItem)]
+    return at[number - 1] + 1
+
+
+def _faint(text: str) -> str:
+    return f'<span style="{FAINT}">{escape(text, quote=False)}</span>'
 
 
 def _newest(items: tuple[LineItem | GapItem, ...]) -> tuple[LineItem | GapItem, ...]:
@@ -192,15 +254,14 @@ def _newest(items: tuple[LineItem | GapItem, ...]) -> tuple[LineItem | GapItem, 
     return tuple(item for item in kept if not isinstance(item, DisplayItem))
 
 
-def _line(rank: int, text: str) -> str:
-    return f'<span style="{FAINT}">[{rank}]</span> {ansi.to_html(text)}'
+def _line(rank: int, text: str, width: int) -> str:
+    return f'<span style="{FAINT}">{rank_label(rank, width)}</span> {ansi.to_html(text)}'
 
 
 def _footer(view: RunView) -> str:
     parts: list[str] = []
-    if view.is_final and view.state is not RunState.SUCCEEDED:
-        culprit = view.failure.rank if view.failure else None
-        parts += other_lines(view.others, culprit)[:6]
+    if view.is_final and view.state is not RunState.SUCCEEDED and view.failure is None:
+        parts += other_lines(view.others)[:6]
     parts += values_left_there(view)
     if not view.is_final or view.state is RunState.SUCCEEDED:
         parts += [returned_text(view), shipped_text(view), label_text(view), packages_text(view)]
@@ -230,113 +291,3 @@ def _tracked(view: RunView) -> list[str]:
     url, text = escape(link.url), safe(link.text)
     style = "color:inherit;text-decoration:underline"
     return [f'<a href="{url}" target="_blank" rel="noopener noreferrer" style="{style}">{text}</a>']
-
-
-_MAX_EXCERPT_CHARS = 12_000
-_MAX_WHOLE_CHARS = 40_000
-_NAMED = re.compile(r"[A-Za-z][\w.]*:")
-
-
-def failure_html(view: RunView) -> str:
-    """Return the failure with the cell's own lines, "" for a run that has not failed."""
-    failure = view.failure
-    if failure is None or view.state is RunState.SUCCEEDED:
-        return ""
-    block = failure_block(view, failure, _MAX_EXCERPT_CHARS, _MAX_WHOLE_CHARS)
-    lines = [_form_line(line, failure.kind) for line in block.lines]
-    whole = ""
-    if block.whole:
-        body = "\n".join(_form_line(line, failure.kind) for line in block.whole)
-        whole = (
-            f'<details style="padding:0 12px 6px;font-size:12px"><summary style="cursor:pointer;{SOFT}">'
-            f'the whole traceback</summary><pre style="{PRE};padding:4px 0 0">{body}</pre></details>'
-        )
-    newline = "\n"
-    return (
-        f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {BAD}">'
-        f'<pre style="{PRE};padding-left:9px">{newline.join(lines)}</pre>{whole}{_memory(block.memory)}</div>'
-    )
-
-
-def stall_html(view: RunView) -> str:
-    """Return where the ranks of a stalled run wait, "" for a run that makes progress."""
-    newline = "\n"
-    lines = [escape(line, quote=False) for line in cut_lines(stall_lines(view), _MAX_EXCERPT_CHARS)]
-    if not lines:
-        return ""
-    lines[0] = f'<b style="font-weight:600;color:{WARN}">{lines[0]}</b>'
-    return (
-        f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {WARN}">'
-        f'<pre style="{PRE};padding-left:9px">{newline.join(lines)}</pre></div>'
-    )
-
-
-def _form_line(line: FailureLine, failure: FailureKind) -> str:
-    safe = escape(line.text, quote=False)
-    match line.kind:
-        case "title" if failure is FailureKind.USER_CODE:
-            name, _, where = safe.partition(" ")
-            return f'<b style="font-weight:600;color:{BAD}">{name}</b> {where}'
-        case "culprit":
-            return f'<span style="color:{BAD}">{safe}</span>'
-        case "error" if _NAMED.match(safe):
-            name, _, rest = safe.partition(":")
-            return f'<span style="color:{BAD}">{name}</span>:{rest}'
-        case _:
-            return safe
-
-
-# held by tensors, cached by torch's allocator, held by others
-_BAR_OPACITIES = (0.85, 0.45, 0.2)
-_BAR_NAMES = ("used", "reserved, unused", "other processes")
-_TABLE = "border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;font-size:12px"
-_CELL = "padding:1px 14px 1px 0;white-space:nowrap;border:0;background:none;font-variant-numeric:tabular-nums"
-_NUMBERS = range(2, 6)
-
-
-def _memory(block: MemoryBlock | None) -> str:
-    """Return the ranks' memory as a table with bars, and the failed rank's largest tensors; "" if not recorded."""
-    if block is None:
-        return ""
-    heads = "".join(
-        _cell(head, at in _NUMBERS, f";font-weight:400;{SOFT}", "th") for at, head in enumerate(block.heads)
-    )
-    rows = ""
-    for row in block.rows:
-        colour = f";color:{BAD};font-weight:600" if row.culprit else ""
-        cells = _cell(f"{row.rank}", False, colour)
-        cells += "".join(_cell(cell, at + 1 in _NUMBERS) for at, cell in enumerate(row.cells))
-        rows += f'<tr style="background:none">{cells}<td style="{_CELL};width:160px">{_bar(row.shares)}</td></tr>'
-    more = f'<div style="{SOFT}">{escape(block.more)}</div>' if block.more else ""
-    drawn = (
-        f'<div>{block.title}</div><table style="{_TABLE}"><thead style="border:0"><tr>{heads}<th></th></tr></thead>'
-        f"<tbody>{rows}</tbody></table>{more}"
-    )
-    if block.tensors:
-        named = "".join(map(_tensor, block.tensors))
-        drawn += f'<div style="padding-top:4px">{escape(block.largest)}</div>'
-        drawn += f'<table style="{_TABLE}"><tbody>{named}</tbody></table>'
-    box = f"padding:4px 12px 8px 9px;font-size:12px;border-top:1px solid {LINE};overflow-x:auto"
-    return f'<div style="{box}">{drawn}</div>'
-
-
-def _tensor(tensor: MemoryTensor) -> str:
-    shape, dtype, size = tensor.cells
-    style = f"{_CELL};{MONO};text-align:left;white-space:normal;overflow-wrap:anywhere"
-    name = f'<td style="{style}">{escape(tensor.name)}</td>'
-    told = _cell(shape, False, f";{SOFT}") + _cell(dtype, False, f";{SOFT}") + _cell(size, True)
-    return f'<tr style="background:none">{name}{told}</tr>'
-
-
-def _cell(text: str, right: bool, style: str = "", tag: str = "td") -> str:
-    align = "right" if right else "left"
-    return f'<{tag} style="{_CELL};text-align:{align}{style}">{escape(text)}</{tag}>'
-
-
-def _bar(shares: Sequence[float]) -> str:
-    parts = "".join(
-        f'<div style="width:{share * 100:.1f}%;background:currentColor;opacity:{opacity}" title="{name}"></div>'
-        for share, opacity, name in zip(shares, _BAR_OPACITIES, _BAR_NAMES, strict=True)
-        if share > 0
-    )
-    return f'<div style="display:flex;height:8px;border-radius:2px;overflow:hidden;background:{LINE}">{parts}</div>'

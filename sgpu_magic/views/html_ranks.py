@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe, sparkline
-from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting
+from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting, html_limit
 from sgpu_magic.views.run_notes import last_part, restart_command
 from sgpu_magic.views.summary_words import curve_text, is_low, measured_lines, whole_text
 from sgpu_magic.views.units import count_of
@@ -70,9 +70,10 @@ def live_ranks_html(view: RunView) -> str:
 
 
 def ended_ranks_html(view: RunView) -> str:
-    """Return one `<details>` for each rank of an ended run, at most 60 % of its `output_limit`.
+    """Return one `<details>` for each rank of an ended run, in at most 60 % of the bytes of its HTML.
 
-    Returns "" for one rank, and without measured usage when there are only few lines.
+    They are brief if there are too many ranks. Returns "" for one rank, and without measured usage when there are only
+    few lines.
     """
     known = _drawn.get(view)
     if known is None or known[0] != view.version:
@@ -84,9 +85,11 @@ def _ended(view: RunView) -> str:
     measured = any(usage.latest is not None for usage in view.usage.ranks.values())
     if not view.is_final or len(view.rank_numbers) == 1 or not (measured or view.output.total_lines > _MANY_LINES):
         return ""
-    limit = int(view.output_limit * _SHARE)
+    limit = int(html_limit(view.output_limit) * _SHARE)
     shows = Counter(item.rank for item in view.items if isinstance(item, DisplayItem))
     parts = {rank: _Parts(view, rank, shows[rank]) for rank in _most_urgent(view)}
+    if sum(part.size for part in parts.values()) > limit:
+        parts = {rank: _Parts(view, rank, shows[rank], is_brief=True) for rank in parts}
     fitting = count_fitting((part.size for part in parts.values()), limit)
     kept = dict(list(parts.items())[:fitting])
     rest = len(view.rank_numbers) - len(kept)
@@ -126,9 +129,10 @@ class _Parts:
         view: The run.
         rank: The rank.
         shows: Number of its displays.
+        is_brief: Leave out its curve and what was measured.
     """
 
-    def __init__(self, view: RunView, rank: int, shows: int) -> None:
+    def __init__(self, view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> None:
         usage = view.usage.ranks.get(rank)
         state, colour = _state(view, rank)
         label = view.labels[rank] if rank < len(view.labels) else ""
@@ -136,7 +140,7 @@ class _Parts:
         use = escape(whole_text(usage)) if usage is not None else ""
         said = [state, use, count_of(count, "line") if count else ""]
         curve = ""
-        if usage is not None and (curves := usage.curves()):
+        if usage is not None and not is_brief and (curves := usage.curves()):
             first = curves[0]
             top = first.top if first.unit != "cores" else max(1.0, *(value or 0.0 for value in first.series.values))
             stroke = WARN if is_low(usage) else ACCENT
@@ -147,7 +151,7 @@ class _Parts:
             f"{''.join(f' · {part}' for part in said if part)}</span>{curve}</summary>"
         )
         told = [f"on {label}"] if label else []
-        told += measured_lines(usage) if usage is not None else []
+        told += measured_lines(usage) if usage is not None and not is_brief else []
         told += [count_of(shows, "display")] if shows else []
         self._foot = "".join(f"<div>{safe(line)}</div>" for line in told)
         self._foot += f'<div style="overflow-wrap:anywhere">{escape(_log(view, rank))}</div>'

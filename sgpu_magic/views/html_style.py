@@ -21,7 +21,13 @@ GOOD = "var(--jp-success-color1,var(--vscode-testing-iconPassed,#2e9e44))"
 BAD = "var(--jp-error-color1,var(--vscode-errorForeground,#d9403c))"
 WARN = "var(--jp-warn-color0,var(--vscode-editorWarning-foreground,#c77800))"
 
-PRE = f"margin:0;padding:6px 12px;{MONO};font-size:12px;line-height:1.5;white-space:pre-wrap;overflow-wrap:anywhere"
+PRE = (
+    f"margin:0;padding:6px 12px;{MONO};font-size:12px;line-height:1.5;white-space:pre-wrap;word-break:normal;"
+    "overflow-wrap:anywhere"
+)
+SCROLL_LINES = 20
+# that many lines of a `PRE` with its padding
+_SCROLL_PX = 18 * SCROLL_LINES + 12
 BOX = f"border:1px solid {LINE};border-radius:6px;overflow:hidden;{SANS};font-size:13px;line-height:1.45;margin:2px 0"
 
 
@@ -32,6 +38,37 @@ def safe(text: str) -> str:
     element.
     """
     return escape(ansi.plain(text)).replace("$", "<span>$</span>")
+
+
+# a printed page can't be scrolled, so it has everything; where this is stripped, the inline styles hold
+_PRINTED = (
+    "<style>@media print{.sgpu-scroll,.sgpu-scrolls{max-height:none!important;overflow:visible!important}"
+    ".sgpu-fold::details-content{content-visibility:visible!important;block-size:auto!important}}</style>"
+)
+
+
+def boxed(body: str) -> str:
+    """Return HTML in the box of a run."""
+    if _SCROLLS in body:
+        return f'<div class="sgpu-scrolls" style="{BOX}">{_PRINTED}{body}</div>'
+    return f'<div style="{BOX}">{body}</div>'
+
+
+_SCROLLS = 'class="sgpu-scroll"'
+
+
+def scroll(body: str, label: str) -> str:
+    """Return HTML in a box of at most twenty lines that scrolls, and that is printed whole."""
+    style = f"max-height:{_SCROLL_PX}px;overflow:auto"
+    return f'<div {_SCROLLS} role="group" aria-label="{label}" tabindex="0" style="{style}">{body}</div>'
+
+
+def fold(summary: str, body: str, style: str = "padding:0 12px 6px") -> str:
+    """Return HTML behind a summary, which opens it."""
+    return (
+        f'<details class="sgpu-fold" style="{style};font-size:12px"><summary style="cursor:pointer;{SOFT}">'
+        f"{summary}</summary>{body}</details>"
+    )
 
 
 def table(heads: Row, rows: Sequence[Row], right: tuple[int, ...] = ()) -> str:

@@ -306,3 +306,9 @@ def _lines_then_displays(view: RunView) -> list[Part]:
         most = _MOST_FIGURES if any(kind.startswith("image/") for kind in item.bundle) else _MOST_OTHERS
         parts += [Caption(item.rank, min(in_row[row], most), 2 * at + 1), ShownDisplay(item, 2 * at + 2)]
     return [*parts, TextSegment((), _END)] if shown else parts
+
+
+def share_of(view: RunView, segment: TextSegment, room: int) -> int:
+    """Return a segment's share of `room` bytes, by the number of its lines."""
+    every = sum(1 for item in view.items if not isinstance(item, DisplayItem))
+    return room * (len(segment.items) + 1) // (every + 1)

@@ -11,6 +11,9 @@ import msgspec
 from msgspec.structs import replace
 
 HEAD_SHARE = 0.4
+SHOWN_LINES = 40
+"""Lines shown of the beginning and of the end of a long output where nothing scrolls."""
+_TEXT_SHARE = 0.25
 LINE_OVERHEAD = 5  # bytes of "[0] " and the newline
 
 
@@ -57,16 +60,38 @@ def display_text(item: DisplayItem) -> str:
     return text if isinstance(text, str) and text else f"<{', '.join(item.bundle) or 'an empty display'}>"
 
 
-def gap_lines(gap: GapItem, short_id: str) -> list[str]:
-    """Return the sentences shown in place of a gap."""
+def html_limit(output_limit: int) -> int:
+    """Return the bytes of a saved output's HTML; its text gets the rest of `output_limit`."""
+    return output_limit - text_limit(output_limit)
+
+
+def text_limit(output_limit: int) -> int:
+    """Return the bytes of a saved output's text."""
+    return int(output_limit * _TEXT_SHARE)
+
+
+def gap_lines(gap: GapItem, short_id: str, files: str = "") -> list[str]:
+    """Return the sentences shown in place of a gap.
+
+    Args:
+        gap: The gap.
+        short_id: The run.
+        files: Its ranks' log files, "" when their place is unknown.
+    """
     told: list[str] = []
     if gap.lines:
-        lines = f"{gap.lines:,} line{'' if gap.lines == 1 else 's'}"
         ranks = f"{gap.ranks} rank{'' if gap.ranks == 1 else 's'}"
-        told.append(f"... {lines} of {ranks} in the run's log: sgpu logs {short_id}")
+        lines = f"{gap.lines:,} line{'' if gap.lines == 1 else 's'}"
+        command = f"sgpu logs {short_id}" + (f" · {files}" if files else "")
+        told.append(f"... {lines} of {ranks} in the run's log: {command}")
     if gap.displays:
         told.append(f"... the first {gap.displays:,} displays were dropped: there are too many to keep")
     return told
+
+
+def first_and_last(items: Sequence[Item]) -> list[Item]:
+    """Return the first and the last 40 lines, with a gap for those between them."""
+    return trim(items, [int(isinstance(item, LineItem)) for item in items], 2 * SHOWN_LINES, 0.5)
 
 
 def trim(items: Sequence[Item], sizes: Sequence[int], limit: int, head_share: float = HEAD_SHARE) -> list[Item]:

@@ -8,16 +8,20 @@ from collections.abc import Container, Iterable, Sequence
 import msgspec
 
 from sgpu_magic import errors
-from sgpu_magic.views.failure import cut_lines, last_words
+from sgpu_magic.views.excerpt import clipped, cut_lines, line_of_cell, source_of, traceback_body
+from sgpu_magic.views.failure import last_words
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, other_lines, timeout_sentence
 from sgpu_magic.views.stacks import group_lines, group_stacks, stack_lines, stacks_text, verdict
 from sgpu_magic.views.units import format_ranks, format_seconds
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.run import RunSpec
+from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import FailureKind
 
+_PLACE = re.compile(r"Cell In\[\d+\], line \d+")
+_MAX_BRIEF_CHARS = 90
+_RED, _DEFAULT = "\x1b[31m", "\x1b[39m"
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 
 
@@ -40,7 +44,8 @@ def run_exception(
     """Return the exception to raise for a failed run.
 
     Args:
-        view: The run. About `output_limit` characters of its traceback are shown at most.
+        view: The run. About `output_limit` characters of its traceback are shown at most, and none below a view that
+            has them (`error_follows`).
         ended: Its final event.
         failure: The root cause in it.
         exception: The user's own exception object, unpickled; None when it could not be pickled.
@@ -70,7 +75,10 @@ def run_exception(
         # a coloured traceback is shown whole or not at all
         coloured = failure.traceback_ansi.strip("\n") if len(failure.traceback_ansi) <= view.output_limit else ""
         trace = coloured or plain or error_line(failure)
+        # where a front end draws the view above the error, the view has the traceback and the other ranks
         lines = (heading, trace, hint, more)
+        if view.error_follows:
+            lines = (_with_line(heading, failure, source_of(view.spec)), _brief(failure), hint)
         # outside IPython a plain traceback shows nothing of the rank but these notes
         note = "\n".join(filter(None, (heading, plain, hint, more)))
         known = getattr(raised, "__notes__", None)
@@ -85,6 +93,19 @@ def run_exception(
     lines = (*lines, errors.see(errors.topic_of(failure.kind, out_of_memory=failure.out_of_memory)))
     attributes["_render_traceback_"] = _Drawing(tuple(line for line in lines if line))
     return _dressed(raised, attributes)
+
+
+def _with_line(heading: str, failure: Failure, cell: CellSource) -> str:
+    """Return `rank 1 of 4 on gpu-node-2 · run 7f3a · Cell In[7], line 14`."""
+    places = [found[0] for line in traceback_body(failure) if (found := _PLACE.match(line))]
+    places = places or line_of_cell(failure, cell)[:1]
+    return f"{heading} · {places[-1]}" if places else heading
+
+
+def _brief(failure: Failure) -> str:
+    """Return `ValueError: NaN in batch 118`, the beginning of the message in one row."""
+    line, name = clipped(error_line(failure), _MAX_BRIEF_CHARS), last_part(failure.type_name)
+    return f"{_RED}{name}{_DEFAULT}{line[len(name) :]}" if name and line.startswith(name) else line
 
 
 def _dressed(exception: Exception, attributes: dict[str, object]) -> Exception:

@@ -27,6 +27,8 @@ _MEETINGS = re.compile(
     r"init_process_group|new_group"
 )
 _MAX_SOURCE = 80
+# width of a line number with its arrow
+_NUMBER_CHARS = 7
 _MAX_FRAMES = 60
 _MAX_GROUPS = 16
 
@@ -55,14 +57,29 @@ class Sources:
 
     def source(self, frame: StackFrame) -> str:
         """Return the notebook's line without its indent, "" for other files."""
-        if frame.file in self._others:
-            lines = self._others[frame.file][0]
-        elif _CELL_FILE.match(frame.file):
-            lines = self._cell
-        else:
-            return ""
+        lines = self._lines(frame)
         text = lines[frame.line - 1].strip() if 0 < frame.line <= len(lines) else ""
         return text if len(text) <= _MAX_SOURCE else f"{text[:_MAX_SOURCE]} ..."
+
+    def context(self, frame: StackFrame, around: int = 2) -> list[str]:
+        """Return a frame in the notebook as IPython's tracebacks have it: its place, its line and those around it.
+
+        Args:
+            frame: The frame.
+            around: The number of lines before and after it.
+
+        Returns:
+            The lines; empty for other files.
+        """
+        lines = self._lines(frame)
+        if not 0 < frame.line <= len(lines):
+            return []
+        drawn = self.entry(frame)[:1]
+        for number in range(max(frame.line - around, 1), min(frame.line + around, len(lines)) + 1):
+            digits = f"{number}"
+            mark = f"{'-' * (_NUMBER_CHARS - 2 - len(digits))}> {digits}" if number == frame.line else digits
+            drawn.append(f"{mark:>{_NUMBER_CHARS}} {lines[number - 1]}".rstrip())
+        return drawn
 
     def entry(self, frame: StackFrame) -> list[str]:
         """Return a frame as in a traceback: its place, and its source line if it is in the notebook."""
@@ -75,6 +92,11 @@ class Sources:
         """Return the frames without those that started the cell; innermost first."""
         outermost = max((at for at, frame in enumerate(frames) if self.is_notebook(frame)), default=len(frames) - 1)
         return frames[: outermost + 1]
+
+    def _lines(self, frame: StackFrame) -> Sequence[str]:
+        if frame.file in self._others:
+            return self._others[frame.file][0]
+        return self._cell if _CELL_FILE.match(frame.file) else ()
 
     def _file(self, frame: StackFrame, otherwise: str) -> str:
         if frame.file in self._others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 
 import msgspec
@@ -136,6 +137,24 @@ def _idle_s(usage: RankUsage) -> float:
 
 def _value(value: float, unit: str) -> str:
     return f"{value:.{_DIGITS.get(unit, 1)}f} {unit}"
+
+
+def log_files(view: RunView) -> str:
+    """Return the files with everything that the ranks printed, "" when their place is unknown."""
+    if not view.directory:
+        return ""
+    ranks = view.rank_numbers
+    return f"{shlex.quote(view.directory)}/rank-{ranks[0] if len(ranks) == 1 else '*'}.log"
+
+
+def rank_label(rank: int, width: int) -> str:
+    """Return `[3]`, which begins a rank's lines, padded to `rank_width`."""
+    return f"[{rank}]".rjust(width)
+
+
+def rank_width(view: RunView) -> int:
+    """Return the width of the last rank's label."""
+    return len(f"[{view.rank_numbers[-1]}]")
 
 
 # the smallest share of its session's cost that a cell shows

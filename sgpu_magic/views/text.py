@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
+from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple, TextIO
@@ -11,15 +12,18 @@ from typing import NamedTuple, TextIO
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import ending_stacks, failed_line, failure_lines, memory_lines, stall_lines
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.output import TextSegment
+from sgpu_magic.views.output import TextSegment, share_of
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
     DisplayItem,
     GapItem,
+    Item,
     LineItem,
     display_text,
+    first_and_last,
     gap_lines,
     line_bytes,
+    text_limit,
     trim,
 )
 from sgpu_magic.views.run_notes import other_lines
@@ -29,7 +33,10 @@ from sgpu_magic.views.summary_words import (
     cost_text,
     idle_lines,
     is_quiet,
+    log_files,
     quiet_line,
+    rank_label,
+    rank_width,
     session_meta,
     session_summary,
     standing_warnings,
@@ -37,6 +44,9 @@ from sgpu_magic.views.summary_words import (
 from sgpu_magic.views.units import count_of, format_seconds, format_span
 from sgpu_magic.views.words import attempt_text, header_line, packages_text, returned_text, state_word, tracked_text
 from sgpu_magic.wire.states import RunState
+
+# bytes of a segment's lines, however little is left
+_MIN_BYTES = 500
 
 
 def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
@@ -57,17 +67,22 @@ def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: 
         lines.extend(
             f"note: {note}" for note in [*view.notes, *view.past_stall, *standing_warnings(view), *idle_lines(view)]
         )
-    items = segment.items
+    ending = _ending(view) if last or limit is None else []
+    items: Sequence[Item] = segment.items
+    if limit is None:
+        items = first_and_last(items)
+        room = text_limit(view.output_limit) - sum(map(line_bytes, ending))
+        bound, head_share = max(share_of(view, segment, room), _MIN_BYTES), HEAD_SHARE
+    else:
+        bound, head_share = limit, 0.0
+    width = rank_width(view)
     sizes = [line_bytes(item.text) if isinstance(item, LineItem) else 0 for item in items]
-    bound, head_share = (view.output_limit, HEAD_SHARE) if limit is None else (limit, 0.0)
     for item in trim(items, sizes, bound, head_share):
         if isinstance(item, GapItem):
-            lines.extend(gap_lines(item, view.short_id))
+            lines.extend(gap_lines(item, view.short_id, log_files(view)))
         elif isinstance(item, LineItem):
-            lines.append(f"[{item.rank}] {ansi.plain(item.text)}")
-    if last:
-        lines.extend(_ending(view))
-    return "\n".join(lines)
+            lines.append(f"{rank_label(item.rank, width)} {ansi.plain(item.text)}")
+    return "\n".join([*lines, *(ending if last else [])])
 
 
 def summary_line(view: RunView) -> str:
@@ -136,7 +151,8 @@ def _ending(view: RunView) -> list[str]:
 
 def _unfinished(view: RunView) -> list[str]:
     """Return the unfinished line of each rank."""
-    return [f"[{rank}] {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
+    width = rank_width(view)
+    return [f"{rank_label(rank, width)} {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
 
 
 def _last_words(view: RunView) -> list[str]:
@@ -292,14 +308,16 @@ def _fit(line: str, columns: int) -> str:
 def _fresh_lines(view: RunView) -> list[_Line]:
     """Return the lines finished since the last call, with the prefix `[0] `; displays as their text."""
     lines: list[_Line] = []
+    width = rank_width(view)
     for item in view.output.take_items():
         match item:
             case LineItem(rank=rank, stream=stream, text=text):
-                lines.append(_Line(f"[{rank}] {text}", stream == "stdout"))
+                lines.append(_Line(f"{rank_label(rank, width)} {text}", stream == "stdout"))
             case DisplayItem(rank=rank):
-                lines.extend(_Line(f"[{rank}] {line}", True) for line in display_text(item).split("\n"))
+                label = rank_label(rank, width)
+                lines.extend(_Line(f"{label} {line}", True) for line in display_text(item).split("\n"))
             case GapItem():
-                lines.extend(map(_Line, gap_lines(item, view.short_id)))
+                lines.extend(map(_Line, gap_lines(item, view.short_id, log_files(view))))
     return lines
 
 

@@ -159,7 +159,7 @@ def test_a_failed_run_raises_what_it_raised(kernel: Kernel, home: Home):
     reply = kernel.run(f"%sgpu_attach {run}")
     assert reply.ename == "KeyError"
     assert "rank 1 of 2" in reply.traceback
-    assert "if rank == 1: {}['missing']" in reply.traceback
+    assert "if rank == 1: {}['missing']" in reply.text
     assert "[0] before" in reply.text
     caught = kernel.check(
         f"try:\n    get_ipython().run_line_magic('sgpu_attach', '{run}')\n"

@@ -16,8 +16,8 @@ DISTRIBUTED = "get_ipython().run_cell_magic('distributed', '-n 2 --ui none', {bo
 
 def line_of(reply: Reply) -> int:
     """The line of the cell that the arrow of the shown traceback points to."""
-    found = re.search(r"^-+> (\d+) ", reply.traceback, re.MULTILINE)
-    assert found, reply.traceback
+    found = re.search(r"^-+> (\d+) ", reply.shown, re.MULTILINE)
+    assert found, reply.shown
     return int(found[1])
 
 
@@ -39,7 +39,7 @@ def test_culprit_is_shown_not_the_victims_in_the_barrier(kernel: Kernel):
     assert (reply.ename, reply.evalue) == ("ValueError", "NaN in batch 118")
     assert reply.seconds < 3
     assert "rank 2 of 4 on " in reply.traceback
-    assert re.search(r"^ranks? [013, ]+ w(as|ere) released from barrier \(line 6\)", reply.traceback, re.MULTILINE)
+    assert re.search(r"^ranks? [013, ]+ w(as|ere) released from barrier \(line 6\)", reply.shown, re.MULTILINE)
     assert "rank 2 of 4" in reply.text
     assert "never" not in reply.text
     # the victims' own words about lost connections and interrupts are not the story
@@ -80,7 +80,7 @@ def test_two_ranks_fail_the_first_is_shown_the_other_is_a_line(kernel: Kernel):
     )
     assert reply.ename == "Told"
     assert "of rank 1" in reply.evalue
-    assert [line for line in reply.traceback.splitlines() if line.startswith("rank 0: KeyError")], reply.traceback
+    assert [line for line in reply.shown.splitlines() if line.startswith("rank 0: KeyError")], reply.shown
 
 
 def test_an_exception_under_run_is_the_ranks_failure_and_the_others_are_released(kernel: Kernel):
@@ -96,8 +96,8 @@ def test_an_exception_under_run_is_the_ranks_failure_and_the_others_are_released
     )
     reply = culprit.fails("rank 0 waits in barrier")
     assert (reply.ename, reply.evalue) == ("ValueError", "NaN in step 7")
-    assert "bad.py:2" in reply.traceback
-    assert re.search(r"^rank 0 was released from barrier \(line 6\)", reply.traceback, re.MULTILINE)
+    assert "bad.py:2" in reply.shown
+    assert re.search(r"^rank 0 was released from barrier \(line 6\)", reply.shown, re.MULTILINE)
     assert reply.seconds < 3
 
 
@@ -108,7 +108,7 @@ def test_hostile_exceptions_fail_their_cells_and_nothing_else(kernel: Kernel):
     for name in ("concatenates_a_number", "__str___exits", "has_notes_5", "pickles_as_an_exit"):
         reply = kernel.run(f"%%distributed -n 2\n{HOSTILE[name]}")
         assert (reply.status, reply.ename) in (("error", "RemoteError"), ("error", "ValueError")), (name, reply.story)
-        assert "raise " in reply.traceback, name
+        assert "raise " in reply.shown, name
         assert "exit code" not in reply.evalue, name
 
 
@@ -117,8 +117,8 @@ def test_300_MB_of_text_stay_in_a_file_of_the_run(kernel: Kernel):
     before = resident_bytes(agent) + resident_bytes(kernel.home.pool_pid())
     reply = kernel.run(f"%%distributed -n 1\n{HOSTILE['has_300_MB']}")
     assert reply.ename == "RemoteError"
-    path = re.search(r"the whole text is in (\S+)", reply.traceback)
-    assert path, reply.traceback[-2000:]
+    path = re.search(r"the whole text is in (\S+)", reply.shown)
+    assert path, reply.shown[-2000:]
     assert os.stat(path[1]).st_size > 300_000_000
     os.unlink(path[1])
     assert len(reply.traceback) + len(reply.text) < 200_000
@@ -219,8 +219,8 @@ def test_cause_is_shown(kernel: Kernel):
         "    raise RuntimeError('no config') from error"
     )
     assert (reply.ename, reply.evalue) == ("RuntimeError", "no config")
-    assert "KeyError: 'missing'" in reply.traceback
-    assert "direct cause" in reply.traceback
+    assert "KeyError: 'missing'" in reply.shown
+    assert "direct cause" in reply.shown
 
 
 def test_exception_group_keeps_its_type(kernel: Kernel):
@@ -238,8 +238,8 @@ def test_exception_group_is_shown_as_its_rank_drew_it(kernel: Kernel):
     body = "def parts():\n    raise ExceptionGroup('both', [ValueError(1), KeyError(2)])\nparts()"
     reply = kernel.run(f"%%distributed -n 1\n{body}")
     assert (reply.ename, reply.evalue) == ("ExceptionGroup", "both (2 sub-exceptions)")
-    assert f"|   Cell In[{reply.execution_count}], line 3, in parts" in reply.traceback
-    assert "| KeyError: 2" in reply.traceback
+    assert f"|   Cell In[{reply.execution_count}], line 3, in parts" in reply.shown
+    assert "| KeyError: 2" in reply.shown
     assert "interactiveshell" not in reply.story
     plain = kernel.run(body)
     assert plain.status == "error"
@@ -261,18 +261,18 @@ def test_line_numbers_are_the_editors(kernel: Kernel):
         "if rank == 0: broken()"  # line 7
     )
     assert reply.ename == "ZeroDivisionError"
-    assert f"Cell In[{count + 1}], line 7" in reply.traceback
-    assert f"Cell In[{count + 1}], line 5" in reply.traceback
-    assert "----> 7 if rank == 0: broken()" in reply.traceback
-    assert "----> 5     return 1 / 0" in reply.traceback
+    assert f"Cell In[{count + 1}], line 7" in reply.shown
+    assert f"Cell In[{count + 1}], line 5" in reply.shown
+    assert "----> 7 if rank == 0: broken()" in reply.shown
+    assert "----> 5     return 1 / 0" in reply.shown
 
 
 def test_lines_of_a_function_of_another_cell(kernel: Kernel):
     defined = kernel.check("x = 1\n\ndef divide(a):\n    return a / 0").execution_count
     reply = kernel.run("%%distributed -n 1\ndivide(3)")
-    assert f"Cell In[{defined}], line 4" in reply.traceback
-    assert "----> 4     return a / 0" in reply.traceback
-    assert "----> 2 divide(3)" in reply.traceback
+    assert f"Cell In[{defined}], line 4" in reply.shown
+    assert "----> 4     return a / 0" in reply.shown
+    assert "----> 2 divide(3)" in reply.shown
 
 
 def test_leading_blank_lines_and_comments_count(kernel: Kernel):
@@ -282,8 +282,8 @@ def test_leading_blank_lines_and_comments_count(kernel: Kernel):
 
 def test_no_frame_of_ours_in_a_users_error(kernel: Kernel):
     reply = kernel.run("%%distributed -n 2\nraise ValueError('mine')")
-    assert "sgpu_magic/" not in reply.traceback
-    assert "interactiveshell" not in reply.traceback
+    assert "sgpu_magic/" not in reply.shown
+    assert "interactiveshell" not in reply.shown
 
 
 def test_name_error_hints_at_in(kernel: Kernel):

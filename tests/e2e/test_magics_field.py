@@ -131,7 +131,7 @@ def test_there_is_no_keyboard(session: Kernel):
 def test_same_error_on_all_ranks_is_shown_once(session: Kernel):
     reply = session.run("%%distributed\nraise ValueError('everywhere')")
     assert (reply.ename, reply.evalue) == ("ValueError", "everywhere"), reply.story
-    assert reply.traceback.count("raise ValueError('everywhere')") == 1, reply.story
+    assert reply.shown.count("raise ValueError('everywhere')") == 1, reply.story
 
 
 def test_first_error_counts_and_says_where(session: Kernel):

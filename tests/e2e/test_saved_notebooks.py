@@ -13,11 +13,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browsers import chromium
 from headless_notebooks import notebook
 from kernels import Home, Kernel, plain
 from lazy_modules import nbclient, nbconvert, nbformat, papermill
+from msgspec.structs import replace
+from stories import Run, released, value_error
 
 from sgpu_magic.config import host_name
+from sgpu_magic.views.html import render_html
+from sgpu_magic.wire.states import RunState
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "notebooks"
 RUN_MIME = "application/vnd.sgpu.run.v1+json"
@@ -207,7 +212,8 @@ def test_a_live_view_leaves_nothing_of_itself(
     assert WIDGET_MIME not in saved
     # what a front end says of a page that it has converted to HTML would be an error without its widget
     assert "widgets" not in made.metadata or not made.metadata.widgets.get("state")
-    compare(story_of(made, environment), "nbclient")
+    # the error below the view is short, as the view has its traceback
+    compare(story_of(made, environment), "front_end")
 
 
 def test_a_notebook_saved_in_mid_run_names_the_run_and_the_way_back(kernel: Kernel, home: Home) -> None:
@@ -247,6 +253,32 @@ def test_nbconvert_to_html(executed: Callable[..., nbformat.NotebookNode]) -> No
         assert part in words, words
     assert len(re.findall('<svg [^>]*role="img"', page)) == 2
     assert "<b>loss</b>" not in page, "what ranks print stays text"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium to draw with")
+def test_a_long_final_output_is_low_on_a_screen_and_whole_on_paper() -> None:
+    run = Run().start()
+    for step in range(20_000):
+        run.say(step % 4, f"step {step:06d}  loss 0.22\n")
+    message = "\n".join(f"line {at}" for at in range(300))
+    failure = replace(value_error(), message=message, traceback_text="", line=None)
+    html = render_html(run.end(RunState.FAILED, 9.2, failure, released(0, 2, 3)).view)
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1024, "height": 768})
+        page.set_content(html)
+        low = page.locator("body").bounding_box()["height"]
+        middle = page.get_by_text("more lines")
+        middle.click()
+        unfolded = page.locator("body").bounding_box()["height"]
+        scrolls = page.locator(".sgpu-scroll").last
+        reach = scrolls.evaluate("box => [box.scrollHeight, box.clientHeight]")
+        middle.click()
+        page.emulate_media(media="print")
+        printed = page.locator("body").bounding_box()["height"]
+    assert low < 800
+    assert unfolded == low
+    assert reach[0] > 5_000 > 380 > reach[1]
+    assert printed > 5_000
 
 
 @pytest.mark.slow

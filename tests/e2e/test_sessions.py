@@ -156,7 +156,7 @@ def test_line_numbers_are_the_editors(session: Kernel):
     number = session.run("%%rank 1\nx = 1\n\n1/0")
     assert number.ename == "ZeroDivisionError"
     assert re.search(r"Cell In\[\d+\], line 4\b", number.traceback), number.traceback
-    assert "----> 4 1/0" in number.traceback
+    assert "----> 4 1/0" in number.shown
 
 
 def test_push_and_pull(session: Kernel):

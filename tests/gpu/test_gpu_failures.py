@@ -31,7 +31,7 @@ def failed_in_cuda(reply: Reply, says: str) -> None:
     """The failure is the driver's error, by torch's own type, with what it means and what helps."""
     assert reply.status == "error", reply.story
     assert reply.ename in ("AcceleratorError", "RuntimeError"), reply.story
-    assert says in reply.traceback
+    assert says in reply.shown
     assert "This error destroyed the CUDA context of rank 0: every further CUDA call in its process fails." in (
         reply.traceback
     )
@@ -44,7 +44,7 @@ def test_out_of_memory_tells_what_held_it(kernel: Kernel):
     reply = kernel.run(f"%%distributed -n 1\n{OUT_OF_MEMORY}", 120)
     assert reply.ename == "OutOfMemoryError", reply.story
     assert "CUDA out of memory" in reply.evalue
-    assert re.search(r"line 6, in fill", reply.traceback), reply.traceback
+    assert re.search(r"line 6, in fill", reply.shown), reply.shown
     assert "memory when it failed" in reply.text
     assert "first (in fill, line 6)" in reply.text
     assert "See `%sgpu_help memory`." in reply.traceback
@@ -160,7 +160,7 @@ def test_with_launch_blocking_the_line_is_exact(kernel: Kernel):
     failed_in_cuda(late, "device-side assert triggered")
     exact = kernel.run(f"%%distributed -n 1 --env CUDA_LAUNCH_BLOCKING=1\n{FAILED_ASSERT}", 60)
     failed_in_cuda(exact, "device-side assert triggered")
-    assert re.search(r"-> 5 wrong = values\[index\]", exact.traceback), exact.traceback
+    assert re.search(r"-> 5 wrong = values\[index\]", exact.shown), exact.shown
 
 
 @pytest.mark.parametrize("body", [ILLEGAL_ADDRESS, FAILED_ASSERT], ids=["illegal address", "assert"])
@@ -182,7 +182,7 @@ def test_launch_blocking_in_a_session(kernel: Kernel):
     try:
         exact = kernel.run(f"%%distributed\n{FAILED_ASSERT}", 60)
         failed_in_cuda(exact, "device-side assert triggered")
-        assert re.search(r"-> 5 wrong = values\[index\]", exact.traceback), exact.traceback
+        assert re.search(r"-> 5 wrong = values\[index\]", exact.shown), exact.shown
     finally:
         kernel.check("%sgpu_disconnect\ndel s")
 

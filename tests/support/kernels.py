@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from html import unescape
 from queue import Empty
 from typing import Any
 
@@ -60,6 +61,7 @@ __all__ = [
 
 _PORTS = ("shell_port", "iopub_port", "stdin_port", "hb_port", "control_port")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_TAG = re.compile(r"<[^>]*>")
 
 
 def plain(text: str) -> str:
@@ -84,6 +86,11 @@ class Output:
     @property
     def html(self) -> str:
         return str(self.data.get("text/html", "")) if self.view is None else ""
+
+    @property
+    def log(self) -> str:
+        """Return its lines: of HTML all that it has, as text shows only the first and the last of many."""
+        return unescape(_TAG.sub("", re.sub("</?pre", r"\n\g<0>", self.html))) if self.html else self.text
 
 
 @dataclass
@@ -113,6 +120,11 @@ class Reply:
         return "\n".join(output.text.rstrip("\n") for output in self.outputs if output.text)
 
     @property
+    def shown(self) -> str:
+        """Return all text that a reader sees below the cell, the error last."""
+        return f"{self.text}\n{self.traceback}"
+
+    @property
     def streams(self) -> str:
         """Return what the kernel itself has printed."""
         return "".join(output.text for output in self.outputs if output.kind == "stream")
@@ -134,7 +146,9 @@ class Reply:
     def lines(self, rank: int) -> list[str]:
         """Return the lines that are shown with this rank's prefix."""
         mark = f"[{rank}] "
-        return [line[len(mark) :] for line in self.text.splitlines() if line.startswith(mark)]
+        # the labels of several ranks are aligned
+        lines = [line.lstrip(" ") for output in self.outputs for line in output.log.splitlines()]
+        return [line[len(mark) :] for line in lines if line.startswith(mark)]
 
     @property
     def story(self) -> str:

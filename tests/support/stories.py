@@ -46,7 +46,7 @@ class Run:
         ranks: int = 4,
         outputs: tuple[str, ...] = (),
         shipped: Shipped | None = None,
-        limit: int = 200_000,
+        limit: int = 100_000,
         pool: str = "local",
         run_id: str = RUN_ID,
         cell: CellSource | None = None,

@@ -58,6 +58,7 @@ from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import RUN_MIME, caption_bundle, mime_bundle
 from sgpu_magic.views.html import render_html
+from sgpu_magic.views.html_failure import failure_html
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.live.rank_cards import rank_cards
 from sgpu_magic.views.output import Caption, LineAssembler, ShownDisplay, TextSegment, segments
@@ -404,12 +405,14 @@ def test_a_million_lines_stay_bounded() -> None:
     assert len(gaps) == 1
     assert gaps[0].lines + len(run.lines) == run.view.output.total_lines == 1_000_000
     assert gaps[0].ranks == 4
-    assert 190_000 < len(render_text(run.view).encode()) < 202_000
-    html = render_html(run.view)
-    assert 150_000 < len(html.encode()) <= 202_000
+    assert 95_000 < sum(len(line) + 5 for line in run.lines) <= 100_000
+    text, html = render_text(run.view), render_html(run.view)
+    assert text.count(" loss ") == 80
+    assert 55_000 < len(html.encode()) <= 75_000
     assert f"{gaps[0].lines:,}" not in html, "the HTML leaves out more than the view"
-    left_out = int(re.search(r"\.\.\. ([\d,]+) lines of 4 ranks", html)[1].replace(",", ""))
-    assert left_out + len(re.findall(r"step \d{7}", html.partition("<details")[0])) == 1_000_000
+    for form, shown in ((text, text), (html, html.partition(">rank 0<")[0])):
+        left_out = int(re.search(r"\.\.\. ([\d,]+) lines of 4 ranks", form)[1].replace(",", ""))
+        assert left_out + len(re.findall(r"step \d{7}", shown)) == 1_000_000
 
 
 def test_memory_under_many_lines_is_flat() -> None:
@@ -592,8 +595,8 @@ def test_html_escapes_everything_that_ranks_say() -> None:
     live = read(render_html(run.view))
     ended = read(render_html(run.end(RunState.FAILED, 1, failure, (other,)).view))
     for reader in (live, ended):
-        assert reader.tags <= {"div", "b", "span", "pre", "details", "summary"}
-        assert reader.names <= {"style"}
+        assert reader.tags <= {"div", "b", "span", "pre", "details", "summary", "style"}
+        assert reader.names <= {"style", "class", "role", "aria-label", "tabindex"}
         assert "<script>alert(1)</script>" in reader.text
 
 
@@ -668,6 +671,120 @@ def test_html_shows_the_cells_frames_first_and_keeps_the_rest() -> None:
     before, _, after = html.partition("<details")
     assert "nn.py" not in before
     assert "nn.py" in after
+
+
+def boxed(failure: Failure, *others: Failure, cell: CellSource = CELL) -> tuple[list[str], list[str]]:
+    """Return the lines of a failure's box that are always shown, and those behind its summary."""
+    html = failure_html(Run(cell=cell).start().say(1, "step 7\n").end(RunState.FAILED, 1, failure, others).view)
+    shown, _, folded = html.partition("<details")
+    above, below = (f"{shown}</div>", f"<details{folded.removesuffix('</div>')}") if folded else (shown, "")
+    return _lines_of(above), _lines_of(below)
+
+
+def _lines_of(html: str) -> list[str]:
+    text = re.sub("</(div|pre|summary)>", r"\n</\1>", html)
+    return [line for line in read(text).text.splitlines() if line.strip()]
+
+
+def long_error(message: str, frames: str = "") -> Failure:
+    traceback = f"{frames}\n\nValueError: {message}\n"
+    return msgspec.structs.replace(value_error("h"), message=message, traceback_text=traceback)
+
+
+FRAME = "Cell In[7], line 8\n      7 while True:\n----> 8     loss.backward()"
+
+
+@pytest.mark.parametrize("message", ["NaN " * 2_000, "\n".join(f"line {at}" for at in range(500))])
+def test_a_long_message_is_clamped_to_six_rows_and_whole_behind_its_summary(message: str) -> None:
+    shown, folded = boxed(long_error(message, FRAME))
+    assert shown[:4] == ["ValueError on rank 1 · h", *FRAME.splitlines()]
+    rows = sum(-(-len(line) // 85) for line in shown[4:])
+    assert rows <= 7
+    assert shown[4].startswith(f"ValueError: {message[:6].strip()}")
+    assert shown[-1].endswith(" ...")
+    assert "the whole traceback" in folded[0]
+    assert " ".join(message.split()) in " ".join(" ".join(folded).split())
+
+
+def test_a_short_message_has_no_summary() -> None:
+    assert boxed(long_error("NaN", FRAME)) == (["ValueError on rank 1 · h", *FRAME.splitlines(), "ValueError: NaN"], [])
+
+
+def test_of_a_deep_recursion_the_first_and_the_last_frames_of_the_cell_are_shown() -> None:
+    frames = "\n\n".join(f"Cell In[7], line 4, in f({at})\n----> 4     f({at + 1})" for at in range(500))
+    shown, folded = boxed(long_error("too deep", frames))
+    places = [line for line in shown if line.startswith("Cell In")]
+    assert places == [f"Cell In[7], line 4, in f({at})" for at in (0, 1, 498, 499)]
+    assert shown[-1] == "ValueError: too deep"
+    assert folded
+
+
+def test_without_a_frame_of_the_cell_its_line_comes_from_its_source() -> None:
+    failure = msgspec.structs.replace(value_error("h"), traceback_text="", line=4)
+    assert boxed(failure)[0] == [
+        "ValueError on rank 1 · h",
+        "Cell In[7], line 4",
+        "      2 def load_batch(f):",
+        "      3     # a slow disk",
+        "----> 4     x = f.read()",
+        "      5     return x",
+        "      6",
+        "ValueError: NaN in batch 118",
+    ]
+
+
+def test_a_long_line_of_code_is_cut_at_its_end() -> None:
+    cell = CellSource(body=f"x = '{'y' * 5_000}'", magic_line="%%distributed", execution_count=7)
+    shown, _ = boxed(msgspec.structs.replace(value_error(), traceback_text="", line=2), cell=cell)
+    assert shown[3].startswith("----> 2 x = 'yyy")
+    assert len(shown[3]) < 210
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_chained_exceptions_are_shown_if_they_are_short(long: bool) -> None:
+    cause = "\n".join(f"line {at}" for at in range(30 if long else 1))
+    chain = (
+        f"KeyError                 Traceback (most recent call last)\n{FRAME}\n\nKeyError: {cause}\n\n"
+        "The above exception was the direct cause of the following exception:\n\n"
+        f"ValueError               Traceback (most recent call last)\n{FRAME}"
+    )
+    shown, folded = boxed(msgspec.structs.replace(long_error("no config", chain), line=8))
+    assert shown[-1] == "ValueError: no config"
+    assert "----> 8     loss.backward()" in shown
+    assert any("direct cause" in line for line in shown) == (not long)
+    assert any("direct cause" in line for line in folded) == long
+
+
+def test_a_dead_ranks_box_has_the_lines_around_its_last_one() -> None:
+    message = "was killed by SIGKILL: out of memory"
+    failure = Failure(kind=FailureKind.WORKER_DIED, message=message, rank=1, exit_status=-9, pid=4711, stack=IN_LOAD)
+    assert boxed(failure)[0] == [
+        "rank 1 of 4 (process 4711) was killed by SIGKILL: out of memory",
+        "its last Python line: Cell In[7], line 4, in load_batch",
+        "      2 def load_batch(f):",
+        "      3     # a slow disk",
+        "----> 4     x = f.read()",
+        "      5     return x",
+        "      6",
+        "its last output: step 7",
+    ]
+
+
+def test_how_the_other_ranks_ended_is_in_the_failures_box() -> None:
+    shown, _ = boxed(value_error("h"), *released(0, 2, 3))
+    assert shown[-1] == "ranks 0, 2, 3 were released from all_reduce (line 15)"
+    alone = [msgspec.structs.replace(value_error(), rank=rank, message=f"batch {rank}") for rank in range(2, 20)]
+    shown, _ = boxed(value_error("h"), *alone)
+    assert shown[-2:] == ["rank 7: ValueError: batch 7 (line 14)", "... and 12 more: sgpu logs 7f3a"]
+    page = read(render_html(failed().view)).text
+    assert page.count("were released from") == 1
+    assert page.index("were released from") < page.index("[0] epoch 1")
+
+
+def test_rank_numbers_are_aligned() -> None:
+    run = Run(ranks=12).start().say(3, "step\n").say(11, "step\n").end()
+    for text in (render_text(run.view), read(render_html(run.view)).text):
+        assert " [3] step\n[11] step" in text
 
 
 def test_bundle_has_html_text_and_the_record_once() -> None:
@@ -963,6 +1080,24 @@ def test_the_users_own_exception_is_raised(original: Exception) -> None:
         "ranks 0, 2, 3 were released from all_reduce (line 15)",
         errors.see("exception"),
     ]
+
+
+def test_below_a_view_the_error_is_short() -> None:
+    run = Run(cell=CELL)
+    run.view.error_follows = True
+    name = Failure(
+        kind=FailureKind.USER_CODE, message=f"name 'x' is not defined{' at all' * 200}\nmore", rank=1, host="node-2",
+        type_name="builtins.NameError", traceback_text=TRACEBACK, line=8,
+    )  # fmt: skip
+    raised = raised_for(name, *released(0, 2, 3), run=run, original=NameError("x"), names={"x"})
+    heading, error, hint, see = raised._render_traceback_()
+    assert heading == "rank 1 of 4 on node-2 · run 7f3a · Cell In[7], line 14"
+    assert error.startswith("\x1b[31mNameError\x1b[39m: name 'x' is not defined at all")
+    assert len(ansi.plain(error)) <= 125
+    assert "add --in x" in hint
+    assert see == errors.see("exception")
+    assert "---> 14" in raised.remote_traceback
+    assert "---> 14" in raised.__notes__[-1], "outside IPython nothing else shows it"
 
 
 @pytest.mark.parametrize("kind", [FailureKind.USER_CODE, FailureKind.INTERNAL])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -73,7 +74,8 @@ STORIES = {
 class Stripped(HTMLParser):
     """What a renderer leaves that knows few tags and no attributes at all, as lines of text.
 
-    The tags are those of GitHub's renderer and JupyterLab's that both keep; of others the text stays.
+    The tags are those of GitHub's renderer and JupyterLab's that both keep; of others the text stays, but for style
+    sheets, which both drop.
     """
 
     KEPT = {"div", "b", "pre", "span", "details", "summary", "table", "tr", "td", "th", "code"}
@@ -82,16 +84,19 @@ class Stripped(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.text = ""
+        self._in_style = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag not in ("script", "style"), "its content would vanish or be shown as text"
+        assert tag != "script", "its content would vanish"
+        self._in_style = tag == "style"
         self.text += "\n" if tag in self.LINES else ""
 
     def handle_endtag(self, tag: str) -> None:
+        self._in_style = False
         self.text += "\n" if tag in self.LINES else ""
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        self.text += "" if self._in_style else data
 
 
 def stripped(html: str) -> str:
@@ -180,13 +185,88 @@ def test_it_stays_within_its_limit_and_says_where_the_rest_is(ranks: int) -> Non
         if isinstance(part, TextSegment)
     ]
     html = "".join(str(bundle["text/html"]) for bundle in bundles)
-    assert 150_000 < len(html.encode()) <= 200_000
-    assert html.count("<details") == ranks
+    plain = "".join(str(bundle["text/plain"]) for bundle in bundles)
+    assert 60_000 < len(html.encode()) <= 75_000
+    assert len(html.encode()) + len(plain.encode()) <= 100_000
+    assert html.count("<details style") == ranks
     text = stripped(html)
-    # with so many ranks there is no room for the lines of each
-    assert bool(re.search(r"\.\.\. 18\d lines before", text)) == (ranks == 16)
-    assert f"lines of {ranks} ranks in the run's log: sgpu logs 7f3a" in text
+    # with so many ranks there is no room for what was measured
+    assert ("power: 200 W on average" in text) == (ranks == 16)
+    assert f"lines of {ranks} ranks in the run's log: sgpu logs 7f3a · {DIRECTORY}/rank-*.log" in text
+    assert f"lines of {ranks} ranks in the run's log: sgpu logs 7f3a · {DIRECTORY}/rank-*.log" in plain
     assert f"sgpu logs 7f3a --rank {ranks - 1} · {DIRECTORY}/rank-{ranks - 1}.log" in text
+
+
+def printed(lines: int, ranks: int = 4) -> Run:
+    run = Run(ranks=ranks).start()
+    run.view.directory = DIRECTORY
+    for step in range(lines):
+        run.say(step % ranks, f"step {step:06d}  \x1b[32mloss\x1b[0m 0.22\n")
+    return run.end()
+
+
+def test_a_long_log_scrolls_in_a_box_of_twenty_lines() -> None:
+    html = render_html(printed(200_000).view)
+    assert len(html.encode()) <= 75_000
+    box = re.search(r'<div class="sgpu-scroll"[^>]*style="max-height:372px;overflow:auto">', html)
+    assert box is not None
+    assert "sgpu-scroll" not in render_html(printed(20).view)
+    assert "<details" not in render_html(printed(20).view)
+    assert render_html(printed(21).view).count('class="sgpu-scroll"') == 1
+
+
+def test_few_lines_that_wrap_scroll_too() -> None:
+    run = Run(ranks=1).start()
+    for _ in range(6):
+        run.say(0, "x" * 400 + "\n")
+    assert 'class="sgpu-scroll"' in render_html(run.end().view)
+
+
+def test_paper_has_all_that_the_box_has() -> None:
+    html = render_html(printed(200).view)
+    assert re.search(r"<style>@media print\{\.sgpu-scroll,\.sgpu-scrolls\{max-height:none!important", html)
+    assert "<style" not in render_html(printed(20).view)
+
+
+@pytest.mark.parametrize("lines", [80, 81, 500, 200_000])
+def test_without_styles_the_first_and_the_last_40_lines_are_shown(lines: int) -> None:
+    view = printed(lines).view
+    html = render_html(view)
+    shown = re.sub(r"<details class=\"sgpu-fold.*?</details>", "FOLDED\n", html, flags=re.DOTALL)
+    steps = [int(step) for step in re.findall(r"step (\d+)", stripped(shown).partition("rank 0 ·")[0])]
+    assert steps == [*range(40), *range(lines - 40, lines)]
+    assert ("FOLDED" in shown) == (lines > 80)
+    text = render_text(view)
+    assert [int(step) for step in re.findall(r"step (\d+)", text)] == steps
+    where = f"sgpu logs 7f3a · {DIRECTORY}/rank-*.log"
+    left_out = re.findall(r"^\.\.\. ([\d,]+) lines? of [14] ranks? in the run's log: (.*)$", text, re.MULTILINE)
+    assert left_out == ([(f"{lines - 80:,}", where)] if lines > 80 else [])
+    if lines == 200_000:
+        more = int(re.search(r">([\d,]+) more lines</summary>", html)[1].replace(",", ""))
+        below = unescape(shown.partition("FOLDED")[2])
+        dropped = re.search(r">\.\.\. ([\d,]+) lines of 4 ranks in the run's log: ([^<]*)</span></div>", below)
+        assert more + int(dropped[1].replace(",", "")) == lines - 80
+        assert dropped[2] == where
+
+
+def test_a_long_output_of_a_failed_run_does_not_cost_its_failure() -> None:
+    run = Run(limit=10_000, cell=CELL).start()
+    for step in range(5_000):
+        run.say(step % 4, f"step {step:06d}\n")
+    more = "\n".join(f"line {number} of a message that goes on and on" for number in range(5_000))
+    before = value_error()
+    failure = msgspec.structs.replace(
+        before, message=f"{before.message}\n{more}", traceback_text=f"{before.traceback_text.strip()}\n{more}"
+    )
+    html = render_html(run.end(RunState.FAILED, 9.2, failure, released(0, 2, 3)).view)
+    text = render_text(run.view)
+    for shown in (stripped(html), text):
+        assert "NaN in batch 118" in shown
+        assert '---> 14         raise ValueError(f"NaN in batch {step}")' in shown
+    assert "ValueError on rank 1" in html.partition("<details")[0] + stripped(html)
+    assert "rank 1 of 4" in text
+    assert len(html.encode()) < 12_000
+    assert len(text.encode()) < 12_000
 
 
 @pytest.mark.slow

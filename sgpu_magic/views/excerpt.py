@@ -1,0 +1,177 @@
+"""Parts of a failure that every view shows: the cell's own lines, and the beginning of the message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from sgpu_magic.views.run_notes import last_part
+from sgpu_magic.views.stacks import Sources
+from sgpu_magic.wire.failures import Failure, StackFrame
+from sgpu_magic.wire.run import CellSource, RunSpec
+from sgpu_magic.wire.states import FailureKind, RunKind
+
+_RULE = re.compile(r"-{5,}")
+_HEADING = re.compile(r"[\w.]+ +Traceback \(most recent call last\):?")
+_FRAME = re.compile(r"(Cell In\[|File |<)")
+_CELL_FRAME = re.compile(r"Cell In\[")
+_IN_FRAME = re.compile(r"[ \t]|-+>|Cell In\[|File ")
+
+# the outermost and the innermost ones of the cell's frames
+_MAX_FRAMES = 4
+_MAX_CHAIN_LINES = 20
+_MAX_CODE_CHARS = 200
+_MAX_MESSAGE_ROWS = 6
+# characters of a row in a narrow notebook
+_ROW_CHARS = 85
+
+
+class Excerpt(NamedTuple):
+    """The part of a traceback that is always shown.
+
+    Args:
+        code: The cell's frames, each with its failed line and the lines around it.
+        message: The exception's type and the beginning of its message.
+        is_whole: Nothing of the traceback is left out.
+    """
+
+    code: list[str]
+    message: list[str]
+    is_whole: bool
+
+
+def source_of(spec: RunSpec) -> CellSource:
+    """Return a run's cell; for a call of a function only the cells with the function's code."""
+    return spec.cell if spec.kind is RunKind.CELL else replace(spec.cell, body="")
+
+
+def excerpt_of(failure: Failure, cell: CellSource) -> Excerpt:
+    """Return the cell's own frames of a failure's traceback and the message.
+
+    Chained exceptions are included if they are short. Without a frame of the cell, its line is taken from its source.
+    """
+    body = traceback_body(failure)
+    frames, message = _split(body, failure)
+    blocks = [block for block in frames or [] if _CELL_FRAME.match(block[0])]
+    if frames is None and len(body) <= _MAX_CHAIN_LINES:
+        code = body[: len(body) - len(message)]
+    elif blocks:
+        half = _MAX_FRAMES // 2
+        blocks = blocks if len(blocks) <= _MAX_FRAMES else [*blocks[:half], ["..."], *blocks[-half:]]
+        code = [line for block in blocks for line in _bounded(block)]
+    else:
+        code = line_of_cell(failure, cell) or (_bounded(frames[-1]) if frames else [])
+        message = message or _error_lines(failure)
+    code = [clipped(line) for line in code if line.strip()]
+    begun, is_all = beginning([line for line in message if line.strip()])
+    shown = [line for line in body if line.strip()]
+    return Excerpt(code, begun, is_all and (not shown or shown == [*code, *begun]))
+
+
+def traceback_body(failure: Failure) -> list[str]:
+    """Return the lines of the plain traceback without IPython's separator line and heading."""
+    lines = failure.traceback_text.strip("\n").split("\n") if failure.traceback_text.strip() else []
+    while lines and (_RULE.fullmatch(lines[0].strip()) or _HEADING.fullmatch(lines[0].strip())):
+        lines.pop(0)
+    return lines
+
+
+def split_traceback(failure: Failure) -> tuple[list[str], list[str]]:
+    """Return the lines of a traceback before the message, and those of the message; both empty without a traceback."""
+    body = traceback_body(failure)
+    _, message = _split(body, failure) if body else (None, [])
+    begun = max((at for at, line in enumerate(body) if message and line == message[0]), default=len(body))
+    frames = body[:begun]
+    while frames and not frames[-1].strip():
+        frames.pop()
+    return frames, body[begun:]
+
+
+def line_of_cell(failure: Failure, cell: CellSource) -> list[str]:
+    """Return the line of the cell that a rank was executing and the lines around it; empty if it is unknown."""
+    sources = Sources(cell)
+    frame = next((frame for frame in failure.stack if sources.is_notebook(frame)), None)
+    if frame is None and not failure.stack and failure.line is not None:
+        function = failure.where if failure.kind is FailureKind.WORKER_DIED else ""
+        frame = StackFrame(f"<ipython-input-{cell.execution_count or 0}->", failure.line, function)
+    return sources.context(frame) if frame is not None else []
+
+
+def beginning(lines: Sequence[str]) -> tuple[list[str], bool]:
+    """Return as much of a message as fits into six rows, and whether that is all of it."""
+    shown: list[str] = []
+    rows = _MAX_MESSAGE_ROWS
+    for line in lines:
+        needed = max(-(-len(line) // _ROW_CHARS), 1)
+        if rows == 0:
+            shown[-1] += " ..."
+            return shown, False
+        if needed > rows:
+            return [*shown, f"{line[: rows * _ROW_CHARS]} ..."], False
+        shown.append(line)
+        rows -= needed
+    return shown, True
+
+
+def clipped(line: str, most: int = _MAX_CODE_CHARS) -> str:
+    """Return the beginning of a line."""
+    return line if len(line) <= most else f"{line[:most]} ..."
+
+
+def cut_lines(lines: Sequence[str], most: int) -> list[str]:
+    """Return the beginning and the end of `lines`, about `most` characters in total."""
+    if sum(map(len, lines)) + len(lines) <= most:
+        return list(lines)
+    joined = "\n".join(lines)
+    return [*joined[: most // 2].split("\n"), "...", *joined[-most // 2 :].split("\n")]
+
+
+def _split(body: list[str], failure: Failure) -> tuple[list[list[str]] | None, list[str]]:
+    """Return the frames of a traceback, None for chained exceptions, and the lines of the message."""
+    if not body:
+        return [], _error_lines(failure)
+    blocks: list[list[str]] = [[]]
+    for line in body:
+        if line.strip():
+            blocks[-1].append(line)
+        elif blocks[-1]:
+            blocks.append([])
+    blocks = [block for block in blocks if block]
+    is_frame = [bool(_FRAME.match(block[0])) for block in blocks]
+    frames = [block for block, each in zip(blocks, is_frame, strict=True) if each]
+    at = _message_at(body, failure)
+    # frames come first, then the message: another order, or another heading, is a chain of exceptions
+    if is_frame != sorted(is_frame, reverse=True) or any(_HEADING.fullmatch(line.strip()) for line in body):
+        return None, body[at:] if at is not None else []
+    message = [line for block, each in zip(blocks, is_frame, strict=True) if not each for line in block]
+    if not frames or (not message and at is not None):
+        # text of the exception's own, or a SyntaxError, whose message follows its line at once
+        message = body[at:] if at is not None else _error_lines(failure)
+        frames = [*frames[:-1], frames[-1][: max(len(frames[-1]) - len(message), 1)]] if frames else []
+    return frames, message or _error_lines(failure)
+
+
+def _message_at(body: list[str], failure: Failure) -> int | None:
+    """Return the index of the line at which the message of the last exception begins."""
+    name = last_part(failure.type_name)
+    after = max((at for at, line in enumerate(body) if _IN_FRAME.match(line)), default=-1)
+    found = [at for at, line in enumerate(body) if name and (line == name or line.startswith(f"{name}:"))]
+    return next((at for at in found if at > after), found[-1] if found else None)
+
+
+def _error_lines(failure: Failure) -> list[str]:
+    name, message = last_part(failure.type_name), failure.message.strip("\n")
+    if not name or message.startswith((f"{name}:", f"{failure.type_name}:")) or message == name:
+        return (message or name or f"{failure.kind}").split("\n")
+    return (f"{name}: {message}" if message else name).split("\n")
+
+
+def _bounded(block: list[str]) -> list[str]:
+    """Return a frame with its failed line and two lines before and after it."""
+    at = next((at for at, line in enumerate(block) if line.startswith("--")), None)
+    if at is None:
+        return block[:6]
+    return [block[0], *block[max(at - 2, 1) : at + 3]]
