@@ -40,6 +40,8 @@ def safe(text: str) -> str:
     return escape(ansi.plain(text)).replace("$", "<span>$</span>")
 
 
+_BREAKS = "white-space:normal;overflow-wrap:anywhere;min-width:5em"
+
 # a printed page can't be scrolled, so it has everything; where this is stripped, the inline styles hold
 _PRINTED = (
     "<style>@media print{.sgpu-scroll,.sgpu-scrolls{max-height:none!important;overflow:visible!important}"
@@ -71,36 +73,42 @@ def fold(summary: str, body: str, style: str = "padding:0 12px 6px") -> str:
     )
 
 
-def table(heads: Row, rows: Sequence[Row], right: tuple[int, ...] = ()) -> str:
+def table(
+    heads: Row, rows: Sequence[Row], right: Sequence[int] = (), breaks: Sequence[int] = (), below: int | None = None
+) -> str:
     """Return heads and rows as an HTML table with inline style.
-
-    Only the last column breaks its lines, so that a table fits into a box whose width is limited.
 
     Args:
         heads: The heads of the columns.
         rows: The rows.
         right: The right-aligned columns.
+        breaks: The columns that break their lines, so that the table fits into a box whose width is limited.
+        below: The column whose texts are drawn below their rows, as wide as the table; None for no such column.
     """
-    last = len(heads) - 1
+    columns = [column for column in range(len(heads)) if column != below]
 
     def cells(row: Row, tag: str, style: str) -> str:
         drawn = ""
-        for column, cell in enumerate(row):
+        for column in columns:
             align = "right" if column in right else "left"
-            colour = f";color:{BAD}" if cell in ("failed", "timed out") else ""
-            breaks = (
-                "white-space:normal;overflow-wrap:anywhere;min-width:9em" if column == last else "white-space:nowrap"
-            )
+            colour = f";color:{BAD}" if row[column] in ("failed", "timed out") else ""
+            lines = _BREAKS if column in breaks else "white-space:nowrap"
             drawn += (
-                f'<{tag} style="text-align:{align};padding:2px 12px;{breaks};vertical-align:top;'
-                f'font-variant-numeric:tabular-nums{style}{colour}">{safe(cell)}</{tag}>'
+                f'<{tag} style="text-align:{align};padding:2px 12px;{lines};vertical-align:top;'
+                f'font-variant-numeric:tabular-nums{style}{colour}">{safe(row[column])}</{tag}>'
             )
-        return f"<tr>{drawn}</tr>"
+        drawn = f'<tr style="background:none">{drawn}</tr>'
+        if tag == "th" or below is None or not row[below]:
+            return drawn
+        text = f"{heads[below]} {row[below]}".strip()
+        # of no width of its own, so that the columns stay as wide as their texts
+        style = f"text-align:left;padding:0 12px 4px 24px;max-width:0;white-space:normal;overflow-wrap:anywhere;{SOFT}"
+        return f'{drawn}<tr style="background:none"><td colspan="{len(columns)}" style="{style}">{safe(text)}</td></tr>'
 
     head = cells(heads, "th", f";font-weight:400;{SOFT}")
     body = "".join(cells(row, "td", "") for row in rows)
     return (
-        f'<table style="border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;'
+        f'<table style="border-collapse:collapse;table-layout:auto;width:100%;margin:0;border:0;'
         f"border-top:1px solid {LINE};"
         f'font-size:12.5px"><thead>{head}</thead><tbody>{body}</tbody></table>'
     )

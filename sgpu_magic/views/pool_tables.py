@@ -47,6 +47,10 @@ _MAX_WAITING = 20
 _RUN_HEADS: Row = ("run", "name", "notebook", "user", "ranks", "state", "for", "cost", "")
 _RUN_RIGHT = (6, 7)
 
+# heads of the columns that break their lines, and of those that are drawn below their rows, in HTML
+_BREAKING = ("name", "notebook", "runs")
+_BELOW_ROWS = ("held by", "")
+
 _Table = tuple[list[Row], tuple[int, ...]]
 """The heads and the rows, and the right-aligned columns."""
 
@@ -81,7 +85,9 @@ def status_html(status: PoolStatus, now: float | None = None, notice: str = "") 
     drawn = _drawn(status, now, notice)
     parts = [sentences(drawn.quiet), sentences(drawn.loud, f"color:{WARN}")]
     for (heads, *rows), right in (drawn.devices, drawn.runs):
-        parts += [table(heads, rows, right=right)] if rows else []
+        breaks = [column for column, head in enumerate(heads) if head in _BREAKING]
+        below = len(heads) - 1 if heads[-1] in _BELOW_ROWS else None
+        parts += [table(heads, rows, right, breaks, below)] if rows else []
     parts += [] if status.runs else [sentences(["no runs yet"], SOFT)]
     name, _, rest = drawn.headline.partition(" · ")
     return titled_box(name, rest, "".join(parts))
@@ -294,7 +300,8 @@ def environment_html(report: EnvironmentReport) -> str:
     if report.compared_to:
         parts.append(f'<div style="padding:6px 12px 3px">{safe(_compared(report))}</div>')
         if report.differences:
-            parts.append(table(_package_heads(report), report.differences[:_MOST_ROWS]))
+            heads = _package_heads(report)
+            parts.append(table(heads, report.differences[:_MOST_ROWS], breaks=(len(heads) - 1,)))
             parts.append(sentences(_more(report), SOFT))
     return titled_box(report.title, " · ".join(report.facts), "".join(parts))
 

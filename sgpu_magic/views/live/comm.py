@@ -46,8 +46,8 @@ class Channels:
     Attributes:
         serve_comms: Widget messages that the front end sends to a subshell are answered while a cell blocks.
         serve_every_comm: All widget messages are answered while a cell blocks.
-        is_restarting: Whether a restart of the kernel was requested. Front ends have forgotten all comms by then, and
-            JupyterLab logs an error for each that is closed.
+        is_restarting: Whether a restart of the kernel was requested. Its front ends have forgotten all comms by then,
+            and JupyterLab logs an error for each that is closed.
     """
 
     def __init__(self, kernel: Any) -> None:
