@@ -209,7 +209,7 @@ export function kernelPicture(change: Partial<KernelPicture> = {}): KernelPictur
     confirmed: true,
     bases: [
       { name: "", label: "this notebook's packages", about: "Python 3.12.3 · torch 2.7.1" },
-      { name: "4", label: "4", about: "Python 3.12 · 168 packages" },
+      { name: "4", label: "4: Databricks serverless GPU, Python 3.12", about: "Python 3.12 · 168 packages" },
     ],
     python: "Python 3.12.3 · torch 2.7.1",
     packages: 166,
@@ -326,6 +326,8 @@ export class TestHost implements PanelHost {
   settings = { showPrices: true };
   readonly opened: RunRow[] = [];
   readonly attached: RunRow[] = [];
+  readonly replayed: RunRow[] = [];
+  readonly connected: RunRow[] = [];
   newNotebook: (() => void) | undefined = () => undefined;
   readonly kept = new Map<string, string>();
   readonly memory = {
@@ -347,6 +349,12 @@ export class TestHost implements PanelHost {
   attachRun(row: RunRow): void {
     this.attached.push(row);
   }
+
+  replayRun(row: RunRow): void {
+    this.replayed.push(row);
+  }
+
+  connectRun: ((row: RunRow) => void) | undefined = (row) => void this.connected.push(row);
 
   onChange(callback: () => void): () => void {
     this.callbacks.add(callback);

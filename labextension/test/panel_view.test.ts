@@ -17,6 +17,7 @@ import {
   TestNotebook,
   answering,
   choice,
+  device,
   kernelAnswer,
   kernelPicture,
   manyRuns,
@@ -144,6 +145,7 @@ describe("what there is to choose from", () => {
     const other = await ready(kernelPicture({ choice: choice({ gpus: 4 }) }), PLAN, [], poolPicture({ devices: [] }));
     await shows(other.el, "4 × A10 will be free in about 12 min, based on earlier runs.");
     expect(query(other.el, ".sgpu-later").getAttribute("aria-label")).toBe("4, free in about 12 min");
+    expect(text(query(other.el, ".sgpu-number"))).toBe("GPUs1234");
   });
 
   it("shows what the notebook asks for although the pool does not have it", async () => {
@@ -202,6 +204,33 @@ describe("what there is to choose from", () => {
   });
 });
 
+describe("a pool", () => {
+  it("that was chosen before the kernel has answered is chosen in the notebook, too", async () => {
+    let answer: () => void = () => undefined;
+    const notebook = new TestNotebook((question) =>
+      question.kind === "plan"
+        ? { kind: "plan-answer", n: 0, plan: PLAN }
+        : new Promise((resolve) => (answer = () => resolve(kernelAnswer(kernelPicture())))),
+    );
+    const host = new TestHost(notebook);
+    const { el } = mounted(host);
+    host.tellPool();
+    const pools = [
+      { name: "team", about: "shared", reserved: true, default: false },
+      { name: "local", about: "this machine", reserved: false, default: true },
+    ];
+    host.pools.tell({ kind: "pools", pools });
+    await vi.waitFor(() => query(el, "option[value=team]"));
+    const select = query(el, "[aria-label=Pool] select") as HTMLSelectElement;
+    select.value = "team";
+    select.dispatchEvent(new Event("change", { bubbles: true }));
+    host.pools.tell({ kind: "pool", picture: poolPicture({ pool: "team" }) });
+    answer();
+    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
+    expect(host.pools.orders.at(-1)).toEqual({ kind: "watch", pool: "team" });
+  });
+});
+
 describe("the environment", () => {
   const peft = { sign: "+", name: "peft", words: "peft 0.17.1", removable: true } as const;
 
@@ -244,6 +273,7 @@ describe("the environment", () => {
   it("is another base", async () => {
     const { el, notebook } = await ready(kernelPicture({ differences: [peft] }));
     const select = query(el, "[aria-labelledby] select") as HTMLSelectElement;
+    expect(all(select, "option").map(text)).toEqual(["this notebook's packages", "4: Databricks serverless GPU, Python 3.12"]);
     select.value = "4";
     select.dispatchEvent(new Event("change", { bubbles: true }));
     await shows(el, "Python 3.12 · 168 packages");
@@ -267,6 +297,47 @@ describe("applying", () => {
       confirmed: false,
     });
     expect(notebook.written).toEqual([kept]);
+  });
+
+  it("says what it did until that is closed or the form changes", async () => {
+    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    await shows(el, "2 packages will be installed");
+    const plans = notebook.answer;
+    notebook.answer = (question) =>
+      question.kind === "apply" ? kernelAnswer(kernelPicture({ choice: choice() }), { said: "cowsay installed." }) : plans(question);
+    const apply = async () => {
+      await vi.waitFor(() => expect(button(el, "Apply and connect").disabled).toBe(false));
+      button(el, "Apply and connect").click();
+      await shows(el, "cowsay installed.");
+    };
+    await apply();
+    button(el, "close").click();
+    await vi.waitFor(() => expect(text(el)).not.toContain("cowsay"));
+    await apply();
+    button(el, "3").click();
+    await vi.waitFor(() => expect(text(el)).not.toContain("cowsay"));
+    button(el, "Undo changes").click();
+    await apply();
+    // it is another choice than the one that was spoken of
+    notebook.answer = answering(kernelPicture({ choice: choice({ gpus: 4 }) }));
+    notebook.change({ kernelState: "busy" });
+    notebook.change({ kernelState: "idle" });
+    await vi.waitFor(() => expect(text(el)).not.toContain("cowsay"));
+  });
+
+  it("says what it did no longer than its session lasts", async () => {
+    const { el, host, notebook } = await ready(kernelPicture({ choice: choice() }), PLAN, [SESSION]);
+    button(el, "change").click();
+    await vi.waitFor(() => button(el, "3").click());
+    await planned(el);
+    const plans = notebook.answer;
+    notebook.answer = (question) =>
+      question.kind === "apply" ? kernelAnswer(kernelPicture({ choice: choice({ gpus: 3 }) }), { said: "Cells run in session main." }) : plans(question);
+    button(el, "Apply and connect").click();
+    await shows(el, "Cells run in session main.");
+    notebook.answer = answering(kernelPicture({ choice: choice({ gpus: 3 }) }));
+    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [], gone: [SESSION.run_id] });
+    await vi.waitFor(() => expect(text(el)).not.toContain("Cells run in session main."));
   });
 
   it("asks for the plan once the form has rested, and not for every key", async () => {
@@ -369,8 +440,8 @@ describe("the session", () => {
     const { el } = mounted(host);
     host.tellPool(undefined, [{ ...SESSION, idle_ends_at: NOW + 65 }]);
     await vi.advanceTimersByTimeAsync(100);
-    expect(text(query(el, "[aria-label=Session]"))).toBe("Connected · 2 × A10Disconnect12 min · $1.00 · ends after 65 idle s");
-    expect(text(query(el, "[role=status]"))).toBe("Connected · 2 × A10");
+    expect(text(query(el, "[aria-label=Session]"))).toBe("Connected: 2 × A10 · local12 min · $1.00 · ends after 65 idle sEnd session");
+    expect(text(query(el, "[role=status]"))).toBe("Connected: 2 × A10 · local");
     await vi.advanceTimersByTimeAsync(6_000);
     expect(text(query(el, ".sgpu-times"))).toBe("12 min · $1.01 · ends after 59 idle s");
     expect(text(query(el, ".sgpu-run-words"))).toBe("2 ranks · connected 12:06");
@@ -408,30 +479,116 @@ describe("the session", () => {
   it("is ended by its kernel, or by the pool where the kernel is dead", async () => {
     const sessions = [{ run_id: SESSION.run_id, name: "main", current: true, state: "running", words: "" }];
     const { el, host, notebook } = await ready(kernelPicture({ sessions }), PLAN, [SESSION]);
-    button(el, "Disconnect").click();
+    button(el, "End session").click();
     await vi.waitFor(() => expect(notebook.asked.at(-1)).toEqual({ kind: "disconnect", name: "main" }));
     notebook.change({ kernelState: "dead" });
     await shows(el, "The kernel has died.");
-    await vi.waitFor(() => expect(button(el, "Disconnect").disabled).toBe(false));
-    button(el, "Disconnect").click();
+    await vi.waitFor(() => expect(button(el, "End session").disabled).toBe(false));
+    button(el, "End session").click();
     await vi.waitFor(() =>
       expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: SESSION.run_id, pool: "local" }),
     );
-    await vi.waitFor(() => expect(button(el, "Disconnect").disabled).toBe(true));
+    await vi.waitFor(() => expect(button(el, "End session").disabled).toBe(true));
   });
 
   it("may wait, and is another one for another notebook", async () => {
-    const waiting = { ...SESSION, state: "queued", tone: "waiting", words: "waits for 2 A10, position 1", started_at: null, metered_at: null, idle_ends_at: null };
+    const waiting = { ...SESSION, state: "queued", tone: "waiting", words: "2 ranks · waits for 2 A10, position 1", started_at: null, metered_at: null, idle_ends_at: null };
     const { el, host } = await ready(kernelPicture(), PLAN, [waiting]);
-    await shows(el, "Waiting · 2 × A10Cancelwaits for 2 A10, position 1 · 12 min");
+    await shows(el, "Waiting: 2 × A10 · localwaits for 2 A10, position 1 · 12 minEnd session");
     const other = new TestNotebook();
     other.kernel = "kernel-2";
     other.name = "eval.ipynb";
     host.show(other);
-    await vi.waitFor(() => expect(el.querySelector("[aria-label=Session]")).toBeNull());
-    expect(text(query(el, "[role=status]"))).toBe("Not connected");
+    await vi.waitFor(() => expect(text(query(el, "[aria-label=Session]"))).toBe("Not connected"));
+    expect(query(el, "[role=status]").className).not.toContain("sgpu-hidden");
     host.show(null);
     await shows(el, "No notebook is open.");
+    expect(el.querySelector("[aria-label=Session]")).toBeNull();
+  });
+
+  it("says that devices are simulated below its line, which has little room", async () => {
+    const { el } = await ready(kernelPicture(), PLAN, [{ ...SESSION, simulated: true }]);
+    await shows(el, "Connected: 2 × A10 · local");
+    expect(text(query(el, ".sgpu-times"))).toMatch(/^12 min · \$1\.0\d · simulated · ends after 48 idle min$/);
+  });
+
+  const ENDED = {
+    ...SESSION,
+    state: "cancelled",
+    tone: "plain",
+    final: true,
+    words: "2 ranks · the kernel was restarted, and a session ends with its kernel",
+    ended_at: NOW - 60,
+    cost: 1.2,
+    idle_ends_at: null,
+  };
+
+  it("that has ended says why, and is connected again with its devices", async () => {
+    const effect = choice({ gpus: 4, dependencies: ["peft"] });
+    const { el, host, notebook } = await ready(kernelPicture({ choice: effect }), PLAN, [ENDED]);
+    await shows(el, "Session ended");
+    expect(query(el, "[aria-label=Session]").dataset["stage"]).toBe("ended");
+    expect(text(query(el, ".sgpu-times"))).toMatch(
+      /^2 × A10 · (\d\d:\d\d|\d+ \w+) · the kernel was restarted, and a session ends with its kernel$/,
+    );
+    button(el, "Reconnect").click();
+    await vi.waitFor(() =>
+      expect(notebook.asked.find(({ kind }) => kind === "apply")).toEqual({
+        kind: "apply",
+        choice: { ...effect, gpus: 2, type: "a10" },
+        connect: true,
+        confirmed: false,
+      }),
+    );
+    const next = { ...SESSION, run_id: "session-2", submitted_at: NOW };
+    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [next], gone: [] });
+    await shows(el, "Connected: 2 × A10 · local");
+    expect(text(el)).not.toContain("Session ended");
+  });
+
+  it("that has ended with its kernel's process is connected by a cell, as nothing is loaded there yet", async () => {
+    const notebook = new TestNotebook(() => Promise.reject(new NoExtension("This kernel has not loaded sgpu-magic.")));
+    const host = new TestHost(notebook);
+    const { el } = mounted(host);
+    host.tellPool(undefined, [ENDED]);
+    await shows(el, "This kernel has not loaded sgpu-magic.");
+    button(el, "Reconnect").click();
+    expect(host.connected.map(({ run_id }) => run_id)).toEqual([ENDED.run_id]);
+    // nothing can be connected while there is no kernel
+    notebook.change({ kernelState: "dead" });
+    await shows(el, "The kernel has died.");
+    expect(text(query(el, "[aria-label=Session]"))).toContain("Session ended");
+    expect(text(el)).not.toContain("Reconnect");
+  });
+
+  it("that waits says who holds what it waits for, and ends what is this user's", async () => {
+    const idle = { ...SESSION, run_id: "session-9", notebook: "story5.ipynb", kernel: "other" };
+    const cell = run("cell-9", { session: "session-9", final: true, tone: "good", ended_at: NOW - 125 });
+    const bobs = run("run-9", { name: "cell 7", user: "bob", notebook: "big.ipynb", kernel: "bobs" });
+    const own = { ...SESSION, run_id: "session-8", name: "session work", submitted_at: NOW - 5000, idle_ends_at: null };
+    const elsewhere = run("run-8", { device_type: "h100", kernel: "other" });
+    const waiting = { ...SESSION, state: "queued", tone: "waiting", words: "2 ranks · needs 1 more A10", started_at: null, metered_at: null, idle_ends_at: null };
+    const { el, host } = await ready(kernelPicture({ pool: "team" }), PLAN, [waiting, idle, cell, bobs, own, elsewhere], poolPicture({ pool: "team" }));
+    host.pools.tell(
+      { kind: "pools", pools: [{ name: "team", about: "", reserved: false, default: true }] },
+      { kind: "pool", picture: poolPicture({ pool: "team" }) },
+      { kind: "runs", pool: "team", whole: true, changed: [waiting, idle, cell, bobs, own, elsewhere], gone: [] },
+    );
+    const held = () => all(query(el, "[aria-label=Session]"), ".sgpu-held li").map(text);
+    await vi.waitFor(() =>
+      expect(held()).toEqual([
+        "held by story5.ipynb, idle 2 minEnd that session",
+        "held by bob's big.ipynb · cell 7",
+        "held by session workEnd that session",
+      ]),
+    );
+    const row = all(el, ".sgpu-run-row").find((each) => text(each).includes("needs 1 more A10"));
+    expect(text(query(row as Element, ".sgpu-run-held"))).toBe("held by story5.ipynb, idle 2 min and 2 more");
+    button(el, "End that session").click();
+    await shows(el, "End story5.ipynb · main?");
+    button(el, "End").click();
+    expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: "session-9", pool: "team" });
+    await vi.waitFor(() => expect(held()[0]).toBe("held by story5.ipynb, idle 2 minEnding…"));
   });
 });
 
@@ -551,8 +708,33 @@ describe("the way to the pool", () => {
 });
 
 describe("devices", () => {
-  it("are told with use, memory and user, and this notebook's are marked", async () => {
+  it("are a row for each type, which counts and draws those that are free, this notebook's and others'", async () => {
     const { el } = await ready();
+    await shows(el, "8 of 8 free");
+    expect(all(el, ".sgpu-device-type").map(text)).toEqual([
+      "A10: 3 of 4 free, 2 this notebook's",
+      "H100: 8 of 8 free",
+      "B300: 0 of 2 free, 2 others'",
+    ]);
+    const squares = (row: Element) => all(row, ".sgpu-square").map(({ className }) => className.replace("sgpu-square sgpu-square-", ""));
+    const [, h100, b300] = all(el, ".sgpu-device-type");
+    expect(squares(h100 as Element)).toEqual(Array(8).fill("free"));
+    expect(squares(b300 as Element)).toEqual(["others", "others"]);
+  });
+
+  it("of a large type are a bar", async () => {
+    const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ total: 10_000, free: 9_992 })], devices: [device(0, { user: "7 of 8 free" })] }));
+    await shows(el, "9992 of 10000 free");
+    expect(el.querySelector(".sgpu-square")).toBeNull();
+    expect(all(el, ".sgpu-strip-bar > i").map(({ className, style }) => [className, style.flexGrow])).toEqual([
+      ["sgpu-square-own", "0"],
+      ["sgpu-square-others", "8"],
+      ["sgpu-square-free", "9992"],
+    ]);
+  });
+
+  it("unfold to single ones with use, memory and user, by themselves where this notebook holds some", async () => {
+    const { el, host } = await ready();
     await shows(el, "A10 · 0");
     expect(all(el, ".sgpu-device > .sgpu-hidden").map(text)).toEqual([
       "94 %, 18.2 GB, train.ipynb · rank 0, this notebook's",
@@ -561,13 +743,29 @@ describe("devices", () => {
       "0 %, 0.0 GB, free",
     ]);
     expect(all(el, ".sgpu-own").length).toBe(2);
-    expect(query(el, ".sgpu-track i").style.width).toBe("94%");
+    expect(query(el, ".sgpu-device .sgpu-track i").style.width).toBe("94%");
+    query(el, ".sgpu-device-type").click();
+    await vi.waitFor(() => expect(el.querySelector(".sgpu-device")).toBeNull());
+    const again = mounted(host);
+    host.tellPool();
+    await shows(again.el, "3 of 4 free");
+    expect(again.el.querySelector(".sgpu-device")).toBeNull();
+    query(again.el, ".sgpu-device-type").click();
+    await vi.waitFor(() => expect(all(again.el, ".sgpu-device").length).toBe(4));
+  });
+
+  it("that are simulated say what their values are", async () => {
+    const simulated = { simulated: true, utilization_pct: 50, used_bytes: 4e8 };
+    const devices = [device(0, { ...simulated, kernel: KERNEL, run_id: "s1", user: "train.ipynb", free: false })];
+    const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ simulated: true, total: 1, free: 0 })], devices }));
+    await shows(el, "Simulated devices show the CPU and memory of their ranks.");
+    expect(text(query(el, ".sgpu-device > .sgpu-hidden"))).toBe("50 %, 0.4 GB, train.ipynb, this notebook's, simulated");
   });
 
   it("are CPU slots where there is no GPU", async () => {
     const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [CPUS], devices: [], cpu_slots: 16, cpu_slots_free: 12, notes: ["No GPU here."] }));
     await shows(el, "12 of 16 slots free");
-    expect(text(query(el, ".sgpu-devices + p"))).toBe("No GPU here.");
+    expect(text(query(el, ".sgpu-device-types + p"))).toBe("No GPU here.");
   });
 
   it("can be folded away, also after a reload", async () => {
@@ -586,7 +784,12 @@ describe("runs", () => {
   it("are listed newest first, with a shape and words for their state", async () => {
     const { el } = await ready();
     await shows(el, "sweep[3]");
-    expect(all(el, ".sgpu-run-name").map((each) => text(each).replace(/ \(.*/, ""))).toEqual(["train_digits", "sweep[3]", "train_digits", "preprocess"]);
+    expect(all(el, ".sgpu-run-name").map((each) => text(each).replace(/ \(.*/, ""))).toEqual([
+      "train.ipynb · train_digits",
+      "sweep.ipynb · sweep[3]",
+      "train.ipynb · train_digits",
+      "train.ipynb · preprocess",
+    ]);
     expect(all(el, ".sgpu-dot .sgpu-hidden").map(text)).toEqual(["running", "queued", "failed", "succeeded"]);
     expect(new Set(all(el, ".sgpu-dot svg").map(({ innerHTML }) => innerHTML)).size).toBe(4);
     expect(all(el, ".sgpu-run-cost").map(text)).toEqual(["$0.19", "", "$0.02", "$0.30"]);
@@ -604,39 +807,88 @@ describe("runs", () => {
     await vi.waitFor(() => expect(all(el, ".sgpu-run-row").length).toBe(1));
   });
 
-  it("open to what can be done with them; cancelling asks once", async () => {
+  it("open their view with a click, and what can be done with them with another; ending asks once", async () => {
     const { el, host } = await ready();
     await shows(el, "sweep[3]");
-    const [first] = all(el, ".sgpu-run-head");
-    first?.click();
-    await vi.waitFor(() => expect(first?.getAttribute("aria-expanded")).toBe("true"));
-    button(el, "Open log").click();
-    button(el, "Stacks").click();
+    const [head] = all(el, ".sgpu-run-head");
+    head?.click();
+    expect(host.opened.map(({ run_id }) => run_id)).toEqual(["run-4"]);
+    expect(el.querySelector(".sgpu-actions")).toBeNull();
+    const more = button(el, "Actions of train.ipynb · train_digits");
+    more.click();
+    await vi.waitFor(() => expect(more.getAttribute("aria-expanded")).toBe("true"));
     button(el, "Attach").click();
-    expect(host.opened.map(({ run_id }) => run_id)).toEqual(["run-4", "run-4"]);
     expect(host.attached.map(({ run_id }) => run_id)).toEqual(["run-4"]);
-    button(el, "Cancel").click();
-    await shows(el, "Stop train_digits?");
+    // it has not ended yet
+    expect(text(query(el, ".sgpu-actions"))).not.toContain("Rerun");
+    button(el, "End run").click();
+    await shows(el, "End train.ipynb · train_digits?");
+    await vi.waitFor(() => expect(document.activeElement).toBe(button(el, "End")));
+    button(el, "Don't end").click();
+    await vi.waitFor(() => expect(document.activeElement).toBe(head));
     expect(host.pools.orders.length).toBe(1);
-    await vi.waitFor(() => expect(document.activeElement).toBe(button(el, "Stop")));
-    button(el, "Stop").click();
+    button(el, "End run").click();
+    await vi.waitFor(() => button(el, "End").click());
     expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: "run-4", pool: "local" });
     await vi.waitFor(() => expect(button(el, "Ending…").disabled).toBe(true));
     host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [{ ...run("run-4"), state: "cancelled", tone: "plain", final: true }], gone: [] });
     await vi.waitFor(() => expect(text(el)).not.toContain("Ending…"));
+    button(el, "Rerun").click();
+    expect(host.replayed.map(({ run_id }) => run_id)).toEqual(["run-4"]);
+  });
+
+  it("show what can be done with them by keys", async () => {
+    const { el } = await ready();
+    await shows(el, "sweep[3]");
+    const [head] = all(el, ".sgpu-run-head");
+    head?.focus();
+    press(focused(), "ArrowRight");
+    await vi.waitFor(() => query(el, ".sgpu-open-row .sgpu-actions"));
+    expect(document.activeElement).toBe(head);
+    press(focused(), "ArrowLeft");
+    await vi.waitFor(() => expect(el.querySelector(".sgpu-actions")).toBeNull());
+  });
+
+  it("are compared, two side by side", async () => {
+    const { el } = await ready();
+    await shows(el, "sweep[3]");
+    const compare = async (at: number) => {
+      all(el, ".sgpu-more")[at]?.click();
+      await vi.waitFor(() => expect(all(el, ".sgpu-more")[at]?.getAttribute("aria-expanded")).toBe("true"));
+      button(el, "Compare").click();
+    };
+    await compare(2);
+    await shows(el, "Compare train.ipynb · train_digits with: choose Compare at another run.");
+    await compare(3);
+    await vi.waitFor(() => query(el, ".sgpu-comparison"));
+    const cells = (row: Element) => all(row, "th, td").map(text);
+    expect(all(el, ".sgpu-comparison tr").map(cells)).toEqual([
+      ["×", "train.ipynb · train_digits", "train.ipynb · preprocess"],
+      ["run", "run-", "run-"],
+      ["state", "failed", "succeeded"],
+      ["devices", "2 × A10", "2 × A10"],
+      ["started", expect.stringMatching(/^(\d\d:\d\d|\d+ \w+)$/), expect.stringMatching(/^(\d\d:\d\d|\d+ \w+)$/)],
+      ["duration", "00:20", "03:36"],
+      ["cost", "$0.02", "$0.30"],
+      ["user", "ada", "ada"],
+    ]);
+    expect(all(el, ".sgpu-differs th").map(text)).toEqual(expect.arrayContaining(["state", "duration", "cost"]));
+    button(el, "Close the comparison").click();
+    await vi.waitFor(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
   });
 
   it("link to MLflow where that is a page, and keep quiet about what is elsewhere", async () => {
-    const { el } = await ready(kernelPicture(), PLAN, [run("a", { tracked_url: "https://mlflow.example/1", here: false })]);
+    const { el, host } = await ready(kernelPicture(), PLAN, [run("a", { tracked_url: "https://mlflow.example/1", here: false })]);
     await shows(el, "train_digits");
     query(el, ".sgpu-run-head").click();
     await shows(el, "Open in MLflow");
     expect(query(el, ".sgpu-actions a").getAttribute("href")).toBe("https://mlflow.example/1");
-    expect(button(el, "Open log").disabled).toBe(true);
+    expect(text(query(el, ".sgpu-actions"))).toContain("its files are on another machine");
+    expect(host.opened).toEqual([]);
     const other = await ready(kernelPicture(), PLAN, [run("b", { tracked_url: "javascript:alert(1)" })]);
     await shows(other.el, "train_digits");
-    query(other.el, ".sgpu-run-head").click();
-    await shows(other.el, "Open log");
+    query(other.el, ".sgpu-more").click();
+    await shows(other.el, "End run");
     expect(other.el.querySelector("a")).toBeNull();
   });
 

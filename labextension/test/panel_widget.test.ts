@@ -79,7 +79,7 @@ describe("the panel's widget", () => {
     model.emit({ kind: "runs", pool: "local", whole: true, changed: [...RUNS, SESSION], gone: [] });
     model.emit(kernelAnswer(kernelPicture(), { n: question?.n ?? 0 }));
     await vi.waitFor(() => expect(el.textContent).toContain("nothing saved in the notebook"));
-    expect(el.textContent.replaceAll("\u00a0", " ")).toContain("Connected · 2 × A10");
+    expect(el.textContent.replaceAll("\u00a0", " ")).toContain("Connected: 2 × A10 · local");
     const plan = () => model.sent.find(({ kind }) => kind === "plan");
     await vi.waitFor(() => expect(plan()).toMatchObject({ connect: true }));
     model.emit({ kind: "plan-answer", n: plan()?.n ?? 0, plan: PLAN });

@@ -7,6 +7,7 @@ import type { KernelAsk } from "../src/panel/host";
 import { CHOICE_KEY, OtherVersion } from "../src/panel/messages";
 import type { KernelAnswer, KeptChoice } from "../src/panel/messages";
 import { chipWords } from "../src/plugin/chip_words";
+import { connectLine } from "../src/plugin/magic_lines";
 import { KeptChoices } from "../src/plugin/kept_choices";
 import { LabNotebook, PATIENCE_MS, KNOWN_PATIENCE_MS } from "../src/plugin/lab_notebook";
 import type { Document } from "../src/plugin/lab_notebook";
@@ -519,6 +520,15 @@ describe("words", () => {
     expect(words({})).toBe("2 × A10 · connected · 12 min");
     expect(words({ state: "queued", started_at: null })).toBe("2 × A10 · waiting");
     expect(words({ state: "preparing", started_at: null })).toBe("2 × A10 · connecting");
+    expect(words({ state: "cancelling" })).toBe("2 × A10 · ending");
+  });
+
+  it("of a cell that connects a session again are those of its devices, its name and its pool", () => {
+    const session = { ...SESSION, name: "session main", ranks: 2, device_type: "a10" };
+    expect(connectLine(session, "")).toBe("%sgpu_connect --gpus 2 --type a10");
+    expect(connectLine({ ...session, name: "session work", device_type: "any" }, "team")).toBe(
+      "%sgpu_connect --gpus 2 --name work --pool team",
+    );
   });
 
   it("with a cell magic survive JupyterLab's translations, which write %% as %", () => {

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 
 import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.panel.schema import DevicePicture
 from sgpu_magic.views.pool_words import HOLDING, device_name, outside_words
@@ -17,6 +18,9 @@ from sgpu_magic.wire.states import RunKind, RunState
 
 Holders = Mapping[str, tuple[RunSummary, int]]
 """Maps a device's UUID to the run that holds it and the rank that uses it."""
+
+Use = Mapping[str, tuple[float | None, int | None]]
+"""Maps a device's UUID to its utilization in percent and the memory in use in bytes; None when unknown."""
 
 _FREE = "free"
 # larger pools are shown by node, and only so many nodes
@@ -49,6 +53,17 @@ def device_pictures(inventory: Inventory, order: Mapping[str, int], holders: Hol
         *(_device(device, holders, hosts.get(device.node, "")) for device in held[:_MOST_DEVICES]),
         *(picture for _, picture in rows[:_MOST_NODES]),
     )
+
+
+def with_use(inventory: Inventory, use: Use) -> Inventory:
+    """Return an inventory in which these devices have this use."""
+    devices = (
+        replace(device, utilization_pct=use[device.uuid][0], used_bytes=use[device.uuid][1])
+        if device.uuid in use
+        else device
+        for device in inventory.devices
+    )
+    return replace(inventory, devices=tuple(devices)) if use else inventory
 
 
 def is_free(device: Device, holders: Holders) -> bool:

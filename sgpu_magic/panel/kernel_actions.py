@@ -203,8 +203,8 @@ class KernelActions:
             session = living(question.name)
             if session is None:
                 what = f"session {question.name!r}" if question.name else "session"
-                return PanelRefusal(n=question.n, text=f"This notebook has no {what} to disconnect.")
-            end(session, "it was disconnected in the panel")
+                return PanelRefusal(n=question.n, text=f"This notebook has no {what} to end.")
+            end(session, "it was ended in the panel")
         ended = "has ended" if session.has_ended else "is ending"
         return self._state(question.n, said=f"Session {session.name} {ended}.")
 

@@ -33,6 +33,7 @@ from sgpu_magic.views.pool_tables import environment_text, status_text
 from sgpu_magic.views.units import count_of
 
 OWN_PACKAGES = "this notebook's packages"
+_PUBLISHED = {"4": "Databricks serverless GPU", "ai-4": "Databricks serverless GPU with AI libraries"}
 _MOST_DIFFERENCES = 60
 _MOST_NOTES = 6
 
@@ -157,10 +158,11 @@ def _line(change: Change) -> PackageLine:
 def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoice, ...]:
     """Return this notebook's packages, the published bases, the saved environments, and the chosen one."""
     own = _about(own_python(), len(now.distributions))
-    found = [BaseChoice(name="", label=OWN_PACKAGES, about=own)]
+    found = [BaseChoice(name="", label=_label(OWN_PACKAGES, "", own_python()), about=own)]
     for name in BASE_NAMES:
         base = base_list(name)
-        found.append(BaseChoice(name=name, label=name, about=_about(base.python_minor, len(base.public))))
+        label = _label(name, _PUBLISHED[name], base.python_minor)
+        found.append(BaseChoice(name=name, label=label, about=_about(base.python_minor, len(base.public))))
     for name in named_environments.saved_names(settings):
         try:
             kept = named_environments.load(settings, name)
@@ -168,13 +170,22 @@ def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoic
             # not offered; naming it explicitly reports the error
             continue
         if kept is not None:
-            found.append(BaseChoice(name=name, label=name, about=_about(kept.python, kept.packages)))
+            label = _label(name, "a saved environment", kept.python)
+            found.append(BaseChoice(name=name, label=label, about=_about(kept.python, kept.packages)))
     for name in (_default(settings), choice.env_version):
         if name and name not in {base.name for base in found}:
             there = Path(name).expanduser()
-            about = f"the file {name}" if there.is_file() else "no such environment here"
-            found.append(BaseChoice(name=name, label=os.path.basename(name), about=about))
+            is_file = there.is_file()
+            about = f"the file {name}" if is_file else "no such environment here"
+            label = _label(os.path.basename(name), "a file" if is_file else "", "")
+            found.append(BaseChoice(name=name, label=label, about=about))
     return tuple(found)
+
+
+def _label(name: str, what: str, python: str) -> str:
+    """Return `4: Databricks serverless GPU, Python 3.12`."""
+    about = ", ".join(part for part in (what, f"Python {python}" if python else "") if part)
+    return f"{name}{': ' if what else ', '}{about}" if about else name
 
 
 def _about(python: str, packages: int) -> str:

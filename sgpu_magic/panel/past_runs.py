@@ -1,10 +1,11 @@
-"""Information from earlier runs: where their files are, and this month's usage."""
+"""Information from runs' files: where they are, what ranks on simulated devices use, and this month's usage."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,10 +14,14 @@ from sgpu_magic.client import ledger
 from sgpu_magic.client.ledger import Use, usage
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
+from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.panel.device_rows import Use as DeviceUse
 from sgpu_magic.panel.pool_state import RunFiles
+from sgpu_magic.views.pool_words import HOLDING
 from sgpu_magic.wire.costs import HOUR_S, Prices, format_money
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.pool_status import BudgetState, RunSummary
+from sgpu_magic.wire.rank_events import RankSample, Sampled
 from sgpu_magic.wire.record import is_valid_id
 
 # an MLflow page may appear this long after the run's end
@@ -79,6 +84,75 @@ class RunFilesOfPool:
             return ""
         # allow only web links in a page
         return url if url.startswith(("http://", "https://")) else ""
+
+
+# samples come every second, of long runs every 5 s
+_SAMPLE_TIMEOUT_S = 15.0
+# the most time to spend on reading logs in one call
+_READ_S = 0.1
+# smaller changes are not reported
+_MEMORY_STEP_BYTES = 10_000_000
+
+
+class SimulatedUse:
+    """Reads what ranks on simulated devices use from the event logs of their runs. Owned by one thread.
+
+    Args:
+        runs_path: The directory that holds the runs' directories.
+    """
+
+    def __init__(self, runs_path: Path) -> None:
+        self._runs_path = runs_path
+        self._logs: dict[str, _Samples] = {}
+
+    def of(self, runs: Iterable[RunSummary], cores: int, now: float) -> DeviceUse:
+        """Return the use of the simulated devices that runs hold, by UUID; without those that report none.
+
+        Args:
+            runs: The pool's runs.
+            cores: CPU cores of the machine, which a run's ranks share.
+            now: Wall-clock time, seconds since the epoch.
+        """
+        holding = [run for run in runs if run.simulated and run.uuids and not run.session and run.state in HOLDING]
+        self._logs = {
+            run.run_id: self._logs.get(run.run_id) or _Samples(self._runs_path / run.run_id) for run in holding
+        }
+        until = time.monotonic() + _READ_S
+        use: dict[str, tuple[float | None, int | None]] = {}
+        for run in holding:
+            share = max(1.0, cores / run.ranks)
+            for sample in self._logs[run.run_id].latest(now, until):
+                if sample.rank < len(run.uuids):
+                    use[run.uuids[sample.rank]] = _use_of(sample, share)
+        return use
+
+
+class _Samples:
+    """The latest sample of each rank of one run."""
+
+    def __init__(self, directory: Path) -> None:
+        self._log = EventFile(directory)
+        self._of: dict[int, tuple[float, RankSample]] = {}
+
+    def latest(self, now: float, until: float) -> Iterator[RankSample]:
+        """Yield the ranks' recent samples; reads until `until`, a monotonic time, and continues in the next call."""
+        # a log that is missing or damaged reports no use
+        with contextlib.suppress(OSError, ValueError, msgspec.DecodeError):
+            for event, _ in self._log.new_events():
+                if isinstance(event.body, Sampled):
+                    self._of |= {sample.rank: (event.at, sample) for sample in event.body.samples}
+                if time.monotonic() >= until:
+                    break
+        for at, sample in self._of.values():
+            if now - at <= _SAMPLE_TIMEOUT_S:
+                yield sample
+
+
+def _use_of(sample: RankSample, cores: float) -> tuple[float | None, int | None]:
+    """Return a rank's share of its CPU cores in percent, and its memory in bytes."""
+    pct = None if sample.cpu_cores is None else float(round(min(100.0, 100.0 * sample.cpu_cores / cores)))
+    held = sample.rss_bytes
+    return pct, None if held is None else round(held / _MEMORY_STEP_BYTES) * _MEMORY_STEP_BYTES
 
 
 KEPT_S = 20.0

@@ -16,7 +16,7 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, pools_p
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError, SgpuError
 from sgpu_magic.panel.device_rows import Durations
-from sgpu_magic.panel.past_runs import MonthUsage, RunFilesOfPool
+from sgpu_magic.panel.past_runs import MonthUsage, RunFilesOfPool, SimulatedUse
 from sgpu_magic.panel.pool_state import (
     RunFiles,
     as_sentence,
@@ -76,6 +76,7 @@ class PoolLook:
         self._rates = rates_of(settings, entry)
         self._usage = MonthUsage(settings)
         self._places = RunFilesOfPool(settings.runs_path)
+        self._simulated = SimulatedUse(settings.runs_path)
         self._pool: Pool | None = None
         self._link: object | None = None
         self._was_up = False
@@ -119,6 +120,7 @@ class PoolLook:
             self._rates,
             now,
             durations=self._durations,
+            use=self._simulated.of(status.runs, status.inventory.cores, now),
             usage=self._usage.line(now, status.budget) if self._entry is None else "",
             notice="" if self._pool is None else self._pool.notice,
         )

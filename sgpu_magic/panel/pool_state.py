@@ -15,12 +15,14 @@ from sgpu_magic.config import Settings
 from sgpu_magic.panel.device_rows import (
     Durations,
     Holders,
+    Use,
     device_pictures,
     file_name,
     holders_of,
     is_free,
     queue_of,
     waits,
+    with_use,
 )
 from sgpu_magic.panel.schema import PoolChoice, PoolPicture, PoolState, Remedy, RunRow, TypePicture
 from sgpu_magic.runs.choice.schema import VERSION
@@ -54,6 +56,7 @@ _TONES: Mapping[RunState, str] = {
     RunState.CANCELLED: "plain",
 }
 _NOTHING: Mapping[str, Any] = {}
+_NO_USE: Use = {}
 _IN_OTHER_WORDS = ("name", "kind", "state", "notebook")
 _AS_IN_SUMMARY = frozenset(RunRow.__struct_fields__).intersection(RunSummary.__struct_fields__) - {*_IN_OTHER_WORDS}
 
@@ -76,6 +79,7 @@ def pool_picture(
     now: float,
     *,
     durations: Durations,
+    use: Use = _NO_USE,
     usage: str = "",
     notice: str = "",
 ) -> PoolPicture:
@@ -86,6 +90,7 @@ def pool_picture(
         rates: Prices of its devices.
         now: Wall-clock time, seconds since the epoch.
         durations: Durations of earlier runs.
+        use: The use of devices that do not report it themselves.
         usage: This month's usage, a line.
         notice: A notice from the pool.
     """
@@ -104,7 +109,7 @@ def pool_picture(
         now=now,
         about=f"{status.pool} · {_place_of(status.pool, inventory.host)} · {slots}",
         types=types,
-        devices=device_pictures(inventory, order, holders),
+        devices=device_pictures(with_use(inventory, use), order, holders),
         cpu_slots=inventory.cpu_slots,
         cpu_slots_free=status.cpu_slots_free,
         usage=usage,

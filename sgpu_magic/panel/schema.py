@@ -226,7 +226,8 @@ class BaseChoice(Message, frozen=True):
 
     Args:
         name: As in `--env-version`; "" for this notebook's packages.
-        label: `this notebook's packages`, `4`, `ai-4`, the name of a saved environment.
+        label: Its name and what it is: `this notebook's packages, Python 3.12`, `4: Databricks serverless GPU, Python
+            3.12`.
         about: `Python 3.12 · 168 packages`.
     """
 

@@ -97,8 +97,24 @@ def connect(shown: Locator, label: str, gpus: int) -> None:
 
 
 def disconnect(shown: Locator) -> None:
-    session(shown).get_by_role("button", name="Disconnect").click()
-    expect(session(shown)).to_have_count(0, timeout=30_000)
+    session(shown).get_by_role("button", name="End session").click()
+    expect(session(shown)).to_contain_text("Session ended", timeout=30_000)
+
+
+def assert_fits(page: Page) -> None:
+    """At 250 px the session's state has one line, nothing is wider than the panel, and only the panel scrolls."""
+    panel(page).evaluate("panel => { panel.querySelector('.sgpu-panel-root').style.width = '250px' }")
+    line = panel(page).locator(".sgpu-state-line")
+    lines, hidden = line.evaluate("line => [line.offsetHeight / 18, line.scrollWidth - line.clientWidth]")
+    assert (lines, hidden) == (1, 0)
+    scrolling = """panel => [...panel.querySelectorAll('*')].filter((each) => {
+        const { overflowX, overflowY } = getComputedStyle(each)
+        const scrolls = (overflow) => ['auto', 'scroll'].includes(overflow)
+        return scrolls(overflowY) || (scrolls(overflowX) && each.scrollWidth > each.clientWidth)
+    }).map((each) => each.className)"""
+    assert panel(page).evaluate(scrolling) == ["sgpu-panel"]
+    assert panel(page).locator(".sgpu-panel").evaluate("panel => panel.scrollWidth - panel.clientWidth") == 0
+    panel(page).evaluate("panel => { panel.querySelector('.sgpu-panel-root').style.width = '' }")
 
 
 def from_menu(page: Page, menu: str, label: str) -> None:
@@ -124,6 +140,7 @@ def test_first_use_is_connected_after_three_clicks(notebooks: Opener) -> None:
     button.click()
     expect(session(shown)).to_contain_text("Connected", timeout=CONNECTED_MS)
     notebook.picture("panel-connected")
+    assert_fits(page)
     expect(chip(notebook)).to_contain_text(f"1{TIMES}A10 (simulated) · connected", timeout=10_000)
     saved = notebook.save()["metadata"]["sgpu"]
     assert (saved["choice"]["gpus"], saved["choice"]["type"], len(saved["signed"])) == (1, "a10", 64)
@@ -150,7 +167,7 @@ def test_a_kernel_without_the_extension_is_connected_after_three_clicks_too(note
     button = shown.get_by_role("button", name="Apply and connect")
     expect(button).to_be_enabled(timeout=20_000)
     button.click()
-    expect(session(shown)).to_contain_text("Connected · 1", timeout=CONNECTED_MS)
+    expect(session(shown)).to_contain_text("Connected: 1", timeout=CONNECTED_MS)
     disconnect(shown)
 
 
@@ -169,19 +186,28 @@ def test_it_follows_the_notebook_in_front_and_its_kernels_restart(notebooks: Ope
     shown = open_panel(page)
     expect(shown.locator("[data-notebook='second.ipynb']")).to_be_visible()
     expect(shown).to_contain_text("This kernel has not loaded sgpu-magic.", timeout=20_000)
-    expect(session(shown)).to_have_count(0)
+    expect(session(shown)).to_have_text("Not connected")
     notebook.picture("panel-second")
     page.locator(".lm-DockPanel-tabBar").get_by_text("follows.ipynb").click()
-    expect(session(shown)).to_contain_text(f"Connected · 2{TIMES}A10", timeout=10_000)
+    expect(session(shown)).to_contain_text(f"Connected: 2{TIMES}A10 · local", timeout=10_000)
     from_menu(page, "Kernel", "Restart Kernel…")
     page.get_by_role("button", name="Confirm Kernel Restart").click()
     expect(shown).to_contain_text("This kernel has not loaded sgpu-magic.", timeout=60_000)
     # its session ends with the process that was
-    expect(session(shown)).to_have_count(0, timeout=60_000)
-    notebook.run(0)
-    expect(shown.get_by_role("radio", name="A10")).to_be_visible(timeout=20_000)
-    expect(shown.get_by_role("radio", name="2", exact=True)).to_be_checked()
+    expect(session(shown)).to_contain_text("Session ended", timeout=60_000)
+    expect(session(shown)).to_contain_text("the kernel was restarted")
     notebook.picture("panel-restarted")
+    # nothing is loaded there yet: a cell loads the extension and connects what was connected
+    session(shown).get_by_role("button", name="Reconnect").click()
+    expect(session(shown)).to_contain_text(f"Connected: 2{TIMES}A10 · local", timeout=CONNECTED_MS)
+    expect(notebook.cell(1)).to_contain_text("%sgpu_connect --gpus 2 --type a10")
+    notebook.picture("panel-reconnected")
+    # and the kernel connects it, once it knows the extension
+    disconnect(shown)
+    expect(shown.get_by_role("radio", name="2", exact=True)).to_be_checked(timeout=20_000)
+    session(shown).get_by_role("button", name="Reconnect").click()
+    expect(session(shown)).to_contain_text(f"Connected: 2{TIMES}A10 · local", timeout=CONNECTED_MS)
+    disconnect(shown)
     assert "UNKNOWN CONTROL MESSAGE" not in lab.log()
     assert [text for text in notebook.console if "Comm not found" in text] == []
 
@@ -220,13 +246,14 @@ def test_a_busy_kernels_run_is_watched_opened_and_cancelled_after_a_reload(noteb
     expect(row).to_contain_text("running", timeout=20_000)
     # the kernel answers while its cell goes on
     expect(shown.get_by_role("radio", name="A10")).to_be_visible(timeout=20_000)
+    expect(row.locator(".sgpu-run-name")).to_contain_text("busy.ipynb\u00a0· busy_one")
     row.locator(".sgpu-run-head").click()
-    row.get_by_role("button", name="Open log").click()
     tab = notebook.page.locator(".sgpu-run-tab .sgpu-run")
     expect(tab.locator(".sgpu-log")).to_contain_text("begun", timeout=20_000)
     notebook.picture("panel-run-tab")
-    row.get_by_role("button", name="Cancel").click()
-    row.get_by_role("button", name="Stop", exact=True).click()
+    row.get_by_role("button", name="Actions").click()
+    row.get_by_role("button", name="End run").click()
+    row.get_by_role("button", name="End", exact=True).click()
     expect(row).to_contain_text("cancelled", timeout=20_000)
     expect(tab.locator(".sgpu-state")).to_have_text("cancelled", timeout=20_000)
     notebook.picture("panel-cancelled")
@@ -268,8 +295,8 @@ def test_the_chip_and_the_commands(notebooks: Opener) -> None:
     shown = panel(page)
     expect(session(shown)).to_contain_text("Connected", timeout=20_000)
     notebook.picture("panel-dark")
-    from_menu(page, "Kernel", "Disconnect GPUs")
-    expect(session(shown)).to_have_count(0, timeout=30_000)
+    from_menu(page, "Kernel", "End GPU Session")
+    expect(session(shown)).to_contain_text("Session ended", timeout=30_000)
     expect(chip(notebook)).to_be_hidden(timeout=10_000)
 
 
@@ -289,9 +316,7 @@ def test_notebook_seven_has_a_button_for_it(browser: Browser) -> None:
             expect(chip(notebook)).to_contain_text("connected", timeout=10_000)
             notebook.picture("panel-seven")
             # there is one document: a run is opened below it
-            row = shown.locator(".sgpu-run-row").filter(has_text="session main")
-            row.locator(".sgpu-run-head").click()
-            row.get_by_role("button", name="Open log").click()
+            shown.locator(".sgpu-run-row").filter(has_text="session main").locator(".sgpu-run-head").click()
             expect(notebook.page.locator(".sgpu-run-tab .sgpu-state")).to_have_text("connected", timeout=20_000)
             notebook.picture("panel-seven-run")
             disconnect(shown)

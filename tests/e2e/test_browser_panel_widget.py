@@ -50,7 +50,7 @@ def connect(shown: Locator) -> None:
     types.click(timeout=SLOW_MS)
     shown.get_by_role("radio", name="2", exact=True).click()
     shown.locator(".sgpu-primary").click(timeout=SLOW_MS)
-    expect(shown.locator("[data-stage=connected]")).to_contain_text("Connected · 2", timeout=SLOW_MS)
+    expect(shown.locator("[data-stage=connected]")).to_contain_text("Connected: 2", timeout=SLOW_MS)
 
 
 def test_the_widget_connects_and_watches_while_a_cell_blocks(opened: Callable[..., OpenNotebook]) -> None:
@@ -71,8 +71,8 @@ def test_the_widget_connects_and_watches_while_a_cell_blocks(opened: Callable[..
     notebook.picture("panel-widget-running", shown)
     (notebook.server.home.work / "go").touch()
     notebook.wait_done(2)
-    shown.get_by_role("button", name="Disconnect", exact=True).click()
-    expect(shown.locator("[data-stage]")).to_have_count(0, timeout=SLOW_MS)
+    shown.get_by_role("button", name="End session", exact=True).click()
+    expect(shown.locator("[data-stage=ended]")).to_contain_text("Session ended", timeout=SLOW_MS)
     expect(shown.locator(".sgpu-primary")).to_be_enabled(timeout=SLOW_MS)
 
 

@@ -130,7 +130,12 @@ def test_it_tells_packages_bases_and_that_nothing_is_chosen(panel: Panel):
     assert picture["python"].startswith(f"Python {'.'.join(map(str, sys.version_info[:3]))} · torch ")
     assert picture["packages"] > 50
     assert [base["name"] for base in picture["bases"][:3]] == ["", "4", "ai-4"]
-    assert picture["bases"][0]["label"] == "this notebook's packages"
+    minor = ".".join(map(str, sys.version_info[:2]))
+    assert [base["label"] for base in picture["bases"][:3]] == [
+        f"this notebook's packages, Python {minor}",
+        "4: Databricks serverless GPU, Python 3.12",
+        "ai-4: Databricks serverless GPU with AI libraries, Python 3.12",
+    ]
     assert (answer["kept"], answer["said"], answer["installing"]) == (None, "", False)
 
 
@@ -521,7 +526,7 @@ def test_a_base_with_changes_is_what_the_ranks_have(new_home: Callable[..., Home
         assert (
             picture["choice_words"] == f"1 on CPU, local, the packages of {base}, paperclippy added, notwanted removed"
         )
-        assert base.name in [found["label"] for found in picture["bases"]]
+        assert f"{base.name}: a file" in [found["label"] for found in picture["bases"]]
         code = (
             "import importlib.util as find, inbase, paperclippy\n"
             "print('ranks have', inbase.__version__, paperclippy.__version__, find.find_spec('notwanted'))"

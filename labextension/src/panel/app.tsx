@@ -7,30 +7,28 @@ import { Runs } from "./components/runs";
 import { Usage } from "./components/usage";
 import { PanelContext, useRedraw } from "./context";
 import type { PanelModel } from "./model";
-import { rankWords, stageWord } from "./words";
 
 /** The panel: the notebook in front above, the pool below. */
 export function App({ model }: { model: PanelModel }) {
   useRedraw(model);
   const t = model.host.translate;
-  const { session, notebook, pool } = model;
+  const { notebook, pool } = model;
   const hasForm = (notebook?.kernel ?? null) !== null && notebook?.asksToConfirm === false;
-  const state = session ? `${stageWord(session, t)} · ${rankWords(session, pool.picture, t)}` : t("Not connected");
   return (
     <PanelContext.Provider value={model}>
       <div class="sgpu-panel" role="region" aria-label={t("GPU environment")} data-notebook={notebook?.link.name ?? ""}>
-        <h1>{t("GPU environment")}</h1>
-        <div class="sgpu-hidden" role="status" aria-live="polite">
-          {notebook ? state : ""}
+        <div class="sgpu-content">
+          <h1>{t("GPU environment")}</h1>
+          {notebook && <Connection />}
+          <PoolState />
+          <Notebook />
+          {!hasForm && pool.pools.length > 1 && <Pools />}
+          <OrderSaid model={model} />
+          <Devices />
+          {/* above the runs, which may be a thousand */}
+          <Usage />
+          <Runs />
         </div>
-        {session && <Connection session={session} />}
-        <PoolState />
-        <Notebook />
-        {!hasForm && pool.pools.length > 1 && <Pools />}
-        <OrderSaid model={model} />
-        <Devices />
-        <Runs />
-        <Usage />
       </div>
     </PanelContext.Provider>
   );

@@ -79,10 +79,14 @@ export interface PanelHost {
   onChange(callback: () => void): () => void;
   /** Makes a notebook and shows it. Absent where it can't be done. */
   newNotebook?: (() => void) | undefined;
-  /** Opens a run's log, stacks and devices beside the notebook. Absent where it can't be done. */
+  /** Opens a run's log, stacks and devices in a tab of its own. Absent where it can't be done. */
   openRun?: ((run: RunRow) => void) | undefined;
   /** Puts a cell with `%sgpu_attach` into the notebook in front and runs it. */
   attachRun?: ((run: RunRow) => void) | undefined;
+  /** Puts a cell with `%sgpu_replay` into the notebook in front and runs it. */
+  replayRun?: ((run: RunRow) => void) | undefined;
+  /** Puts a cell with `%sgpu_connect` and a session's devices into the notebook in front and runs it. */
+  connectRun?: ((session: RunRow) => void) | undefined;
   /** What the panel remembers over a reload: filter, sections that are closed. */
   readonly memory: { get(key: string): string | null; set(key: string, value: string): void };
 }

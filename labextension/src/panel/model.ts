@@ -6,6 +6,8 @@ import type { Choice, RunRow, Told } from "./messages";
 import { NotebookModel } from "./notebook_model";
 import { PoolModel } from "./pool_model";
 
+const LOCAL = "local";
+
 /** What the panel knows, and what can be done with it; the components draw it. */
 export class PanelModel {
   /** Begins its elements' ids. */
@@ -23,6 +25,8 @@ export class PanelModel {
   private readonly drafts = new Map<string, Choice>();
   private readonly listeners = new Set<() => void>();
   private sessionSeen = "";
+  /** A pool that was chosen before the kernel could be told of it. */
+  private pickedPool: string | null = null;
   private isWatching = false;
   private dirty = false;
   private frame: number | undefined;
@@ -62,6 +66,20 @@ export class PanelModel {
     return notebook ? this.pool.sessionOf(notebook.link.kernel, notebook.currentSession) : null;
   }
 
+  /** The last session of the notebook in front, where it has ended and none has taken its place. */
+  get endedSession(): RunRow | null {
+    const notebook = this.notebook;
+    return notebook && !this.session ? this.pool.endedSessionOf(notebook.link.kernel) : null;
+  }
+
+  /** A session like the one that has ended can be connected now: by the kernel, or by a cell that loads the extension. */
+  get canReconnect(): boolean {
+    const { notebook } = this;
+    if (!notebook || notebook.isAway || !this.endedSession || notebook.asksToConfirm) return false;
+    if (notebook.kernel) return true;
+    return notebook.trouble?.kind === "no-extension" && this.host.connectRun !== undefined;
+  }
+
   /** The pool that is looked at. */
   get poolName(): string {
     return this.pool.picture?.pool ?? this.pool.watched;
@@ -77,6 +95,7 @@ export class PanelModel {
   choosePool(pool: string): void {
     const { notebook } = this;
     if (notebook?.kernel) notebook.choose({ ...notebook.form, pool });
+    else this.pickedPool = pool;
     this.watch(pool);
     this.changed();
   }
@@ -105,6 +124,21 @@ export class PanelModel {
     const named = notebook?.kernel?.sessions.find(({ run_id }) => run_id === session?.run_id);
     if (notebook && (await notebook.disconnect(named?.name ?? ""))) return;
     if (session) this.cancel(session);
+  }
+
+  /** Connects a session with the devices of the one that has ended. */
+  reconnect(): void {
+    const { notebook, endedSession } = this;
+    if (!notebook || !endedSession || !this.canReconnect) return;
+    if (notebook.kernel) void notebook.reconnect(endedSession.ranks, endedSession.device_type);
+    else this.host.connectRun?.(endedSession);
+  }
+
+  /** Whether a run is this user's: all of the local pool's, else those of the user whose kernel is in front. */
+  isMine(run: RunRow): boolean {
+    if (this.poolName === LOCAL) return true;
+    const kernel = this.notebook?.link.kernel ?? "";
+    return kernel !== "" && this.pool.runs.some((each) => each.kernel === kernel && each.user === run.user);
   }
 
   dismissSaid(): void {
@@ -143,6 +177,8 @@ export class PanelModel {
     const seen = session ? `${session.run_id} ${session.state} ${session.words}` : "";
     if (seen === this.sessionSeen) return;
     this.sessionSeen = seen;
+    // what was said of it is no longer so
+    if (!session) this.notebook?.dismissSaid();
     this.notebook?.askKernel();
     this.notebook?.planSoon();
   }
@@ -155,6 +191,7 @@ export class PanelModel {
   private follow(link: NotebookLink | null): void {
     this.notebook?.close();
     this.notebook = null;
+    this.pickedPool = null;
     if (link) {
       const notebook = new NotebookModel(
         link,
@@ -184,6 +221,9 @@ export class PanelModel {
   private followPool(): void {
     const kernel = this.notebook?.kernel;
     if (!kernel || !this.notebook) return;
+    const picked = this.pickedPool;
+    this.pickedPool = null;
+    if (picked !== null && !this.notebook.asksToConfirm) this.notebook.choose({ ...this.notebook.form, pool: picked });
     const wanted = this.notebook.form.pool || kernel.pool;
     if (wanted !== "" && wanted !== this.poolName && this.poolName !== "") this.watch(wanted);
   }

@@ -114,6 +114,7 @@ export class NotebookModel {
   reset(): void {
     this.draft = null;
     this.refusal = "";
+    this.said = "";
     this.planSoon();
     this.changed();
   }
@@ -152,6 +153,20 @@ export class NotebookModel {
     if (answer) {
       this.draft = null;
       this.chooses = false;
+      this.planSoon();
+      this.changed();
+    }
+  }
+
+  /** Connects a session with so many devices of a type; the rest as the notebook asks for it. */
+  async reconnect(gpus: number, type: string): Promise<void> {
+    const answer = await this.does("apply", {
+      kind: "apply",
+      choice: { ...(this.isForeign ? NOTHING : this.effect), gpus, type },
+      connect: true,
+      confirmed: false,
+    });
+    if (answer) {
       this.planSoon();
       this.changed();
     }
@@ -213,6 +228,12 @@ export class NotebookModel {
   retry(): void {
     this.trouble = null;
     this.askKernel();
+    this.changed();
+  }
+
+  /** What the last button did has been read. */
+  dismissSaid(): void {
+    this.said = "";
     this.changed();
   }
 
@@ -284,6 +305,7 @@ export class NotebookModel {
     this.trouble = null;
     this.installing = answer.installing;
     if (answer.said) this.said = answer.said;
+    else if (!sameChoice(before, this.effect)) this.said = "";
     // what is there already is not written again: that would only ask again
     if (answer.kept && JSON.stringify(answer.kept) !== JSON.stringify(this.link.kept)) this.link.keep(answer.kept);
     if (this.draft && sameChoice(this.wanted(this.draft), this.wanted(this.effect))) this.draft = null;

@@ -77,6 +77,16 @@ export class PoolModel {
     return found;
   }
 
+  /** The newest session of a kernel, where it has ended; a kernel keeps its id when it is restarted. */
+  endedSessionOf(kernel: string): RunRow | null {
+    if (kernel === "") return null;
+    let newest: RunRow | null = null;
+    for (const run of this.byId.values()) {
+      if (run.kind === "session" && run.kernel === kernel && (!newest || newestFirst(run, newest) < 0)) newest = run;
+    }
+    return newest?.final === true ? newest : null;
+  }
+
   private forgetRuns(): void {
     this.byId.clear();
     this.sorted = null;

@@ -13,6 +13,7 @@ interface RenderProps {
 function render({ model, el, signal }: RenderProps): () => void {
   const end = new AbortController();
   signal?.addEventListener("abort", () => end.abort(), { signal: end.signal });
+  el.classList.add("sgpu-panel-below");
   mountPanel(el, new WidgetPanelHost(model, end.signal), end.signal);
   return () => end.abort();
 }

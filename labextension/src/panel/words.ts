@@ -80,6 +80,35 @@ export function rankWords(run: RunRow, pool: PoolPicture | null, t: Translate): 
   return type === "" ? t("%1 ranks", run.ranks) : `${run.ranks}\u00a0×\u00a0${type}`;
 }
 
+/** Returns `train.ipynb`, with its user where that is somebody else: `bob's train.ipynb`. */
+function ownerWords(run: RunRow, user: string): string {
+  return user !== "" && run.user !== "" && run.user !== user ? `${run.user}'s ${run.notebook}` : run.notebook;
+}
+
+/** A run's notebook and its cell or function; what is not known is "". */
+export function runNames(run: RunRow): readonly [notebook: string, name: string] {
+  return [run.notebook, run.name || run.short_id];
+}
+
+/** Returns `train.ipynb · cell 7`. */
+export function runLabel(run: RunRow): string {
+  return runNames(run).filter(Boolean).join(" · ");
+}
+
+/**
+ * Returns who holds devices: `story5.ipynb, idle 2 min`, `train.ipynb · cell 7`, `session work` of the same notebook.
+ *
+ * @param idle_s: For how long a session has been idle; null for others.
+ * @param waiting: The run that waits for the devices.
+ */
+export function holderWords(run: RunRow, idle_s: number | null, waiting: RunRow, t: Translate): string {
+  const isSameKernel = run.kernel !== "" && run.kernel === waiting.kernel;
+  const owner = isSameKernel ? "" : ownerWords(run, waiting.user);
+  const isNamedByNotebook = run.kind === "session" && owner !== "";
+  const name = isNamedByNotebook ? owner : [owner, run.name || run.short_id].filter(Boolean).join(" · ");
+  return idle_s === null ? name : t("%1, idle %2", name, formatSpan(idle_s));
+}
+
 export type SessionStage = "waiting" | "connecting" | "connected" | "ending";
 
 export function stageOf(run: RunRow): SessionStage {
@@ -88,10 +117,29 @@ export function stageOf(run: RunRow): SessionStage {
   return run.state === "queued" ? "waiting" : "connecting";
 }
 
+/** Returns `Connected: 2 × A10 · local`. */
+export function sessionLine(session: RunRow, pool: PoolPicture | null, poolName: string, t: Translate): string {
+  // that devices are simulated stands below: the line has little room
+  const devices = rankWords({ ...session, simulated: false }, pool, t);
+  return `${t("%1: %2", stageWord(session, t), devices)}${poolName === "" ? "" : ` · ${poolName}`}`;
+}
+
+/** What a run's words say besides the number of its ranks: why it waits, why it ended. */
+export function reasonOf(run: RunRow): string {
+  return run.tone === "bad" ? run.words : run.words.split(" · ").slice(1).join(" · ");
+}
+
 /** The state of a session in a word. */
 export function stageWord(run: RunRow, t: Translate): string {
-  const words = { waiting: "Waiting", connecting: "Connecting", connected: "Connected", ending: "Disconnecting" };
+  const words = { waiting: "Waiting", connecting: "Connecting", connected: "Connected", ending: "Ending" };
   return t(words[stageOf(run)]);
+}
+
+/** How long a run took, or has gone on: `02:14`; "" before it has started. */
+export function runSpan(run: RunRow, now_s: number): string {
+  if (run.started_at === null) return "";
+  if (run.final && run.ended_at === null) return "";
+  return formatClock((run.ended_at ?? now_s) - run.started_at);
 }
 
 /** What stands below a run's name: its words, how long it goes on or went on, and when it ended. */

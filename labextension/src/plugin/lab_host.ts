@@ -3,7 +3,9 @@ import { NotebookActions } from "@jupyterlab/notebook";
 
 import type { NotebookLink, PanelHost, Translate } from "../panel/host";
 import type { RunRow } from "../panel/messages";
+import { runLabel } from "../panel/words";
 import type { LabNotebooks } from "./lab_notebooks";
+import { connectLine } from "./magic_lines";
 import type { PanelMemory } from "./memory";
 import type { PanelSettings } from "./panel_settings";
 import { PanelPools } from "./pool_connection";
@@ -61,16 +63,31 @@ export class LabHost implements PanelHost {
   }
 
   readonly openRun = (run: RunRow): void => {
-    this.parts.runs.open({ run_id: run.run_id, name: run.name });
+    this.parts.runs.open({ run_id: run.run_id, name: runLabel(run) });
   };
 
   readonly attachRun = (run: RunRow): void => {
+    this.runInNewCell(`%sgpu_attach ${run.short_id}`);
+  };
+
+  readonly replayRun = (run: RunRow): void => {
+    this.runInNewCell(`%sgpu_replay ${run.short_id}`);
+  };
+
+  readonly connectRun = (session: RunRow): void => {
+    const { picture, pools } = this.parts.connection.model;
+    const usual = pools.find((pool) => pool.default)?.name ?? "";
+    this.runInNewCell(connectLine(session, picture && picture.pool !== usual ? picture.pool : ""));
+  };
+
+  /** Puts a line into a new cell below the one that is selected, and runs it; the extension is loaded first where it is not. */
+  private runInNewCell(line: string): void {
     const { frontPanel, front } = this.parts.notebooks;
     if (!frontPanel || !front) return;
     const { content, sessionContext } = frontPanel;
     NotebookActions.insertBelow(content);
     const lines = front.isKnown ? [] : ["%load_ext sgpu_magic"];
-    content.activeCell?.model.sharedModel.setSource([...lines, `%sgpu_attach ${run.short_id}`].join("\n"));
+    content.activeCell?.model.sharedModel.setSource([...lines, line].join("\n"));
     void NotebookActions.run(content, sessionContext);
-  };
+  }
 }

@@ -58,8 +58,8 @@ export class PanelActions {
     );
   }
 
-  /** Cancels the runs of the notebook in front, after a question. */
-  async cancelRuns(): Promise<void> {
+  /** Ends the runs of the notebook in front, after a question. */
+  async endRuns(): Promise<void> {
     const t = this.translate;
     const { runs } = this;
     if (runs.length === 0) {
@@ -68,9 +68,9 @@ export class PanelActions {
     }
     const names = runs.map((run) => `${run.name} (${run.short_id})`).join(", ");
     const { button } = await showDialog({
-      title: t("Cancel this notebook's runs?"),
+      title: t("End this notebook's runs?"),
       body: names,
-      buttons: [Dialog.cancelButton({ label: t("Keep them") }), Dialog.warnButton({ label: t("Cancel them") })],
+      buttons: [Dialog.cancelButton({ label: t("Don't end") }), Dialog.warnButton({ label: t("End them") })],
     });
     if (button.accept) for (const run of runs) this.cancel(run);
   }

@@ -101,15 +101,15 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
       execute: () => actions.connect(),
     });
     app.commands.addCommand(commands.disconnect, {
-      label: t("Disconnect GPUs"),
+      label: t("End GPU Session"),
       caption: t("End this notebook's session"),
       isEnabled: () => actions.hasNotebook,
       execute: () => actions.disconnect(),
     });
     app.commands.addCommand(commands.cancel, {
-      label: t("Cancel This Notebook's Runs"),
+      label: t("End This Notebook's Runs"),
       isEnabled: () => actions.hasNotebook,
-      execute: () => actions.cancelRuns(),
+      execute: () => actions.endRuns(),
     });
     app.commands.addCommand(commands.openRun, {
       label: (args) => (typeof args["name"] === "string" ? args["name"] : t("Open a run")),

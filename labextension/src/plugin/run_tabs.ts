@@ -30,7 +30,8 @@ export class RunTabs {
   open(run: RunToOpen): void {
     const found = this.tracker.find((tab) => tab.content.run.run_id === run.run_id);
     const tab = found ?? this.make(run);
-    if (!tab.isAttached) this.app.shell.add(tab, this.area, { mode: "split-bottom" });
+    // a tab of its own, which leaves the notebook its height
+    if (!tab.isAttached) this.app.shell.add(tab, this.area, { mode: "tab-after" });
     this.app.shell.activateById(tab.id);
   }
 

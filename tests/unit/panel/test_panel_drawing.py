@@ -13,14 +13,17 @@ from sgpu_magic.client.ledger import Use
 from sgpu_magic.client.pool_choosing import Money
 from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.messages import Said
-from sgpu_magic.panel.past_runs import RunFilesOfPool, month_began, month_line, month_sums
+from sgpu_magic.panel.past_runs import RunFilesOfPool, SimulatedUse, month_began, month_line, month_sums
 from sgpu_magic.panel.pool_state import NO_GPU, RunFiles, pool_choices, pool_picture, run_row
 from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunRow, RunsTold
 from sgpu_magic.panel.watch import changes
 from sgpu_magic.server.panel_handlers import Outbox
+from sgpu_magic.wire.codec import frame
 from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Device, Inventory
+from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.wire.rank_events import RankSample, Sampled
 from sgpu_magic.wire.states import RunKind, RunState
 
 NOW = 1_795_344_000.0
@@ -291,6 +294,50 @@ def test_only_web_pages_become_links(tmp_path: Path, url: str):
     places = RunFilesOfPool(tmp_path)
     places.look()
     assert places.of(run("0000000a"), NOW) == RunFiles(here=True)
+
+
+# ------------------------------------------------------------ what ranks on simulated devices use
+
+
+def sampled(run_id: str, seq: int, at: float, *samples: RankSample) -> bytes:
+    return frame(Event(run_id=run_id, seq=seq, at=at, body=Sampled(seconds=1.0, samples=samples)))
+
+
+def used(rank: int, cores: float | None, memory: int | None) -> RankSample:
+    return RankSample(rank=rank, kind="cpu", cpu_cores=cores, rss_bytes=memory)
+
+
+def test_simulated_devices_have_the_latest_use_of_their_ranks(tmp_path: Path):
+    session = run("0000000a", kind=RunKind.SESSION, simulated=True)
+    cell = run("0000000b", session=session.run_id, simulated=True)
+    log = tmp_path / session.run_id / "events.msgpack"
+    use = SimulatedUse(tmp_path)
+    assert use.of([session], 4, NOW) == {}
+    log.parent.mkdir()
+    log.write_bytes(sampled(session.run_id, 1, NOW - 3, used(0, None, 1_000), used(1, 9.0, 404_000_000)))
+    # two ranks share four cores
+    assert use.of([session, cell], 4, NOW) == {"G0": (None, 0), "G1": (100.0, 400_000_000)}
+    with log.open("ab") as file:
+        file.write(sampled(session.run_id, 2, NOW - 1, used(0, 0.5, 1_000_000_000)))
+    assert use.of([session], 4, NOW) == {"G0": (25.0, 1_000_000_000), "G1": (100.0, 400_000_000)}
+    # rank 1 has reported nothing for too long
+    assert use.of([session], 4, NOW + 13) == {"G0": (25.0, 1_000_000_000)}
+    assert use.of([msgspec.structs.replace(session, state=RunState.CANCELLED)], 4, NOW) == {}
+
+
+def test_only_simulated_devices_are_read_from_logs_and_a_damaged_log_reports_no_use(tmp_path: Path):
+    for run_id in ("0000000a", "0000000b"):
+        (tmp_path / run_id).mkdir()
+        (tmp_path / run_id / "events.msgpack").write_bytes(sampled(run_id, 1, NOW, used(0, 1.0, 0)))
+    (tmp_path / "0000000b" / "events.msgpack").write_bytes(b"no events" * 9)
+    real, damaged = run("0000000a"), run("0000000b", simulated=True)
+    assert SimulatedUse(tmp_path).of([real, damaged], 4, NOW) == {}
+
+
+def test_the_use_of_ranks_is_drawn_at_their_devices():
+    devices = (device(0, simulated=True), device(1, simulated=True))
+    drawn = pool_picture(status(devices=devices), RATES, NOW, durations=Durations(()), use={"G1": (25.0, 10**9)})
+    assert [(one.utilization_pct, one.used_bytes) for one in drawn.devices] == [(None, None), (25.0, 10**9)]
 
 
 # ------------------------------------------------------------ this month

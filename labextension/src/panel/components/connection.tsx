@@ -1,9 +1,25 @@
 import { useNow, usePanel, useTranslate } from "../context";
 import type { RunRow } from "../messages";
-import { costWords, formatSpan, rankWords, stageOf, stageWord } from "../words";
+import { costWords, formatMoment, formatSpan, rankWords, reasonOf, sessionLine, stageOf } from "../words";
+import { HeldBy } from "./held_by";
 
-/** The notebook's session: its state, how long, what it costs, when it ends by itself. */
-export function Connection({ session }: { session: RunRow }) {
+/** Whether the notebook in front has a session, in one line; below it what can be said and done about it. */
+export function Connection() {
+  const { session, endedSession } = usePanel();
+  const t = useTranslate();
+  if (session) return <Active session={session} />;
+  if (endedSession) return <Ended session={endedSession} />;
+  return (
+    <section class="sgpu-part" aria-label={t("Session")} data-stage="none">
+      <p class="sgpu-state-line sgpu-soft" role="status">
+        {t("Not connected")}
+      </p>
+    </section>
+  );
+}
+
+/** A session's state, how long it has lasted, what it costs, when it ends by itself. */
+function Active({ session }: { session: RunRow }) {
   const model = usePanel();
   const t = useTranslate();
   const { notebook, host, pool } = model;
@@ -11,23 +27,55 @@ export function Connection({ session }: { session: RunRow }) {
   const stage = stageOf(session);
   const isEnding = stage === "ending" || notebook?.doing === "disconnect" || model.cancelling.has(session.run_id);
   const since = session.started_at ?? session.submitted_at;
+  const line = sessionLine(session, pool.picture, model.poolName, t);
   const pieces = [
-    stage === "connected" || session.words === "" ? "" : session.words,
+    stage === "connected" ? "" : reasonOf(session),
     formatSpan(now - since),
     host.settings.showPrices ? costWords(session, now) : "",
+    session.simulated ? t("simulated") : "",
     session.idle_ends_at === null ? "" : t("ends after %1", idleWords(session.idle_ends_at - now, t)),
   ];
   return (
-    <section class="sgpu-part" aria-label={t("Session")} data-stage={stage}>
-      <div class="sgpu-pair sgpu-top">
-        <b class={stage === "connected" ? "sgpu-good" : "sgpu-plain"}>
-          {stageWord(session, t)} · {rankWords(session, pool.picture, t)}
-        </b>
+    <section class="sgpu-part" aria-label={t("Session")} data-stage={stage} tabIndex={-1}>
+      <p class={`sgpu-state-line sgpu-clip ${stage === "connected" ? "sgpu-good" : "sgpu-plain"}`} role="status" title={line}>
+        {line}
+      </p>
+      <div class="sgpu-pair">
+        <small class="sgpu-soft sgpu-times">{pieces.filter(Boolean).join(" · ")}</small>
         <button type="button" disabled={isEnding} onClick={() => void model.disconnect()}>
-          {stage === "connected" || stage === "ending" ? t("Disconnect") : t("Cancel")}
+          {t("End session")}
         </button>
       </div>
-      <small class="sgpu-soft sgpu-times">{pieces.filter(Boolean).join(" · ")}</small>
+      <HeldBy run={session} now={now} />
+    </section>
+  );
+}
+
+/** What became of the last session, and a button that connects one like it. */
+function Ended({ session }: { session: RunRow }) {
+  const model = usePanel();
+  const t = useTranslate();
+  const { notebook, pool } = model;
+  const devices = rankWords({ ...session, simulated: false }, pool.picture, t);
+  const ended = session.ended_at === null ? "" : formatMoment(session.ended_at, pool.now_s);
+  return (
+    <section class="sgpu-part" aria-label={t("Session")} data-stage="ended">
+      <div class="sgpu-pair">
+        <p class="sgpu-state-line sgpu-plain" role="status">
+          {t("Session ended")}
+        </p>
+        {model.canReconnect && (
+          <button
+            type="button"
+            title={t("Connect %1 again", devices)}
+            disabled={notebook?.doing !== "" || notebook.installing}
+            onClick={() => model.reconnect()}
+          >
+            {t("Reconnect")}
+          </button>
+        )}
+      </div>
+      <small class="sgpu-soft sgpu-times">{[devices, ended, reasonOf(session)].filter(Boolean).join(" · ")}</small>
     </section>
   );
 }

@@ -1,27 +1,39 @@
-import { usePanel, useTranslate } from "../context";
-import type { DevicePicture } from "../messages";
+import { useMemory, useOwnId, usePanel, useTranslate } from "../context";
+import { CPU } from "../form";
+import type { DevicePicture, TypePicture } from "../messages";
 import { formatUsed } from "../words";
 import { Section } from "./section";
 
-/** How busy each device is, and who uses it. */
+/** Types with more devices have a bar in the place of the squares. */
+const MOST_SQUARES = 64;
+/** So many devices of a type are unfolded by themselves where this notebook holds some. */
+const FEW = 8;
+
+/** How many devices of each type are free, this notebook's and others'; unfolded, how busy each is and who uses it. */
 export function Devices() {
   const { pool, notebook } = usePanel();
   const t = useTranslate();
   const { picture } = pool;
   if (!picture || (picture.devices.length === 0 && picture.cpu_slots === 0 && picture.notes.length === 0)) return null;
   const kernel = notebook?.link.kernel ?? "";
-  // as wide as the longest needs, so that the bars begin below one another
-  const label = Math.max(...picture.devices.map((device) => device.label.length), 0);
+  const types = picture.types.filter(({ type }) => type !== CPU);
+  // as wide as the longest needs, so that what stands beside them begins below one another
+  const widest = Math.max(...types.map(({ label }) => label.length), 0);
   return (
     <Section title={t("Devices")} name="devices">
-      <ul class="sgpu-devices" style={{ "--label": `max(52px, ${label}ch)` }}>
-        {picture.devices.map((device) => (
-          <Device key={device.uuid} device={device} isOwn={kernel !== "" && device.kernel === kernel} />
+      <ul class="sgpu-device-types" style={{ "--type": `max(40px, ${widest}ch)` }}>
+        {types.map((type) => (
+          <DevicesOfType
+            key={type.type}
+            type={type}
+            devices={picture.devices.filter((device) => device.type === type.type)}
+            kernel={kernel}
+          />
         ))}
         {picture.cpu_slots > 0 && <Slots total={picture.cpu_slots} free={picture.cpu_slots_free} />}
       </ul>
       {picture.devices.some(({ simulated }) => simulated) && (
-        <p class="sgpu-soft sgpu-small">{t("Simulated devices show the CPU and memory of their ranks.")}</p>
+        <p class="sgpu-soft sgpu-under">{t("Simulated devices show the CPU and memory of their ranks.")}</p>
       )}
       {picture.notes.map((note) => (
         <p key={note} class="sgpu-soft sgpu-under">
@@ -29,6 +41,82 @@ export function Devices() {
         </p>
       ))}
     </Section>
+  );
+}
+
+interface OfTypeProps {
+  readonly type: TypePicture;
+  /** Each device, or where there are many: this notebook's and a row for each node. */
+  readonly devices: readonly DevicePicture[];
+  readonly kernel: string;
+}
+
+function DevicesOfType({ type, devices, kernel }: OfTypeProps) {
+  const t = useTranslate();
+  const id = useOwnId();
+  const isOwn = (device: DevicePicture): boolean => kernel !== "" && device.kernel === kernel;
+  const own = devices.filter(isOwn).length;
+  const free = Math.min(type.free, type.total - own);
+  const others = type.total - free - own;
+  // what nobody has folded or unfolded shows by itself what this notebook's devices do
+  const [kept, keep] = useMemory(`devices ${type.type}`, "");
+  const isOpen = kept === "" ? own > 0 && type.total <= FEW : kept === "true";
+  const words = t("%1 of %2 free", type.free, type.total);
+  const more = [
+    own > 0 ? t("%1 this notebook's", own) : "",
+    others > 0 ? t("%1 others'", others) : "",
+    type.simulated ? t("simulated") : "",
+  ].filter(Boolean);
+  const label = Math.max(...devices.map((device) => device.label.length), 0);
+  return (
+    <li>
+      <button
+        type="button"
+        class="sgpu-device-type"
+        aria-expanded={isOpen}
+        aria-controls={isOpen ? id : undefined}
+        title={[words, ...more].join(", ")}
+        onClick={() => keep(String(!isOpen))}
+      >
+        <b>{type.label}</b>
+        <span class="sgpu-hidden">: </span>
+        <Strip own={own} others={others} free={free} />
+        <span class="sgpu-user">{words}</span>
+        <span class="sgpu-hidden">{["", ...more].join(", ")}</span>
+      </button>
+      {isOpen && (
+        <ul id={id} class="sgpu-devices" style={{ "--label": `max(52px, ${label}ch)` }}>
+          {devices.map((device) => (
+            <Device key={device.uuid} device={device} isOwn={isOwn(device)} />
+          ))}
+        </ul>
+      )}
+    </li>
+  );
+}
+
+/** A square for each device, this notebook's first and free ones last; a bar where they are many. */
+function Strip({ own, others, free }: { own: number; others: number; free: number }) {
+  const parts = [
+    ["own", own],
+    ["others", others],
+    ["free", free],
+  ] as const;
+  if (own + others + free > MOST_SQUARES) {
+    return (
+      <span class="sgpu-strip sgpu-strip-bar" aria-hidden="true">
+        {parts.map(([kind, count]) => (
+          <i key={kind} class={`sgpu-square-${kind}`} style={{ flexGrow: count }} />
+        ))}
+      </span>
+    );
+  }
+  return (
+    <span class="sgpu-strip" aria-hidden="true">
+      {parts.flatMap(([kind, count]) =>
+        Array.from({ length: count }, (_, index) => <i key={`${kind} ${index}`} class={`sgpu-square sgpu-square-${kind}`} />),
+      )}
+    </span>
   );
 }
 
@@ -55,9 +143,9 @@ function Device({ device, isOwn }: { device: DevicePicture; isOwn: boolean }) {
 
 function Slots({ total, free }: { total: number; free: number }) {
   const t = useTranslate();
-  const words = free === total ? t("%1 slots", total) : t("%1 of %2 slots free", free, total);
+  const words = t("%1 of %2 slots free", free, total);
   return (
-    <li class="sgpu-device sgpu-slots" title={t("%1 of %2 slots free", free, total)}>
+    <li class="sgpu-device-type sgpu-slots" title={words}>
       <b>CPU</b>
       <Track percent={total > 0 ? (100 * (total - free)) / total : 0} />
       <span class="sgpu-user">{words}</span>

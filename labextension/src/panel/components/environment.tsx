@@ -25,6 +25,7 @@ export function Environment({ notebook }: { notebook: NotebookModel }) {
         <select
           id={id}
           value={form.env_version}
+          title={base?.label}
           onChange={(event) => notebook.choose({ ...notebook.form, env_version: event.currentTarget.value })}
         >
           {!base && <option value={form.env_version}>{form.env_version || t("this notebook's packages")}</option>}

@@ -34,7 +34,10 @@ export function Gpus({ notebook }: { notebook: NotebookModel }) {
   return (
     <>
       {type.total <= MOST_BUTTONS ? (
-        <RadioGroup label={label} class="sgpu-segments" value={form.gpus || null} options={options} onChange={choose} />
+        <div class="sgpu-pair sgpu-number">
+          <span aria-hidden="true">{label}</span>
+          <RadioGroup label={label} class="sgpu-segments" value={form.gpus || null} options={options} onChange={choose} />
+        </div>
       ) : (
         <NumberField label={label} value={form.gpus} most={type.total} onChange={choose} />
       )}

@@ -57,9 +57,14 @@ export function Plan({ notebook }: { notebook: NotebookModel }) {
         </p>
       )}
       {said && (
-        <p class="sgpu-soft sgpu-under" role="status">
-          {said}
-        </p>
+        <div class="sgpu-pair sgpu-top sgpu-said">
+          <p class="sgpu-soft" role="status">
+            {said}
+          </p>
+          <button type="button" class="sgpu-word" aria-label={t("close")} onClick={() => notebook.dismissSaid()}>
+            ×
+          </button>
+        </div>
       )}
     </section>
   );

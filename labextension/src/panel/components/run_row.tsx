@@ -1,133 +1,126 @@
-import { useState } from "preact/hooks";
-
 import { Shape } from "../../shared/shape";
 import { usePanel, useTranslate } from "../context";
 import type { RunRow as Run } from "../messages";
-import { costWords, rankWords, runWords, signOf } from "../words";
+import { costWords, rankWords, runLabel, runNames, runWords, signOf } from "../words";
+import { EndRun } from "./end_run";
+import { HeldBy } from "./held_by";
 
 interface Props {
   readonly run: Run;
   readonly now: number;
   readonly isOpen: boolean;
   readonly isOwn: boolean;
+  /** It is one of the runs that are compared. */
+  readonly isCompared: boolean;
+  /** Who holds what it waits for, "" for nobody. */
+  readonly heldBy: string;
   /** Tab comes here. */
   readonly isStop: boolean;
   readonly at: number;
   readonly count: number;
+  /** Shows or hides what can be done with it. */
   readonly onOpen: () => void;
+  readonly onCompare: () => void;
   readonly onFocus: () => void;
 }
 
-/** One run of the list; a click shows what can be done with it. */
-export function RunRow({ run, now, isOpen, isOwn, isStop, at, count, onOpen, onFocus }: Props) {
+/** One run of the list: a click opens its view, where there is a place for that; the button beside it its actions. */
+export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, isStop, at, count, onOpen, onCompare, onFocus }: Props) {
   const { host } = usePanel();
   const t = useTranslate();
+  const [notebook, name] = runNames(run);
+  const opensView = host.openRun !== undefined && run.here;
+  const words = runWords(run, now, t);
   return (
     <div class={`sgpu-run-row${isOpen ? " sgpu-open-row" : ""}`} role="listitem" aria-setsize={count} aria-posinset={at + 1}>
-      <button
-        type="button"
-        class="sgpu-run-head"
-        data-run={run.run_id}
-        aria-expanded={isOpen}
-        tabIndex={isStop ? 0 : -1}
-        onClick={onOpen}
-        onFocus={onFocus}
-      >
-        <span class={`sgpu-dot sgpu-tone-${run.tone}`}>
-          <Shape sign={signOf(run)} />
-          <span class="sgpu-hidden">{t(run.state)}</span>
-        </span>
-        <span class="sgpu-run-name">
-          {run.name || run.short_id}
-          {isOwn && <span class="sgpu-hidden"> ({t("this notebook's")})</span>}
-        </span>
-        <small class="sgpu-soft sgpu-run-words" title={run.words}>
-          {runWords(run, now, t)}
-        </small>
-        <small class="sgpu-soft sgpu-run-cost">{host.settings.showPrices ? costWords(run, now) : ""}</small>
-      </button>
-      {isOpen && <Actions run={run} />}
+      <div class="sgpu-run-line">
+        <button
+          type="button"
+          class="sgpu-run-head"
+          data-run={run.run_id}
+          aria-expanded={opensView ? undefined : isOpen}
+          tabIndex={isStop ? 0 : -1}
+          title={[runLabel(run), words, heldBy].filter(Boolean).join("\n")}
+          onClick={() => (opensView ? host.openRun?.(run) : onOpen())}
+          onFocus={onFocus}
+        >
+          <span class={`sgpu-dot sgpu-tone-${run.tone}`}>
+            <Shape sign={signOf(run)} />
+            <span class="sgpu-hidden">{t(run.state)}</span>
+          </span>
+          <span class="sgpu-run-name">
+            {notebook !== "" && <span class="sgpu-run-notebook">{notebook}</span>}
+            <span class="sgpu-clip">
+              {notebook !== "" && "\u00a0· "}
+              {name}
+            </span>
+            {isOwn && <span class="sgpu-hidden"> ({t("this notebook's")})</span>}
+          </span>
+          <small class="sgpu-soft sgpu-run-words">{words}</small>
+          {heldBy !== "" && <small class="sgpu-soft sgpu-run-words sgpu-run-held">{heldBy}</small>}
+          <small class="sgpu-soft sgpu-run-cost">{host.settings.showPrices ? costWords(run, now) : ""}</small>
+        </button>
+        <button
+          type="button"
+          class="sgpu-more"
+          aria-label={t("Actions of %1", runLabel(run))}
+          aria-expanded={isOpen}
+          tabIndex={isStop ? 0 : -1}
+          onClick={onOpen}
+        >
+          <svg class="sgpu-dots" viewBox="0 0 14 4" aria-hidden="true">
+            <circle cx="2" cy="2" r="1.4" />
+            <circle cx="7" cy="2" r="1.4" />
+            <circle cx="12" cy="2" r="1.4" />
+          </svg>
+        </button>
+      </div>
+      {isOpen && <Actions run={run} now={now} isCompared={isCompared} onCompare={onCompare} />}
     </div>
   );
 }
 
-function Actions({ run }: { run: Run }) {
+interface ActionsProps {
+  readonly run: Run;
+  readonly now: number;
+  readonly isCompared: boolean;
+  readonly onCompare: () => void;
+}
+
+function Actions({ run, now, isCompared, onCompare }: ActionsProps) {
   const model = usePanel();
   const t = useTranslate();
-  const [asks, setAsks] = useState(false);
   const { host, pool } = model;
-  const away = run.here ? "" : t("Its files are on another machine.");
-  const isEnding = run.state === "cancelling" || model.cancelling.has(run.run_id);
-  const stop = run.kind === "session" ? t("End session") : t("Cancel");
-  const about = [run.short_id, rankWords(run, pool.picture, t), run.notebook, run.user].filter(Boolean);
+  const isCode = run.kind === "cell" || run.kind === "call";
+  const away = host.openRun && !run.here ? t("its files are on another machine") : "";
+  const about = [run.short_id, rankWords(run, pool.picture, t), run.user, away].filter(Boolean);
   return (
     <div class="sgpu-actions">
       <small class="sgpu-soft">{about.join(" · ")}</small>
+      <HeldBy run={run} now={now} />
       <div class="sgpu-row-buttons">
-        {host.openRun && (
-          <>
-            <button type="button" disabled={!run.here} title={away} onClick={() => host.openRun?.(run)}>
-              {t("Open log")}
-            </button>
-            {!run.final && (
-              <button type="button" disabled={!run.here} title={away} onClick={() => host.openRun?.(run)}>
-                {t("Stacks")}
-              </button>
-            )}
-          </>
-        )}
         {host.attachRun && model.notebook && run.kind !== "session" && (
           <button type="button" title={t("Show it in a new cell")} onClick={() => host.attachRun?.(run)}>
             {t("Attach")}
           </button>
         )}
-        {!run.final && !asks && (
-          <button type="button" disabled={isEnding} onClick={() => setAsks(true)}>
-            {isEnding ? t("Ending…") : stop}
+        {host.replayRun && model.notebook && isCode && run.final && run.here && (
+          <button type="button" title={t("Run it again in a new cell, with its code and variables")} onClick={() => host.replayRun?.(run)}>
+            {t("Rerun")}
           </button>
         )}
+        {run.kind !== "session" && (
+          <button type="button" aria-pressed={isCompared} onClick={onCompare}>
+            {t("Compare")}
+          </button>
+        )}
+        <EndRun run={run} words={run.kind === "session" ? t("End session") : t("End run")} />
         {/^https?:\/\//i.test(run.tracked_url) && (
           <a href={run.tracked_url} target="_blank" rel="noopener noreferrer">
             {t("Open in MLflow")}
           </a>
         )}
       </div>
-      {!run.final && asks && !isEnding && (
-        <div class="sgpu-row-buttons" role="group" aria-label={t("Stop it?")}>
-          <span>{t("Stop %1?", run.name || run.short_id)}</span>
-          <button
-            type="button"
-            class="sgpu-risky"
-            ref={focused}
-            onClick={(event) => {
-              toHead(event.currentTarget);
-              setAsks(false);
-              model.cancel(run);
-            }}
-          >
-            {t("Stop")}
-          </button>
-          <button
-            type="button"
-            onClick={(event) => {
-              toHead(event.currentTarget);
-              setAsks(false);
-            }}
-          >
-            {t("Keep")}
-          </button>
-        </div>
-      )}
     </div>
   );
-}
-
-/** What had the focus goes away: its row has it next. */
-function toHead(element: Element): void {
-  element.closest(".sgpu-run-row")?.querySelector<HTMLElement>(".sgpu-run-head")?.focus();
-}
-
-/** The question takes the focus from the button that it stands for. */
-function focused(button: HTMLButtonElement | null): void {
-  button?.focus();
 }

@@ -2,18 +2,24 @@ import { useLayoutEffect, useRef, useState } from "preact/hooks";
 
 import { useMemory, useNow, usePanel, useTranslate } from "../context";
 import type { RunRow as Run } from "../messages";
+import { holdersOf } from "../queue";
 import { EVERY_RUN, STATES, filtered, isFiltered, isOwn, readFilter } from "../run_filter";
 import type { RunFilter, StateFilter } from "../run_filter";
+import { useView } from "../scrolling";
+import { holderWords } from "../words";
+import { Comparison } from "./comparison";
 import { RunRow } from "./run_row";
 import { Section } from "./section";
 
 const ROW_PX = 44;
-/** The list scrolls when it is higher. */
-const MOST_PX = 10 * ROW_PX;
+/** A line more, of a run that waits. */
+const LINE_PX = 16;
 /** Rows that are drawn above and below those in view. */
 const BEYOND = 6;
 /** What an opened row takes more, before it has been measured. */
 const ACTIONS_PX = 60;
+/** So many runs are compared. */
+const COMPARED = 2;
 /** Fewer runs are looked through with the eyes. */
 const FEW = 5;
 
@@ -94,26 +100,30 @@ function Filter({ filter, onChange, hasNotebook }: FilterProps) {
   );
 }
 
-/** Only the rows in view are in the page, whatever their number. */
+/** Only the rows in view are in the page, whatever their number; the panel scrolls. */
 function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: string; kernel: string }) {
+  const { pool } = usePanel();
   const t = useTranslate();
   const [opened, setOpened] = useState("");
   const [stop, setStop] = useState("");
-  const [scroll_px, setScroll] = useState(0);
+  const [compared, setCompared] = useState<readonly string[]>([]);
   const [actions_px, setActions] = useState(ACTIONS_PX);
   const box = useRef<HTMLDivElement>(null);
   const wanted = useRef("");
+  const { from_px, view_px, scrollTo } = useView(box);
   const now = useNow(runs.some(({ final }) => !final));
 
-  const openAt = runs.findIndex(({ run_id }) => run_id === opened);
-  const extra_px = openAt < 0 ? 0 : actions_px;
-  const top = (at: number) => at * ROW_PX + (openAt >= 0 && at > openAt ? extra_px : 0);
-  const all_px = runs.length * ROW_PX + extra_px;
-  const view_px = Math.min(all_px, MOST_PX);
-  const from_px = Math.max(0, Math.min(scroll_px, all_px - view_px));
-  const below = openAt >= 0 && from_px > top(openAt) ? Math.max(openAt, Math.floor((from_px - extra_px) / ROW_PX)) : Math.floor(from_px / ROW_PX);
-  const first = Math.max(0, below - BEYOND);
-  const last = Math.min(runs.length, below + Math.ceil(view_px / ROW_PX) + 1 + BEYOND);
+  const heldBy = heldWords(pool.runs, now, t);
+  const tops = [0];
+  for (const run of runs) {
+    const more_px = (heldBy(run) === "" ? 0 : LINE_PX) + (run.run_id === opened ? actions_px : 0);
+    tops.push((tops.at(-1) ?? 0) + ROW_PX + more_px);
+  }
+  const all_px = tops.at(-1) ?? 0;
+  const top = (at: number) => tops[at] ?? all_px;
+  const shown_px = Math.min(Math.max(0, from_px), Math.max(0, all_px - view_px));
+  const first = Math.max(0, rowAt(tops, shown_px) - BEYOND);
+  const last = Math.min(runs.length, rowAt(tops, shown_px + view_px) + 1 + BEYOND);
   const stopAt = Math.max(0, runs.findIndex(({ run_id }) => run_id === stop));
 
   useLayoutEffect(() => {
@@ -130,48 +140,85 @@ function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: s
   const onKey = (event: KeyboardEvent) => {
     if (!(event.target instanceof HTMLElement) || !event.target.classList.contains("sgpu-run-head")) return;
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const at = runs.findIndex(({ run_id }) => run_id === (event.target as HTMLElement).dataset["run"]);
-    const page = Math.floor(view_px / ROW_PX);
-    const to = { ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + page, PageUp: at - page, Home: 0, End: runs.length - 1 }[
+    const id = event.target.dataset["run"] ?? "";
+    const from = runs.findIndex(({ run_id }) => run_id === id);
+    if (from < 0) return;
+    if (event.key === "ArrowRight" || event.key === "ArrowLeft") {
+      event.preventDefault();
+      setOpened(event.key === "ArrowRight" ? id : "");
+      return;
+    }
+    const page = Math.max(1, Math.floor(view_px / ROW_PX));
+    const to = { ArrowDown: from + 1, ArrowUp: from - 1, PageDown: from + page, PageUp: from - page, Home: 0, End: runs.length - 1 }[
       event.key
     ];
-    if (to === undefined || at < 0) return;
+    if (to === undefined) return;
     event.preventDefault();
     const next = Math.min(runs.length - 1, Math.max(0, to));
-    const id = runs[next]?.run_id ?? "";
-    wanted.current = id;
-    setStop(id);
-    const scroller = box.current;
-    if (!scroller) return;
-    if (top(next) < from_px) scroller.scrollTop = top(next);
-    else if (top(next) + ROW_PX > from_px + view_px) scroller.scrollTop = top(next) + ROW_PX - view_px;
-    setScroll(scroller.scrollTop);
+    wanted.current = runs[next]?.run_id ?? "";
+    setStop(wanted.current);
+    scrollTo(top(next), top(next + 1));
   };
 
+  const compare = (id: string) =>
+    setCompared(compared.includes(id) ? compared.filter((each) => each !== id) : [...compared, id].slice(-COMPARED));
   return (
-    <div
-      ref={box}
-      class="sgpu-runs"
-      style={{ height: `${view_px}px` }}
-      onScroll={(event) => setScroll(event.currentTarget.scrollTop)}
-      onKeyDown={onKey}
-    >
-      <div role="list" aria-label={t("Runs")} style={{ height: `${all_px - top(first)}px`, marginTop: `${top(first)}px` }}>
-        {runs.slice(first, last).map((run, index) => (
-          <RunRow
-            key={run.run_id}
-            run={run}
-            now={now}
-            isOpen={run.run_id === opened}
-            isOwn={isOwn(run, notebook, kernel)}
-            isStop={first + index === stopAt || (index === 0 && (stopAt < first || stopAt >= last))}
-            at={first + index}
-            count={runs.length}
-            onOpen={() => setOpened(run.run_id === opened ? "" : run.run_id)}
-            onFocus={() => setStop(run.run_id)}
-          />
-        ))}
+    <>
+      <Comparison
+        runs={compared.map((id) => pool.run(id)).filter((run) => run !== null)}
+        now={now}
+        onClose={() => setCompared([])}
+      />
+      <div ref={box} class="sgpu-runs" style={{ height: `${all_px}px` }} onKeyDown={onKey}>
+        <div role="list" aria-label={t("Runs")} style={{ transform: `translateY(${top(first)}px)` }}>
+          {runs.slice(first, last).map((run, index) => (
+            <RunRow
+              key={run.run_id}
+              run={run}
+              now={now}
+              isOpen={run.run_id === opened}
+              isOwn={isOwn(run, notebook, kernel)}
+              isCompared={compared.includes(run.run_id)}
+              heldBy={heldBy(run)}
+              isStop={first + index === stopAt || (index === 0 && (stopAt < first || stopAt >= last))}
+              at={first + index}
+              count={runs.length}
+              onOpen={() => setOpened(run.run_id === opened ? "" : run.run_id)}
+              onCompare={() => compare(run.run_id)}
+              onFocus={() => setStop(run.run_id)}
+            />
+          ))}
+        </div>
       </div>
-    </div>
+    </>
   );
+}
+
+/** Returns a function that says who holds what a run waits for, "" for nobody; runs that wait for the same are asked once. */
+function heldWords(runs: readonly Run[], now: number, t: ReturnType<typeof useTranslate>): (run: Run) => string {
+  const found = new Map<string, string>();
+  return (run) => {
+    if (run.final || run.tone !== "waiting" || run.session !== "") return "";
+    const key = `${run.device_type} ${run.user} ${run.kernel}`;
+    const known = found.get(key);
+    if (known !== undefined) return known;
+    const [holder, ...others] = holdersOf(run, runs);
+    const since_s = holder?.idleSince_s ?? null;
+    const idle_s = since_s === null ? null : now - since_s;
+    const first = holder ? t("held by %1", holderWords(holder.run, idle_s, run, t)) : "";
+    const words = others.length > 0 ? `${first} ${t("and %1 more", others.length)}` : first;
+    found.set(key, words);
+    return words;
+  };
+}
+
+/** Returns the row at a height, of rows that begin at `tops`. */
+function rowAt(tops: readonly number[], px: number): number {
+  let [low, high] = [0, Math.max(0, tops.length - 2)];
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if ((tops[middle] ?? 0) <= px) low = middle;
+    else high = middle - 1;
+  }
+  return low;
 }

@@ -1,0 +1,68 @@
+import { usePanel, useTranslate } from "../context";
+import type { RunRow } from "../messages";
+import { costWords, formatMoment, rankWords, runLabel, runSpan } from "../words";
+
+interface Props {
+  /** One run, to which another is to be chosen, or two. */
+  readonly runs: readonly RunRow[];
+  readonly now: number;
+  readonly onClose: () => void;
+}
+
+/** Two runs side by side: what they ran on, how long they took, what they cost. */
+export function Comparison({ runs, now, onClose }: Props) {
+  const { pool, host } = usePanel();
+  const t = useTranslate();
+  const [first, second] = runs;
+  if (!first) return null;
+  const close = (
+    <button type="button" class="sgpu-word" aria-label={t("Close the comparison")} onClick={onClose}>
+      ×
+    </button>
+  );
+  if (!second) {
+    return (
+      <div class="sgpu-pair sgpu-top sgpu-comparing" role="status">
+        <small>{t("Compare %1 with: choose Compare at another run.", runLabel(first))}</small>
+        {close}
+      </div>
+    );
+  }
+  const price = (run: RunRow): string => (host.settings.showPrices ? costWords(run, now) : "");
+  const rows: readonly (readonly [string, (run: RunRow) => string])[] = [
+    [t("run"), ({ short_id }) => short_id],
+    [t("state"), ({ state }) => t(state)],
+    [t("devices"), (run) => rankWords(run, pool.picture, t)],
+    [t("started"), ({ started_at }) => (started_at === null ? "" : formatMoment(started_at, now))],
+    [t("duration"), (run) => runSpan(run, now)],
+    [t("cost"), price],
+    [t("user"), ({ user }) => user],
+  ];
+  return (
+    <div class="sgpu-comparing">
+      <table class="sgpu-comparison">
+        <caption class="sgpu-hidden">{t("Two runs compared")}</caption>
+        <thead>
+          <tr>
+            <td>{close}</td>
+            <th scope="col">{runLabel(first)}</th>
+            <th scope="col">{runLabel(second)}</th>
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map(([name, value]) => {
+            const values = [value(first), value(second)] as const;
+            if (values.every((each) => each === "")) return null;
+            return (
+              <tr key={name} class={values[0] === values[1] ? "" : "sgpu-differs"}>
+                <th scope="row">{name}</th>
+                <td>{values[0] || "–"}</td>
+                <td>{values[1] || "–"}</td>
+              </tr>
+            );
+          })}
+        </tbody>
+      </table>
+    </div>
+  );
+}

@@ -1,0 +1,48 @@
+import { useState } from "preact/hooks";
+
+import { usePanel, useTranslate } from "../context";
+import type { RunRow } from "../messages";
+import { runLabel } from "../words";
+
+/** Ends a run or a session, after a question. `words` are the button's, which name what it ends. */
+export function EndRun({ run, words }: { run: RunRow; words: string }) {
+  const model = usePanel();
+  const t = useTranslate();
+  const [asks, setAsks] = useState(false);
+  const isEnding = run.state === "cancelling" || model.cancelling.has(run.run_id);
+  if (run.final) return null;
+  if (!asks || isEnding) {
+    return (
+      <button type="button" class="sgpu-end" disabled={isEnding} onClick={() => setAsks(true)}>
+        {isEnding ? t("Ending…") : words}
+      </button>
+    );
+  }
+  const answer = (element: Element, ends: boolean): void => {
+    toNeighbour(element);
+    setAsks(false);
+    if (ends) model.cancel(run);
+  };
+  return (
+    <span class="sgpu-question" role="group" aria-label={t("End it?")}>
+      <span>{t("End %1?", runLabel(run))}</span>
+      <button type="button" class="sgpu-risky" ref={focused} onClick={(event) => answer(event.currentTarget, true)}>
+        {t("End")}
+      </button>
+      <button type="button" onClick={(event) => answer(event.currentTarget, false)}>
+        {t("Don't end")}
+      </button>
+    </span>
+  );
+}
+
+/** What had the focus goes away: its row or its part of the panel has it next. */
+function toNeighbour(element: Element): void {
+  const row = element.closest(".sgpu-run-row")?.querySelector<HTMLElement>(".sgpu-run-head");
+  (row ?? element.closest<HTMLElement>("section"))?.focus();
+}
+
+/** The question takes the focus from the button that it stands for. */
+function focused(button: HTMLButtonElement | null): void {
+  button?.focus();
+}

@@ -1,0 +1,21 @@
+import type { RunRow } from "../panel/messages";
+
+const ANY = "any";
+/** The session that a magic connects when it names none. */
+const MAIN = "main";
+
+/**
+ * Returns the magic that connects a session like one that has ended.
+ *
+ * @param pool: The pool, "" for the settings' own.
+ */
+export function connectLine(session: RunRow, pool: string): string {
+  const name = session.name.replace(/^session /, "");
+  const options = [
+    ["--gpus", String(session.ranks)],
+    ["--type", session.device_type === ANY ? "" : session.device_type],
+    ["--name", name === MAIN ? "" : name],
+    ["--pool", pool],
+  ].filter(([, value]) => value !== "");
+  return ["%sgpu_connect", ...options.flat()].join(" ");
+}
