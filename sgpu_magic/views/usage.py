@@ -78,6 +78,7 @@ class Series:
         self.step_s *= 2
 
 
+_NEXT_TO_ZERO = 0.05
 _NOT_TOLD = "not reported by this device"
 _NOT_FOR_SLICES = "reported for the whole GPU only, not for a MIG slice of it"
 
@@ -99,6 +100,11 @@ class Drawn(NamedTuple):
     unit: str
     series: Series
     top: float | None
+
+    @property
+    def is_flat_zero(self) -> bool:
+        """Whether it would be a line at the bottom, as all values are 0.0 or not reported."""
+        return (self.series.peak or 0.0) < _NEXT_TO_ZERO
 
 
 class RankUsage:
@@ -129,7 +135,12 @@ class RankUsage:
         if before is not None:
             # constant values are reported once
             total_bytes = before.total_bytes if sample.total_bytes is None else sample.total_bytes
-            sample = msgspec.structs.replace(sample, uuid=sample.uuid or before.uuid, total_bytes=total_bytes)
+            sample = msgspec.structs.replace(
+                sample,
+                uuid=sample.uuid or before.uuid,
+                total_bytes=total_bytes,
+                cores=before.cores if sample.cores is None else sample.cores,
+            )
         self.latest, self._now = sample, at
         used = sample.rss_bytes if sample.kind == "cpu" else sample.used_bytes
         self.peak_used_bytes = _larger(self.peak_used_bytes, used)
@@ -176,6 +187,9 @@ class RankUsage:
         if self.latest.total_bytes:
             # not on CPU: on the scale of the whole machine's memory the curve would be flat
             tops |= dict.fromkeys(("used_bytes", "own_bytes"), self.latest.total_bytes / 1e9)
+        if "cpu_cores" in self.series:
+            # a rank may use more than its share while others are idle
+            tops["cpu_cores"] = max(float(self.latest.cores or 1), self.series["cpu_cores"].peak or 0.0)
         order = _CPU_CURVES if self.latest.kind == "cpu" else _GPU_CURVES
         return [
             Drawn(name, unit, self.series[field], tops.get(field))
@@ -243,12 +257,10 @@ class RunUsage:
 
 
 def use_text(sample: RankSample) -> str:
-    """Return a rank's usage in short: `94 % · 18.2 GB`, `MIG · 4.1 GB`, `CPU 1.9 cores · 0.4 GB`."""
+    """Return a rank's usage in short: `94 % · 18.2 GB`, `MIG · 4.1 GB`, `1.9 cores · 0.4 GB`."""
     if sample.kind == "cpu":
-        memory = sample.rss_bytes
-        cores = None if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores"
-        # a simulated GPU is shown as CPU too
-        return " ".join(["CPU", *filter(None, [_joined(cores, memory)])]) if cores or memory is not None else ""
+        # of a simulated GPU too
+        return _joined(None if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores", sample.rss_bytes)
     if sample.problem:
         return "can't be read"
     if sample.kind == "mig":
