@@ -22,7 +22,7 @@ describe("a message that is not what it should be", () => {
   });
 
   it("says so when it is of another version", () => {
-    expect(() => messages.readSnapshot({ ...good, version: 1 })).toThrow("reads version 3 of a run's data and got version 1");
+    expect(() => messages.readSnapshot({ ...good, version: 1 })).toThrow("reads version 4 of a run's data and got version 1");
   });
 
   it("may have keys that are new, which the strict reading of this test refuses", () => {

@@ -21,7 +21,7 @@ export function card(rank: number, change: Partial<RankCard> = {}): RankCard {
 
 export function picture(change: Partial<Snapshot> = {}): Snapshot {
   return {
-    version: 3,
+    version: 4,
     seq: 1,
     run_id: "7f3a00",
     short_id: "7f3a",
@@ -35,6 +35,7 @@ export function picture(change: Partial<Snapshot> = {}): Snapshot {
     host: "",
     attempt: "",
     elapsed_s: 134,
+    starting_s: 3.2,
     ticking: true,
     cost: null,
     meta: [],

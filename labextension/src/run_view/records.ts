@@ -10,7 +10,7 @@
 import { bool, either, kinds, list, nullable, num, oneOf, record, str, triple } from "../shared/checks";
 import type { Of } from "../shared/checks";
 
-export const VERSION = 3;
+export const VERSION = 4;
 
 export const tone = oneOf("plain", "busy", "good", "bad", "warn");
 export type Tone = Of<typeof tone>;
@@ -91,6 +91,7 @@ export const snapshot = record({
   host: str,
   attempt: str,
   elapsed_s: num,
+  starting_s: num,
   ticking: bool,
   cost: nullable(cost),
   meta: list(str),

@@ -41,7 +41,7 @@ export function Tabs({ tab, ranks, onTab, id }: Props) {
     // only sideways: the page stays where it is
     const box = list.current;
     const chosen = box?.querySelector<HTMLElement>('[aria-selected="true"]');
-    if (!box || !chosen) return;
+    if (!box || !chosen || box.clientWidth === 0) return;
     const [left, right] = [Math.max(chosen.offsetLeft - FADE_PX, 0), chosen.offsetLeft + chosen.offsetWidth + FADE_PX];
     if (left < box.scrollLeft) box.scrollLeft = left;
     else if (right > box.scrollLeft + box.clientWidth) box.scrollLeft = right - box.clientWidth;
