@@ -112,11 +112,13 @@ describe("words", () => {
 
   it("of a run say what goes on, and what has ended when", () => {
     const words = RUNS.map((each) => runWords(each, NOW, plainly));
-    expect(words[0]).toBe("2 ranks · running 02:14");
+    expect(words[0]).toBe("2 ranks · running 2 min 14 s");
     expect(words[1]).toBe("4 ranks · waits for 1 A10, position 1");
     expect(words[2]).toMatch(/^rank 1: ValueError · (\d\d:\d\d|\d+ \w+)$/);
-    expect(words[3]).toMatch(/^2 ranks · 03:36 · (\d\d:\d\d|\d+ \w+)$/);
-    expect(runWords(SESSION, NOW, plainly)).toBe("2 ranks · connected 12:00");
+    expect(words[3]).toMatch(/^2 ranks · 3 min 36 s · (\d\d:\d\d|\d+ \w+)$/);
+    expect(runWords(SESSION, NOW, plainly)).toBe("2 ranks · connected 12 min 00 s");
+    const slow = { ...SESSION, metered_at: (SESSION.started_at ?? NOW) - 25 };
+    expect(runWords(slow, NOW, plainly)).toBe("2 ranks · connected 12 min 00 s · start 25 s");
     expect(RUNS.map(signOf)).toEqual(["dot", "ring", "cross", "check"]);
   });
 

@@ -444,7 +444,7 @@ describe("the session", () => {
     expect(text(query(el, "[role=status]"))).toBe("Connected: 2 × A10 · local");
     await vi.advanceTimersByTimeAsync(6_000);
     expect(text(query(el, ".sgpu-times"))).toBe("12 min · $1.01 · ends after 59 idle s");
-    expect(text(query(el, ".sgpu-run-words"))).toBe("2 ranks · connected 12:06");
+    expect(text(query(el, ".sgpu-run-words"))).toBe("2 ranks · connected 12 min 06 s");
   });
 
   it("draws nothing and counts nothing while nobody looks", async () => {
@@ -462,7 +462,7 @@ describe("the session", () => {
     pageIs(false);
     await vi.advanceTimersByTimeAsync(100);
     expect(host.pools.orders.map(({ kind }) => kind)).toEqual(["watch", "rest", "watch"]);
-    expect(text(query(el, ".sgpu-run-words"))).toContain("connected 13:3");
+    expect(text(query(el, ".sgpu-run-words"))).toContain("connected 13 min 3");
   });
 
   it("folds the form away until it is wanted", async () => {
@@ -868,7 +868,7 @@ describe("runs", () => {
       ["state", "failed", "succeeded"],
       ["devices", "2 × A10", "2 × A10"],
       ["started", expect.stringMatching(/^(\d\d:\d\d|\d+ \w+)$/), expect.stringMatching(/^(\d\d:\d\d|\d+ \w+)$/)],
-      ["duration", "00:20", "03:36"],
+      ["duration", "20 s", "3 min 36 s"],
       ["cost", "$0.02", "$0.30"],
       ["user", "ada", "ada"],
     ]);

@@ -22,6 +22,7 @@ function snapshot(seq: number, final = false): Snapshot {
     host: "",
     attempt: "",
     elapsed_s: 1,
+    starting_s: 0,
     ticking: !final,
     cost: null,
     meta: [],

@@ -36,6 +36,7 @@ export function picture(change: Partial<Snapshot> = {}): Snapshot {
     host: "",
     attempt: "",
     elapsed_s: 134,
+    starting_s: 3.2,
     ticking: true,
     cost: null,
     meta: [],

@@ -1,7 +1,7 @@
 import { h, render } from "preact";
 import { describe, expect, it, vi } from "vitest";
 
-import { Sparkline, describe as say, paths } from "../src/run_view/components/sparkline";
+import { Sparkline, describe as say, isFlatZero, paths } from "../src/run_view/components/sparkline";
 import type { Curve } from "../src/run_view/messages";
 
 function curve(values: Curve["values"], top: number | null = 100): Curve {
@@ -24,6 +24,12 @@ describe("a curve", () => {
       expect(paths(curve(values, null)).line).not.toContain("NaN");
     }
     expect(paths(curve([null, null])).line).toBe("");
+  });
+
+  it("is not drawn where it would be a flat zero", () => {
+    expect(paths(curve([0, 0.04, null, 0], 4))).toEqual({ line: "", area: "" });
+    expect([isFlatZero(curve([])), isFlatZero(curve([0, 0.02])), isFlatZero(curve([0, 0.06]))]).toEqual([true, true, false]);
+    expect(paths(curve([0, 0.06], 4)).line).not.toBe("");
   });
 
   it("ends at its top, or at its largest value without one", () => {

@@ -1,6 +1,33 @@
 import { describe, expect, it } from "vitest";
 
-import { costOf, formatMoney } from "../src/shared/units";
+import { costOf, formatDuration, formatElapsed, formatMoney } from "../src/shared/units";
+
+// the same as in tests/unit/views/test_render.py
+describe("a duration", () => {
+  it.each([
+    [0.038, "38 ms"],
+    [0.314, "0.31 s"],
+    [0.997, "1 s"],
+    [12.9, "12 s"],
+    [99.9, "99 s"],
+    [134, "2 min 14 s"],
+    [3599.9, "59 min 59 s"],
+    [3900, "1 h 05 min"],
+  ])("of %f s is %s", (seconds, text) => {
+    expect(formatElapsed(seconds)).toBe(text);
+  });
+
+  it("names the start where it took a second, or where there is nothing else", () => {
+    expect(formatDuration(12.4, 25.2)).toBe("12 s · start 25 s");
+    expect(formatDuration(12.4, 0.9)).toBe("12 s");
+    expect([formatDuration(0, 0.9), formatDuration(0, 0.9, true), formatDuration(0.4, 3, true)]).toEqual([
+      "start 0.90 s",
+      "start 0 s",
+      "0 s · start 3 s",
+    ]);
+    expect(formatDuration(0, 0)).toBe("");
+  });
+});
 
 // the same as in tests/unit/pool/test_meter.py
 describe("money", () => {

@@ -1,5 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
+import { placeDetails } from "../src/run_view/components/details";
 import { mountRunView } from "../src/run_view/index";
 import type { Snapshot } from "../src/run_view/messages";
 import { TestTransport, answering, card, never, picture, refusing, told, line } from "./samples";
@@ -60,7 +61,7 @@ describe("the picture", () => {
       ranks: [card(0), card(1, { state: "failed", tone: "bad" }), card(2, { idle: "GPU under 5 % for 60 s" })],
     });
     expect(query(el, ".sgpu-state").textContent).toBe("running");
-    expect(query(el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · 02:14 · 2 min left");
+    expect(query(el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · 2 min 14 s · start 3 s · 2 min left");
     expect(query(el, '[data-rank="1"] .sgpu-word').textContent).toBe("failed");
     expect(query(el, '[data-rank="2"] .sgpu-word').textContent).toBe("idle");
     expect(query(el, ".sgpu-foot").textContent).toBe("shipped model · 45.1 MB · run 7f3a");
@@ -80,7 +81,7 @@ describe("the picture", () => {
     const cost = { text: "$0.37 (simulated)", per_s: 0.01, seconds: 36.2, currency: "USD", mark: " (simulated)" };
     transport.draw(picture({ cost, elapsed_s: 35.0, seq: 2 }));
     await vi.advanceTimersByTimeAsync(100);
-    expect(query(el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · 00:35 · $0.37 (simulated)");
+    expect(query(el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · 35 s · start 3 s · $0.37 (simulated)");
     await vi.advanceTimersByTimeAsync(5_000);
     expect(query(el, ".sgpu-cost").textContent).toBe("$0.42 (simulated)");
     // a part of a session's is only told
@@ -95,7 +96,7 @@ describe("the picture", () => {
 
   it("says the cost before the ranks are there, and nothing without a price", async () => {
     const cost = { text: "$0.02", per_s: 0.01, seconds: 1.2, currency: "USD", mark: "" };
-    const starting = await shown({ cost, elapsed_s: 0, ticking: false, state: "starting" });
+    const starting = await shown({ cost, elapsed_s: 0, starting_s: 0, ticking: false, state: "starting" });
     expect(query(starting.el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · $0.02");
     expect((await shown()).el.querySelector(".sgpu-cost")).toBeNull();
   });
@@ -176,6 +177,62 @@ describe("the picture", () => {
     expect(query(el, ".sgpu-failure-error").innerHTML).toBe("NaN in batch 118");
   });
 
+  it("says how far the run is in words too, until it has ended", async () => {
+    const bar = { fraction: 0.43, text: "epoch 2 of 3, 43 %" };
+    const { el } = await shown({ bar });
+    expect(query(el, ".sgpu-meta").textContent).toContain(" · epoch 2 of 3, 43 %");
+    expect(query(el, '[aria-label="progress of the run"]').getAttribute("aria-valuenow")).toBe("43");
+    const ended = await shown({ bar, final: true, ticking: false });
+    expect(query(ended.el, ".sgpu-meta").textContent).not.toContain("epoch");
+  });
+
+  it("shows a card's details after the pointer has rested on it, and at once for the keyboard", async () => {
+    vi.useFakeTimers();
+    const { el } = mounted(new TestTransport(answering(0)));
+    await vi.advanceTimersByTimeAsync(100);
+    const first = query(el, '[data-rank="0"]');
+    first.dispatchEvent(new PointerEvent("pointerenter"));
+    await vi.advanceTimersByTimeAsync(300);
+    expect(el.querySelector(".sgpu-details")).toBeNull();
+    await vi.advanceTimersByTimeAsync(200);
+    expect(query(el, ".sgpu-details").textContent).toContain("rank 0 · running");
+    first.dispatchEvent(new PointerEvent("pointerleave"));
+    await vi.advanceTimersByTimeAsync(50);
+    expect(el.querySelector(".sgpu-details")).toBeNull();
+    // a pointer that passes by
+    first.dispatchEvent(new PointerEvent("pointerenter"));
+    await vi.advanceTimersByTimeAsync(300);
+    first.dispatchEvent(new PointerEvent("pointerleave"));
+    await vi.advanceTimersByTimeAsync(1_000);
+    expect(el.querySelector(".sgpu-details")).toBeNull();
+  });
+
+  it.each([
+    ["above the card where there is room", { left: 0, top: 300, width: 240, height: 88 }, { left: 4, top: 170 }],
+    ["within the width", { left: 760, top: 300, width: 240, height: 88 }, { left: 696, top: 170 }],
+    ["beside a card below the header", { left: 0, top: 45, width: 240, height: 88 }, { left: 244, top: 7 }],
+    ["on the other side of the last one", { left: 760, top: 45, width: 240, height: 88 }, { left: 456, top: 7 }],
+    ["over a card as wide as the output", { left: 0, top: 45, width: 1000, height: 88 }, { left: 696, top: 7 }],
+  ])("places the details %s", (_, box, place) => {
+    expect(placeDetails(box, { width: 300, height: 126 }, { left: 0, top: 0, width: 1000, height: 500 })).toEqual(place);
+  });
+
+  it("keeps details that are higher than the output from its top on", () => {
+    const output = { left: 0, top: 20, width: 1000, height: 260 };
+    expect(placeDetails({ left: 0, top: 65, width: 240, height: 88 }, { width: 300, height: 400 }, output).top).toBe(24);
+  });
+
+  it.each([
+    [2, "2", "2"],
+    [4, "4", "2"],
+    [6, "4", "3"],
+    [8, "4", "4"],
+  ])("has fewer columns for %i ranks where the output is narrow", async (count, columns, narrow) => {
+    const { el } = await shown({ ranks: Array.from({ length: count }, (_, rank) => card(rank)) });
+    const { dataset } = query(el, ".sgpu-grid");
+    expect([dataset["columns"], dataset["narrow"]]).toEqual([columns, narrow]);
+  });
+
   it("has one stop for the Tab key in the grid, and arrow keys from rank to rank", async () => {
     const { el } = await shown();
     const stops = () => [...el.querySelectorAll<SVGElement>(".sgpu-grid [tabindex='0']")];
@@ -190,9 +247,11 @@ describe("the picture", () => {
   });
 
   it("shows what is being prepared, and no empty log under it", async () => {
-    const { el } = await shown({ state: "preparing", ranks: [], preparing: ["position 2 in the queue"] });
+    const { el, transport } = await shown({ state: "queued", ranks: [], preparing: ["position 2 in the queue"] });
     expect(query(el, ".sgpu-preparing").textContent).toBe("position 2 in the queue");
     expect(el.querySelector(".sgpu-log")).toBeNull();
+    transport.draw(picture({ seq: 2, state: "starting", preparing: ["starting 4 ranks"] }));
+    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toBe("no output yet"));
   });
 
   it("is denser from nine ranks on", async () => {
@@ -253,6 +312,34 @@ describe("the log", () => {
     expect(asked.length).toBeLessThan(6);
   });
 
+  it("takes three lines when it is empty, grows until it is full, and never shrinks", async () => {
+    const { el, transport } = await shown({}, 0);
+    const log = () => query(el, ".sgpu-log");
+    expect([log().style.minHeight, log().className]).toEqual(["54px", "sgpu-log"]);
+    transport.tell(told(1, 0, Array.from({ length: 7 }, (_, at) => line(at)), [2, 2, 2, 1]));
+    await vi.waitFor(() => expect(log().style.minHeight).toBe("126px"));
+    query(el, '[role="tab"][aria-label="rank 3"]').click();
+    await vi.waitFor(() => expect(log().getAttribute("aria-label")).toBe("lines of rank 3"));
+    expect(log().style.minHeight).toBe("126px");
+    transport.tell(told(2, 7, Array.from({ length: 90 }, (_, at) => line(7 + at)), [25, 24, 24, 24]));
+    await vi.waitFor(() => expect(log().className).toBe("sgpu-log sgpu-full"));
+    expect(log().style.getPropertyValue("--full")).toBe("252px");
+  });
+
+  it("is lower below the cards of many ranks", async () => {
+    const { el } = await shown({ ranks: Array.from({ length: 9 }, (_, rank) => card(rank)) }, 400);
+    await vi.waitFor(() => expect(query(el, ".sgpu-full").style.getPropertyValue("--full")).toBe("180px"));
+  });
+
+  it("keeps the height that it was dragged to, from tab to tab", async () => {
+    const { el } = await shown({}, 400);
+    await vi.waitFor(() => expect(query(el, ".sgpu-full")).not.toBeNull());
+    query(el, ".sgpu-log").style.height = "400px";
+    query(el, '[role="tab"][aria-label="rank 2"]').click();
+    await vi.waitFor(() => expect(query(el, ".sgpu-log").getAttribute("aria-label")).toBe("lines of rank 2"));
+    expect(query(el, ".sgpu-log").style.height).toBe("400px");
+  });
+
   it("follows its end until it is scrolled up, and again from End on", async () => {
     const { el, transport } = await shown({}, 400);
     await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("line 399"));
@@ -293,6 +380,24 @@ describe("the log", () => {
     expect(query(el, ".sgpu-count").textContent).toBe("10 lines");
     press(chosen(), "ArrowRight");
     await vi.waitFor(() => expect(chosen().textContent).toBe("all"));
+  });
+
+  it("shows that there are tabs beyond the width, and goes to them", async () => {
+    const { el } = await shown({ ranks: Array.from({ length: 64 }, (_, rank) => card(rank)), lines: Array<number>(64).fill(1) });
+    const tabs = query(el, '[role="tablist"]');
+    expect(el.querySelector(".sgpu-turn")).toBeNull();
+    Object.defineProperties(tabs, { clientWidth: { value: 300 }, scrollWidth: { value: 1000 } });
+    tabs.dispatchEvent(new Event("scroll"));
+    await vi.waitFor(() => expect(button(el, "tabs after")).toBeTruthy());
+    expect([tabs.className, el.querySelectorAll(".sgpu-turn").length]).toEqual(["sgpu-tabs sgpu-after", 1]);
+    button(el, "tabs after").click();
+    expect(tabs.scrollLeft).toBe(240);
+    tabs.dispatchEvent(new Event("scroll"));
+    await vi.waitFor(() => expect(tabs.className).toBe("sgpu-tabs sgpu-before sgpu-after"));
+    tabs.scrollLeft = 700;
+    tabs.dispatchEvent(new Event("scroll"));
+    await vi.waitFor(() => expect(tabs.className).toBe("sgpu-tabs sgpu-before"));
+    expect(button(el, "tabs before").tabIndex).toBe(-1);
   });
 
   it("is searched where it lies, with next, previous and a count", async () => {
@@ -448,9 +553,25 @@ describe("manners", () => {
     vi.useFakeTimers();
     const { el } = mounted(new TestTransport(answering(0)));
     await vi.advanceTimersByTimeAsync(100);
-    expect(query(el, ".sgpu-clock").textContent).toBe("02:14");
+    expect(query(el, ".sgpu-clock").textContent).toBe("2 min 14 s · start 3 s");
     await vi.advanceTimersByTimeAsync(3_000);
-    expect(query(el, ".sgpu-clock").textContent).toBe("02:17");
+    expect(query(el, ".sgpu-clock").textContent).toBe("2 min 17 s · start 3 s");
+  });
+
+  it("run the clock of a start too", async () => {
+    vi.useFakeTimers();
+    const start = { state: "starting", elapsed_s: 0, starting_s: 0.4 };
+    const { el, transport } = mounted(new TestTransport(answering(0, start)));
+    await vi.advanceTimersByTimeAsync(100);
+    expect(query(el, ".sgpu-clock").textContent).toBe("start 0 s");
+    await vi.advanceTimersByTimeAsync(25_000);
+    expect(query(el, ".sgpu-clock").textContent).toBe("start 25 s");
+    transport.draw(picture({ seq: 2, elapsed_s: 0.1, starting_s: 25.4 }));
+    await vi.advanceTimersByTimeAsync(1_200);
+    expect(query(el, ".sgpu-clock").textContent).toBe("1 s · start 25 s");
+    transport.draw(picture({ seq: 3, final: true, ticking: false, elapsed_s: 0.31, starting_s: 0.2 }));
+    await vi.advanceTimersByTimeAsync(100);
+    expect(query(el, ".sgpu-clock").textContent).toBe("0.31 s");
   });
 
   it("leave nothing behind: no element, no timer, no listener", async () => {
@@ -477,7 +598,8 @@ describe("manners", () => {
     }
     expect([...listening]).toEqual(["visibilitychange"]);
     added.mockRestore();
-    expect(observing.size).toBe(1);
+    // of the tabs and of the lines
+    expect(observing.size).toBe(2);
     end.abort();
     expect(observing.size).toBe(0);
     vi.unstubAllGlobals();

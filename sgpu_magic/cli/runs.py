@@ -21,8 +21,9 @@ from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError
+from sgpu_magic.views.pool_tables import run_duration
 from sgpu_magic.views.stacks import stacks_text
-from sgpu_magic.views.units import TIMES, aligned, format_clock
+from sgpu_magic.views.units import TIMES, aligned
 from sgpu_magic.wire.costs import HOUR_S, cost_so_far, format_money
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.record import short
@@ -160,8 +161,7 @@ def _duration(run: RunSummary, now: float) -> str:
     if run.state.is_final and run.ended_at is None:
         # its pool died too, so the end is unknown
         return "-"
-    since = run.submitted_at if run.started_at is None else run.started_at
-    return format_clock((now if run.ended_at is None else run.ended_at) - since)
+    return run_duration(run, now)
 
 
 def _cost(run: RunSummary, now: float) -> str:

@@ -18,11 +18,11 @@ from sgpu_magic.views.live.feed import Answers, Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, NewLines, Question
 from sgpu_magic.views.live.schema import Snapshot
-from sgpu_magic.wire.events import Detached, Event, EventBody, Noted, RunEnded
+from sgpu_magic.wire.events import Detached, Event, EventBody, Noted
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.rank_events import DisplayPublished, OutputCleared
 from sgpu_magic.wire.record import is_valid_id, short
-from sgpu_magic.wire.states import FailureKind, RunState
+from sgpu_magic.wire.states import FailureKind
 
 IDLE_S = 60.0
 """Seconds after the last request for a run until its follower is dropped; its directory remains."""
@@ -206,8 +206,7 @@ class Follower:
         self._read()
         if not self.is_final:
             failure = Failure(kind=FailureKind.NODE_LOST, message=message, at=time.time())
-            elapsed = self._view.elapsed_s()
-            ended = RunEnded(state=RunState.FAILED, failure=failure, running_s=elapsed, total_s=elapsed)
+            ended = self._view.times.fail(failure)
             self._apply(self._event(ended, time.time()), ())
 
     def _event(self, body: EventBody, at: float) -> Event:

@@ -176,9 +176,8 @@ def last_words(view: RunView, failure: Failure) -> list[str]:
 
 def failed_line(view: RunView, brief: bool = False) -> str:
     """Return the first line of a failure, with the error in it when `brief` or when there is no traceback."""
-    elapsed = view.elapsed_s()
     # a refused run has no duration
-    after = f" after {format_seconds(elapsed)}" if elapsed >= 0.0005 else ""
+    after = f" after {duration}" if (duration := view.times.text()) else ""
     failure = view.failure
     word = limit_of(failure).word if view.state is RunState.TIMED_OUT else view.state
     start = f"{view.name} · {word}{after}"

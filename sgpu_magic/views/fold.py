@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import run_notes
+from sgpu_magic.views.live.bars import RunProgress
 from sgpu_magic.views.output import RunOutput
 from sgpu_magic.views.output_buffer import Item
 from sgpu_magic.views.rank_models import RankModels
 from sgpu_magic.views.run_notes import Notes, SessionState
 from sgpu_magic.views.stacks import stall_note
-from sgpu_magic.views.units import heard_at, steady_time
+from sgpu_magic.views.units import RunTimes, heard_at
 from sgpu_magic.views.usage import RunUsage
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import (
@@ -89,11 +90,13 @@ class RunView:
         tracked: Its run in MLflow, None until known.
         silence: A sentence that its pool can't be reached, "" while it can.
         output: The output of its ranks.
+        progress: How far its ranks are by their progress bars.
         log: The newest lines of the ranks' logs, for a live view; None without one.
         models: Widgets of its ranks; for a session's cell those of the session.
         left: Why an active run is not followed here any more, "" while it is.
         ended: The final event, None while the run is active.
         submitted_at: When it was submitted, by the views' clock.
+        times: When it was placed and when its ranks started.
         version: Grows with every change; equal versions render equally, except for running times.
     """
 
@@ -129,12 +132,11 @@ class RunView:
         self.models = RankModels()
         self.submitted_at = heard_at(spec.submitted_at)
         self.version = 0
-        self._started_at: float | None = None
-        self._starting_at: float | None = None
-        self._metered_at: float | None = None
+        self.times = RunTimes()
         self._notes = Notes()
         self._last_stall = ""
         self.output = RunOutput(output_limit)
+        self.progress = RunProgress()
         self.log: RecentLines | None = None
         self._cached: tuple[int, list[Item]] = (-1, [])
 
@@ -149,12 +151,13 @@ class RunView:
         match event.body:
             case OutputWritten() as body:
                 self.output.write(body)
+                self.progress.write(body)
                 if self.log is not None:
                     self.log.write(body)
             case StateChanged(state=state, reason=reason):
                 self.state, self.reason = state, reason
-                self._starting_at = heard_at(event.at) if state is RunState.STARTING else self._starting_at
-                self._metered_at = self._starting_at if self._metered_at is None else self._metered_at
+                if state is RunState.STARTING:
+                    self.times.starts(heard_at(event.at))
                 if state is not RunState.QUEUED:
                     self.position, self.waiting_for = None, ""
             case QueueMoved(position=position, reason=reason):
@@ -163,9 +166,10 @@ class RunView:
                 self.lease, self.host, self.labels = lease, host, labels
                 self.hourly, self.currency = body.hourly, body.currency
                 self.position, self.waiting_for = None, ""
+                self.times.placed_at = heard_at(event.at)
                 self._notes.add(lease.note)
             case RanksStarted(warm=warm):
-                self.warm, self._started_at = warm, heard_at(event.at)
+                self.warm, self.times.started_at = warm, heard_at(event.at)
             case DisplayPublished() as body:
                 self.output.display(body)
             case CommsMoved() as body:
@@ -185,7 +189,7 @@ class RunView:
             case Resumed():
                 self._stall_over()
             case Sampled() | DeviceIdle() | DeviceBusy() as body:
-                self.usage.apply(body, heard_at(event.at), self._started_at)
+                self.usage.apply(body, heard_at(event.at), self.times.started_at)
             case SessionMoved() as body:
                 if self.session is not None:
                     self.session.moved(body, event.at)
@@ -277,28 +281,18 @@ class RunView:
         return self.ended.results if self.ended else ()
 
     def elapsed_s(self, now: float | None = None) -> float:
-        """Return seconds for which the run has had its devices, without time in the queue.
+        """Return seconds for which the run's ranks have run; 0 before they have started.
 
         Args:
             now: Time by the views' clock (`steady_time`); used while the run is active.
         """
-        if self.ended:
-            # for a cell of milliseconds the ranks' own time is more precise than the pool's
-            return max(self.ended.total_s - self.ended.queued_s, self.ended.running_s)
-        if self._started_at is None:
-            return 0.0
-        return max((steady_time() if now is None else now) - self._started_at, 0.0)
-
-    def metered_s(self, now: float | None = None) -> float | None:
-        """Return the metered seconds at `now`, as in `elapsed_s`; None before metering and for a cell in a session."""
-        if self._metered_at is None:
-            return None
-        return max((steady_time() if now is None else now) - self._metered_at, 0.0)
+        return self.times.running_s(now)
 
     @property
     def deadline(self) -> float | None:
         """When its time limit is reached, by the views' clock; None before its ranks are being started."""
-        return self._metered_at + self.spec.timeout_s if self._metered_at is not None else None
+        metered_at = self.times.metered_at
+        return metered_at + self.spec.timeout_s if metered_at is not None else None
 
     # ------------------------------------------------------------ output
 
@@ -311,13 +305,11 @@ class RunView:
 
     def _start_again(self, body: AttemptFailed, at: float) -> None:
         self.output.finish_lines()
-        # a rank may die before all have started
-        began = self._started_at or self._starting_at
-        seconds = max(at - began, 0.0) if began is not None else 0.0
-        self._notes.add(run_notes.attempt_note(body, seconds))
+        self._notes.add(run_notes.attempt_note(body, self.times.start_again(at)))
         self.attempt, self.attempts = body.attempt + 1, body.attempts
-        self.rank_failures, self.stalled, self._started_at = {}, None, None
+        self.rank_failures, self.stalled = {}, None
         self.usage.start_again()
+        self.progress.start_again()
 
     def _restarted(self, body: RanksRestarted) -> None:
         self._notes.add(run_notes.restart_note(body))
@@ -340,7 +332,7 @@ class RunView:
         elif body.state in (RunState.SUCCEEDED, RunState.CANCELLED):
             self._stall_over()
         self.usage.ended()
-        self.ended = body
+        self.ended = self.times.ended = body
         self.state = body.state
         if body.unstopped:
             self._notes.add(run_notes.unstopped_note(body.unstopped), is_warning=True)

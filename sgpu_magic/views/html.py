@@ -61,7 +61,7 @@ from sgpu_magic.views.summary_words import (
     session_meta,
     silence_lines,
 )
-from sgpu_magic.views.units import count_of, format_clock, format_seconds, format_span
+from sgpu_magic.views.units import count_of
 from sgpu_magic.views.words import (
     attempt_text,
     label_text,
@@ -156,11 +156,8 @@ def _header(view: RunView) -> str:
         meta += [f"position {view.position}"] if view.position else []
         meta.append(view.waiting_for or view.reason)
     else:
-        elapsed = view.elapsed_s()
-        lasted = format_span(elapsed) if view.session is not None else format_seconds(elapsed)
         # a refused run has no duration
-        if elapsed >= 0.0005 or not view.is_final:
-            meta.append(lasted if view.is_final else format_clock(elapsed))
+        meta.append(view.times.text())
         meta.append(cost_text(view))
         if view.session is not None:
             meta += session_meta(view)

@@ -142,9 +142,9 @@ class _Parts:
         curve = ""
         if usage is not None and not is_brief and (curves := usage.curves()):
             first = curves[0]
-            top = first.top if first.unit != "cores" else max(1.0, *(value or 0.0 for value in first.series.values))
             stroke = WARN if is_low(usage) else ACCENT
-            curve = " " + sparkline(first.series.values, top, f"({curve_text(first)})", stroke)
+            if not first.is_flat_zero:
+                curve = " " + sparkline(first.series.values, first.top, f"({curve_text(first)})", stroke)
         self._head = (
             f'<details style="font-size:12px"><summary style="cursor:pointer;padding:3px 12px">'
             f'<span style="display:inline-block;min-width:23em"><b style="font-weight:600{colour}">rank {rank}</b>'

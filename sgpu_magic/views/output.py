@@ -191,8 +191,10 @@ class RunOutput:
     def finish_lines(self) -> None:
         """Finish all unfinished lines, as no more output will come."""
         for (rank, stream), assembler in sorted(self._assemblers.items(), key=lambda pair: pair[0]):
+            # the other stream's lines have taken the place of a bar that was never drawn again, as in the log
+            is_gone = assembler.was_rewritten and stream != self._last_stream.get(rank)
             line = assembler.flush()
-            if ansi.plain(line).strip():
+            if ansi.plain(line).strip() and not is_gone:
                 self._add_lines(rank, stream, [line])
 
     def _add_lines(self, rank: int, stream: str, lines: list[str]) -> None:

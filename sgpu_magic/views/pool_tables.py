@@ -28,7 +28,7 @@ from sgpu_magic.views.pool_words import (
     type_words,
 )
 from sgpu_magic.views.summary_words import idle_since
-from sgpu_magic.views.units import TIMES, Row, aligned, count_of, format_clock, format_seconds
+from sgpu_magic.views.units import TIMES, Row, aligned, count_of, format_duration
 from sgpu_magic.wire.costs import cost_so_far, format_money
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.record import short
@@ -232,6 +232,15 @@ def _state(run: RunSummary, cells: Sequence[RunSummary], now: float) -> str:
     return "ended" if run.state in (RunState.CANCELLED, RunState.SUCCEEDED) else str(run.state)
 
 
+def run_duration(run: RunSummary, now: float) -> str:
+    """Return `12 s · start 25 s`; for a run whose ranks have not started, the time since it was submitted."""
+    until = now if run.ended_at is None else run.ended_at
+    if run.started_at is None:
+        return format_duration(until - run.submitted_at)
+    starting_s = run.started_at - run.metered_at if run.metered_at is not None else 0.0
+    return format_duration(until - run.started_at, starting_s)
+
+
 def _run_row(
     status: PoolStatus, run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, is_below: bool = False
 ) -> Row:
@@ -239,8 +248,6 @@ def _run_row(
         ranks = f"{run.ranks} {TIMES} {run.device_type}" if run.device_type == "cpu" else f"{run.ranks}"
     else:
         ranks = f"{run.ranks} {TIMES} {run.device_type.upper()}{simulated_words(status, run.simulated)}"
-    since = run.started_at if run.started_at is not None else run.submitted_at
-    duration = format_clock(now - since) if run.ended_at is None else format_seconds(run.ended_at - since)
     notebook = PurePath(run.notebook).name
     if is_below:
         # the session's row has them
@@ -249,7 +256,7 @@ def _run_row(
     cost = cost_so_far(run, now)
     paid = "" if cost is None else format_money(cost, run.currency)
     state = _state(run, cells, now)
-    return short(run.run_id), name, notebook, run.user, ranks, state, duration, paid, failure_line(run)
+    return short(run.run_id), name, notebook, run.user, ranks, state, run_duration(run, now), paid, failure_line(run)
 
 
 # ---------------------------------------------------------------- a kernel's packages

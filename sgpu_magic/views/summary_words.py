@@ -176,7 +176,7 @@ def cost_text(view: RunView, now: float | None = None) -> str:
         return ""
     if view.spec.session:
         return _share(view, now)
-    seconds = view.metered_s(now)
+    seconds = view.times.metered_s(now)
     cost = None if seconds is None else cost_of(view.hourly, seconds)
     return "" if cost is None else format_money(cost, view.currency) + mark(view)
 
@@ -275,7 +275,7 @@ def _gpu_hours(view: RunView) -> str:
     lease = view.lease
     if lease is None or lease.device_type == "cpu":
         return ""
-    return device_hours(view.elapsed_s() * lease.ranks) + mark(view)
+    return device_hours(view.times.held_s() * lease.ranks) + mark(view)
 
 
 def _cost(view: RunView) -> str:

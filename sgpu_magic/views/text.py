@@ -41,7 +41,7 @@ from sgpu_magic.views.summary_words import (
     session_summary,
     standing_warnings,
 )
-from sgpu_magic.views.units import count_of, format_seconds, format_span
+from sgpu_magic.views.units import count_of, format_elapsed, format_span
 from sgpu_magic.views.words import attempt_text, header_line, packages_text, returned_text, state_word, tracked_text
 from sgpu_magic.wire.states import RunState
 
@@ -93,10 +93,11 @@ def summary_line(view: RunView) -> str:
         return quiet_line(view)
     if view.session is not None and view.failure is None:
         return session_summary(view)
-    duration = format_seconds(view.elapsed_s())
     if view.state is RunState.SUCCEEDED:
         used = (billed_text(view), busy_text(view.usage), returned_text(view))
-        return " · ".join([f"succeeded in {duration}", *filter(None, used), *_name_words(view)])
+        duration = view.times.text()
+        succeeded = f"succeeded in {duration}" if duration else "succeeded"
+        return " · ".join([succeeded, *filter(None, used), *_name_words(view)])
     return " · ".join([failed_line(view, brief=True), *_last_words(view)])
 
 
@@ -111,8 +112,9 @@ def live_line(view: RunView) -> str:
         position = f", position {view.position}" if view.position else ""
         words = (f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
         return " · ".join(part for part in words if part)
-    elapsed = view.elapsed_s()
-    since = f" for {format_seconds(elapsed)}" if elapsed else ""
+    elapsed, starting_s = view.elapsed_s(), view.times.starting_s()
+    lasts = view.times.text() if elapsed else format_elapsed(starting_s) if starting_s else ""
+    since = f" for {lasts}" if lasts else ""
     if view.session is not None:
         # no "for": the time counts from its start, not from this state
         since = f" · {format_span(elapsed)}" if elapsed else ""

@@ -79,6 +79,7 @@ class Series:
         self.step_s *= 2
 
 
+_NEXT_TO_ZERO = 0.05
 _NOT_TOLD = "not reported by this device"
 _NOT_FOR_SLICES = "reported for the whole GPU only, not for a MIG slice of it"
 
@@ -101,6 +102,11 @@ class Drawn(NamedTuple):
     series: Series
     top: float | None
 
+    @property
+    def is_flat_zero(self) -> bool:
+        """Whether it would be a line at the bottom, as all values are 0.0 or not reported."""
+        return (self.series.peak or 0.0) < _NEXT_TO_ZERO
+
 
 class RankUsage:
     """What one rank and its device have used in this attempt; a GPU's memory on the scale of the vendor's number.
@@ -122,8 +128,7 @@ class RankUsage:
         self.peak_own_bytes: int | None = None
         self._idle_at = 0.0
         self._now = 0.0
-        # a GPU's memory as its driver reports it
-        self._reported_bytes = 0
+        self._reported_bytes = 0  # a GPU's memory, by its driver
         self.series: dict[str, Series] = {}
 
     def sampled(self, sample: RankSample, begin_s: float, end_s: float, at: float) -> None:
@@ -131,8 +136,9 @@ class RankUsage:
         before = self.latest
         if before is not None:
             # constant values are reported once
-            total_bytes = before.total_bytes if sample.total_bytes is None else sample.total_bytes
-            sample = msgspec.structs.replace(sample, uuid=sample.uuid or before.uuid, total_bytes=total_bytes)
+            total = before.total_bytes if sample.total_bytes is None else sample.total_bytes
+            cores = before.cores if sample.cores is None else sample.cores
+            sample = msgspec.structs.replace(sample, uuid=sample.uuid or before.uuid, total_bytes=total, cores=cores)
         if sample.kind != "cpu":
             sample = self._as_stated(sample)
         self.latest, self._now = sample, at
@@ -148,13 +154,10 @@ class RankUsage:
                 self.series[field].add(begin_s, end_s, value / 1e9 if value is not None and is_gb else value)
 
     def _as_stated(self, sample: RankSample) -> RankSample:
-        if sample.total_bytes and not self._reported_bytes:
-            self._reported_bytes = sample.total_bytes
-        used, own = (
-            None if count is None else round(used_bytes_of(count, self._reported_bytes))
-            for count in (sample.used_bytes, sample.own_bytes)
-        )
-        total = vendor_bytes(self._reported_bytes) or None
+        self._reported_bytes = reported = self._reported_bytes or sample.total_bytes or 0
+        used = None if sample.used_bytes is None else round(used_bytes_of(sample.used_bytes, reported))
+        own = None if sample.own_bytes is None else round(used_bytes_of(sample.own_bytes, reported))
+        total = vendor_bytes(reported) or None
         return msgspec.structs.replace(sample, used_bytes=used, own_bytes=own, total_bytes=total)
 
     def turned_idle(self, idle: DeviceIdle | None, at: float) -> None:
@@ -191,6 +194,9 @@ class RankUsage:
         if self.latest.total_bytes:
             # not on CPU: on the scale of the whole machine's memory the curve would be flat
             tops |= dict.fromkeys(("used_bytes", "own_bytes"), self.latest.total_bytes / 1e9)
+        if "cpu_cores" in self.series:
+            # a rank may use more than its share while others are idle
+            tops["cpu_cores"] = max(float(self.latest.cores or 1), self.series["cpu_cores"].peak or 0.0)
         order = _CPU_CURVES if self.latest.kind == "cpu" else _GPU_CURVES
         return [
             Drawn(name, unit, self.series[field], tops.get(field))
@@ -258,17 +264,15 @@ class RunUsage:
 
 
 def use_text(sample: RankSample) -> str:
-    """Return a rank's usage in short: `94 % · 18.2 GB`, `MIG · 4.1 GB`, `CPU 1.9 cores · 0.4 GB`."""
+    """Return a rank's usage in short: `94 % · 18.2 GB`, `MIG · 4.1 GB`, `1.9 cores · 0.4 GB`."""
     if sample.kind == "cpu":
-        memory = sample.rss_bytes
-        cores = None if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores"
-        # a simulated GPU is shown as CPU too
-        return " ".join(["CPU", *filter(None, [_joined(cores, memory)])]) if cores or memory is not None else ""
+        # of a simulated GPU too
+        return _joined(None if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores", sample.rss_bytes)
     if sample.problem:
         return "can't be read"
     if sample.kind == "mig":
         return _joined("MIG", sample.used_bytes)
-    return _joined(None if sample.utilization_pct is None else _percent(sample.utilization_pct), sample.used_bytes)
+    return _joined(_or(sample.utilization_pct, "", _percent), sample.used_bytes)
 
 
 def device_line(sample: RankSample) -> str:
@@ -326,14 +330,12 @@ def _idle_sentence(waits_in: str, usages: list[RankUsage]) -> str:
 
 
 def _memory(used_bytes: int | None, total_bytes: int | None, absent: str) -> str:
-    if used_bytes is None:
-        return absent
-    used = format_gb(used_bytes)
-    return f"{used.removesuffix(' GB')} of {format_gb(total_bytes)}" if total_bytes else used
+    used = _or(used_bytes, absent, format_gb)
+    return used if used == absent or not total_bytes else f"{used.removesuffix(' GB')} of {format_gb(total_bytes)}"
 
 
 def _joined(words: str | None, count: int | None) -> str:
-    return " · ".join(filter(None, [words, None if count is None else format_gb(count)]))
+    return " · ".join(filter(None, [words, _or(count, "", format_gb)]))
 
 
 def _percent(value: float) -> str:

@@ -31,6 +31,8 @@ class RankSample(Record, frozen=True, kw_only=True, array_like=True):
         cpu_cores: Number of cores that the rank's processes kept busy, such as 2.5.
         rss_bytes: Resident memory of the rank's processes. Shared pages count in full.
         problem: Why the device can no longer be read; "" if it can.
+        cores: The rank's share of its node's cores. Only in its first sample.
+        line: Where a rank that has printed nothing is in its cell: `line 3: import torch`; "" when that is unknown.
     """
 
     rank: int
@@ -46,6 +48,8 @@ class RankSample(Record, frozen=True, kw_only=True, array_like=True):
     cpu_cores: float | None = None
     rss_bytes: int | None = None
     problem: str = ""
+    cores: int | None = None
+    line: str = ""
 
 
 class CommMessage(Record, frozen=True, kw_only=True):

@@ -61,7 +61,7 @@ def test_a_run_is_seen_while_it_goes_on(kernel: Kernel, home: Home, new_page: Ne
     assert len(page.texts(".sgpu-card")) == 4
     cell.until(lambda: "epoch 2  train 0.093" in page.text(".sgpu-log"))
     # processes on CPU are measured once a second
-    cell.until(lambda: "CPU" in page.text(".sgpu-use"))
+    cell.until(lambda: "cores" in page.text(".sgpu-use"))
     at = page.texts(".sgpu-clock")
     cell.until(lambda: page.texts(".sgpu-clock") != at, 10, f"the clock stands at {at}")
     page.picture("running")

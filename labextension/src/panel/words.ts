@@ -1,6 +1,6 @@
 /** A panel's numbers and states in words. */
 import type { Sign } from "../shared/shape";
-import { formatClock, formatMoney } from "../shared/units";
+import { formatDuration, formatMoney } from "../shared/units";
 import { CPU, typeOf } from "./form";
 import type { Translate } from "./host";
 import type { PoolPicture, RunRow } from "./messages";
@@ -135,11 +135,11 @@ export function stageWord(run: RunRow, t: Translate): string {
   return t(words[stageOf(run)]);
 }
 
-/** How long a run took, or has gone on: `02:14`; "" before it has started. */
+/** How long a run took, or has gone on: `2 min 14 s · start 3 s`; "" before it has started. */
 export function runSpan(run: RunRow, now_s: number): string {
   if (run.started_at === null) return "";
   if (run.final && run.ended_at === null) return "";
-  return formatClock((run.ended_at ?? now_s) - run.started_at);
+  return formatDuration((run.ended_at ?? now_s) - run.started_at, startOf(run), !run.final);
 }
 
 /** What stands below a run's name: its words, how long it goes on or went on, and when it ended. */
@@ -147,15 +147,20 @@ export function runWords(run: RunRow, now_s: number, t: Translate): string {
   const pieces = run.words === "" ? [] : [run.words];
   if (!run.final) {
     const state = run.kind === "session" && run.state === "running" ? "connected" : run.state;
-    if (run.started_at !== null) pieces.push(`${t(state)} ${formatClock(now_s - run.started_at)}`);
+    if (run.started_at !== null) pieces.push(`${t(state)} ${formatDuration(now_s - run.started_at, startOf(run), true)}`);
     else if (run.tone !== "waiting") pieces.push(t(state));
   } else {
     if (run.started_at !== null && run.ended_at !== null && run.tone !== "bad") {
-      pieces.push(formatClock(run.ended_at - run.started_at));
+      pieces.push(formatDuration(run.ended_at - run.started_at, startOf(run)));
     }
     if (run.ended_at !== null) pieces.push(formatMoment(run.ended_at, now_s));
   }
   return pieces.join(" · ");
+}
+
+/** How long a run's ranks took to start, 0 where that is unknown. */
+function startOf(run: RunRow): number {
+  return run.started_at !== null && run.metered_at !== null ? run.started_at - run.metered_at : 0;
 }
 
 const SIGNS: Readonly<Record<string, Sign>> = { waiting: "ring", going: "dot", good: "check", bad: "cross" };

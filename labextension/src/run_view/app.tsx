@@ -43,7 +43,7 @@ export function App({ model, activity, signal, id }: Props) {
   const dense = run !== null && run.ranks.length > 8;
   const hasLines = model.log.lines("all").total > 0;
   // the ranks of a session rarely speak between its cells
-  const hasLog = run !== null && (hasLines || (model.interrupts && run.ranks.length > 0 && run.preparing.length === 0));
+  const hasLog = run !== null && (hasLines || (model.interrupts && run.ranks.length > 0));
   const ranks = run?.ranks;
   // the lines come much more often than the rest changes: what is the same is not compared again
   const grid = useMemo(() => ranks && ranks.length > 0 && <RankGrid ranks={ranks} onShow={setTab} />, [ranks]);
@@ -70,7 +70,7 @@ export function App({ model, activity, signal, id }: Props) {
           <Sentences lines={run.stall} kind="stall" label="where the ranks wait" />
           <Sentences lines={run.warnings} kind="warnings" label="warnings" />
           <Sentences lines={run.notes} kind="notes" label="notes" />
-          {hasLog && <LogPanel model={model} tab={tab} onTab={setTab} ranks={tabs} id={id} signal={signal} />}
+          {hasLog && <LogPanel model={model} tab={tab} onTab={setTab} ranks={tabs} dense={dense} id={id} signal={signal} />}
           <footer class="sgpu-foot">
             {(saysId ? words : [...words, `run ${run.short_id}`]).join(" · ")}
             {run.tracked && isPage(run.tracked.url) && (

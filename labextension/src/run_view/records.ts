@@ -91,6 +91,7 @@ export const snapshot = record({
   host: str,
   attempt: str,
   elapsed_s: num,
+  starting_s: num,
   ticking: bool,
   cost: nullable(cost),
   meta: list(str),

@@ -57,10 +57,25 @@ export class RunModel {
     this.hello();
   }
 
-  /** Seconds since the ranks started, now. */
+  /** Seconds since the ranks had started, now; 0 before. */
   get elapsed_s(): number {
+    return this.hasStarted ? this.clock_s : 0;
+  }
+
+  /** Seconds from the lease until the ranks had started, or until now. */
+  get starting_s(): number {
+    return this.hasStarted ? (this.snapshot?.starting_s ?? 0) : this.clock_s;
+  }
+
+  /** What the running clock counts: how long the ranks have run, before that how long they have been starting. */
+  get clock_s(): number {
     if (!this.snapshot) return 0;
-    return this.snapshot.elapsed_s + (this.isTicking ? (performance.now() - this.received_ms) / 1000 : 0);
+    const seconds = this.hasStarted ? this.snapshot.elapsed_s : this.snapshot.starting_s;
+    return seconds + (this.isTicking ? (performance.now() - this.received_ms) / 1000 : 0);
+  }
+
+  private get hasStarted(): boolean {
+    return this.snapshot !== null && this.snapshot.elapsed_s > 0;
   }
 
   /** What the run has cost so far, now; "" where nothing is to be said. */

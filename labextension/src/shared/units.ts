@@ -1,12 +1,31 @@
 /** Numbers with their units, as `sgpu_magic/views/units.py` writes them. */
 
-/** Returns `02:14`, above an hour `1:02:14`. */
-export function formatClock(seconds: number): string {
-  const whole = Math.floor(Math.max(seconds, 0));
-  const hours = Math.floor(whole / 3600);
+/** A shorter time is none, as of a run that was refused. */
+const LEAST_S = 0.0005;
+
+/** Returns `38 ms`, `0.31 s`, `12 s`, `2 min 14 s`, `1 h 05 min`: a time that may go on, with seconds that are over. */
+export function formatElapsed(seconds: number): string {
+  if (seconds < 0.0995) return `${Math.round(Math.max(seconds, 0) * 1000)} ms`;
+  if (seconds < 0.995) return `${seconds.toFixed(2)} s`;
+  const whole = Math.max(Math.floor(seconds), 1);
+  if (whole < 100) return `${whole} s`;
   const pair = (value: number) => String(value).padStart(2, "0");
-  const rest = `${pair(Math.floor((whole % 3600) / 60))}:${pair(whole % 60)}`;
-  return hours ? `${hours}:${rest}` : rest;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${pair(whole % 60)} s`;
+  return `${Math.floor(whole / 3600)} h ${pair(Math.floor((whole % 3600) / 60))} min`;
+}
+
+/**
+ * Returns `12 s · start 25 s`: how long a run's ranks ran, and how long they took to start.
+ *
+ * @param running_s: Seconds since they had started; 0 if they never did.
+ * @param starting_s: Seconds from the lease until then. Less than a second is left out.
+ * @param isTicking: Whether the time goes on: then only whole seconds are said.
+ */
+export function formatDuration(running_s: number, starting_s: number, isTicking = false): string {
+  const said = (seconds: number) => (isTicking && seconds < 1 ? "0 s" : formatElapsed(seconds));
+  const parts = running_s >= LEAST_S ? [said(running_s)] : [];
+  if (starting_s >= 1 || (starting_s >= LEAST_S && parts.length === 0)) parts.push(`start ${said(starting_s)}`);
+  return parts.join(" · ");
 }
 
 /** Returns `204,816`. */

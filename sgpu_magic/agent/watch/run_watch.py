@@ -55,7 +55,7 @@ class RunWatch:
         self.taker = StackTaker(run_ranks, notebook, has_reported)
         self._sampling = sampling
         self._idle = IdleGpus(self.taker, notebook, settings.idle_gpu_s, say)
-        self._sampler = RunSampler(run_ranks, lease, say, self._idle.used)
+        self._sampler = RunSampler(run_ranks, lease, say, self._idle.used, notebook)
         self._stalls = StallWatch(
             run_ranks,
             self.taker,

@@ -17,7 +17,9 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
 from sgpu_magic.agent.ranks.run_processes import ProcessTable, TreeUse
 from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
+from sgpu_magic.agent.watch.stacks import NotebookFrames, parse
 from sgpu_magic.system.byte_sizes import memory_limit
+from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Noted
 from sgpu_magic.wire.rank_events import RankSample, Sampled
@@ -27,6 +29,7 @@ _COARSE_S = 5.0
 # timers fire a little early or late
 _SLACK_S = 0.5
 _INTERVAL_S = 1.0
+_MAX_LINE_CHARS = 80
 # nothing may compete with a run's first line
 _SETTLED_S = 0.2
 
@@ -39,6 +42,7 @@ class RunSampler:
         lease: Their devices.
         say: Reports an event.
         used: Receives each rank's GPU utilization every second.
+        notebook: Recognizes the notebook's frames; None to report no lines of code.
     """
 
     def __init__(
@@ -47,12 +51,14 @@ class RunSampler:
         lease: Lease,
         say: Callable[[Sampled | Noted], None],
         used: Callable[[Mapping[int, float | None]], None],
+        notebook: NotebookFrames | None = None,
     ) -> None:
         self._run_ranks = run_ranks
         self._uuids = lease.uuids
         self._memory_bytes: int | None = None
         self._say = say
         self._used = used
+        self._notebook = notebook
         self.gpus: tuple[str, ...] = () if lease.simulated else _gpus_here(lease, run_ranks)
         self._began_at = 0.0
         self._last_at = 0.0
@@ -127,6 +133,9 @@ class RunSampler:
             rss_bytes = tree.rss_bytes
             # a descendant may have been reparented out of the tree
             cores = None if before_s is None else max(tree.cpu_s - before_s, 0.0) / seconds
+        # as many as the threads that torch gets
+        share = max(1, core_count() // max(len(self._run_ranks.ranks), 1))
+        line = self._line_of(process)
         if not self.gpus:
             return RankSample(
                 rank=rank,
@@ -135,6 +144,8 @@ class RunSampler:
                 total_bytes=self._memory_bytes,
                 cpu_cores=cores,
                 rss_bytes=rss_bytes,
+                cores=share,
+                line=line,
             )
         reading = readings.get(uuid, GpuReading())
         own = tree.pids if tree is not None else frozenset[int]()
@@ -154,12 +165,23 @@ class RunSampler:
             cpu_cores=cores,
             rss_bytes=rss_bytes,
             problem=reading.problem,
+            cores=share,
+            line=line,
         )
+
+    def _line_of(self, process: RankProcess) -> str:
+        """Return where a rank is in its cell, "" once it has printed something."""
+        if self._notebook is None or process.output.total_bytes:
+            return ""
+        frame = self._notebook.innermost(parse(process.stack_file.sampled()))
+        if frame is None:
+            return ""
+        return f"line {frame.line}: {self._notebook.source(frame)}"[:_MAX_LINE_CHARS].removesuffix(": ")
 
     def _introduce(self, sample: RankSample) -> RankSample:
         """Leave out values that do not change and were reported before."""
         if sample.rank in self._introduced:
-            return msgspec.structs.replace(sample, uuid="", total_bytes=None)
+            return msgspec.structs.replace(sample, uuid="", total_bytes=None, cores=None)
         if sample.total_bytes is not None:
             self._introduced.add(sample.rank)
         return sample

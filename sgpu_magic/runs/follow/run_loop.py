@@ -17,7 +17,7 @@ from sgpu_magic.views.publisher import Publisher
 from sgpu_magic.wire.events import Detached, Event, RunEnded
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import FailureKind, RunState
+from sgpu_magic.wire.states import FailureKind
 
 Ending = tuple[RunEnded, Sequence[bytes]]
 """A run's final event, with its raw frames."""
@@ -190,7 +190,6 @@ def _lost(followed: Followed, message: str, kind: FailureKind) -> Ending:
     run, view = followed.run, followed.view
     followed.pool.run_left(run.run_id)
     failure = Failure(kind=kind, message=message, at=time.time())
-    elapsed = view.elapsed_s()
-    ended = RunEnded(state=RunState.FAILED, failure=failure, running_s=elapsed, total_s=elapsed)
+    ended = view.times.fail(failure)
     followed.apply(Event(run_id=run.run_id, seq=run.last_seq + 1, at=time.time(), body=ended), ())
     return ended, ()

@@ -122,8 +122,9 @@ class Feed:
             made = self._latest
             passed = max(self._clock() - self._made_at, 0.0) if made.ticking else 0.0
             self._latest = msgspec.structs.replace(made, seq=made.seq + 1, lines=self._lines_told())
-            snapshot = msgspec.structs.replace(self._latest, elapsed_s=round(made.elapsed_s + passed, 3))
-            return HelloAnswer(n=n, snapshot=snapshot, seq=self._seq)
+            clock = "elapsed_s" if made.elapsed_s else "starting_s"
+            later = {clock: round(getattr(made, clock) + passed, 3)}
+            return HelloAnswer(n=n, snapshot=msgspec.structs.replace(self._latest, **later), seq=self._seq)
 
     def since(self, total: int) -> NewLines | None:
         """Return the lines after the first `total` of all ranks, for a page that polls; None when there are none."""

@@ -21,7 +21,7 @@ class Bar(Message, frozen=True):
 
     Args:
         fraction: 0 to 1, None when the total is unknown.
-        text: Its text, such as `epoch 7/10 · 62 %`.
+        text: Its text, such as `epoch 7/10 · 62 %`; the run's as in `epoch 2 of 3, 43 %`.
     """
 
     fraction: float | None
@@ -56,9 +56,10 @@ class RankCard(Message, frozen=True):
         state: `waiting`, `running`, `done`, `failed`, `released` or `ended`; in a session `alive` or `dead`.
         tone: Its colour.
         label: Its device, "" when it has none.
-        last: Its last line, without colours.
+        last: Its last line, without colours and without a drawn progress bar; before the first line where it is in its
+            cell, such as `at line 3: import torch`.
         bar: Its progress bar, None without one.
-        use: Its usage in words: `94 % · 18.2 GB`; starts with `CPU` without a GPU; "" before the first sample.
+        use: Its usage in words: `94 % · 18.2 GB`, without a GPU `1.9 cores · 0.4 GB`; "" before the first sample.
         details: Everything that was measured, one line each; values that are not reported are marked as absent.
         curves: Its curves; the grid shows the first.
         idle: `GPU under 5 % for 60 s: it waits in the DataLoader`, "" when its GPU is not idle.
@@ -188,8 +189,9 @@ class Snapshot(Message, frozen=True):
         pool: The pool's name, "" for a cell in a session.
         host: Where it runs, "" until known and for a cell in a session.
         attempt: `attempt 2 of 3`, "" for the first.
-        elapsed_s: Seconds since its ranks started, when this was created.
-        ticking: The elapsed time is running.
+        elapsed_s: Seconds since its ranks had started, or for which they ran, when this was created; 0 before.
+        starting_s: Seconds from the lease until its ranks had started; so far, while they have not.
+        ticking: The elapsed time is running, or the starting time while the ranks have not started.
         cost: The cost so far; None without a price, and for an ended run, whose cost is in `meta`.
         meta: Further words for the header, such as the remaining time and why it was cancelled.
         preparing: What happens before the ranks run, one line each; empty afterwards.
@@ -224,6 +226,7 @@ class Snapshot(Message, frozen=True):
     host: str
     attempt: str
     elapsed_s: float
+    starting_s: float
     ticking: bool
     cost: Cost | None
     meta: tuple[str, ...]

@@ -12,7 +12,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import cut_lines, failure_block, stall_lines
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.messages import json_bytes
-from sgpu_magic.views.live.rank_cards import bar_of_all, rank_cards
+from sgpu_magic.views.live.rank_cards import rank_cards
 from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, Link, RankCard, Snapshot
 from sgpu_magic.views.run_notes import other_lines
 from sgpu_magic.views.summary_words import (
@@ -25,10 +25,11 @@ from sgpu_magic.views.summary_words import (
     session_meta,
     silence_lines,
 )
-from sgpu_magic.views.units import format_clock, format_seconds, steady_time
+from sgpu_magic.views.units import format_elapsed, format_seconds, steady_time
 from sgpu_magic.views.usage import thinned
 from sgpu_magic.views.words import (
     attempt_text,
+    backend,
     device_words,
     label_text,
     mark_text,
@@ -97,11 +98,12 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             host="" if session else _plain(view.host),
             attempt=attempt_text(view),
             elapsed_s=round(view.elapsed_s(now), 3),
-            ticking=goes_on and view.elapsed_s(now) > 0,
+            starting_s=round(view.times.starting_s(now), 3),
+            ticking=goes_on and view.times.placed_at is not None,
             cost=_cost(view, now),
             meta=tuple(map(_plain, _meta(view, now))),
             preparing=tuple(map(_plain, _preparing(view, now))) if goes_on else (),
-            bar=bar_of_all([card.bar for card in cards]),
+            bar=view.progress.bar(view.rank_numbers) if goes_on and view.session is None else None,
             ranks=cards,
             only=view.spec.only,
             idle=tuple(map(_plain, [*dead_rank_lines(view), *idle_lines(view)])) if goes_on else (),
@@ -132,7 +134,7 @@ def _cost(view: RunView, now: float) -> Cost | None:
     text = cost_text(view, now)
     if not text:
         return None
-    seconds = None if view.spec.session else view.metered_s(now)
+    seconds = None if view.spec.session else view.times.metered_s(now)
     if seconds is None or view.hourly is None:
         return Cost(text=text, per_s=0.0, seconds=0.0, currency="", mark="")
     per_s = view.hourly / HOUR_S
@@ -190,12 +192,12 @@ def _meta(view: RunView, now: float) -> list[str]:
 
 
 def _time_left(view: RunView, now: float) -> str:
-    """Return `07:12 left` when a time limit was set, or when less than a quarter of it is left."""
+    """Return `7 min 12 s left` when a time limit was set, or when less than a quarter of it is left."""
     limit = view.spec.timeout_s
     if view.deadline is None or view.is_final:
         return ""
     left = max(view.deadline - now, 0.0)
-    return f"{format_clock(left)} left" if limit < SEVEN_DAYS_S or left < limit / 4 else ""
+    return f"{_until(left)} left" if limit < SEVEN_DAYS_S or left < limit / 4 else ""
 
 
 def _preparing(view: RunView, now: float) -> list[str]:
@@ -212,8 +214,15 @@ def _preparing(view: RunView, now: float) -> list[str]:
         lines.append(view.reason)
     lines += [packages_text(view), shipped_text(view)]
     if view.state is RunState.STARTING:
-        lines.append(f"starting {ranks_text(view)}")
+        lines.append(f"starting {ranks_text(view)}{_steps(view)}")
     return [line for line in lines if line]
+
+
+def _steps(view: RunView) -> str:
+    """Return what a start does: `: processes, torch, then the nccl process group`."""
+    if view.lease is None:
+        return ""
+    return f": processes, torch, then the {backend(view.lease)} process group"
 
 
 def _footer(view: RunView) -> list[str]:
@@ -238,7 +247,11 @@ def _patience(view: RunView, now: float) -> str:
     if view.spec.wait_s is None or not view.spec.submitted_at:
         return ""
     left = view.submitted_at + view.spec.wait_s - now
-    return f"gives up in {format_clock(left)} (--wait)"
+    return f"gives up in {_until(left)} (--wait)"
+
+
+def _until(left_s: float) -> str:
+    return format_elapsed(left_s) if left_s >= 1 else "0 s"
 
 
 # ---------------------------------------------------------------- small enough for one message

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgpu_magic.agent.failures import death, find_root_cause
+from sgpu_magic.agent.ranks import rank_output
 from sgpu_magic.agent.ranks.group import Group
-from sgpu_magic.agent.ranks.rank_process import RankOutput
+from sgpu_magic.agent.ranks.rank_output import RankOutput
 from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE, kill_leftovers
 from sgpu_magic.agent.ranks.stop import connections_between
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier, CopyJob
@@ -145,6 +147,17 @@ def text_of(batches: list[OutputWritten], stream: str) -> str:
     return "".join(batch.text for batch in batches if batch.stream == stream)
 
 
+def with_ends(written: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return what is written, with an end after each line of one stream that the other interrupts."""
+    runs = [(stream, "".join(text for _, text in group)) for stream, group in itertools.groupby(written, itemgetter(0))]
+    parted: list[tuple[str, str]] = []
+    for at, (stream, text) in enumerate(runs):
+        line = text.rpartition("\n")[2]
+        end = "" if not line or at == len(runs) - 1 else "\r" if "\r" in line else "\n"
+        parted.append((stream, text + end))
+    return parted
+
+
 texts = st.text(st.sampled_from("ab\n\r\x1b]é🙂sgpu;12\x07"), min_size=1)
 pieces = st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), texts), max_size=6)
 
@@ -164,9 +177,10 @@ def test_marked_output_cut_anywhere_is_the_same_text(written: list[tuple[str, st
         chunks.append((0, rest[:size]))
         rest, turn = rest[size:], turn + 1
     batches, output = through_pipes(chunks)
+    parted = with_ends(written)
     for stream in ("stdout", "stderr"):
-        assert text_of(batches, stream) == "".join(text for its, text in written if its == stream)
-    everything = "".join(text for _, text in written)
+        assert text_of(batches, stream) == "".join(text for its, text in parted if its == stream)
+    everything = "".join(text for _, text in parted)
     assert output.total_bytes == len(everything.encode())
     assert output.lines == everything.count("\n")
 
@@ -178,6 +192,42 @@ def test_what_python_prints_to_both_streams_keeps_its_order():
         ("stdout", "one\n"),
         ("stderr", "two\n"),
         ("stdout", "three\n"),
+    ]
+
+
+def test_an_unfinished_line_ends_before_the_other_streams_and_a_bar_gives_way(tmp_path: Path):
+    bar = STDERR_BEGIN + b"\r 25%|##   | 1/4" + STDERR_END
+    batches, output = through_pipes(
+        [(0, b"loading" + bar + b"epoch 1\n" + bar + STDERR_BEGIN + b"\n" + STDERR_END), (1, b"half"), (0, b"end")],
+        tmp_path / "log",
+    )
+    log = b"loading\n\r 25%|##   | 1/4\repoch 1\n\r 25%|##   | 1/4\nhalf\nend"
+    assert (tmp_path / "log").read_bytes() == log
+    assert (output.lines, output.total_bytes) == (4, len(log))
+    assert [batch.start for batch in batches] == [0, *(batch.end for batch in batches)][:-1]
+    assert "".join(batch.text for batch in batches).encode() == log
+
+
+def test_stderr_of_c_code_does_not_cut_a_line_that_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    # only `drain` ends the batch
+    monkeypatch.setattr(rank_output, "BATCH_INTERVAL_S", 1e9)
+
+    async def run() -> list[OutputWritten]:
+        batches: list[OutputWritten] = []
+        output = RankOutput(0, 1 << 20, batches.append, fail_on_log_end)
+        for pipe, data in ((0, b"a li"), (1, b"warning\n"), (0, b"ne\n"), (1, b"more\n"), (0, b"begun"), (1, b"end\n")):
+            os.write(output.child_ends[pipe], data)
+            for _ in range(3):
+                await asyncio.sleep(0)
+        output.drain()
+        output.close()
+        return batches
+
+    assert [(batch.stream, batch.text) for batch in asyncio.run(run())] == [
+        ("stdout", "a line\n"),
+        ("stderr", "warning\nmore\n"),
+        ("stdout", "begun\n"),
+        ("stderr", "end\n"),
     ]
 
 

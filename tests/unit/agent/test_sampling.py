@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import nvml_stub as nvml
@@ -26,6 +27,7 @@ from sgpu_magic.agent.watch.sampling import RunSampler, merged
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Noted
 from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
@@ -356,6 +358,9 @@ def test_a_driver_that_can_not_be_opened_is_said(reader: Callable[..., Reader]):
 class _Rank:
     def __init__(self, rank: int) -> None:
         self.rank, self.pid, self.alive = rank, 100 + rank, True
+        self.output = SimpleNamespace(total_bytes=0)
+        self.stack = ""
+        self.stack_file = SimpleNamespace(sampled=lambda: self.stack)
 
 
 class _Ranks:
@@ -368,13 +373,20 @@ class _Ranks:
 class Sampler:
     """A sampler of a run with a clock of its own, and what it has said."""
 
-    def __init__(self, ranks: int, *, uuids: tuple[str, ...] = (), simulated: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        uuids: tuple[str, ...] = (),
+        simulated: bool = False,
+        notebook: NotebookFrames | None = None,
+    ) -> None:
         self.said: list[Sampled | Noted] = []
         self.used: list[dict[int, float | None]] = []
         self.group = _Ranks(ranks)
         lease = Lease(lease_id="l", device_type="a10", ranks=ranks, uuids=uuids, simulated=simulated)
         self.sampler = RunSampler(
-            cast(Group, self.group), lease, self.said.append, lambda use: self.used.append(dict(use))
+            cast(Group, self.group), lease, self.said.append, lambda use: self.used.append(dict(use)), notebook
         )
         self.now, self._cpu_s = 1000.0, 0.0
         self.sampler.begin(self.now, self._trees(0.0), 8 * GB)
@@ -396,6 +408,21 @@ class Sampler:
         return [body for body in self.said if isinstance(body, Sampled)]
 
 
+def test_a_rank_says_where_it_is_until_it_has_printed_something():
+    cell = CellSource(magic_line="%%distributed -n 2", body="import os\nimport torch\n", execution_count=9)
+    run = Sampler(2, notebook=NotebookFrames(cell))
+    import_line = '  File "<ipython-input-9-a>", line 3 in <module>\n'
+    run.group.ranks[0].stack = '  File "/env/torch/__init__.py", line 40 in <module>\n' + import_line
+    run.group.ranks[1].stack = '  File "/env/sgpu_magic/worker/process/rank.py", line 40 in run\n'
+    run.step()
+    run.group.ranks[0].output.total_bytes = 6
+    run.step()
+    assert [[sample.line for sample in told.samples] for told in run.samples] == [
+        ["line 3: import torch", ""],
+        ["", ""],
+    ]
+
+
 def test_cpu_ranks_are_sampled_by_their_processes():
     run = Sampler(2)
     run.step(cores=1.9)
@@ -403,14 +430,22 @@ def test_cpu_ranks_are_sampled_by_their_processes():
         Sampled(
             seconds=1.0,
             samples=tuple(
-                RankSample(rank=rank, kind="cpu", total_bytes=8 * GB, cpu_cores=1.9, rss_bytes=400_000_000)
+                RankSample(
+                    rank=rank,
+                    kind="cpu",
+                    total_bytes=8 * GB,
+                    cpu_cores=1.9,
+                    rss_bytes=400_000_000,
+                    cores=max(1, core_count() // 2),
+                )
                 for rank in range(2)
             ),
         )
     ]
     run.step(cores=0)
     assert run.samples[1].samples[0].cpu_cores == 0
-    assert run.samples[1].samples[0].total_bytes is None, "what does not change is told once"
+    again = run.samples[1].samples[0]
+    assert (again.total_bytes, again.cores) == (None, None), "what does not change is told once"
     assert run.used == []
 
 

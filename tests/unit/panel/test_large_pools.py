@@ -68,7 +68,7 @@ def test_types_and_nodes_have_a_line_each() -> None:
         "host-n3   2 A10        2     -",
         "",
         "run    name    ranks      state       for",
-        f"aaaa   train   6 {TIMES} H100   running   00:34",
+        f"aaaa   train   6 {TIMES} H100   running   34 s",
     ]
 
 
@@ -90,7 +90,7 @@ def test_whose_runs_these_are_is_told_where_there_are_several() -> None:
     text = status_text(status(inventory, run("aaaa0000", devices("n1", 0)), waits), now=144.0)
     assert "waiting: bob's train, 8 ranks, needs 8 H100, position 1" in text
     assert "run    name    user    ranks      state       for" in text
-    assert f"bbbb   train   bob     8 {TIMES} H100   queued    00:44" in text
+    assert f"bbbb   train   bob     8 {TIMES} H100   queued    44 s" in text
     alone = status_text(status(inventory, run("aaaa0000", devices("n1", 0), "bob"), waits), now=144.0)
     assert "user" not in alone
     assert "waiting: train, 8 ranks, needs 8 H100, position 1" in alone

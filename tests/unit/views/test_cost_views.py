@@ -75,12 +75,12 @@ def test_no_step_of_the_wall_clock_changes_what_a_run_costs_so_far(
     monkeypatch.setattr(time, "time", lambda: true() + step_s)
     for _ in range(2):
         assert 0.0 < run.view.elapsed_s() < 60.0
-        assert 0.0 < (run.view.metered_s() or 0.0) < 60.0
+        assert 0.0 < (run.view.times.metered_s() or 0.0) < 60.0
         assert cost_text(run.view).startswith("$0.0"), "a minute costs $0.08"
         drawn = snapshot_of(run.view, 1, ())
         assert drawn.cost is not None
         assert (drawn.elapsed_s < 60.0, drawn.cost.seconds < 60.0) == (True, True)
-        assert re.fullmatch(r"0[01]:\d\d left", drawn.meta[0]), "its 90 seconds"
+        assert re.fullmatch(r"\d+ s left", drawn.meta[0]), "its 90 seconds"
         assert feed.hello(1).snapshot.elapsed_s < 60.0
         # another attempt's time begins after the step
         run.tell(ev.AttemptFailed(attempt=1, attempts=2, failure=Failure(kind=FailureKind.WORKER_DIED, message="")))

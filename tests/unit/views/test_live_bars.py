@@ -9,9 +9,10 @@ import pytest
 from tqdm import tqdm
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.live.rank_cards import bar_of, bar_of_all
+from sgpu_magic.views.live.bars import RunProgress, bar_of, without_bar
 from sgpu_magic.views.live.schema import Bar
 from sgpu_magic.views.output import LineAssembler
+from sgpu_magic.wire.rank_events import OutputWritten
 
 
 def drawn(draw: Callable[[io.StringIO], object]) -> list[str]:
@@ -125,13 +126,171 @@ def test_a_long_label_is_cut_and_a_long_line_costs_nothing() -> None:
     assert bar_of("0" * 100_000 + "%[━/ of |") is None
 
 
-def test_the_run_is_as_far_as_its_ranks_are_on_average() -> None:
-    def bar(fraction: float | None, label: str = "epoch 7/10") -> Bar:
-        return Bar(fraction=fraction, text=f"{label} · {fraction}")
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("epoch 1/3:  67%|██████▋   | 67/100 [00:07<00:03,  8.97it/s]", "epoch 1/3: 67/100 [00:07<00:03, 8.97it/s]"),
+        (" 62%|██████▏   | 61/98 [00:02<00:01, 25.11it/s]", "61/98 [00:02<00:01, 25.11it/s]"),
+        ("load:  62%|██████▏   |", "load: 62%"),
+        ("epoch 7/10:  62%|██", "epoch 7/10: 62%"),
+        ("Training ━━━━━━━━╸━━━━━━━  41% 0:00:12", "Training 41% 0:00:12"),
+        ("61/98 [=================>............] - ETA: 3s - loss: 0.31", "61/98 - ETA: 3s - loss: 0.31"),
+        ("epoch 7/10  loss 0.3", "epoch 7/10  loss 0.3"),
+        ("a table | with | bars", "a table | with | bars"),
+        ("", ""),
+    ],
+)
+def test_a_bars_own_text_stays_without_the_drawn_bar(line: str, text: str) -> None:
+    assert without_bar(line) == text
 
-    assert bar_of_all([bar(0.5), bar(0.7)]) == Bar(fraction=0.6, text="epoch 7/10 · 60 %")
-    assert bar_of_all([bar(0.5), bar(0.7), None]) == Bar(fraction=0.6, text="epoch 7/10 · 60 %")
-    assert bar_of_all([bar(0.5), bar(0.7, "epoch 6/10")]) == Bar(fraction=0.6, text="60 %")
-    assert bar_of_all([bar(0.5), None]) is None, "half of them is not most"
-    assert bar_of_all([bar(None), bar(None)]) is None
-    assert bar_of_all([]) is None
+
+# ------------------------------------------------------------ the progress of a run
+
+
+class Ranks:
+    """Ranks that write, and how far the run is after each write."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.progress = RunProgress()
+        self.numbers = range(ranks)
+        self.bars: list[Bar | None] = []
+
+    def write(self, text: str, rank: int = 0, stream: str = "stderr") -> Bar | None:
+        self.progress.write(OutputWritten(rank=rank, stream=stream, text=text, start=0, end=len(text)))
+        self.bars.append(self.progress.bar(self.numbers))
+        return self.bars[-1]
+
+    @property
+    def sink(self) -> io.StringIO:
+        ranks = self
+
+        class Sink(io.StringIO):
+            def write(self, text: str) -> int:
+                ranks.write(text)
+                return len(text)
+
+        return Sink()
+
+    def fractions(self, since: int = 0) -> list[float]:
+        told = [bar.fraction for bar in self.bars[since:] if bar is not None]
+        assert None not in told
+        return [fraction for fraction in told if fraction is not None]
+
+    @property
+    def texts(self) -> list[str]:
+        return list(dict.fromkeys(bar.text for bar in self.bars if bar is not None))
+
+
+def test_bars_with_an_epoch_in_their_label_count_up_to_the_end_of_all() -> None:
+    run = Ranks()
+    for epoch in range(3):
+        for step in tqdm(range(100), desc=f"epoch {epoch + 1}/3", file=run.sink, mininterval=0):
+            if step == 50:
+                run.write(f"epoch {epoch + 1}/3 step {step}\n", stream="stdout")
+    assert run.fractions() == sorted(run.fractions())
+    assert (run.fractions()[0], run.fractions()[-1]) == (0.0, 1.0)
+    assert {"epoch 1 of 3, 1 %", "epoch 2 of 3, 43 %", "epoch 3 of 3, 100 %"} <= set(run.texts)
+
+
+@pytest.mark.parametrize("desc", ["epoch", ""])
+@pytest.mark.parametrize("leave", [False, True])
+def test_nested_bars_are_one_that_never_falls_back(desc: str, leave: bool) -> None:
+    run = Ranks()
+    for _ in tqdm(range(3), desc=desc, file=run.sink, mininterval=0):
+        for _ in tqdm(range(10), desc="train", file=run.sink, mininterval=0, position=1, leave=leave):
+            pass
+        for _ in tqdm(range(4), desc="val", file=run.sink, mininterval=0, position=1, leave=leave):
+            pass
+    assert run.fractions() == sorted(run.fractions())
+    assert run.fractions()[-1] == 1.0
+    assert f"{desc} 2 of 3, 43 %".strip() in run.texts
+
+
+def test_lines_before_each_epoch_count_it() -> None:
+    run = Ranks()
+    run.write("Epoch 1/3\n", stream="stdout")
+    assert run.bars[-1] == Bar(fraction=0.3333, text="epoch 1 of 3, 33 %"), "nothing else is known"
+    begun = len(run.bars)
+    for epoch in (1, 2, 3):
+        if epoch > 1:
+            run.write(f"Epoch {epoch}/3\n", stream="stdout")
+        for step in (0, 5, 10):
+            run.write(f"\r{step}/10 [=====>....] - ETA: 3s", stream="stdout")
+        run.write("\n", stream="stdout")
+    assert run.fractions(begun) == sorted(run.fractions(begun))
+    assert (run.fractions(begun)[0], run.fractions(begun)[-1]) == (0.0, 1.0)
+    assert "epoch 2 of 3, 50 %" in run.texts
+
+
+def test_lines_after_each_epoch_count_it() -> None:
+    run = Ranks()
+    begun = 0
+    for epoch in (1, 2, 3):
+        for percent in (0, 50, 100):
+            run.write(f"\r{percent:3}%|#####     | {percent}/100 [00:01<00:01, 9.0it/s]")
+        run.write("\n")
+        run.write(f"epoch {epoch}/3  loss 0.3\n", stream="stdout")
+        begun = begun or len(run.bars) - 1
+    assert run.bars[begun] == Bar(fraction=0.3333, text="epoch 2 of 3, 33 %")
+    assert run.fractions(begun) == sorted(run.fractions(begun))
+    assert run.bars[-1] == Bar(fraction=1.0, text="epoch 3 of 3, 100 %")
+
+
+def test_two_counts_in_a_line_are_one_in_the_other() -> None:
+    run = Ranks()
+    for epoch, step in ((1, 300), (1, 600), (2, 0), (2, 300), (3, 600)):
+        run.write(f"Epoch [{epoch}/3], Step [{step}/600], Loss: 0.25\n", stream="stdout")
+    assert run.texts == ["epoch 1 of 3, 17 %", "epoch 1 of 3, 33 %", "epoch 2 of 3, 33 %", "epoch 2 of 3, 50 %",
+                         "epoch 3 of 3, 100 %"]  # fmt: skip
+
+
+def test_a_bar_that_begins_again_without_a_number_is_as_far_as_nobody_knows() -> None:
+    run = Ranks()
+    for _ in range(2):
+        for _ in tqdm(range(10), file=run.sink, mininterval=0):
+            pass
+    assert run.bars[-1] == Bar(fraction=None, text="pass 2, 100 %")
+    known = [bar.fraction for bar in run.bars if bar is not None and bar.fraction is not None]
+    assert known == sorted(known)
+
+
+def test_validation_after_each_epoch_does_not_begin_the_bar_again() -> None:
+    run = Ranks()
+    for _ in range(2):
+        for desc, total in (("train", 10), ("val", 4)):
+            for _ in tqdm(range(total), desc=desc, file=run.sink, mininterval=0):
+                pass
+    assert run.bars[-1] == Bar(fraction=None, text="val, pass 2, 100 %")
+
+
+def test_what_comes_after_a_bar_is_a_stage_of_its_own() -> None:
+    run = Ranks()
+    for desc, total in (("download", 10), ("train", 40)):
+        for _ in tqdm(range(total), desc=desc, file=run.sink, mininterval=0):
+            pass
+    assert {"download, 100 %", "train, 0 %", "train, 50 %"} <= set(run.texts)
+
+
+def test_changing_numbers_in_a_label_are_the_same_bar() -> None:
+    run = Ranks()
+    with tqdm(range(10), file=run.sink, mininterval=0) as bar:
+        for step in bar:
+            bar.set_description(f"loss {1 / (step + 1):.3f}")
+    assert run.fractions() == sorted(run.fractions())
+    assert run.texts[-1] == "loss 0.100, 100 %"
+
+
+def test_a_bar_that_is_cut_between_two_batches_is_read_whole() -> None:
+    run = Ranks()
+    run.write("\repoch 1/2:  5")
+    assert run.bars == [None]
+    assert run.write("0%|#####     | 5/10 [00:01<00:01]") == Bar(fraction=0.25, text="epoch 1 of 2, 25 %")
+
+
+def test_the_run_is_as_far_as_its_ranks_are_on_average() -> None:
+    run = Ranks(4)
+    run.write("\repoch 2/2:   0%|     | 0/10 [", rank=0)
+    assert run.write("\repoch 1/2:  40%|     | 4/10 [", rank=2) is None, "half of them is not most"
+    assert run.write("\repoch 1/2:  90%|     | 9/10 [", rank=3) == Bar(fraction=0.3833, text="epoch 1 of 2, 38 %")
+    run.progress.start_again()
+    assert run.progress.bar(run.numbers) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import random
 import tempfile
@@ -15,14 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_log import FrontEnd, LiveRun, lines_of
+from tqdm import tqdm
 
-from sgpu_magic.agent.ranks.rank_process import RankOutput
+from sgpu_magic.agent.ranks.rank_output import RankOutput
 from sgpu_magic.views.live import log_index, log_reader
 from sgpu_magic.views.live.log_index import LogOrder
 from sgpu_magic.views.live.log_reader import MAX_JSON_BYTES, MAX_RAW_CHARS, LogReader, line_text
 from sgpu_magic.views.live.messages import AskFind, AskLines, AskLog, FindAnswer, LinesAnswer, LogAnswer, json_bytes
+from sgpu_magic.views.output_buffer import LineItem
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
+from sgpu_magic.wire.zygote import STDERR_BEGIN, STDERR_END
 
 PARTS = st.sampled_from(
     [b"\n", b"\n", b"\r", b"\r\n", b"a", b"loss 0.3", b"\x1b[31m", b"\x1b[0m", b"\x1b[2K", "é中🎉".encode(), b"\b",
@@ -140,6 +144,44 @@ def test_an_agents_own_batches_give_the_log_back(tmp_path: Path) -> None:
     front.fetch_missing(range(len(lines)))
     assert [front.rows[number][2] for number in range(len(lines))] == lines
     assert lines[-1] == "no end"
+
+
+def test_tqdm_and_print_have_lines_of_their_own_in_the_log_and_in_the_final_form(tmp_path: Path) -> None:
+    bodies: list[rank_events.OutputWritten] = []
+
+    async def write() -> None:
+        output = RankOutput(0, 1 << 20, bodies.append, lambda _rank, _why: None)
+        output.begin_log(str(tmp_path / "rank-0.log"))
+
+        class Stderr(io.StringIO):
+            def write(self, text: str) -> int:
+                return os.write(output.child_ends[0], STDERR_BEGIN + text.encode() + STDERR_END)
+
+        os.write(output.child_ends[0], b"training ...")
+        for epoch in range(2):
+            for step in tqdm(range(100), desc=f"epoch {epoch + 1}/2", file=Stderr(), mininterval=0):
+                if step % 25 == 0:
+                    os.write(output.child_ends[0], f"step {step} loss 1.9\n".encode())
+                    output.drain()
+        output.drain(last=True)
+        output.close()
+
+    asyncio.run(write())
+    run = LiveRun(tmp_path, 1).start()
+    front = FrontEnd(run)
+    for at, body in enumerate(bodies):
+        run.tell(body)
+        for message in run.feed.told(at * 0.2):
+            front.take(message)
+    for message in run.end().feed.told(len(bodies) * 0.2):
+        front.take(message)
+    lines = run.log_lines(0)
+    steps = [f"step {step} loss 1.9" for step in range(0, 100, 25)]
+    bars = [line for line in lines if "%|" in line]
+    assert [line for line in lines if line not in bars] == ["training ...", *steps, *steps]
+    assert [(line[:16], line.count("100/100")) for line in bars] == [("epoch 1/2: 100%|", 1), ("epoch 2/2: 100%|", 1)]
+    assert [front.rows[number][2] for number in range(len(lines))] == lines
+    assert [item.text for item in run.view.items if isinstance(item, LineItem)] == lines
 
 
 # ------------------------------------------------------------ a line as it is drawn

@@ -268,11 +268,14 @@ def test_no_snapshot_is_written_down_in_vain() -> None:
 def test_a_run_that_waits_says_for_what_and_for_how_long(tmp_path: Path) -> None:
     assert drawn(queued(tmp_path)).preparing == (
         "position 2 in the queue: needs 1 more A10",
-        "gives up in 03:12 (--wait)",
+        "gives up in 3 min 12 s (--wait)",
         "shipped model, loader (45.1 MB in 38 ms)",
     )
     snapshot = drawn(starting(tmp_path))
-    assert snapshot.preparing[-2:] == ("shipped model, loader (45.1 MB in 38 ms)", "starting 4 ranks")
+    assert snapshot.preparing[-2:] == (
+        "shipped model, loader (45.1 MB in 38 ms)",
+        "starting 4 ranks: processes, torch, then the gloo process group",
+    )
     assert snapshot.devices == f"4 {TIMES} H100 (simulated on cpu), gloo"
     assert [card.state for card in snapshot.ranks] == ["waiting"] * 4
 
@@ -280,10 +283,10 @@ def test_a_run_that_waits_says_for_what_and_for_how_long(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("timeout_s", "after_s", "left"),
     [
-        (600.0, 168.0, ("07:12 left",)),
-        (600.0, 700.0, ("00:00 left",)),
+        (600.0, 168.0, ("7 min 12 s left",)),
+        (600.0, 700.0, ("0 s left",)),
         (7 * 24 * 3600.0, 3600.0, ()),
-        (7 * 24 * 3600.0, 6 * 24 * 3600.0, ("24:00:00 left",)),
+        (7 * 24 * 3600.0, 6 * 24 * 3600.0, ("24 h 00 min left",)),
     ],
 )
 def test_the_time_that_is_left_is_said_when_it_matters(

@@ -68,7 +68,7 @@ from sgpu_magic.views.publisher import NotebookPublisher, OutputSlots, SilentPub
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
 from sgpu_magic.views.text import TerminalPublisher, summary_line
-from sgpu_magic.views.units import format_clock, format_ranks, format_seconds
+from sgpu_magic.views.units import format_clock, format_duration, format_elapsed, format_ranks, format_seconds
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
@@ -950,7 +950,7 @@ def test_terminal_without_tty() -> None:
         "train_digits · queued, position 1 · needs 1 more A10 · run 7f3a\n"
         "train_digits · 4 ranks on local (cpu, gloo) · shipped model, loader, cfg (45.1 MB in 38 ms)\n"
         "[0] a\n[2] x\n[2] y\n[0] red\n[1]  99%|\n"
-        "succeeded in 12.4 s · returned history (1.2 kB) · run 7f3a\n"
+        "succeeded in 12 s · returned history (1.2 kB) · run 7f3a\n"
     )
 
 
@@ -968,7 +968,7 @@ def test_terminal_writes_every_line() -> None:
 
 def test_failed_run_ends_with_one_line_in_a_terminal() -> None:
     assert summary_line(failed().view) == (
-        "train_digits · failed after 9.2 s · rank 1 of 4 (this machine) · ValueError: NaN in batch 118 · run 7f40"
+        "train_digits · failed after 9 s · rank 1 of 4 (this machine) · ValueError: NaN in batch 118 · run 7f40"
     )
 
 
@@ -1032,7 +1032,7 @@ def test_terminal_with_tty_keeps_live_lines_below() -> None:
     assert screen[1] == "[0] half"
     final = text[text.rindex("\x1b[4A") :]
     assert final.count("100%") == 4
-    assert final.endswith("succeeded in 12.4 s · run 7f3a\n")
+    assert final.endswith("succeeded in 12 s · run 7f3a\n")
 
 
 def test_publisher_for_each_ui() -> None:
@@ -1410,6 +1410,12 @@ def test_units() -> None:
         "1 h 05 min",
     ]
     assert (format_clock(134), format_clock(3734)) == ("02:14", "1:02:14")
+    # the same as in labextension/test/units.test.ts
+    elapsed = {0.038: "38 ms", 0.314: "0.31 s", 0.997: "1 s", 12.9: "12 s", 99.9: "99 s", 3599.9: "59 min 59 s"}
+    assert {seconds: format_elapsed(seconds) for seconds in elapsed} == elapsed
+    assert format_elapsed(3900) == "1 h 05 min"
+    durations = [(12.4, 25.2), (12.4, 0.9), (0.0, 0.9), (0.0, 0.0)]
+    assert [format_duration(*each) for each in durations] == ["12 s · start 25 s", "12 s", "start 0.90 s", ""]
     assert format_ranks([3, 0, 2]) == "ranks 0, 2, 3"
     assert format_ranks(range(15)) == "ranks 0-14"
     assert format_ranks([1]) == "rank 1"

@@ -134,7 +134,7 @@ def test_a_terminal_shows_some_ranks_too() -> None:
         "train_digits · 2 of 4 ranks in session work",
         "[0] of 0",
         "[2] of 2",
-        "succeeded in 1.2 s · run 7f3a",
+        "succeeded in 1 s · run 7f3a",
     ]
 
 
@@ -292,7 +292,7 @@ def test_idle_gpus_of_a_session_are_no_news() -> None:
 def test_an_ended_session_says_what_it_was() -> None:
     text = plain(render_html(session_ended().view))
     assert (
-        f"■ ended session work 4 {TIMES} A10, nccl · team · 12 min · 14 cells · 0.82 GPU h · GPUs busy 90 % · "
+        f"■ ended session work 4 {TIMES} A10, nccl · team · 12 min 14 s · 14 cells · 0.82 GPU h · GPUs busy 90 % · "
         "it was disconnected" in text
     )
     assert text.count("<title>") == 0
@@ -466,7 +466,7 @@ def test_what_status_says_of_a_session() -> None:
         return text
 
     assert "5e55 session work on 0, 1" in said(WORK)
-    assert re.search(rf"session work +2 {TIMES} A10 +connected +02:24", said(WORK))
+    assert re.search(rf"session work +2 {TIMES} A10 +connected +2 min 24 s", said(WORK))
     assert "idle since 00:01" in said(*CELLS, WORK)
     running = summary("7f600000", "train", RunState.RUNNING, 140.0, session=SESSION_ID)
     assert "runs train" in said(running, *CELLS, WORK)

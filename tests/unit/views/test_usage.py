@@ -171,9 +171,10 @@ def test_the_use_of_a_run_is_the_mean_of_its_gpus():
             ["memory", "GPU, this run", "memory, this run", "power", "temperature", "CPU", "main memory"],
         ),
         (SLICE, ("memory", "GB", 20.0), ["CPU", "main memory"]),
-        (ON_CPU, ("CPU", "cores", None), ["memory"]),
+        (ON_CPU, ("CPU", "cores", 1.9), ["memory"]),
+        (changed(ON_CPU, cores=4), ("CPU", "cores", 4.0), ["memory"]),
     ],
-    ids=["gpu", "mig", "cpu"],
+    ids=["gpu", "mig", "cpu", "cpu of four cores"],
 )
 def test_the_first_curve_is_the_one_for_the_grid(
     sample: RankSample, first: tuple[str, str, float | None], others: list[str]
@@ -182,6 +183,18 @@ def test_the_first_curve_is_the_one_for_the_grid(
     assert (curves[0].name, curves[0].unit, curves[0].top) == first
     assert [curve.name for curve in curves[1:]] == others
     assert all(len(curve.series.values) == 2 for curve in curves)
+
+
+@pytest.mark.parametrize(("cores", "is_flat"), [(0.0, True), (0.04, True), (None, True), (0.06, False), (1.9, False)])
+def test_a_curve_at_the_bottom_of_its_axis_is_flat(cores: float | None, is_flat: bool):
+    sample = changed(ON_CPU, cpu_cores=cores)
+    curve = next(iter(usage_of(changed(ON_CPU, cpu_cores=0.0), sample).ranks[0].curves()))
+    assert (curve.name, curve.is_flat_zero) == ("CPU", is_flat)
+
+
+def test_cores_are_told_once_and_stay():
+    usage = usage_of(changed(ON_CPU, cores=2), ON_CPU)
+    assert usage.ranks[0].latest == changed(ON_CPU, cores=2)
 
 
 def test_before_anything_was_told_there_is_nothing_to_draw():
@@ -218,10 +231,10 @@ def test_curves_begin_when_their_first_value_was_told():
         (changed(BUSY, utilization_pct=None, used_bytes=None), ""),
         (changed(BUSY, problem="it can't be read: it has fallen off the bus; reboot"), "can't be read"),
         (SLICE, "MIG · 4.0 GB"),
-        (ON_CPU, "CPU 1.9 cores · 0.4 GB"),
-        (changed(ON_CPU, cpu_cores=None), "CPU 0.4 GB"),
+        (ON_CPU, "1.9 cores · 0.4 GB"),
+        (changed(ON_CPU, cpu_cores=None), "0.4 GB"),
         (changed(ON_CPU, cpu_cores=None, rss_bytes=None), ""),
-        (changed(ON_CPU, uuid="SIM-a10-0"), "CPU 1.9 cores · 0.4 GB"),
+        (changed(ON_CPU, uuid="SIM-a10-0"), "1.9 cores · 0.4 GB"),
     ],
 )
 def test_use_in_a_few_words(sample: RankSample, text: str):

@@ -1,47 +1,81 @@
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
 
 import type { RankCard } from "../messages";
-import { StillSparkline, describe } from "./sparkline";
+import { StillSparkline, describe, isFlatZero } from "./sparkline";
 
-const WIDTH_PX = 300;
+const MARGIN_PX = 4;
 
-/** Everything that was measured on a rank, under its card and over what follows. */
+interface Box {
+  readonly left: number;
+  readonly top: number;
+  readonly width: number;
+  readonly height: number;
+}
+
+/**
+ * Where a card's details stand: above the card where there is room in the output, else beside it, ending where it ends.
+ *
+ * All boxes have the same origin. The details stay inside the output, from its top on if they are taller.
+ */
+export function placeDetails(card: Box, size: { width: number; height: number }, output: Box): { left: number; top: number } {
+  const right = output.left + output.width - MARGIN_PX - size.width;
+  const bottom = output.top + output.height - MARGIN_PX - size.height;
+  const inside = (value: number, first: number, last: number) => Math.max(first, Math.min(value, last));
+  const above = card.top - MARGIN_PX - size.height;
+  if (above >= output.top + MARGIN_PX) {
+    return { left: inside(card.left, output.left + MARGIN_PX, right), top: above };
+  }
+  const after = card.left + card.width + MARGIN_PX;
+  const before = card.left - MARGIN_PX - size.width;
+  return {
+    left: inside(after <= right || before < output.left + MARGIN_PX ? after : before, output.left + MARGIN_PX, right),
+    top: inside(card.top + card.height - size.height, output.top + MARGIN_PX, bottom),
+  };
+}
+
+/** Everything that was measured on a rank. */
 export function Details({ card, beside }: { card: RankCard; beside: HTMLElement }) {
   const box = useRef<HTMLDivElement>(null);
   const [place, setPlace] = useState({ left: 0, top: 0 });
   useLayoutEffect(() => {
-    const grid = box.current?.parentElement?.getBoundingClientRect();
-    if (!grid) return;
-    const at = beside.getBoundingClientRect();
-    setPlace({
-      left: Math.max(0, Math.min(at.left - grid.left, grid.width - WIDTH_PX)),
-      top: at.bottom - grid.top,
-    });
-  }, [beside]);
-  if (card.details.length === 0 && card.curves.length < 2 && !card.idle) return null;
+    const element = box.current;
+    const grid = element?.parentElement?.getBoundingClientRect();
+    const output = element?.closest(".sgpu-run")?.getBoundingClientRect();
+    if (!element || !grid || !output) return;
+    const size = { width: element.offsetWidth, height: element.offsetHeight };
+    const found = placeDetails(beside.getBoundingClientRect(), size, output);
+    const [left, top] = [found.left - grid.left, found.top - grid.top];
+    setPlace((before) => (before.left === left && before.top === top ? before : { left, top }));
+  });
+  const curves = card.curves.slice(1).filter((curve) => !isFlatZero(curve));
+  if (card.details.length === 0 && curves.length === 0 && !card.idle) return null;
   return (
     <div
       ref={box}
-      class="sgpu-details"
+      class={`sgpu-details${curves.length > 2 ? " sgpu-wide" : ""}`}
       role="tooltip"
-      style={{ left: `${place.left}px`, top: `${place.top}px`, width: `${WIDTH_PX}px` }}
+      style={{ left: `${place.left}px`, top: `${place.top}px` }}
     >
       <b>
         rank {card.rank} · {card.state}
         {card.label && ` · ${card.label}`}
       </b>
       {card.idle && <div class="sgpu-warn">{card.idle}</div>}
-      {card.details.map((text, index) => (
-        <div key={index}>{text}</div>
-      ))}
-      {card.curves.slice(1).map((curve) => (
-        <div class="sgpu-more" key={curve.name}>
-          <span>
-            {curve.name} {describe(curve, curve.values.length - 1)}
-          </span>
-          <StillSparkline curve={curve} />
+      <div class="sgpu-measured">
+        <div class="sgpu-said">
+          {card.details.map((text, index) => (
+            <div key={index}>{text}</div>
+          ))}
         </div>
-      ))}
+        {curves.map((curve) => (
+          <div class="sgpu-more" key={curve.name}>
+            <span>
+              {curve.name} {describe(curve, curve.values.length - 1)}
+            </span>
+            <StillSparkline curve={curve} />
+          </div>
+        ))}
+      </div>
     </div>
   );
 }

@@ -1,12 +1,12 @@
 import { useLayoutEffect, useState } from "preact/hooks";
 
 import type { Activity } from "../../shared/activity";
-import { formatClock } from "../../shared/units";
+import { formatDuration } from "../../shared/units";
 import type { RunModel } from "../run_model";
 import { ProgressBar } from "./bar";
 import { Icon } from "./icon";
 
-/** Seconds since the run's ranks started, and what it costs; it runs only while somebody can see it. */
+/** How long the run's ranks have run and took to start, and what it costs; it runs only while somebody can see it. */
 function Clock({ model, activity, signal }: { model: RunModel; activity: Activity; signal: AbortSignal }) {
   const [, redraw] = useState(0);
   const ticking = model.isTicking;
@@ -18,7 +18,7 @@ function Clock({ model, activity, signal }: { model: RunModel; activity: Activit
       if (!model.isTicking || !activity.active || signal.aborted) return;
       redraw((count) => count + 1);
       // at the second's turn, so that no second is shown twice or left out
-      timer = setTimeout(tick, 1000 - ((model.elapsed_s * 1000) % 1000) + 5);
+      timer = setTimeout(tick, 1000 - ((model.clock_s * 1000) % 1000) + 5);
     };
     const forget = activity.onChange(tick);
     const stop = () => clearTimeout(timer);
@@ -32,7 +32,7 @@ function Clock({ model, activity, signal }: { model: RunModel; activity: Activit
   }, [ticking, model, activity, signal]);
   return (
     <>
-      <span class="sgpu-clock">{formatClock(model.elapsed_s)}</span>
+      <span class="sgpu-clock">{formatDuration(model.elapsed_s, model.starting_s, ticking)}</span>
       <Cost model={model} />
     </>
   );
@@ -65,7 +65,7 @@ export function Header({ model, activity, signal }: Props) {
     );
   }
   const words = [run.devices, run.pool, run.host, run.attempt].filter(Boolean);
-  const hasStarted = run.ticking || run.elapsed_s > 0;
+  const hasClock = run.ticking || run.elapsed_s > 0 || run.starting_s > 0;
   const isLost = model.link.ended !== "" && !run.final;
   const mute = model.isMute && !model.transport.interrupt;
   return (
@@ -80,14 +80,15 @@ export function Header({ model, activity, signal }: Props) {
           <span class="sgpu-name">{run.name}</span>
           <span class="sgpu-meta">
             {words.join(" · ")}
-            {hasStarted && (
+            {hasClock && (
               <>
                 {words.length > 0 && " · "}
                 <Clock model={model} activity={activity} signal={signal} />
               </>
             )}
-            {!hasStarted && <Cost model={model} />}
+            {!hasClock && <Cost model={model} />}
             {run.meta.map((text) => ` · ${text}`)}
+            {run.bar && !run.final && ` · ${run.bar.text}`}
           </span>
         </div>
         {!run.final && !isLost && (

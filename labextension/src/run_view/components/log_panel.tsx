@@ -7,7 +7,7 @@ import type { Tab } from "../log_model";
 import { textOf } from "../run_model";
 import type { RunModel } from "../run_model";
 import { FindBar } from "./find_bar";
-import { LogView } from "./log_view";
+import { LogView, grownRows } from "./log_view";
 import { Tabs } from "./tabs";
 
 interface Props {
@@ -15,12 +15,14 @@ interface Props {
   readonly tab: Tab;
   readonly onTab: (tab: Tab) => void;
   readonly ranks: readonly number[];
+  /** There are many ranks, whose cards need the room. */
+  readonly dense: boolean;
   readonly id: string;
   readonly signal: AbortSignal;
 }
 
 /** The log: tabs, what can be done with it, its lines. */
-export function LogPanel({ model, tab, onTab, ranks, id, signal }: Props) {
+export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props) {
   const [following, setFollowing] = useState(true);
   const [finding, setFinding] = useState(false);
   const [query, setQuery] = useState("");
@@ -30,7 +32,11 @@ export function LogPanel({ model, tab, onTab, ranks, id, signal }: Props) {
   const leftAt = useRef(0);
   const top = useRef(0);
   const panel = useRef<HTMLDivElement>(null);
+  const rows = useRef(0);
+  const dragged = useRef("");
   const total = model.log.lines(tab).total;
+  // of the tab with the most lines so far, so that no change of tabs moves what is below
+  rows.current = grownRows(rows.current, total, dense);
 
   useEffect(() => {
     setFollowing(true);
@@ -102,6 +108,9 @@ export function LogPanel({ model, tab, onTab, ranks, id, signal }: Props) {
           query={query}
           target={target}
           top={top}
+          rows={rows.current}
+          isFull={rows.current >= grownRows(0, Infinity, dense)}
+          dragged={dragged}
         />
         {finding && (
           <FindBar

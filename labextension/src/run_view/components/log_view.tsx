@@ -8,9 +8,14 @@ import { LogRow, widthOf } from "./log_row";
 export const ROW_PX = 18;
 /** Rows that are drawn above and below those in view. */
 const BEYOND = 12;
-/** The view's height before the browser has told it. */
-const FIRST_HEIGHT_PX = 14 * ROW_PX;
+/** Rows of a log without lines, of a full one, and of a full one below the cards of many ranks. */
+const ROWS = { empty: 3, full: 14, dense: 10 };
 const SETTLE_MS = 160;
+
+/** The number of rows that the log takes: it grows with its lines until it is full, and never shrinks. */
+export function grownRows(before: number, lines: number, dense: boolean): number {
+  return Math.max(before, Math.min(Math.max(lines, ROWS.empty), dense ? ROWS.dense : ROWS.full));
+}
 
 interface Props {
   readonly model: RunModel;
@@ -22,11 +27,18 @@ interface Props {
   readonly target: { readonly line: number } | null;
   /** Kept up to date with the first line in view. */
   readonly top: { current: number };
+  /** The rows to show at least. */
+  readonly rows: number;
+  /** The log has its whole height: more lines scroll, and a drag of its corner changes it. */
+  readonly isFull: boolean;
+  /** The height that its corner was dragged to, "" for none: the next tab has it too. */
+  readonly dragged: { current: string };
 }
 
 /** The lines of one tab: only those in view are in the page, whatever their number. */
-export function LogView({ model, tab, following, onFollow, query, target, top }: Props) {
-  const [height_px, setHeight] = useState(FIRST_HEIGHT_PX);
+export function LogView({ model, tab, following, onFollow, query, target, top, rows: shownRows, isFull, dragged }: Props) {
+  const least_px = shownRows * ROW_PX;
+  const [height_px, setHeight] = useState(least_px);
   const [, redraw] = useState(0);
   const [map] = useState(() => new ScrollMap(ROW_PX));
   const scroller = useRef<HTMLDivElement>(null);
@@ -34,7 +46,8 @@ export function LogView({ model, tab, following, onFollow, query, target, top }:
   const shown = useRef<{ readonly line: number } | null>(null);
   const lines = model.log.lines(tab);
 
-  map.resize(lines.total, height_px);
+  // the browser reports a height that has grown only after it was drawn
+  map.resize(lines.total, isFull ? height_px : Math.max(height_px, least_px));
   if (target && target !== shown.current) map.show(target.line);
   else if (following) map.toEnd();
   shown.current = target;
@@ -53,6 +66,7 @@ export function LogView({ model, tab, following, onFollow, query, target, top }:
   useLayoutEffect(() => {
     const element = scroller.current;
     if (!element) return;
+    element.style.height = dragged.current;
     const observer =
       typeof ResizeObserver === "undefined"
         ? null
@@ -63,6 +77,7 @@ export function LogView({ model, tab, following, onFollow, query, target, top }:
           });
     observer?.observe(element);
     return () => {
+      dragged.current = element.style.height;
       observer?.disconnect();
       clearTimeout(settling.current);
     };
@@ -75,6 +90,8 @@ export function LogView({ model, tab, following, onFollow, query, target, top }:
   const onScroll = () => {
     const element = scroller.current;
     if (!element || element.clientHeight === 0 || Math.abs(element.scrollTop - map.scroll_px) < 1) return;
+    // the browser's own, after a change of the height that its observer is about to report
+    if (element.clientHeight !== height_px && typeof ResizeObserver !== "undefined") return;
     map.scrolled(element.scrollTop);
     moved();
     clearTimeout(settling.current);
@@ -116,7 +133,8 @@ export function LogView({ model, tab, following, onFollow, query, target, top }:
   return (
     <div
       ref={scroller}
-      class="sgpu-log"
+      class={`sgpu-log${isFull ? " sgpu-full" : ""}`}
+      style={isFull ? { "--full": `${least_px}px` } : { minHeight: `${least_px}px` }}
       role="log"
       aria-live="off"
       aria-label={tab === "all" ? "lines of all ranks" : `lines of rank ${tab}`}

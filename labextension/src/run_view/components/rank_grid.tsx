@@ -1,5 +1,5 @@
 import { Fragment } from "preact";
-import { useRef, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 
 import type { RankCard } from "../messages";
 import { Details } from "./details";
@@ -12,6 +12,9 @@ export const DENSE_FROM = 9;
 /** Above this many the grid scrolls. */
 export const SCROLL_FROM = 65;
 
+/** How long the pointer rests on a card before its details are shown. */
+const REST_MS = 400;
+
 /** States that a card's curve and use say without a word. */
 const SAID_BY_USE = new Set(["running", "alive"]);
 
@@ -20,7 +23,8 @@ interface CardProps {
   readonly dense: boolean;
   readonly isOpen: boolean;
   readonly isStop: boolean;
-  readonly onOpen: (element: HTMLElement | null) => void;
+  /** Told which card the pointer or the focus is on, and after how long its details are shown; null when it left. */
+  readonly onOpen: (element: HTMLElement | null, delay_ms?: number) => void;
   readonly onShow: (rank: number) => void;
 }
 
@@ -39,7 +43,7 @@ function Card({ card, dense, isOpen, isStop, onOpen, onShow }: CardProps) {
       aria-label={labelled}
       data-rank={card.rank}
       data-state={card.state}
-      onPointerEnter={(event) => onOpen(event.currentTarget)}
+      onPointerEnter={(event) => onOpen(event.currentTarget, REST_MS)}
       onPointerLeave={() => onOpen(null)}
       onFocusCapture={(event) => onOpen(event.currentTarget)}
       onBlurCapture={() => onOpen(null)}
@@ -84,6 +88,8 @@ export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow
   // one stop for the Tab key however many ranks there are: Up and Down go from one to the next
   const [stop, setStop] = useState(ranks[0]?.rank);
   const grid = useRef<HTMLDivElement>(null);
+  const opening = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
+  useEffect(() => () => clearTimeout(opening.current), []);
   const dense = ranks.length >= DENSE_FROM;
   const classes = ["sgpu-grid", dense ? "sgpu-dense" : "", ranks.length >= SCROLL_FROM ? "sgpu-scrolls" : ""];
   const onKey = (event: KeyboardEvent) => {
@@ -98,7 +104,15 @@ export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow
   const shown = open && ranks.find(({ rank }) => rank === open.rank);
   return (
     <div class="sgpu-grid-box">
-      <div class={classes.join(" ").trim()} role="list" aria-label="ranks" data-columns={columns(ranks.length)} ref={grid} onKeyDown={onKey}>
+      <div
+        class={classes.join(" ").trim()}
+        role="list"
+        aria-label="ranks"
+        data-columns={columns(ranks.length)}
+        data-narrow={narrowColumns(ranks.length)}
+        ref={grid}
+        onKeyDown={onKey}
+      >
         {ranks.map((card) => (
           <Fragment key={card.rank}>
             {card.host && (
@@ -111,8 +125,11 @@ export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow
               dense={dense}
               isOpen={open?.rank === card.rank}
               isStop={stop === card.rank}
-              onOpen={(element) => {
-                setOpen(element && { rank: card.rank, element });
+              onOpen={(element, delay_ms = 0) => {
+                clearTimeout(opening.current);
+                const show = () => setOpen(element && { rank: card.rank, element });
+                if (delay_ms > 0) opening.current = setTimeout(show, delay_ms);
+                else show();
                 if (element?.contains(document.activeElement)) setStop(card.rank);
               }}
               onShow={onShow}
@@ -132,4 +149,9 @@ function parts(text: string): string[] {
 
 function columns(ranks: number): number {
   return ranks >= DENSE_FROM ? 8 : Math.min(Math.max(ranks, 1), 4);
+}
+
+/** The columns where four cards have no room side by side. */
+function narrowColumns(ranks: number): number {
+  return ranks === 4 ? 2 : ranks <= 6 ? Math.min(columns(ranks), 3) : columns(ranks);
 }

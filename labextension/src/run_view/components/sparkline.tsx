@@ -8,8 +8,17 @@ const HEIGHT = 26;
 /** Kept free above and below, so that a line at either end is drawn whole. */
 const MARGIN = 2;
 
-/** The lines of a curve and the areas under them: one of each between two gaps. */
+/** Smaller values are drawn as 0, whatever the axis: they are read as `0.0`. */
+const NEXT_TO_ZERO = 0.05;
+
+/** Whether a curve would be a line at the bottom. */
+export function isFlatZero(curve: Curve): boolean {
+  return curve.values.every((value) => (value ?? 0) < NEXT_TO_ZERO);
+}
+
+/** The lines of a curve and the areas under them: one of each between two gaps; none of a flat zero. */
 export function paths(curve: Curve): { line: string; area: string } {
+  if (isFlatZero(curve)) return { line: "", area: "" };
   const { values } = curve;
   const largest = values.reduce<number>((top, value) => Math.max(top, value ?? 0), 0);
   const top = curve.top ?? (largest || 1);
@@ -115,7 +124,7 @@ export function Sparkline({ curve, label, warn = false, isStop = true, onRead }:
       onKeyDown={onKey}
     >
       <Drawing curve={curve} />
-      {at !== null && last > 0 && (
+      {at !== null && last > 0 && !isFlatZero(curve) && (
         <path class="sgpu-cursor" d={`M${round((at * WIDTH) / last)} 0V${HEIGHT}`} vector-effect="non-scaling-stroke" />
       )}
     </svg>

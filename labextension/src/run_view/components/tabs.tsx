@@ -1,4 +1,4 @@
-import { useLayoutEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 
 import type { Tab } from "../log_model";
 
@@ -9,16 +9,40 @@ interface Props {
   readonly id: string;
 }
 
-/** The log's tabs: all ranks, then each; arrow keys go from one to the next. */
+/** Share of the tabs in view by which a button moves them. */
+const PAGE = 0.8;
+/** Width in which tabs fade out, as in the style sheet. */
+const FADE_PX = 24;
+
+/** The log's tabs: all ranks, then each; arrow keys go from one to the next, buttons to those beyond the width. */
 export function Tabs({ tab, ranks, onTab, id }: Props) {
   const list = useRef<HTMLDivElement>(null);
+  const [beyond, setBeyond] = useState({ left: false, right: false });
   const tabs: readonly Tab[] = ["all", ...ranks];
+  const look = () => {
+    const box = list.current;
+    if (!box) return;
+    const left = box.scrollLeft > 1;
+    const right = box.scrollLeft + box.clientWidth < box.scrollWidth - 1;
+    setBeyond((before) => (before.left === left && before.right === right ? before : { left, right }));
+  };
+  useLayoutEffect(look, [ranks.length]);
+  useLayoutEffect(() => {
+    if (!list.current || typeof ResizeObserver === "undefined") return;
+    const observer = new ResizeObserver(look);
+    observer.observe(list.current);
+    return () => observer.disconnect();
+  }, []);
+  const turn = (by: number) => {
+    const box = list.current;
+    if (box) box.scrollLeft += by * PAGE * box.clientWidth;
+  };
   useLayoutEffect(() => {
     // only sideways: the page stays where it is
     const box = list.current;
     const chosen = box?.querySelector<HTMLElement>('[aria-selected="true"]');
-    if (!box || !chosen) return;
-    const [left, right] = [chosen.offsetLeft, chosen.offsetLeft + chosen.offsetWidth];
+    if (!box || !chosen || box.clientWidth === 0) return;
+    const [left, right] = [Math.max(chosen.offsetLeft - FADE_PX, 0), chosen.offsetLeft + chosen.offsetWidth + FADE_PX];
     if (left < box.scrollLeft) box.scrollLeft = left;
     else if (right > box.scrollLeft + box.clientWidth) box.scrollLeft = right - box.clientWidth;
   }, [tab]);
@@ -37,23 +61,45 @@ export function Tabs({ tab, ranks, onTab, id }: Props) {
     onTab(tabs[index] ?? "all");
     list.current?.querySelectorAll<HTMLElement>('[role="tab"]')[index]?.focus();
   };
+  const classes = ["sgpu-tabs", beyond.left ? "sgpu-before" : "", beyond.right ? "sgpu-after" : ""].filter(Boolean);
   return (
-    <div ref={list} class="sgpu-tabs" role="tablist" aria-label="log by rank" onKeyDown={onKey} onWheel={onWheel}>
-      {tabs.map((each) => (
-        <button
-          key={each}
-          type="button"
-          role="tab"
-          id={`${id}-tab-${each}`}
-          aria-label={each === "all" ? "all ranks" : `rank ${each}`}
-          aria-selected={each === tab}
-          aria-controls={`${id}-panel`}
-          tabIndex={each === tab ? 0 : -1}
-          onClick={() => onTab(each)}
-        >
-          {each}
-        </button>
-      ))}
+    <div class="sgpu-tab-strip">
+      {beyond.left && <Turn label="tabs before" sign="‹" onTurn={() => turn(-1)} />}
+      <div
+        ref={list}
+        class={classes.join(" ")}
+        role="tablist"
+        aria-label="log by rank"
+        onKeyDown={onKey}
+        onWheel={onWheel}
+        onScroll={look}
+      >
+        {tabs.map((each) => (
+          <button
+            key={each}
+            type="button"
+            role="tab"
+            id={`${id}-tab-${each}`}
+            aria-label={each === "all" ? "all ranks" : `rank ${each}`}
+            aria-selected={each === tab}
+            aria-controls={`${id}-panel`}
+            tabIndex={each === tab ? 0 : -1}
+            onClick={() => onTab(each)}
+          >
+            {each}
+          </button>
+        ))}
+      </div>
+      {beyond.right && <Turn label="tabs after" sign="›" onTurn={() => turn(1)} />}
     </div>
+  );
+}
+
+/** A pointer's way to tabs beyond the width; the keyboard's are the arrow keys. */
+function Turn({ label, sign, onTurn }: { label: string; sign: string; onTurn: () => void }) {
+  return (
+    <button type="button" class="sgpu-turn" aria-label={label} title={label} tabIndex={-1} onClick={onTurn}>
+      {sign}
+    </button>
   );
 }
