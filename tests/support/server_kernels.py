@@ -50,8 +50,14 @@ class ServerKernel:
         self._socket = websocket.create_connection(address, timeout=60)
         self._count = 0
 
-    def start(self, code: str, cell: str = "") -> str:
-        """Send a cell and return the message's id."""
+    def start(self, code: str, cell: str = "", prompts: bool = False) -> str:
+        """Send a cell and return the message's id.
+
+        Args:
+            code: The cell's code.
+            cell: The id that the page gives the cell, "" for none.
+            prompts: The page can prompt a person, as those of notebooks can.
+        """
         self._count += 1
         message = {
             "header": {
@@ -68,7 +74,7 @@ class ServerKernel:
                 "code": code,
                 "silent": False,
                 "store_history": True,
-                "allow_stdin": False,
+                "allow_stdin": prompts,
                 "user_expressions": {},
                 "stop_on_error": False,
             },
@@ -102,8 +108,8 @@ class ServerKernel:
         # places that the kernel has left empty
         return [output for output in outputs if output.get("data") != {"text/plain": ""}]
 
-    def run(self, code: str, cell: str = "") -> list[dict[str, Any]]:
-        return self.finish(self.start(code, cell))
+    def run(self, code: str, cell: str = "", prompts: bool = False) -> list[dict[str, Any]]:
+        return self.finish(self.start(code, cell, prompts))
 
     def close(self) -> None:
         self._socket.close()
