@@ -8,7 +8,6 @@ from typing import NamedTuple
 import msgspec
 
 from sgpu_magic.views.units import format_gb, format_ranks, format_seconds
-from sgpu_magic.wire.devices import used_bytes_of, vendor_bytes
 from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, RankSample, Sampled
 
 MAX_POINTS = 120
@@ -109,7 +108,7 @@ class Drawn(NamedTuple):
 
 
 class RankUsage:
-    """What one rank and its device have used in this attempt; a GPU's memory on the scale of the vendor's number.
+    """What one rank and its device have used in this attempt.
 
     Attributes:
         rank: The rank.
@@ -128,7 +127,6 @@ class RankUsage:
         self.peak_own_bytes: int | None = None
         self._idle_at = 0.0
         self._now = 0.0
-        self._reported_bytes = 0  # a GPU's memory, by its driver
         self.series: dict[str, Series] = {}
 
     def sampled(self, sample: RankSample, begin_s: float, end_s: float, at: float) -> None:
@@ -139,8 +137,6 @@ class RankUsage:
             total = before.total_bytes if sample.total_bytes is None else sample.total_bytes
             cores = before.cores if sample.cores is None else sample.cores
             sample = msgspec.structs.replace(sample, uuid=sample.uuid or before.uuid, total_bytes=total, cores=cores)
-        if sample.kind != "cpu":
-            sample = self._as_stated(sample)
         self.latest, self._now = sample, at
         used = sample.rss_bytes if sample.kind == "cpu" else sample.used_bytes
         self.peak_used_bytes = _larger(self.peak_used_bytes, used)
@@ -152,13 +148,6 @@ class RankUsage:
                 self.series[field] = Series(begin_s, digits=2 if is_gb else 1)
             if field in self.series:
                 self.series[field].add(begin_s, end_s, value / 1e9 if value is not None and is_gb else value)
-
-    def _as_stated(self, sample: RankSample) -> RankSample:
-        self._reported_bytes = reported = self._reported_bytes or sample.total_bytes or 0
-        used = None if sample.used_bytes is None else round(used_bytes_of(sample.used_bytes, reported))
-        own = None if sample.own_bytes is None else round(used_bytes_of(sample.own_bytes, reported))
-        total = vendor_bytes(reported) or None
-        return msgspec.structs.replace(sample, used_bytes=used, own_bytes=own, total_bytes=total)
 
     def turned_idle(self, idle: DeviceIdle | None, at: float) -> None:
         """Mark its GPU as idle, or as busy again (None)."""

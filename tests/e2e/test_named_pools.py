@@ -440,7 +440,7 @@ def test_adding_listing_and_removing_a_pool(scene: Scene, new_kernel: Callable[[
         "a10=1",
     )
     assert said == (
-        f"the pool third (reserved) is listed in {scene.file}. It answers, and has 4 a10 (24.1 GB), 2 h100 (85.5 GB), "
+        f"the pool third (reserved) is listed in {scene.file}. It answers, and has 4 a10 (24 GB), 2 h100 (80 GB), "
         "16 CPU slots. It has no t4 now, although --types names it. `--pool third` uses it.\n"
     )
     try:

@@ -194,7 +194,7 @@ def test_a_value_that_differs_between_ranks_is_told_once(notebook: Notebook):
     plan = notebook.reads("lr")
     assert plan.before == (((1,), ("lr",)),)
     (note,) = plan.notes
-    assert note.startswith("`lr` differs between ranks: rank 1 got the notebook's value, ranks 0, 2, 3 kept what")
+    assert note.startswith("warning: `lr` differs between ranks: rank 1 got the notebook's value, ranks 0, 2, 3 kept")
     assert notebook.reads("lr").notes == ()
 
 
@@ -202,10 +202,10 @@ def test_a_value_that_was_told_as_the_ranks_own_is_told_as_differing_after_a_res
     notebook.run("lr = 1")
     notebook.reads("lr", stores=["lr"])
     (note,) = notebook.reads("lr").notes
-    assert note.startswith("`lr` keeps the ranks' value")
+    assert note.startswith("warning: `lr` keeps the ranks' value")
     notebook.shipping.restarted((1,))
     (note,) = notebook.reads("lr").notes
-    assert note.startswith("`lr` differs between ranks: rank 1 got the notebook's value, ranks 0, 2, 3 kept what")
+    assert note.startswith("warning: `lr` differs between ranks: rank 1 got the notebook's value, ranks 0, 2, 3 kept")
     assert notebook.reads("lr").notes == ()
 
 

@@ -136,23 +136,6 @@ def test_means_peaks_and_what_was_last():
     assert usage.busy_pct == pytest.approx(48)
 
 
-def test_a_gpus_memory_is_told_on_the_scale_of_the_vendors_number():
-    reported = 81559 << 20
-    usage = usage_of(
-        changed(BUSY, total_bytes=reported, used_bytes=reported, own_bytes=reported // 2),
-        changed(BUSY, total_bytes=None, used_bytes=reported // 2, own_bytes=None),
-    )
-    rank = usage.ranks[0]
-    assert (rank.peak_used_bytes, rank.peak_own_bytes) == (80 * GB, 40 * GB)
-    assert rank.latest is not None
-    assert "memory: 40.0 of 80.0 GB" in detail_lines(rank.latest)
-    assert [drawn.top for drawn in rank.curves() if drawn.name == "memory"] == [80.0]
-    # main memory is no device's
-    on_cpu = usage_of(changed(ON_CPU, total_bytes=8 << 30)).ranks[0].latest
-    assert on_cpu is not None
-    assert "memory: 0.4 of 8.6 GB" in detail_lines(on_cpu)
-
-
 def test_the_use_of_a_run_is_the_mean_of_its_gpus():
     usage = RunUsage()
     usage.apply(Sampled(seconds=1, samples=(BUSY, changed(BUSY, rank=1, utilization_pct=6))), 1001, 1000)
