@@ -41,7 +41,7 @@ def test_stacks_of_a_run_are_grouped_by_what_the_ranks_do(kernel: Kernel, new_ke
     for line in (f"%sgpu_stacks {run}", "%sgpu_stacks"):
         reply = other.check(line)
         lines = plain_lines(reply.text)
-        assert lines[0] == f"run {run[:4]}"
+        assert re.fullmatch(rf"run {run[:4]} \(at \d\d:\d\d:\d\d\)", lines[0])
         assert "ranks 0, 2, 3 wait in all_reduce #2 Cell In[N], line 11 dist.all_reduce(t)" in lines
         assert "rank 1 is in load_batch Cell In[N], line 5 time.sleep(600)" in lines
         assert "rank 1 has not reached all_reduce #2" in lines
@@ -85,7 +85,7 @@ def test_the_view_says_by_itself_that_ranks_wait_and_takes_it_back(kernel: Kerne
     cell.until_shown("no progress for")
     shown = plain_lines(cell.reply.text)
     assert any(text.startswith("rank 0 waits in all_reduce #2") for text in shown), cell.reply.story
-    assert any("rank 1 has not reached all_reduce #2 · `sgpu stacks" in text for text in shown)
+    assert "rank 1 has not reached all_reduce #2 · the Stacks button shows everything" in shown
     (home.work / "go-on").touch()
     cell.until(lambda: "no progress" not in cell.reply.text, 10, "it is taken back")
     (home.work / "end").touch()

@@ -161,12 +161,12 @@ def test_what_ranks_display_stands_below_the_view_and_in_its_place_at_the_end(la
     live = cell.reply.outputs
     assert WIDGET_MIME in live[0].data
     assert [output.html for output in live if "<b>" in output.html] == ["<b>one</b>", "<b>two</b>"]
-    assert [output.text for output in live[1:] if not output.html.startswith("<b>")] == ["[1] displays:"] * 2
+    assert [output.text for output in live[1:] if not output.html.startswith("<b>")] == ["[1]"] * 2
     reply = cell.wait()
     assert_static(reply)
     # each output of the live form has its part of the final one
     assert all(output.text or output.html for output in reply.outputs)
-    order = ["[1] before", "[1] displays:", "<b>one</b>", "[1] between", "<b>two</b>", "[1] after", "succeeded"]
+    order = ["[1] before", "[1] between", "[1] after", "[1]\n<b>one</b>", "[1]\n<b>two</b>", "succeeded"]
     whole = "\n".join(output.text if "<b>" not in output.html else output.html for output in reply.outputs)
     assert [whole.index(part) for part in order] == sorted(whole.index(part) for part in order), whole
 
