@@ -296,7 +296,10 @@ def test_a_notebook_that_is_closed_and_opened_again_has_its_run(opened: Callable
     notebook = opened("tab")
     notebook.start()
     notebook.save()
-    notebook.page.locator(".lm-TabBar-tab.jp-mod-current .lm-TabBar-tabCloseIcon").click()
+    tab = notebook.page.locator(".lm-TabBar-tab.jp-mod-current")
+    # the page knows a moment later than the file that it is saved
+    expect(tab.and_(notebook.page.locator(".jp-mod-dirty"))).to_have_count(0)
+    tab.locator(".lm-TabBar-tabCloseIcon").click()
     expect(notebook.page.locator(".jp-Notebook")).to_have_count(0)
     notebook.page.locator(f".jp-DirListing-item:has-text('{notebook.path.name}')").dblclick()
     expect(notebook.view).to_contain_text("running", timeout=20_000)

@@ -157,6 +157,7 @@ def normalised(text: str, home: Home) -> str:
     text = text.replace(" · start N s", "")
     # a run of an instant has no duration
     text = re.sub(r"^(✓ .*) · N s$", r"\1", text, flags=re.MULTILINE)
+    text = re.sub(r"^succeeded in N s", "succeeded", text, flags=re.MULTILINE)
     lines = text.splitlines()
     # two ranks write at the same time
     at = 0
