@@ -71,13 +71,23 @@ class Stage:
         notebook.run(0)
         return notebook
 
-    def take(self, notebook: OpenNotebook, moment: str, part: Locator | None = None) -> None:
-        """Take a picture of the page, or of a part of it, in each size and theme."""
+    def take(
+        self, notebook: OpenNotebook, moment: str, part: Locator | None = None, *, is_pointed_at: bool = False
+    ) -> None:
+        """Take a picture of the page, or of a part of it, in each size and theme.
+
+        Args:
+            notebook: The notebook.
+            moment: End of the pictures' names.
+            part: The part; None for the whole page.
+            is_pointed_at: Leave the pointer where it is.
+        """
         page = notebook.page
+        # a card under the pointer would show its details
+        if not is_pointed_at:
+            page.mouse.move(0, 0)
         for theme in THEMES:
-            title = f"JupyterLab {theme.title()}"
-            page.evaluate("title => window.jupyterapp.commands.execute('apputils:change-theme', {theme: title})", title)
-            expect(page.locator(f"body[data-jp-theme-light={str(theme == 'light').lower()}]")).to_be_attached()
+            self._change_theme(notebook, theme)
             for width, height in SIZES:
                 page.set_viewport_size({"width": width, "height": height})
                 if part is not None:
@@ -88,7 +98,13 @@ class Stage:
                 (part or page).screenshot(path=path)
                 print(path, flush=True)
         page.set_viewport_size({"width": SIZES[0][0], "height": SIZES[0][1]})
-        page.evaluate("window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
+        self._change_theme(notebook, THEMES[0])
+
+    def _change_theme(self, notebook: OpenNotebook, theme: str) -> None:
+        page, title = notebook.page, f"JupyterLab {theme.title()}"
+        page.evaluate("title => window.jupyterapp.commands.execute('apputils:change-theme', {theme: title})", title)
+        expect(page.locator(f"body[data-jp-theme-light={str(theme == 'light').lower()}]")).to_be_attached()
+        expect(page.locator("#jupyterlab-splash")).to_have_count(0, timeout=_START_MS)
 
     def go(self, name: str = "go") -> None:
         """Let cells that wait in `hold(name)` go on."""
@@ -120,10 +136,9 @@ TRAIN = """%%distributed --gpus 4 --type a10 --out losses --name train_digits
 losses = []
 for epoch in range(1, 6):
     for step in tqdm(range(40), desc=f"epoch {epoch}/5"):
-        time.sleep(0.04)
+        time.sleep(0.09)
     losses.append(2 / epoch + rank / 50)
-    print(f"epoch {epoch}  loss {losses[-1]:.3f}")
-hold("go")"""
+    print(f"epoch {epoch}  loss {losses[-1]:.3f}")"""
 AVERAGE = """%%distributed --gpus 4 --type a10 --name average
 losses = torch.tensor(losses) / (rank - 2)
 if losses.isinf().any():
@@ -140,11 +155,9 @@ def train(stage: Stage) -> None:
         _write_animation(notebook.cell(1), stage.docs / "run.webp")
     else:
         expect(shown.locator(".sgpu-log")).to_contain_text("epoch 2  loss", timeout=_START_MS)
-    stage.take(notebook, "running", notebook.cell(1))
     if stage.docs is not None:
         shown.screenshot(path=stage.docs / "live.png")
-    expect(shown.locator(".sgpu-log")).to_contain_text("epoch 5  loss", timeout=_START_MS)
-    stage.go()
+    stage.take(notebook, "running", notebook.cell(1))
     notebook.wait_done(1)
     notebook.run(2)
     stage.take(notebook, "succeeded", notebook.cell(1))
@@ -158,11 +171,11 @@ def cards(stage: Stage) -> None:
     notebook = stage.open("%%distributed --gpus 4 --type a10 --name quiet\nhold('go')")
     notebook.start(1)
     shown = wait_for_state(notebook, "running")
-    expect(shown.locator(".sgpu-use").first).to_contain_text("CPU", timeout=_START_MS)
+    expect(shown.locator(".sgpu-use").first).to_contain_text("cores", timeout=_START_MS)
     stage.take(notebook, "nothing-printed", notebook.cell(1))
     shown.locator(".sgpu-card").nth(1).hover()
-    time.sleep(1)
-    stage.take(notebook, "details", notebook.cell(1))
+    expect(shown.locator(".sgpu-details")).to_be_visible()
+    stage.take(notebook, "details", notebook.cell(1), is_pointed_at=True)
     stage.go()
     notebook.wait_done(1)
 
@@ -170,7 +183,7 @@ def cards(stage: Stage) -> None:
 def many(stage: Stage) -> None:
     """200,000 lines, and 16 ranks."""
     lines = "%%distributed --gpus 4 --type a10 --name lines\nfor i in range(50_000): print('line', i)"
-    notebook = stage.open(lines, "%%distributed -n 16 --name sixteen\nprint('rank', rank)\nhold('go')")
+    notebook = stage.open(lines, "%%distributed --type cpu -n 16 --name sixteen\nprint('rank', rank)\nhold('go')")
     notebook.run(1)
     stage.take(notebook, "lines", notebook.cell(1))
     notebook.start(2)
@@ -270,6 +283,7 @@ STORIES: dict[str, Callable[[Stage], None]] = {
 
 def _write_animation(part: Locator, path: Path) -> None:
     frames: list[Image.Image] = []
+    part.page.mouse.move(0, 0)
     begun = time.monotonic()
     while (at := time.monotonic() - begun) < _ANIMATION_S:
         picture = Image.open(io.BytesIO(part.screenshot()))
@@ -301,7 +315,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--docs", type=Path)
     parser.add_argument("stories", nargs="*", metavar="STORY", help=", ".join(STORIES))
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if unknown := set(options.stories) - set(STORIES):
         parser.error(f"there is no story {', '.join(sorted(unknown))}; choose from {', '.join(STORIES)}")
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ def safe(text: str) -> str:
     return escape(ansi.plain(text)).replace("$", "<span>$</span>")
 
 
-_BREAKS = "white-space:normal;overflow-wrap:anywhere;min-width:5em"
+_BREAKS = "white-space:normal;overflow-wrap:anywhere;min-width:7em"
 
 # a printed page can't be scrolled, so it has everything; where this is stripped, the inline styles hold
 _PRINTED = (
@@ -94,7 +94,7 @@ def table(
             colour = f";color:{BAD}" if row[column] in ("failed", "timed out") else ""
             lines = _BREAKS if column in breaks else "white-space:nowrap"
             drawn += (
-                f'<{tag} style="text-align:{align};padding:2px 12px;{lines};vertical-align:top;'
+                f'<{tag} style="text-align:{align};padding:2px 8px;{lines};vertical-align:top;'
                 f'font-variant-numeric:tabular-nums{style}{colour}">{safe(row[column])}</{tag}>'
             )
         drawn = f'<tr style="background:none">{drawn}</tr>'
