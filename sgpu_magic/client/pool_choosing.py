@@ -131,6 +131,16 @@ def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount
     return found
 
 
+def _left(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount]:
+    """Count as `counts`, without CPU; of the free devices only those that no run in the queue waits for."""
+    left = {kind: count for kind, count in counts(status, min_memory_bytes).items() if kind != CPU}
+    for run in status.runs:
+        if not run.state.is_final and not run.uuids and not run.session and run.device_type in left:
+            count = left[run.device_type]
+            left[run.device_type] = TypeCount(count.total, max(0, count.free - run.ranks), count.memory_bytes)
+    return left
+
+
 def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
     """Return the device type for a run that names none, or only a least memory: the cheapest, free ones first.
 
@@ -139,7 +149,7 @@ def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
     """
     if asked.status is None:
         raise CapacityError(f"the pool {asked.name} does not report which devices it has. Name one with --type.")
-    fitting = {kind: count for kind, count in counts(asked.status, wanted.min_memory_bytes).items() if kind != CPU}
+    fitting = _left(asked.status, wanted.min_memory_bytes)
     ranks = wanted.ranks or 1
     enough = [kind for kind, count in fitting.items() if count.total >= ranks]
     if not enough:
@@ -161,8 +171,8 @@ def one_of_several(asked: Asked, wanted: Wanted, money: Money) -> tuple[str | No
 
     Returns None and "" if the pool has only one type, or too few devices of each type: the pool then decides.
     """
-    there = {} if asked.status is None else counts(asked.status)
-    kinds = [kind for kind in there if kind != CPU]
+    there = {} if asked.status is None else _left(asked.status)
+    kinds = list(there)
     ranks = wanted.ranks or 1
     if len(kinds) < 2 or all(there[kind].total < ranks for kind in kinds):
         return None, ""

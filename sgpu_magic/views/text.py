@@ -97,8 +97,7 @@ def summary_line(view: RunView) -> str:
         used = (billed_text(view), busy_text(view.usage), returned_text(view))
         duration = view.times.text()
         # ranks that were done at once took only their start
-        between = " · " if duration.startswith("start ") else " in "
-        succeeded = f"succeeded{between}{duration}" if duration else "succeeded"
+        succeeded = f"succeeded in {duration.removeprefix('start ')}" if duration else "succeeded"
         return " · ".join([succeeded, *filter(None, used), *_name_words(view)])
     return " · ".join([failed_line(view, brief=True), *_last_words(view)])
 

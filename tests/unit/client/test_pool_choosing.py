@@ -194,6 +194,12 @@ def test_the_cheapest_free_type_with_so_much_memory():
     assert cheapest_type(pool, Wanted(2, min_memory_bytes=40 * GB), MONEY) == "h100"
     # a dearer one that is free before a cheaper one that is not
     assert cheapest_type(asked(CLOUD, "a10:4 h100:4", held=3), Wanted(2, min_memory_bytes=GB), MONEY) == "h100"
+    # a run that was submitted a moment ago holds no devices yet
+    before = status("a10:4 h100:4", held=3)
+    (run,) = before.runs
+    submitted = msgspec.structs.replace(run, state=RunState.QUEUED, device_type="a10", uuids=())
+    queued = msgspec.structs.replace(before, runs=(submitted,))
+    assert cheapest_type(Asked("cloud", CLOUD, queued), Wanted(2, min_memory_bytes=GB), MONEY) == "h100"
     with pytest.raises(CapacityError) as told:
         cheapest_type(pool, Wanted(2, min_memory_bytes=90 * GB), MONEY)
     assert told.value.message == (
