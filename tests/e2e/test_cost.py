@@ -86,7 +86,9 @@ def row(client: PoolClient, run_id: str) -> RunSummary:
 
 
 def final_row(client: PoolClient, run_id: str) -> RunSummary:
+    # the end's time and the state are two writes
     eventually(lambda: row(client, run_id).ended_at is not None, 10, "the ledger does not hear of the end")
+    eventually(lambda: row(client, run_id).state.is_final, 10, "the ledger does not hear of the state")
     return row(client, run_id)
 
 

@@ -411,6 +411,12 @@ def test_nothing_is_shown_without_a_wish():
     assert shown.getvalue() == ""
 
 
-def test_none_of_this_starts_a_thread():
-    names = {thread.name for thread in threading.enumerate()}
-    assert not {name for name in names if name.startswith("sgpu-")}
+@pytest.fixture(scope="module", autouse=True)
+def threads_before() -> set[threading.Thread]:
+    """The threads that other modules' tests have left in this process."""
+    return set(threading.enumerate())
+
+
+def test_none_of_this_starts_a_thread(threads_before: set[threading.Thread]):
+    started = set(threading.enumerate()) - threads_before
+    assert not [thread.name for thread in started if thread.name.startswith("sgpu-")]
