@@ -128,6 +128,7 @@ export function run(id: string, change: Partial<RunRow> = {}): RunRow {
     idle_ends_at: null,
     tracked_url: "",
     here: true,
+    parameters: [],
     ...change,
   };
 }
@@ -164,6 +165,10 @@ export const RUNS: readonly RunRow[] = [
     started_at: NOW - 890,
     ended_at: NOW - 870,
     cost: 0.02,
+    parameters: [
+      { name: "lr", value: "0.1" },
+      { name: "batch", value: "64" },
+    ],
   }),
   run("run-1", {
     name: "preprocess",
@@ -175,6 +180,10 @@ export const RUNS: readonly RunRow[] = [
     ended_at: NOW - 1990 + 216,
     cost: 0.3,
     tracked_url: "https://mlflow.example/run/1",
+    parameters: [
+      { name: "lr", value: "0.01" },
+      { name: "epochs", value: "3" },
+    ],
   }),
 ];
 

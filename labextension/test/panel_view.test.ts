@@ -871,8 +871,11 @@ describe("runs", () => {
       ["duration", "20 s", "3 min 36 s"],
       ["cost", "$0.02", "$0.30"],
       ["user", "ada", "ada"],
+      ["lr", "0.1", "0.01"],
+      ["batch", "64", "–"],
+      ["epochs", "–", "3"],
     ]);
-    expect(all(el, ".sgpu-differs th").map(text)).toEqual(expect.arrayContaining(["state", "duration", "cost"]));
+    expect(all(el, ".sgpu-differs th").map(text)).toEqual(expect.arrayContaining(["state", "duration", "cost", "lr"]));
     button(el, "Close the comparison").click();
     await vi.waitFor(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
   });

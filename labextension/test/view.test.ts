@@ -468,7 +468,7 @@ describe("the buttons", () => {
   it("disconnect a session without an interrupt, which would stop the cell that runs in it", async () => {
     const transport = new TestTransport(
       (question) =>
-        question.kind === "cancel" ? never() : answering(0, { stop: "Disconnect", state: "connected", tone: "good" })(question),
+        question.kind === "cancel" ? never() : answering(0, { stop: "End session", state: "connected", tone: "good" })(question),
       "shell",
     );
     transport.interrupt = () => {
@@ -476,11 +476,11 @@ describe("the buttons", () => {
       return Promise.resolve();
     };
     const { el } = mounted(transport);
-    await vi.waitFor(() => expect(button(el, "Disconnect").title).toBe("End this session"));
+    await vi.waitFor(() => expect(button(el, "End session").title).toBe("End this session and free its devices"));
     expect(query(el, ".sgpu-state").textContent).toBe("connected");
     expect(el.querySelector(".sgpu-log")).toBeNull();
     vi.useFakeTimers();
-    button(el, "Disconnect").click();
+    button(el, "End session").click();
     await vi.advanceTimersByTimeAsync(10_000);
     expect(transport.asked.at(-1)?.kind).toBe("cancel");
     expect(transport.interrupted).toBe(0);

@@ -14,9 +14,10 @@ from sgpu_magic.client import ledger
 from sgpu_magic.client.ledger import Use, usage
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
-from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.files.run_directory import EventFile, read_spec
 from sgpu_magic.panel.device_rows import Use as DeviceUse
 from sgpu_magic.panel.pool_state import RunFiles
+from sgpu_magic.panel.schema import RunParameter
 from sgpu_magic.views.pool_words import HOLDING
 from sgpu_magic.wire.costs import HOUR_S, Prices, format_money
 from sgpu_magic.wire.files import TRACKING
@@ -27,6 +28,8 @@ from sgpu_magic.wire.record import is_valid_id
 # an MLflow page may appear this long after the run's end
 _LATE_S = 60.0
 _LOOK_EVERY_S = 5.0
+# a comparison of more can't be read
+_MOST_PARAMETERS = 20
 _NOWHERE = RunFiles()
 
 
@@ -67,7 +70,9 @@ class RunFilesOfPool:
             return _NOWHERE
         place, due = self._known.get(run_id, (_NOWHERE, float("-inf")))
         if clock >= due:
-            place = RunFiles(here=True, tracked_url=self._url(run_id))
+            # they never change
+            parameters = self._parameters(run_id) if place.parameters is None else place.parameters
+            place = RunFiles(here=True, tracked_url=self._url(run_id), parameters=parameters)
             over = run.state.is_final and now - (run.ended_at or run.submitted_at) > _LATE_S
             self._known[run_id] = place, float("inf") if over or place.tracked_url else clock + _LOOK_EVERY_S
         return place
@@ -75,6 +80,12 @@ class RunFilesOfPool:
     def keep_only(self, run_ids: Iterable[str]) -> None:
         """Drop what is known of all other runs."""
         self._known = {run_id: self._known[run_id] for run_id in run_ids if run_id in self._known}
+
+    def _parameters(self, run_id: str) -> tuple[RunParameter, ...] | None:
+        spec = read_spec(self._runs_path / run_id)
+        if spec is None:
+            return None
+        return tuple(RunParameter(name=name, value=value) for name, value in spec.parameters[:_MOST_PARAMETERS])
 
     def _url(self, run_id: str) -> str:
         try:

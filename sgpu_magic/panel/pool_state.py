@@ -24,7 +24,7 @@ from sgpu_magic.panel.device_rows import (
     waits,
     with_use,
 )
-from sgpu_magic.panel.schema import PoolChoice, PoolPicture, PoolState, Remedy, RunRow, TypePicture
+from sgpu_magic.panel.schema import PoolChoice, PoolPicture, PoolState, Remedy, RunParameter, RunRow, TypePicture
 from sgpu_magic.runs.choice.schema import VERSION
 from sgpu_magic.views.pool_words import (
     budget_words,
@@ -67,10 +67,12 @@ class RunFiles(msgspec.Struct, frozen=True):
     Args:
         here: The directory exists.
         tracked_url: The URL of its MLflow page, "" for none.
+        parameters: Its scalar arguments and variables; None while they can't be read.
     """
 
     here: bool = False
     tracked_url: str = ""
+    parameters: tuple[RunParameter, ...] | None = None
 
 
 def pool_picture(
@@ -216,6 +218,7 @@ def run_row(run: RunSummary, place: RunFiles) -> RunRow:
         notebook=file_name(run.notebook),
         tracked_url=place.tracked_url,
         here=place.here,
+        parameters=place.parameters or (),
     )
 
 

@@ -89,6 +89,13 @@ class DevicePicture(Message, frozen=True):
     free: bool
 
 
+class RunParameter(Message, frozen=True):
+    """An argument or variable of a run, as text."""
+
+    name: str
+    value: str
+
+
 class RunRow(Message, frozen=True):
     """One run of the list.
 
@@ -119,6 +126,7 @@ class RunRow(Message, frozen=True):
         idle_ends_at: When an idle session ends by itself; None for other runs.
         tracked_url: The URL of its MLflow page, "" when there is no web page.
         here: Its directory is on the server's machine, so log, stacks and result are available.
+        parameters: Its scalar arguments and variables, for comparing runs; only of runs that are `here`.
     """
 
     run_id: str
@@ -146,6 +154,7 @@ class RunRow(Message, frozen=True):
     idle_ends_at: float | None
     tracked_url: str
     here: bool
+    parameters: tuple[RunParameter, ...]
 
 
 class PoolPicture(Message, frozen=True):

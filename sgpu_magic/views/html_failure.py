@@ -61,7 +61,8 @@ def _form_line(line: FailureLine, failure: FailureKind) -> str:
             name, _, where = text.partition(" ")
             return f'<b style="font-weight:600;color:{BAD}">{name}</b> {where}'
         case "culprit":
-            return f'<span style="color:{BAD}">{text}</span>'
+            # the class by which JupyterLab's extension finds the line
+            return f'<span class="sgpu-failure-culprit" style="color:{BAD}">{text}</span>'
         case "error" if _NAMED.match(text):
             name, _, rest = text.partition(":")
             return f'<span style="color:{BAD}">{name}</span>:{rest}'

@@ -32,7 +32,7 @@ def run_name(spec: RunSpec | RunSummary) -> str:
 def stop_words(spec: RunSpec | RunSummary) -> tuple[str, str]:
     """Return the reason recorded when a view's button stops the run, and the sentence shown to the user."""
     if spec.kind is RunKind.SESSION:
-        return "Disconnect was pressed", f"{run_name(spec)} is being disconnected"
+        return "End session was pressed", f"{run_name(spec)} is being ended"
     return "Cancel was pressed", f"run {short(spec.run_id)} is being stopped"
 
 

@@ -9,9 +9,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from axe_pages import axe_problems
 from browsers import OpenNotebook, has_browser
 from homes import Home
 from jupyter_servers import JupyterServer, new_notebook
@@ -27,7 +27,6 @@ pytestmark = [
 
 LOAD = "%load_ext sgpu_magic"
 OF_OURS = ["#sgpu-panel", ".sgpu-chip"]
-BAD = ("serious", "critical")
 # a session's ranks import torch, on two cores
 CONNECTED_MS = 90_000
 
@@ -39,35 +38,9 @@ def lab_home() -> Iterator[Home]:
     made.close()
 
 
-@pytest.fixture(scope="module")
-def axe(front_end: Path) -> str:
-    """What a page needs to be read by axe."""
-    return (front_end / "node_modules" / "axe-core" / "axe.min.js").read_text()
-
-
-def problems(notebook: OpenNotebook, axe: str) -> list[str]:
-    """What stands in the way of a person, and colours that axe can't decide about; where, and why."""
-    page = notebook.page
-    if not page.evaluate("typeof axe === 'object'"):
-        page.evaluate(axe)
-        # JupyterLab's body has no height and hides what is out of it; for axe that would be everything
-        page.add_style_tag(content="body { height: 100vh }")
-    places = [[place] for place in OF_OURS if page.locator(place).filter(visible=True).count()]
-    found: dict[str, Any] = page.evaluate("include => axe.run({ include })", places)
-    contrasts = [node for rule in found["passes"] if rule["id"] == "color-contrast" for node in rule["nodes"]]
-    assert len(contrasts) >= 5, "axe has not seen the texts"
-    undecided = [rule for rule in found["incomplete"] if rule["id"] == "color-contrast"]
-    return [
-        f"{rule['id']} ({rule['impact']}): {node['target']}: {node['failureSummary']}\n{node['html']}"
-        for rule in [*found["violations"], *undecided]
-        for node in rule["nodes"]
-        if rule["impact"] in BAD
-    ]
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing_serious_in_any_state(
-    lab: JupyterServer, lab_home: Home, browser: Browser, axe: str, theme: str
+    lab: JupyterServer, lab_home: Home, browser: Browser, front_end: Path, theme: str
 ) -> None:
     # the last cell fails: its run is shown as such
     new_notebook(lab.home.work / f"{theme}.ipynb", LOAD, "%%distributed -n 1 --type cpu\n1 / 0")
@@ -77,7 +50,7 @@ def test_axe_finds_nothing_serious_in_any_state(
 
     def read(state: str) -> None:
         notebook.picture(f"access-{theme}-{state}")
-        found[state] = problems(notebook, axe)
+        found[state] = axe_problems(notebook, front_end, OF_OURS)
 
     try:
         notebook.kernel_ready()

@@ -5,7 +5,9 @@ Pictures of what was seen lie in tests/artefacts afterwards.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -89,16 +91,37 @@ def test_cancel_and_stacks_work_while_the_cell_blocks(opened: Callable[..., Open
     assert (stacks_s < 2.0, cancel_s < 2.0) == (True, True), (stacks_s, cancel_s)
 
 
-def test_a_rank_that_fails_stands_first(opened: Callable[..., OpenNotebook]):
+def test_a_rank_that_fails_stands_first_and_a_click_goes_to_its_line(opened: Callable[..., OpenNotebook]):
     cell = "%%distributed -n 4\nimport time, torch, torch.distributed as dist\nx = torch.ones(1)\nif rank == 1:\n"
-    fails = "    time.sleep(0.5)  # the others wait for it\n    raise ValueError('NaN in batch 118')\n"
-    notebook = opened("failing", [f"{cell}{fails}dist.all_reduce(x)"])
+    fails = "    time.sleep(0.5)  # the others wait for it\n    step(118)\n"
+    step = "def step(batch):\n    print(batch)\n    raise ValueError(f'NaN in batch {batch}')"
+    notebook = opened("failing", [step, f"{cell}{fails}dist.all_reduce(x)"])
     notebook.run(1)
-    text = notebook.output(1).inner_text()
-    notebook.picture("failed", notebook.output(1))
+    notebook.run(2)
+    shown = notebook.output(2)
+    text = shown.inner_text()
+    notebook.picture("failed", shown)
     assert "ValueError" in text
     assert "NaN in batch 118" in text
     assert text.index("failed") < text.index("released from all_reduce")
+    at_cursor = "document.getSelection().anchorNode?.parentElement.closest('.cm-line')?.textContent"
+    failed = shown.locator(".sgpu-failure-culprit")
+    for number, line in enumerate(("    step(118)", "    raise ValueError(f'NaN in batch {batch}')")):
+        failed.nth(number).click()
+        eventually(lambda line=line: notebook.page.evaluate(at_cursor) == line, 10, f"the cursor is not at {line}")
+        expect(notebook.cell(2 - number)).to_have_class(re.compile("jp-mod-active"))
+
+
+def test_an_output_stays_low_however_much_was_printed(opened: Callable[..., OpenNotebook]):
+    tall = "display(HTML('<div style=\"height:3000px\">tall</div>'))"
+    cell = f"from IPython.display import HTML, display\nfor line in range(50_000): print('line', line)\n{tall}"
+    notebook = opened("low", [f"%%distributed -n 2\n{cell}"])
+    notebook.run(1)
+    box = notebook.output(1).bounding_box()
+    assert box is not None
+    notebook.picture("low", notebook.output(1))
+    assert box["height"] < 1_200
+    assert len(json.dumps(notebook.save("tall")["cells"][1]["outputs"])) < 130_000
 
 
 def test_what_a_rank_prints_is_text(opened: Callable[..., OpenNotebook]):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from bare_pages import BarePage
@@ -25,15 +26,17 @@ for step in range(3): print(f'epoch {{step}}  train 0.09{{rank}}', flush=True)
 print('over', rank)"""
 
 
-NewPage = Callable[[Kernel, LiveView], BarePage]
+RUN_MIME = "application/vnd.sgpu.run.v1+json"
+
+NewPage = Callable[..., BarePage]
 
 
 @pytest.fixture
 def new_page(browser: Browser) -> Iterator[NewPage]:
     pages: list[BarePage] = []
 
-    def make(kernel: Kernel, view: LiveView) -> BarePage:
-        pages.append(BarePage(browser, kernel, view))
+    def make(kernel: Kernel, view: LiveView, *, vscode: bool = False) -> BarePage:
+        pages.append(BarePage(browser, kernel, view, vscode=vscode))
         return pages[-1]
 
     yield make
@@ -80,6 +83,28 @@ def test_cancel_works_while_the_cell_blocks(kernel: Kernel, new_page: NewPage):
     page.press(cell, "button", "Cancel")
     reply = cell.wait(20)
     assert (reply.status, reply.ename) == ("error", "RunCancelled"), reply.story
+
+
+@pytest.mark.slow
+def test_a_run_in_vs_code_is_drawn_in_its_colours_and_cancelled_over_the_shell(
+    new_kernel: Callable[..., Kernel], new_page: NewPage
+):
+    kernel = new_kernel()
+    kernel.check("__vsc_ipynb_file__ = '/work/train.ipynb'")
+    cell = kernel.start(STEPS)
+    page = new_page(kernel, live_view(cell), vscode=True)
+    cell.until(lambda: page.texts(".sgpu-state") == ["running"], 30, page.text("body"))
+    style = "name => getComputedStyle(document.querySelector('.sgpu-run'))[name]"
+    colours = [page.page.evaluate(style, name) for name in ("color", "backgroundColor")]
+    assert colours == ["rgb(204, 204, 204)", "rgb(31, 31, 31)"]
+    page.picture("vscode")
+    page.press(cell, "button", "Stacks")
+    cell.until(lambda: "time.sleep(0.05)" in page.text(".sgpu-stacks"), 10, "no stacks come")
+    page.press(cell, "button", "Cancel")
+    reply = cell.wait(20)
+    assert (reply.status, reply.ename) == ("error", "RunCancelled"), reply.story
+    records = [o.data[RUN_MIME] for o in reply.outputs if RUN_MIME in o.data]
+    assert Path(records[0]["directory"], "run.json").exists()
 
 
 def test_the_panel_connects_with_a_click_for_the_type_and_one_to_apply(

@@ -6,7 +6,6 @@ import io
 import os
 import re
 import shutil
-import subprocess
 import unicodedata
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -18,6 +17,8 @@ from headless_notebooks import notebook
 from kernels import Home, Kernel, plain
 from lazy_modules import nbclient, nbconvert, nbformat, papermill
 from msgspec.structs import replace
+from playwright.sync_api import Error as PlaywrightError
+from playwright.sync_api import sync_playwright
 from stories import Run, released, value_error
 
 from sgpu_magic.config import host_name
@@ -284,26 +285,55 @@ def test_a_long_final_output_is_low_on_a_screen_and_whole_on_paper() -> None:
     assert printed > 5_000
 
 
+@pytest.fixture
+def printing_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's Chromium, where playwright looks for the one that it would download."""
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path / "browsers"))
+    with sync_playwright() as playwright, pytest.raises(PlaywrightError) as missing:
+        playwright.chromium.launch()
+    wanted = re.search(r"Executable doesn't exist at (\S+)", str(missing.value))
+    assert wanted is not None
+    Path(wanted[1]).parent.mkdir(parents=True)
+    Path(wanted[1]).symlink_to(CHROMIUM or "")
+
+
+# what a reader of a page finds
+PRINTED = (
+    "✓ succeeded train",
+    "2 ranks · cpu, gloo · local",
+    "epoch 2 0",
+    "rank 0 · ",
+    "rank 1 · ",
+    "returned total, where",
+    "✕ failed broken",
+    "ValueError on rank 1",
+)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium to print with")
-def test_printed(executed: Callable[..., nbformat.NotebookNode], tmp_path: Path) -> None:
+def test_nbconvert_to_webpdf(executed: Callable[..., nbformat.NotebookNode], printing_browser: None) -> None:
     pypdf = pytest.importorskip("pypdf")
-    (tmp_path / "page.html").write_text(page_of(executed(*ALL)))
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--print-to-pdf={tmp_path / 'page.pdf'}"]
-    subprocess.run([*command, f"file://{tmp_path / 'page.html'}"], check=True, capture_output=True, timeout=90)
-    pages = pypdf.PdfReader(io.BytesIO((tmp_path / "page.pdf").read_bytes())).pages
+    exporter = nbconvert.WebPDFExporter(disable_sandbox=True)
+    pages = pypdf.PdfReader(io.BytesIO(exporter.from_notebook_node(executed(*ALL))[0])).pages
     drawn = "\n".join(page.extract_text() for page in pages)
     text = " ".join(unicodedata.normalize("NFKC", drawn).split())
     # faint text, such as the ranks' numbers, is drawn last and comes last
-    for part in (
-        "✓ succeeded train",
-        "2 ranks · cpu, gloo · local",
-        "epoch 2 0",
-        "rank 0 · ",
-        "rank 1 · ",
-        "returned total, where",
-        "✕ failed broken",
-        "ValueError on rank 1",
-    ):
+    for part in PRINTED:
         assert part in text, text
+
+
+@pytest.mark.slow
+def test_nbconvert_to_latex(executed: Callable[..., nbformat.NotebookNode]) -> None:
+    made = executed(*ALL)
+    # LaTeX has no HTML: what text front ends show
+    text = nbconvert.LatexExporter().from_notebook_node(made)[0].replace("{-}", "-").replace("\\PYZus{}", "_")
+    for part in ("succeeded", "epoch 2 0", "failed", "NaN in batch 118"):
+        assert part in text, text
+    if shutil.which("xelatex") is None:
+        return
+    pypdf = pytest.importorskip("pypdf")
+    pages = pypdf.PdfReader(io.BytesIO(nbconvert.PDFExporter().from_notebook_node(made)[0])).pages
+    drawn = "\n".join(page.extract_text() for page in pages)
+    for part in ("succeeded", "epoch 2 0", "failed", "NaN in batch 118"):
+        assert part in drawn, drawn

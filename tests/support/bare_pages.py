@@ -17,7 +17,7 @@ from kernels import Cell, Kernel
 from playwright.sync_api import Browser, Page, Route
 
 _URL = "http://localhost/"
-_PAGE = """<!doctype html><title>one widget</title><body><script type="module">
+_PAGE = """<!doctype html><title>one widget</title>HEAD<script type="module">
 import widget from "/widget.js";
 
 globalThis.draw = (state) => {
@@ -34,8 +34,7 @@ globalThis.draw = (state) => {
     for (const name of Object.keys(data.state)) tell(`change:${name}`);
   };
   const model = {
-    // JupyterLab's sends what widgets say to a subshell of its own
-    widget_manager: { kernel: { supportsSubshells: true } },
+    widget_manager: MANAGER,
     get: (name) => state[name],
     send: (content) => void toKernel(content),
     on: (name, callback) => void heard.set(name, (heard.get(name) ?? new Set()).add(callback)),
@@ -46,6 +45,28 @@ globalThis.draw = (state) => {
 </script>"""
 
 
+# JupyterLab's sends what widgets say to a subshell of its own
+_LAB = {"HEAD": "<body>", "MANAGER": "{ kernel: { supportsSubshells: true } }"}
+# VS Code draws outputs in a webview with the theme's colours as variables. Its widget manager is its own, without a
+# kernel connection, and what widgets say goes to the kernel's shell.
+_VSCODE_DARK = {
+    "--vscode-editor-background": "#1f1f1f",
+    "--vscode-foreground": "#cccccc",
+    "--vscode-descriptionForeground": "#9d9d9d",
+    "--vscode-textLink-foreground": "#4daafc",
+    "--vscode-testing-iconPassed": "#73c991",
+    "--vscode-errorForeground": "#f85149",
+    "--vscode-editorWarning-foreground": "#cca700",
+    "--vscode-font-family": "sans-serif",
+    "--vscode-editor-font-family": "monospace",
+}
+_VSCODE = {
+    "HEAD": f"<html style='{';'.join(f'{name}:{value}' for name, value in _VSCODE_DARK.items())}'>"
+    "<body class='vscode-dark' style='background:var(--vscode-editor-background)'>",
+    "MANAGER": "{}",
+}
+
+
 class BarePage:
     """A page that draws one widget.
 
@@ -53,16 +74,21 @@ class BarePage:
         browser: The browser that opens the page.
         kernel: The widget's kernel; its messages reach the page while they are taken, as `Cell.until` does.
         view: The widget.
+        vscode: The page is as VS Code's webview, not as JupyterLab's.
 
     Attributes:
         errors: Errors in the page.
     """
 
-    def __init__(self, browser: Browser, kernel: Kernel, view: LiveView) -> None:
+    def __init__(self, browser: Browser, kernel: Kernel, view: LiveView, *, vscode: bool = False) -> None:
         self._kernel = kernel
         self._view = view
+        self._over = "shell" if vscode else "subshell"
+        self._body = _PAGE
+        for name, value in (_VSCODE if vscode else _LAB).items():
+            self._body = self._body.replace(name, value)
         # a question that comes from the page can't wait for it to be made
-        assert kernel.front_end.subshell
+        assert vscode or kernel.front_end.subshell
         self.page: Page = browser.new_page(viewport={"width": 1000, "height": 900})
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -102,14 +128,14 @@ class BarePage:
         self._kernel.front_end.drop_subshell()
 
     def _say(self, content: dict[str, Any]) -> None:
-        self._kernel.front_end.say(self._view, content, "subshell")
+        self._kernel.front_end.say(self._view, content, self._over)
 
     def _pass_on(self, data: Mapping[str, Any]) -> None:
         self.page.evaluate("data => fromKernel(data)", dict(data))
 
     def _serve(self, route: Route) -> None:
         if route.request.url == _URL:
-            route.fulfill(content_type="text/html", body=_PAGE)
+            route.fulfill(content_type="text/html", body=self._body)
         elif route.request.url == f"{_URL}widget.js":
             route.fulfill(content_type="text/javascript", body=self._view.state["_esm"])
         else:

@@ -66,6 +66,9 @@ export const devicePicture = record({
 });
 export type DevicePicture = Of<typeof devicePicture>;
 
+export const runParameter = record({ name: str, value: str });
+export type RunParameter = Of<typeof runParameter>;
+
 export const runRow = record({
   run_id: str,
   short_id: str,
@@ -92,6 +95,7 @@ export const runRow = record({
   idle_ends_at: nullable(num),
   tracked_url: str,
   here: bool,
+  parameters: list(runParameter),
 });
 export type RunRow = Of<typeof runRow>;
 

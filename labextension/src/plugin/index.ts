@@ -2,6 +2,7 @@
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/application";
 import { INotebookTracker } from "@jupyterlab/notebook";
 
+import { followFailedLines } from "./failed_lines";
 import { NotebookRuns } from "./notebook_runs";
 import outputs from "./outputs.css";
 import { panelPlugin } from "./panel_plugin";
@@ -26,9 +27,11 @@ const runsPlugin: JupyterFrontEndPlugin<void> = {
 
 const outputsPlugin: JupyterFrontEndPlugin<void> = {
   id: "@sgpu-magic/labextension:outputs",
-  description: "Shows the displays of a run's ranks side by side.",
+  description: "Shows the displays of a run's ranks side by side, and goes to the line that failed.",
   autoStart: true,
-  activate: () => {
+  optional: [INotebookTracker],
+  activate: (_: JupyterFrontEnd, notebooks: INotebookTracker | null) => {
+    if (notebooks) followFailedLines(notebooks);
     const style = document.createElement("style");
     style.textContent = outputs;
     document.head.append(style);

@@ -208,7 +208,7 @@ class Snapshot(Message, frozen=True):
         tracked: A link to its MLflow run, None when there is no web page.
         lines: Number of lines in each rank's log so far, by rank, including ranks that do not take part.
         can_cancel: The run can be cancelled.
-        stop: Label of the button that stops it: `Cancel`, or `Disconnect` for a session.
+        stop: Label of the button that stops it: `Cancel`, or `End session`.
         attach: The command that shows the run again after a restart of its kernel.
     """
 

@@ -119,7 +119,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             tracked=_tracked(view),
             lines=tuple(log_lines),
             can_cancel=goes_on and view.state is not RunState.CANCELLING,
-            stop="Cancel" if view.session is None else "Disconnect",
+            stop="Cancel" if view.session is None else "End session",
             attach=f"%sgpu_attach {view.short_id}",
         )
     )

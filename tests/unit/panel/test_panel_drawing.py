@@ -15,15 +15,17 @@ from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.messages import Said
 from sgpu_magic.panel.past_runs import RunFilesOfPool, SimulatedUse, month_began, month_line, month_sums
 from sgpu_magic.panel.pool_state import NO_GPU, RunFiles, pool_choices, pool_picture, run_row
-from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunRow, RunsTold
+from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunParameter, RunRow, RunsTold
 from sgpu_magic.panel.watch import changes
+from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.server.panel_handlers import Outbox
 from sgpu_magic.wire.codec import frame
 from sgpu_magic.wire.costs import read_prices
-from sgpu_magic.wire.devices import Device, Inventory
-from sgpu_magic.wire.events import Event
+from sgpu_magic.wire.devices import Device, Inventory, Placement
+from sgpu_magic.wire.events import Event, Submitted
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
 from sgpu_magic.wire.rank_events import RankSample, Sampled
+from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 NOW = 1_795_344_000.0
@@ -220,6 +222,9 @@ def test_a_row_has_what_its_clock_and_its_buttons_need():
     assert (drawn.notebook, drawn.kernel, drawn.user) == ("digits.ipynb", "k-1", "ann")
     assert (drawn.here, drawn.tracked_url, drawn.idle_ends_at) == (True, "https://mlflow/1", NOW + 60)
     assert row(run(state=RunState.SUCCEEDED, cost=0.3)).cost == 0.3
+    told = (RunParameter(name="lr", value="0.1"),)
+    assert row(run(), RunFiles(here=True, parameters=told)).parameters == told
+    assert drawn.parameters == ()
 
 
 def test_only_what_differs_is_told():
@@ -273,8 +278,23 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
     assert places.of(mine, NOW) == RunFiles()
     for made in (mine, ended):
         (tmp_path / "runs" / made.run_id).mkdir(parents=True)
+    log = RunLog(tmp_path / "runs" / ended.run_id, ended.run_id)
+    spec = RunSpec(
+        run_id=ended.run_id,
+        name="cell",
+        cell=CellSource(body="train(lr)"),
+        placement=Placement(ranks=2),
+        outputs=(),
+        owner=Owner(pid=1, host="h", user="u"),
+        timeout_s=60.0,
+        parameters=(("lr", "0.1"),),
+    )
+    log.append(Submitted(spec=spec), 1.0)
+    log.close()
     places.look()
-    assert places.of(mine, NOW) == places.of(ended, NOW) == RunFiles(here=True)
+    told = (RunParameter(name="lr", value="0.1"),)
+    assert places.of(mine, NOW) == RunFiles(here=True)
+    assert places.of(ended, NOW) == RunFiles(here=True, parameters=told)
     for made in (mine, ended):
         written = json.dumps({"url": f"https://mlflow/{made.run_id}", "more": 1})
         (tmp_path / "runs" / made.run_id / "tracking.json").write_text(written)
@@ -282,7 +302,7 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
     clock += 6.0
     assert places.of(mine, NOW) == RunFiles(here=True, tracked_url="https://mlflow/0000000a")
     # it ended long ago, and was looked at after that
-    assert places.of(ended, NOW) == RunFiles(here=True)
+    assert places.of(ended, NOW) == RunFiles(here=True, parameters=told)
     (tmp_path / "runs" / mine.run_id / "tracking.json").unlink()
     assert places.of(mine, NOW).tracked_url
 

@@ -254,7 +254,7 @@ def test_a_session_goes_through_its_states_in_words() -> None:
     assert words == [
         "waits for devices", "starting", "connected", "runs train", "connected", "disconnecting", "ended",
     ]  # fmt: skip
-    assert (idle.tone, idle.stop, idle.meta) == ("good", "Disconnect", ("1 cell", "idle since 00:06"))
+    assert (idle.tone, idle.stop, idle.meta) == ("good", "End session", ("1 cell", "idle since 00:06"))
     assert idle.name == "session work"
     assert "nothing ran in it for 60 min (--idle)" in drawn(run).meta
 

@@ -9,7 +9,7 @@ interface Props {
   readonly onClose: () => void;
 }
 
-/** Two runs side by side: what they ran on, how long they took, what they cost. */
+/** Two runs side by side: what they ran on, how long they took, what they cost, and with which parameters. */
 export function Comparison({ runs, now, onClose }: Props) {
   const { pool, host } = usePanel();
   const t = useTranslate();
@@ -37,6 +37,7 @@ export function Comparison({ runs, now, onClose }: Props) {
     [t("duration"), (run) => runSpan(run, now)],
     [t("cost"), price],
     [t("user"), ({ user }) => user],
+    ...parameterNames(first, second).map((name) => [name, (run: RunRow) => parameter(run, name)] as const),
   ];
   return (
     <div class="sgpu-comparing">
@@ -50,11 +51,11 @@ export function Comparison({ runs, now, onClose }: Props) {
           </tr>
         </thead>
         <tbody>
-          {rows.map(([name, value]) => {
+          {rows.map(([name, value], at) => {
             const values = [value(first), value(second)] as const;
             if (values.every((each) => each === "")) return null;
             return (
-              <tr key={name} class={values[0] === values[1] ? "" : "sgpu-differs"}>
+              <tr key={`${at} ${name}`} class={values[0] === values[1] ? "" : "sgpu-differs"}>
                 <th scope="row">{name}</th>
                 <td>{values[0] || "–"}</td>
                 <td>{values[1] || "–"}</td>
@@ -65,4 +66,12 @@ export function Comparison({ runs, now, onClose }: Props) {
       </table>
     </div>
   );
+}
+
+function parameterNames(...runs: readonly RunRow[]): string[] {
+  return [...new Set(runs.flatMap(({ parameters }) => parameters.map(({ name }) => name)))];
+}
+
+function parameter(run: RunRow, name: string): string {
+  return run.parameters.find((each) => each.name === name)?.value ?? "";
 }

@@ -108,7 +108,7 @@ export function Header({ model, activity, signal }: Props) {
                 </button>
                 <button
                   type="button"
-                  title={model.interrupts ? `Stop this run${model.isMute ? " (interrupts the kernel)" : ""}` : "End this session"}
+                  title={model.interrupts ? `Stop this run${model.isMute ? " (interrupts the kernel)" : ""}` : "End this session and free its devices"}
                   disabled={!model.canCancel || model.waiting.has("cancel")}
                   onClick={() => void model.cancel()}
                 >

@@ -1,0 +1,37 @@
+"""Parts of a page as axe-core reads them: contrast, names, roles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from browsers import OpenNotebook
+
+BAD = ("serious", "critical")
+
+
+def axe_problems(notebook: OpenNotebook, front_end: Path, places: list[str], least_texts: int = 5) -> list[str]:
+    """Return what stands in the way of a person, and colours that axe can't decide about; where, and why.
+
+    Args:
+        notebook: The page.
+        front_end: The folder of the front end with its packages installed.
+        places: Selectors of the parts to read; those that are not on the page are left out.
+        least_texts: So many texts at least must have been looked at for their contrast.
+    """
+    page = notebook.page
+    if not page.evaluate("typeof axe === 'object'"):
+        page.evaluate((front_end / "node_modules" / "axe-core" / "axe.min.js").read_text())
+        # JupyterLab's body has no height and hides what is out of it; for axe that would be everything
+        page.add_style_tag(content="body { height: 100vh }")
+    include = [[place] for place in places if page.locator(place).filter(visible=True).count()]
+    found: dict[str, Any] = page.evaluate("include => axe.run({ include })", include)
+    contrasts = [node for rule in found["passes"] if rule["id"] == "color-contrast" for node in rule["nodes"]]
+    assert len(contrasts) >= least_texts, "axe has not seen the texts"
+    undecided = [rule for rule in found["incomplete"] if rule["id"] == "color-contrast"]
+    return [
+        f"{rule['id']} ({rule['impact']}): {node['target']}: {node['failureSummary']}\n{node['html']}"
+        for rule in [*found["violations"], *undecided]
+        for node in rule["nodes"]
+        if rule["impact"] in BAD
+    ]
