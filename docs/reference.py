@@ -129,7 +129,7 @@ values. `env_version`, `variables`, `track`, `tracking_uri`, `code_warn_bytes`, 
     "errors": """# Errors
 
 All of them are in `sgpu_magic.errors`. An exception that your code raises on a rank is raised in the notebook as its
-own type, with the attributes `rank`, `run_id` and `remote_traceback`.
+own type, with the attributes `rank`, `run_id`, `remote_traceback` and `failures`.
 """,
     "tracking": """# Metrics and tags
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from sgpu_magic.functions.decorator import distributed, ray_launch
-    from sgpu_magic.functions.handle import Run
     from sgpu_magic.functions.sweep import map
+    from sgpu_magic.runs.handle import Run
     from sgpu_magic.runs.sessions import connect
     from sgpu_magic.tracking.store import tracking_uri
 
@@ -64,7 +64,7 @@ __all__ = [
 
 # imported on first use: ranks, commands and the pool service need none of them
 _OWNERS = {
-    "Run": "sgpu_magic.functions.handle",
+    "Run": "sgpu_magic.runs.handle",
     "connect": "sgpu_magic.runs.sessions",
     "distributed": "sgpu_magic.functions.decorator",
     "map": "sgpu_magic.functions.sweep",

@@ -78,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True):
         output_limit: Bytes of output that a cell shows, as HTML and as text together; the log has the rest.
         cache_dir: Directory of the node's data cache (`runtime.cache_dir()`); "" is the platform's cache directory.
         cache_bytes: Maximum size of the data cache in bytes.
+        volumes_dir: Folder that holds `Volumes/...` and `dbfs/...` of notebooks that were written for Databricks.
         env_version: Packages for runs without `--env-version`, in the same form; "" is the notebook's own.
         environments: `auto` runs the kernel's own Python on nodes that see it and builds its packages on others;
             `built` always builds them.
@@ -151,6 +152,7 @@ class Settings(msgspec.Struct, frozen=True):
     output_limit: int = 100_000
     cache_dir: str = ""
     cache_bytes: int = 50_000_000_000
+    volumes_dir: str = ""
     env_version: str = ""
     environments: str = "auto"
     environment_dir: str = ""

@@ -12,7 +12,7 @@
     │   ├── PoolVersionError      the pool speaks another protocol version
     │   └── KeyRefused            the pool does not admit this user's key, or lacks the key listed for it
     ├── SessionError              the session does not exist or can't take the cell (notebook or pool)
-    ├── RunFailed                 a run failed; has .rank, .run_id, .remote_traceback
+    ├── RunFailed                 a run failed; has .rank, .run_id, .remote_traceback, .failures
     │   ├── RemoteError           user code raised an exception whose type can't be imported here
     │   ├── WorkerDied            a rank's process was killed, crashed or exited
     │   ├── NodeLost              the agent or its machine was lost
@@ -21,7 +21,7 @@
     └── RunCancelled              the run was cancelled; also a KeyboardInterrupt
 
 The words in parentheses name the side that the error comes from. An exception that user code raises on a rank is
-raised in the notebook as its own type if that type can be imported, with the three attributes of `RunFailed` set on
+raised in the notebook as its own type if that type can be imported, with the attributes of `RunFailed` set on
 it; see `views.remote_error`.
 
 Each class has a `topic`, the name of its page in the folder `views/help`. The error's last line says how to show it.
@@ -30,9 +30,12 @@ Each class has a `topic`, the name of its page in the folder `views/help`. The e
 from __future__ import annotations
 
 import sys
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from sgpu_magic.wire.states import FailureKind
+
+if TYPE_CHECKING:
+    from sgpu_magic.wire.failures import Failure
 
 OUT_OF_MEMORY = "memory"
 """Help page for failed allocations, whatever the exception's type."""
@@ -157,7 +160,11 @@ class RunFailed(SgpuError):
         rank: Global rank that failed first; None if no single rank is the cause.
         run_id: Id of the run, for example for `sgpu logs`.
         remote_traceback: Traceback of that rank as plain text; "" if there is none.
+        failures: The `Failure` of every rank that failed: `.rank`, `.host`, `.type_name`, `.message`,
+            `.traceback_text`; the root cause first.
     """
+
+    failures: tuple[Failure, ...] = ()
 
     def __init__(self, message: str, *, rank: int | None = None, run_id: str = "", remote_traceback: str = "") -> None:
         super().__init__(message)

@@ -2,7 +2,6 @@
 
 decorator   `@distributed` and `@ray_launch`, and the objects that they return
 launch      submits a function call as a run
-handle      `Run`: the handle of a run in the background; also trims the tracebacks that callers see
 sweep       `map`: one run per item, and its results
 sweeping    submits the runs of a sweep and collects their results
 compat/     the documented names of serverless_gpu

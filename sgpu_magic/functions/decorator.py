@@ -14,7 +14,7 @@ from sgpu_magic.options.asked import CallOptions
 from sgpu_magic.options.python_form import Options, checked
 
 if TYPE_CHECKING:
-    from sgpu_magic.functions.handle import Run
+    from sgpu_magic.runs.handle import Run
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,9 +138,10 @@ class Launcher(Generic[P, R, T]):
             RunCancelled: The run was cancelled. Outside the main thread, `concurrent.futures.CancelledError` is raised
                 instead, and in an asyncio task `asyncio.CancelledError`.
             Exception: The exception of the rank that failed first, as its own type if that exists in this process,
-                with the attributes `rank`, `run_id` and `remote_traceback`.
+                with the attributes `rank`, `run_id`, `remote_traceback` and `failures`.
         """
-        from sgpu_magic.functions import handle, launch
+        from sgpu_magic.functions import launch
+        from sgpu_magic.runs import handle
 
         if self._run_async:
             return cast("T", self.submit(*args, **kwargs))
@@ -157,7 +158,8 @@ class Launcher(Generic[P, R, T]):
             SerializationError: The function or an argument can't be pickled.
             CapacityError: The pool can't place the run.
         """
-        from sgpu_magic.functions import handle, launch
+        from sgpu_magic.functions import launch
+        from sgpu_magic.runs import handle
 
         with handle.frames_left_out:
             return launch.start(self._function, args, kwargs, self._options)
@@ -252,7 +254,7 @@ class RayLauncher(Launcher[P, R, R]):
             Exception: The exception that the function raised. An error in a Ray task or actor is raised as the
                 original exception, with the lines of the task.
         """
-        from sgpu_magic.functions import handle
+        from sgpu_magic.runs import handle
 
         with handle.frames_left_out:
             (value,) = cast("list[R]", super().__call__(*args, **kwargs))

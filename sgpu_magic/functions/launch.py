@@ -14,10 +14,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
-from sgpu_magic.functions.handle import Run
 from sgpu_magic.options.asked import CallOptions, RunOptions
 from sgpu_magic.options.table import in_pythons_words
 from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, placed
+from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.sessions import fit, run_in
 from sgpu_magic.runs.submit.pack_call import pack_call
 from sgpu_magic.runs.submit.spec import Submission, describe
@@ -69,8 +69,7 @@ def start(
         return submitted(place, prepare(place, function, args, kwargs, options))
     fit.check_call(session, options)
     prepare_call = functools.partial(run_in.prepare_call, session, function, args, kwargs, options)
-    run, prepared = run_in.start_in(session.checked(), prepare_call)
-    return Run(place, run, RunState.QUEUED, lambda view: run_in.settle(session, prepared, view))
+    return run_in.begin_in(session.checked(), prepare_call)
 
 
 def submitted(place: Workplace, submission: Submission) -> Run[Any]:

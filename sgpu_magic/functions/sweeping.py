@@ -16,9 +16,9 @@ from sgpu_magic.client.pool_choosing import KINDS
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.errors import KeyRefused, PoolError, PoolVersionError, RunCancelled, SerializationError
 from sgpu_magic.functions import launch
-from sgpu_magic.functions.handle import Run
 from sgpu_magic.options.asked import CallOptions
 from sgpu_magic.payload.call import name_of
+from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.progress import SweepPicture, SweepProgress, failure_line
 from sgpu_magic.wire.record import short

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from argparse import Namespace
+from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
@@ -21,6 +23,7 @@ from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, add_option
 from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, placed
 from sgpu_magic.runs.follow import outcome
+from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.sessions import fit, registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.cell_source import check_outputs, has_code, pack_cell, read_cell
@@ -28,9 +31,14 @@ from sgpu_magic.runs.submit.spec import describe
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
 from sgpu_magic.views import help as help_pages
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.stacks import stacks_html, stacks_text
+from sgpu_magic.wire.states import RunState
 
 _RUN = re.compile(r"[0-9a-f]{1,8}")
+Launched = RunResult | Run[Any] | None
+"""A cell's value: its result, its handle with `--nowait`, None if it was detached."""
+
 _NOT_SUBMITTED = "interrupted before the run was submitted; nothing was started."
 
 
@@ -89,17 +97,17 @@ class DistributedMagics(Magics):
         close_workplace()
 
     @cell_magic
-    def distributed(self, line: str, cell_body: str) -> RunResult | None:
+    def distributed(self, line: str, cell_body: str) -> Launched:
         """Run this cell on N ranks of a pool. `%%distributed -h` shows the options."""
         return self._run("%%distributed", line, cell_body)
 
     @cell_magic
-    def rank(self, line: str, cell_body: str) -> RunResult | None:
+    def rank(self, line: str, cell_body: str) -> Launched:
         """Run this cell on some ranks of the connected session: `%%rank 0`. `%%rank -h` shows the options."""
         return self._run("%%rank", line, cell_body)
 
     @cell_magic
-    def ray_launch(self, line: str, cell_body: str) -> RunResult | None:
+    def ray_launch(self, line: str, cell_body: str) -> Launched:
         """Run this cell as the driver of a new Ray cluster. `%%ray_launch -h` shows the options."""
         return self._run(RAY, line, cell_body)
 
@@ -110,7 +118,7 @@ class DistributedMagics(Magics):
         self.place.notices.clear()
         return session.run_cell("", cell_body, RunOptions(auto=True))
 
-    def _run(self, magic: str, line: str, cell_body: str) -> RunResult | None:
+    def _run(self, magic: str, line: str, cell_body: str) -> Launched:
         options = argparse_form.parse(line, magic)
         if options is None:
             print(argparse_form.parser(magic).format_help())  # noqa: T201  help is output
@@ -123,13 +131,32 @@ class DistributedMagics(Magics):
         session = registry.current(options.session) if options.session != NO_SESSION else None
         fit.check_cell(session, options, magic)
         self.place.notices.clear()
+        if options.here:
+            self._run_here(cell_body)
         if session is None or options.fresh:
             return self._run_fresh(magic_line, cell_body, options, session)
-        return session.run_cell(magic_line, cell_body, replace(options, only=session.only(options.only or None)))
+        options = replace(options, only=session.only(options.only or None))
+        if options.nowait:
+            return session.begin_cell(magic_line, cell_body, options)
+        return session.run_cell(magic_line, cell_body, options)
 
-    def _run_fresh(
-        self, magic_line: str, cell_body: str, options: RunOptions, session: Session | None
-    ) -> RunResult | None:
+    def _run_here(self, cell_body: str) -> None:
+        """Run a cell in the notebook; nothing goes to the ranks if that fails."""
+        # lines count as in the whole cell; a magic has to be the first one
+        code = cell_body if cell_body.startswith("%%") else f"\n{cell_body}"
+        was_on, self._auto.is_on = self._auto.is_on, False
+        try:
+            done = self._shell.run_cell(code, store_history=False)
+        finally:
+            self._auto.is_on = was_on
+        error: Any = done.error_before_exec or done.error_in_exec
+        if error is not None:
+            # IPython has shown it
+            with contextlib.suppress(AttributeError):
+                error._render_traceback_ = list
+            raise error
+
+    def _run_fresh(self, magic_line: str, cell_body: str, options: RunOptions, session: Session | None) -> Launched:
         """Run a cell on new ranks, on a new lease or on a session's."""
         if session is not None:
             found = session.checked().lends(options.ranks)
@@ -142,11 +169,14 @@ class DistributedMagics(Magics):
         except KeyboardInterrupt:
             raise RunCancelled(_NOT_SUBMITTED) from None
         run = submit(found.pool, submission)
-        try:
-            return self.place.bring_back(run, options.ui, detach=options.detach)
-        finally:
+
+        def over(_: RunView) -> None:
             if session is None and found.pool is self.pool:
                 self.warmth.ran(found.placement.ranks)
+
+        if options.nowait:
+            return Run(self.place, run, RunState.QUEUED, over, options.ui)
+        return self.place.bring_back(run, options.ui, detach=options.detach, over=over)
 
     @line_magic
     @takes(

@@ -192,6 +192,10 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions | None:
             raise UsageError("%%rank runs on existing ranks, and --fresh starts new ones. Leave one of them out.")
         found.ranks = found.list
         readers["ranks"] = lambda _, given: values.parse_ranks(prog, given)
+    if found.detach and found.nowait:
+        raise UsageError(
+            "--nowait keeps the run with this notebook, and --detach lets it go on without. Leave one of them out."
+        )
     if found.ranks is not None and found.fresh:
         raise UsageError("--ranks names existing ranks, and --fresh starts new ones. Leave one of them out.")
     asked = fields(found, names, readers)
@@ -262,6 +266,7 @@ def add_replay(made: argparse.ArgumentParser, own: Mapping[str, Mapping[str, Any
     differs: dict[str, Mapping[str, Any]] = {
         "gpus": {"help": "ranks (default: as many as it had)"},
         "type": {"help": "a10, h100, ..., cpu, any (default: what it asked for)"},
+        "here": {"help": "use this notebook's packages instead of those that the run had"},
         "timeout": {"help": "longest running time (default: its own)"},
         "name": {"help": "the run's name (default: its own)"},
     }

@@ -77,6 +77,9 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         retries: How often to start the ranks again after a failure.
         retry_any: Also retry after an error of the user's code.
         detach: Return at once and let the run continue without its notebook.
+        nowait: Return at once with the run's handle; the run ends with its notebook.
+        here: Run the cell in the notebook first.
+        group: Show the lines rank by rank at the end.
         only: Ranks of a session to run on, ascending; empty means all.
         fresh: Run in new processes on a session's devices.
         reload: Reload edited local modules on a session's ranks first.
@@ -102,6 +105,9 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     retries: int = 0
     retry_any: bool = False
     detach: bool = False
+    nowait: bool = False
+    here: bool = False
+    group: bool = False
     only: tuple[int, ...] = ()
     fresh: bool = False
     reload: bool = False

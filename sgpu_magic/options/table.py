@@ -167,6 +167,11 @@ OPTIONS: Mapping[str, Option] = {
         choices=RETRY_CHOICES,
     ),
     "detach": Option("detach", "return at once; the run continues without this notebook", switch=True),
+    "nowait": Option(
+        "nowait", "return at once with the run's handle: .result(), .cancel(); the notebook goes on", switch=True
+    ),
+    "here": Option("here", "run the cell in the notebook first, then on the ranks", switch=True),
+    "group": Option("group", "show what the ranks printed rank by rank at the end", switch=True),
     "ranks": Option("only", "run on these ranks of the session only (default: all)", "0,2-3", read=values.parse_ranks),
     "fresh": Option("fresh", "run in new processes on the session's devices, beside its ranks", switch=True),
     "reload": Option("reload", "reload edited local modules in the session first", switch=True),
@@ -211,7 +216,6 @@ OPTIONS: Mapping[str, Option] = {
         default="",
     ),
     "ui": Option("ui", "how to display the run (default: auto)", choices=UI_CHOICES, default="auto"),
-    "here": Option("here", "use this notebook's packages instead of those that the run had", switch=True),
 }
 
 DEVICES = ("gpus", "type", "min-memory", "nodes", "placement")
@@ -221,7 +225,20 @@ OF_RANKS_THAT_STAY = ("ranks", "fresh", "reload", "session", "profile")
 """Options that `%%ray_launch` does not have: they need ranks that execute the cell themselves."""
 
 _RUN = ("exclude", "env", "timeout", "wait", "grace", "retries", "retry-on")
-CELL = (*DEVICES, "out", "in", *_RUN, "detach", *OF_RANKS_THAT_STAY, *PACKAGES, "name", *PLACE)
+CELL = (
+    *DEVICES,
+    "out",
+    "in",
+    *_RUN,
+    "detach",
+    "nowait",
+    "here",
+    "group",
+    *OF_RANKS_THAT_STAY,
+    *PACKAGES,
+    "name",
+    *PLACE,
+)
 CALL = (*DEVICES, *_RUN, *PACKAGES, "profile", "name", *PLACE)
 SESSION = (*DEVICES, "name", "idle", "wait", "timeout", "env", *PACKAGES, *PLACE)
 REPLAY = ("gpus", "type", "env", "here", "timeout", "detach", "name")

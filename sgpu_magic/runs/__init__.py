@@ -1,6 +1,7 @@
 """Runs in the process that submits them: submission, following, delivery of results. Used by magics and functions.
 
 workplace           the pools, views and settings of this process, shared by magics and Python functions
+handle              `Run`: the handle of a run in the background; also trims the tracebacks that callers see
 notebook            facts about the notebook and cell, notices below the last cell, kernel restarts
 packages            this process's packages, reported to the pool
 environment_locks   lock files of environments

@@ -189,6 +189,16 @@ class Workplace:
         followed = self.followed(run, ui, error_follows=False)
         self.windows.open(followed, state, live=self.live_views.is_watched and ui != "text")
 
+    def widget_of(self, run: Run, state: RunState) -> Any:
+        """Return an ipywidget that shows a run that this process attached to, and goes on showing it."""
+        # imported here: it takes 50 ms, and only front ends without a Jupyter kernel need it
+        from sgpu_magic.views.live.widget_as_value import WidgetAsValue
+
+        view = _view(run, self.current_settings())
+        shown = WidgetAsValue(view, self._buttons(run))
+        self.windows.open(Followed(run, view, shown, self.pool_of(run)), state, live=True)
+        return shown.widget
+
     def unseen(self, run: Run) -> Followed:
         """Return a run with a view that is not shown."""
         return Followed(run, _view(run, self.settings), SilentPublisher(), self.pool_of(run))

@@ -274,7 +274,8 @@ def segments(view: RunView) -> list[Part]:
 
     One rank's displays stay where they are among its lines, as in a notebook. Lines of several ranks stay together, and
     their displays follow with captions: while the run is active in order of arrival; then the first display of every
-    rank, in rank order, the second of every rank, and so on.
+    rank, in rank order, the second of every rank, and so on. The lines stay in order of arrival, unless the run groups
+    them by rank.
     """
     if len(view.rank_numbers) > 1:
         return _lines_then_displays(view)
@@ -294,6 +295,8 @@ def segments(view: RunView) -> list[Part]:
 
 def _lines_then_displays(view: RunView) -> list[Part]:
     lines = tuple(item for item in view.items if not isinstance(item, DisplayItem))
+    if view.is_final and view.spec.grouped:
+        lines = tuple(sorted(lines, key=lambda item: item.rank if isinstance(item, LineItem) else len(lines)))
     shown: list[tuple[int, DisplayItem]] = []
     before: Counter[int] = Counter()
     for item in view.items:

@@ -52,8 +52,9 @@ def run_exception(
         notebook_names: Names that exist in the notebook, for the hint on a NameError.
 
     Returns:
-        `exception` itself with `.rank`, `.run_id` and `.remote_traceback`, or an exception of `errors` with the same
-        attributes. An exception that would end a kernel, such as SystemExit, is replaced by `RemoteError`.
+        `exception` itself with `.rank`, `.run_id`, `.remote_traceback` and `.failures` (of every rank that failed, the
+        root cause first), or an exception of `errors` with the same attributes. An exception that would end a kernel,
+        such as SystemExit, is replaced by `RemoteError`.
     """
     run, cell, stacks = f"run {view.short_id}", view.spec.cell, ended.stacks
     plain = "\n".join(cut_lines(failure.traceback_text.strip("\n").split("\n"), view.output_limit))
@@ -62,6 +63,7 @@ def run_exception(
     attributes: dict[str, object] = {
         "rank": failure.rank,
         "run_id": view.run_id,
+        "failures": (failure, *ended.others),
         "remote_traceback": remote_traceback or (stacks_text(view.run_id, stacks, cell) if stacks else ""),
     }
     if failure.kind is FailureKind.USER_CODE:

@@ -173,16 +173,18 @@ HEADER_AFTER_S = 0.1
 
 
 class _Line(NamedTuple):
-    """A line to write, and whether a rank printed it to its standard output."""
+    """A line to write, whether a rank printed it to its standard output, and the rank; -1 for none."""
 
     text: str
     is_output: bool = False
+    rank: int = -1
 
 
 class TerminalPublisher:
     """Writes a run to a text stream.
 
     It writes the header once, then finished lines and the text of displays, each with its rank, and the summary last.
+    A run that groups its lines by rank has them written at its end.
     On a terminal each rank's unfinished line is drawn below and erased again; elsewhere it is written when
     it is finished.
 
@@ -238,6 +240,10 @@ class TerminalPublisher:
         view = self._view
         fresh = self._pending + _fresh_lines(view)
         self._pending = []
+        if view.spec.grouped:
+            if not final:
+                self._pending, fresh = fresh, []
+            fresh.sort(key=attrgetter("rank"))
         if is_quiet(view):
             return [_Line(summary_line(view))] if final else []
         lines: list[str] = []
@@ -315,10 +321,10 @@ def _fresh_lines(view: RunView) -> list[_Line]:
     for item in view.output.take_items():
         match item:
             case LineItem(rank=rank, stream=stream, text=text):
-                lines.append(_Line(f"{rank_label(rank, width)} {text}", stream == "stdout"))
+                lines.append(_Line(f"{rank_label(rank, width)} {text}", stream == "stdout", rank))
             case DisplayItem(rank=rank):
                 label = rank_label(rank, width)
-                lines.extend(_Line(f"{label} {line}", True) for line in display_text(item).split("\n"))
+                lines.extend(_Line(f"{label} {line}", True, rank) for line in display_text(item).split("\n"))
             case GapItem():
                 lines.extend(map(_Line, gap_lines(item, view.short_id, log_files(view))))
     return lines

@@ -150,6 +150,7 @@ class RunSpec(Record, frozen=True, kw_only=True):
         max_cost: Cost limit in the currency of the settings: it is stopped before it costs more; None for no limit.
         profile: Record a torch profiler trace on each rank.
         replay_of: Run id of the run that it replays; "" for none.
+        grouped: The final views show the lines rank by rank.
         ray: Its code is the driver of a private Ray cluster on the lease's nodes, and runs on rank 0 only.
     """
 
@@ -186,6 +187,7 @@ class RunSpec(Record, frozen=True, kw_only=True):
     max_cost: float | None = None
     profile: bool = False
     replay_of: str = ""
+    grouped: bool = False
     ray: bool = False
 
     @property

@@ -124,6 +124,24 @@ class Shipping:
             for name in names:
                 self._drop(name, ranks)
 
+    def cell_begun(self, effects: Effects, plan: Plan, namespace: dict[str, object]) -> Assigned:
+        """Record that a cell runs that nobody waits for: later cells find the names that it sets on the ranks.
+
+        Returns:
+            A record to undo that.
+        """
+        older = {name: _digest(name, plan.prints, namespace) for name in effects.stored or ()}
+        with self._lock:
+            before = {name: dict(self._held.get(name, {})) for name in older}
+            for name, digest in older.items():
+                self._set(name, plan.ranks, _Held(digest, own=True))
+        return before
+
+    def not_begun(self, before: Assigned) -> None:
+        """Undo `cell_begun` for a cell that never started."""
+        with self._lock:
+            self._held.update({name: dict(held) for name, held in before.items()})
+
     def cell_over(
         self, effects: Effects, plan: Plan, namespace: dict[str, object], *, succeeded: bool, names_of: NamesOf
     ) -> None:
@@ -146,7 +164,7 @@ class Shipping:
                 deleted = frozenset[str]() if there is None else known - there
             stored |= called
             if there is not None:
-                stored, deleted = stored & there, deleted - there
+                stored, deleted = stored & there, (deleted | stored) - there
         older = {name: _digest(name, plan.prints, namespace) for name in stored}
         with self._lock:
             for name in deleted:

@@ -15,6 +15,7 @@ from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.options.values import format_ranks
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.namespace import collect
+from sgpu_magic.runs.handle import Run as Handle
 from sgpu_magic.runs.sessions.namespace_sync import Effects, Plan
 from sgpu_magic.runs.submit.cell_source import pack_cell, read_cell
 from sgpu_magic.runs.submit.pack_call import pack_call
@@ -187,11 +188,42 @@ def run_in(
         raise _with_the_dead(session, error) from None
     if result is None:
         raise RunCancelled(f"run {run.run_id[:8]} was detached and continues without this cell.", run_id=run.run_id)
-    if into is None and run.spec.outputs and run.spec.kind is not RunKind.CALL:
-        # the notebook's value now equals the ranks' own
-        names = [output.name for output in run.spec.outputs]
-        session.shipping.set_on_ranks(names, place.namespace, session.ranks_of(()))
+    if into is None:
+        _brought_back(session, run)
     return result
+
+
+def begin_in(session: Session, prepare: Callable[[], Prepared], ui: str = "auto") -> Handle[Any]:
+    """Submit a run to a session's ranks and return its handle; when it ends, its names of `--out` are set.
+
+    Args:
+        session: The session.
+        prepare: As in `run_in`.
+        ui: How the handle shows the run.
+
+    Raises:
+        SgpuError: As in `run_in`.
+    """
+    run, prepared = start_in(session, prepare)
+
+    # the next cell may be sent before this one has ended
+    before = session.shipping.cell_begun(prepared.effects, prepared.plan, session.place.namespace)
+
+    def settled(view: RunView) -> None:
+        if not view.warm:
+            session.shipping.not_begun(before)
+        settle(session, prepared, view)
+        if view.state is RunState.SUCCEEDED:
+            _brought_back(session, run)
+
+    return Handle(session.place, run, RunState.QUEUED, settled, ui)
+
+
+def _brought_back(session: Session, run: Run) -> None:
+    """Record that the notebook's values of the run's outputs now equal the ranks' own."""
+    if run.spec.outputs and run.spec.kind is not RunKind.CALL:
+        names = [output.name for output in run.spec.outputs]
+        session.shipping.set_on_ranks(names, session.place.namespace, session.ranks_of(()))
 
 
 def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[Run, Prepared]:

@@ -17,10 +17,12 @@ from sgpu_magic.options.values import Duration, format_ranks, outputs_from, rank
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.runs.follow.outcome import Interrupts
 from sgpu_magic.runs.follow.run_loop import Followed
+from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.sessions import run_in
 from sgpu_magic.runs.sessions.lifetime import Lifetime
 from sgpu_magic.runs.sessions.namespace_sync import Shipping
 from sgpu_magic.runs.sessions.run_in import names_on, push
+from sgpu_magic.runs.sessions.some_ranks import RankCollection
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.words import names_text
 from sgpu_magic.wire.run import OutputName
@@ -29,7 +31,7 @@ from sgpu_magic.wire.run import OutputName
 _MOST_NAMES = 12
 
 
-class Session(Lifetime):
+class Session(Lifetime, RankCollection):
     """Ranks that stay alive between cells. All methods are thread-safe.
 
     Use it in `with` or `async with`; `await` it to wait until it is connected.
@@ -107,6 +109,11 @@ class Session(Lifetime):
         self.checked()
         return run_in.run_in(self, lambda: run_in.prepare_cell(self, magic_line, body, options), options.ui)
 
+    def begin_cell(self, magic_line: str, body: str, options: RunOptions) -> Run[Any]:
+        """Run a cell on the session's ranks and return its handle immediately. Cells run one after the other."""
+        self.checked()
+        return run_in.begin_in(self, lambda: run_in.prepare_cell(self, magic_line, body, options), options.ui)
+
     def call(
         self,
         function: Callable[..., Any],
@@ -132,6 +139,32 @@ class Session(Lifetime):
         self.checked()
         options = RunOptions(only=self.only(ranks))
         return run_in.run_in(self, lambda: run_in.prepare_call(self, function, args, kwargs, options)).values
+
+    def call_async(
+        self,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        ranks: Iterable[int] | int | str | None = None,
+        **kwargs: Any,
+    ) -> Run[Any]:
+        """Call a function as `call` does and return the run's handle immediately; `.result()` waits for the results.
+
+        Calls and cells of one session run in the order in which they were started.
+
+        Args:
+            function: The function to call.
+            args: Its positional arguments.
+            ranks: The ranks that call it, as for `run`.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            TypeError: The arguments do not match the function's signature.
+            SerializationError: The function or an argument can't be pickled.
+        """
+        self.checked()
+        options = RunOptions(only=self.only(ranks))
+        return run_in.begin_in(self, lambda: run_in.prepare_call(self, function, args, kwargs, options), "none")
 
     def push(self, *names: str, ranks: Iterable[int] | int | str | None = None, **values: Any) -> None:
         """Set names on the session's ranks, overwriting existing values.
@@ -202,6 +235,22 @@ class Session(Lifetime):
             UsageError: The session has no such rank.
         """
         return ranks_from(ranks, self.ranks, f"session {self.name}")
+
+    def set_on_one(self, rank: int, name: str, value: Any) -> None:
+        """Set a name on one rank to a value of its own, which a restarted rank does not get again."""
+        self.checked()
+        run_in.run_in(self, lambda: run_in.prepare_push(self, (), {name: value}, (rank,)), "none")
+        self.shipping.set_on_ranks((name,), self.place.namespace, (rank,))
+
+    @property
+    def whole(self) -> Session:
+        """The session itself."""
+        return self
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of all ranks."""
+        return self.ranks_of(())
 
     def ranks_of(self, only: tuple[int, ...]) -> tuple[int, ...]:
         """Return the numbers of the selected ranks; an empty `only` selects all."""

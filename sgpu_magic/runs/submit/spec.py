@@ -181,6 +181,7 @@ def describe(
         parameters=code.parameters,
         max_cost=options.max_cost,
         profile=options.profile,
+        grouped=options.group,
         ray=options.ray,
     )
     environ = {**os.environ, **variables}

@@ -145,7 +145,7 @@ class Channels:
         take = self._open.get(model_id) or self._served.get(model_id)
         if take is not None:
             take(content, send)
-        elif (question := _question_of(content, send)) is not None:
+        elif (question := question_of(content, send)) is not None:
             send(messages.to_builtins(Refusal(n=question.n, text=_CLOSED)))
 
     def _is_taken(self, model_id: str, content: object) -> bool:
@@ -159,7 +159,7 @@ class Channels:
             return False
 
     def _ask(self, answer: Answerer, content: object, send: Send) -> None:
-        question = _question_of(content, send)
+        question = question_of(content, send)
         if isinstance(question, _AT_ONCE):
             send(self._answered(answer, question))
         elif question is not None:
@@ -190,7 +190,7 @@ def _number_of(content: object) -> object:
     return cast("dict[str, object]", content).get("n") if isinstance(content, dict) else None
 
 
-def _question_of(content: object, send: Send) -> Question | None:
+def question_of(content: object, send: Send) -> Question | None:
     """Return a run view's request; refuse anything else and return None."""
     try:
         return messages.question_of(content)

@@ -119,6 +119,24 @@ def test_a_cell_that_failed_has_set_what_the_ranks_say(notebook: Notebook):
     assert notebook.reads("a", "b").names == ("b",)
 
 
+def test_a_cell_that_still_runs_counts_as_having_set_its_names(notebook: Notebook):
+    notebook.run("x = 1\ny = 2")
+    notebook.reads("y")
+    effects, empty = Effects(frozenset({"x", "y"})), notebook.shipping.plan((), notebook.namespace, ALL)
+    before = notebook.shipping.cell_begun(effects, empty, notebook.namespace)
+    assert notebook.shipping.plan(["x", "y"], notebook.namespace, ALL).names == ()
+    assert notebook.shipping.own_names(ALL) == {"x", "y"}
+    # it never started
+    notebook.shipping.not_begun(before)
+    assert notebook.shipping.own_names(ALL) == set()
+    assert notebook.reads("x", "y").names == ("x",)
+    # it failed before it set one of them
+    notebook.shipping.cell_begun(effects, empty, notebook.namespace)
+    notebook.there = frozenset({"x"})
+    notebook.shipping.cell_over(effects, empty, notebook.namespace, succeeded=False, names_of=lambda _: notebook.there)
+    assert notebook.reads("x", "y").names == ("y",)
+
+
 def test_a_cell_that_calls_exec_has_set_what_the_ranks_say(notebook: Notebook):
     notebook.run("a, b = 1, 2")
     notebook.there = frozenset({"a"})

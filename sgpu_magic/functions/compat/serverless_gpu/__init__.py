@@ -3,6 +3,7 @@
 An installed `serverless_gpu` takes precedence over this one.
 
 compute   GPU types
+data      files of a volume for training, and checkpoints there
 launcher  `distributed`, for code that imports it from here
 ray       `ray_launch`
 runtime   rank, world size and node rank, for code on a rank
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["distributed"]
 
-_MODULES = ("compute", "launcher", "ray", "runtime")
+_MODULES = ("compute", "data", "launcher", "ray", "runtime")
 
 
 def __getattr__(name: str) -> object:

@@ -61,7 +61,12 @@ class Run(Future[list[R]], Generic[R]):
     """
 
     def __init__(
-        self, place: Workplace, run: PoolRun, state: RunState, settle: Callable[[RunView], None] | None = None
+        self,
+        place: Workplace,
+        run: PoolRun,
+        state: RunState,
+        settle: Callable[[RunView], None] | None = None,
+        ui: str = "auto",
     ) -> None:
         """Create a handle. Use `submit` or `from_id` instead.
 
@@ -70,6 +75,7 @@ class Run(Future[list[R]], Generic[R]):
             run: The run, submitted or attached to.
             state: Its current state.
             settle: Called when the run ends.
+            ui: How the handle shows the run as a cell's value.
         """
         super().__init__()
         self.run_id = run.run_id
@@ -79,6 +85,7 @@ class Run(Future[list[R]], Generic[R]):
         self._followed: Followed = place.unseen(run)
         self._attached_state = state
         self._settle = settle
+        self._ui = ui
         place.follower.add(self._followed, self._end, has_ended=state.is_final)
 
     @classmethod
@@ -248,10 +255,14 @@ class Run(Future[list[R]], Generic[R]):
 
     def _ipython_display_(self) -> None:
         """Show the run when a cell's last line evaluates to it."""
-        if self._place.is_notebook:
-            self.show()
+        if self._place.is_notebook and self._ui != "none":
+            self.show(self._ui)
         else:
             print(repr(self))  # noqa: T201  what a terminal shows for a value
+
+    def _display_(self) -> object:
+        """Return what marimo shows for the run as a cell's value: its live view."""
+        return self._place.widget_of(*self._place.pool_of(self._followed.run).attach(self.run_id))
 
     # ------------------------------------------------------------ within
 

@@ -1,0 +1,233 @@
+"""Several ranks as one: a session, or some of its ranks. Items and values are spread over them, names read and set."""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast, overload
+
+from sgpu_magic.client.result import RunResult
+from sgpu_magic.options.values import check_name, format_ranks
+
+if TYPE_CHECKING:
+    from sgpu_magic.runs.handle import Run
+    from sgpu_magic.runs.sessions.session import Session
+
+
+class RankCollection:
+    """A session, or some of its ranks: `session[0:2]`."""
+
+    @property
+    @abstractmethod
+    def numbers(self) -> tuple[int, ...]:
+        """The ranks' numbers, ascending."""
+
+    @abstractmethod
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a function on the ranks and return the list of results, by rank."""
+
+    @abstractmethod
+    def push(self, *names: str, **values: Any) -> None:
+        """Set names on the ranks."""
+
+    @abstractmethod
+    def pull(self, *names: str) -> Any:
+        """Return the value of a name on the lowest rank, or with `"x:all"` the list of all ranks' values."""
+
+    @abstractmethod
+    def set_on_one(self, rank: int, name: str, value: Any) -> None:
+        """Set a name on one rank."""
+
+    def map(self, function: Callable[..., Any], /, *items: Iterable[Any]) -> list[Any]:
+        """Call a function on each item, spread over the ranks, and return the results in the order of the items.
+
+        Each rank calls the function on a contiguous part of the items. For one run per item, use `sgpu_magic.map`.
+
+        Args:
+            function: The function to call; with several iterables it takes as many arguments, as for Python's `map`.
+            items: The items.
+
+        Raises:
+            Exception: The exception of the rank that failed first.
+        """
+        numbers = self.numbers
+        parts = dict(zip(numbers, split(list(zip(*items, strict=False)), len(numbers)), strict=True))
+
+        # a function inside a function goes to the ranks by value
+        def call_each(rank: int) -> list[Any]:
+            return [function(*item) for item in parts[rank]]
+
+        call_each.__name__ = call_each.__qualname__ = getattr(function, "__name__", "map")
+        return [value for values in self.call(call_each) for value in values]
+
+    def scatter(self, values: Any, name: str) -> None:
+        """Split a sequence into contiguous parts and set `name` to one of them on each rank.
+
+        Args:
+            values: A list, tuple, range, array, tensor or DataFrame; any other iterable is split as a list. The first
+                parts have one element more if the number is not a multiple of the number of ranks.
+            name: The name to set.
+
+        Raises:
+            UsageError: `name` is not a name.
+            SerializationError: A part can't be pickled.
+        """
+        check_name("the name to set", name)
+        for rank, part in zip(self.numbers, split(values, len(self.numbers)), strict=True):
+            self.set_on_one(rank, name, part)
+
+    def gather(self, name: str) -> Any:
+        """Return the parts that the ranks have under `name`, put together in the order of the ranks.
+
+        Lists and tuples are joined; arrays, tensors and DataFrames are concatenated along their first axis. Of other
+        values the list by rank is returned.
+
+        Args:
+            name: The name.
+
+        Raises:
+            UsageError: A rank has no such name.
+            SerializationError: A value can't be pickled.
+        """
+        return joined(self[name])
+
+    def __len__(self) -> int:
+        """Return the number of ranks."""
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, key: str) -> list[Any]: ...
+    @overload
+    def __getitem__(self, key: int | slice | Iterable[int]) -> SomeRanks: ...
+    def __getitem__(self, key: str | int | slice | Iterable[int]) -> list[Any] | SomeRanks:
+        """Return the values of a name by rank, `session["loss"]`, or some of the ranks, `session[0:2]`.
+
+        Raises:
+            UsageError: A rank has no such name.
+            IndexError: There is no such rank.
+        """
+        if isinstance(key, str):
+            return self.pull(f"{key}:all")
+        return SomeRanks(self.whole, ranks_at(key, self.numbers))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Set a name on all of the ranks, as `push` does: `session["lr"] = 0.1`."""
+        self.push(**{name: value})
+
+    @property
+    @abstractmethod
+    def whole(self) -> Session:
+        """The session."""
+
+
+class SomeRanks(RankCollection):
+    """Some of a session's ranks, with the session's methods: `session[0:2].run("...")`, `session[1]["loss"]`.
+
+    Args:
+        session: The session.
+        numbers: The ranks' numbers, ascending.
+    """
+
+    def __init__(self, session: Session, numbers: tuple[int, ...]) -> None:
+        self._session = session
+        self._numbers = numbers
+
+    @property
+    def whole(self) -> Session:
+        """The session."""
+        return self._session
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The ranks' numbers, ascending."""
+        return self._numbers
+
+    def run(self, code: str, **options: Any) -> RunResult:
+        """Run code on these ranks, as `Session.run` does."""
+        return self._session.run(code, ranks=self._numbers, **options)
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a function on these ranks, as `Session.call` does."""
+        return self._session.call(function, *args, ranks=self._numbers, **kwargs)
+
+    def call_async(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run[Any]:
+        """Call a function on these ranks, as `Session.call_async` does."""
+        return self._session.call_async(function, *args, ranks=self._numbers, **kwargs)
+
+    def push(self, *names: str, **values: Any) -> None:
+        """Set names on these ranks, as `Session.push` does."""
+        self._session.push(*names, ranks=self._numbers, **values)
+
+    def pull(self, *names: str) -> Any:
+        """Return names of these ranks, as `Session.pull` does."""
+        return self._session.pull(*names, ranks=self._numbers)
+
+    def set_on_one(self, rank: int, name: str, value: Any) -> None:
+        """Set a name on one of the ranks to a value of its own."""
+        self._session.set_on_one(rank, name, value)
+
+    def __repr__(self) -> str:
+        return f"<{format_ranks(self._numbers)} of session {self._session.name}>"
+
+
+def ranks_at(key: int | slice | Iterable[int], ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks that an index, a slice or several indices select, ascending; negative ones count from the end.
+
+    Raises:
+        IndexError: There is no such rank.
+    """
+    if isinstance(key, slice):
+        found = ranks[key]
+    else:
+        chosen = [key] if isinstance(key, int) else list(key)
+        absent = [at for at in chosen if not -len(ranks) <= at < len(ranks)]
+        if absent:
+            raise IndexError(f"there is no rank at {absent[0]}: there are {len(ranks)}")
+        found = [ranks[at] for at in chosen]
+    if not found:
+        raise IndexError(f"{key!r} selects no rank: there are {len(ranks)}")
+    return tuple(sorted(set(found)))
+
+
+def split(values: Any, parts: int) -> list[Any]:
+    """Split values into contiguous parts; the first ones have one element more if the number is no multiple of theirs.
+
+    Args:
+        values: A sequence that can be sliced; anything else is split as a list.
+        parts: The number of parts.
+    """
+    # rows of a DataFrame
+    sliced: Any = getattr(values, "iloc", values)
+    is_sliced = hasattr(sliced, "__getitem__") and hasattr(values, "__len__")
+    if not is_sliced or isinstance(values, (str, bytes, dict)):
+        sliced = values = list(cast("Iterable[object]", values))
+    size, longer = divmod(len(values), parts)
+    ends = [size * at + min(at, longer) for at in range(parts + 1)]
+    found: list[Any] = [sliced[start:end] for start, end in pairwise(ends)]
+    # a slice of a tensor is pickled with the storage of the whole
+    return [part.clone() if _is_tensor(part) else part for part in found]
+
+
+def joined(parts: list[Any]) -> Any:
+    """Put parts together again: lists, tuples, arrays, tensors, DataFrames; other values stay a list."""
+    if all(isinstance(part, list) for part in parts):
+        return [value for part in parts for value in part]
+    if all(isinstance(part, tuple) for part in parts):
+        return tuple(value for part in parts for value in part)
+    if all(isinstance(part, range) for part in parts):
+        return [value for part in parts for value in part]
+    numpy, pandas, torch = (sys.modules.get(name) for name in ("numpy", "pandas", "torch"))
+    if torch is not None and all(map(_is_tensor, parts)) and all(part.ndim for part in parts):
+        return torch.cat(parts)
+    if numpy is not None and all(isinstance(part, numpy.ndarray) and part.ndim for part in parts):
+        return numpy.concatenate(parts)
+    if pandas is not None and all(isinstance(part, (pandas.DataFrame, pandas.Series)) for part in parts):
+        return pandas.concat(parts)
+    return parts
+
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
