@@ -7,7 +7,7 @@ and may place each run themselves (`place`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener, NodeChannel
@@ -125,6 +125,15 @@ class Engine(EngineRuns):
         self._awaited = (self._awaited | self._held.awaited) - self._channels.keys()
         self._settle_if_all()
 
+    def await_nodes(self, nodes: Iterable[str]) -> None:
+        """Wait for nodes that may hold runs of an earlier service, for `come_back_s` from now on."""
+        if self._settled:
+            return
+        self._awaited |= set(nodes) - self._channels.keys()
+        if self._patience is not None:
+            self._patience.cancel()
+        self._patience = self._loop.call_later(self.come_back_s, self._settle)
+
     def node_said(self, node: str, message: FromAgent, frames: Sequence[bytes] = ()) -> None:
         """Handle a message of an agent other than its first."""
         match message:
@@ -216,7 +225,7 @@ class Engine(EngineRuns):
         """Start to handle messages of the nodes."""
         self._listener = listener
         self._begun = True
-        self._patience = self._loop.call_later(self.come_back_s, self._settle)
+        self.await_nodes(())
         # deferred: the pool service is not ready yet
         self._loop.call_soon(self._settle_if_all)
 

@@ -198,6 +198,7 @@ def test_a_jupyter_server_drops_nothing(server: Server):
     assert "rate exceeded" not in page.streams + server.log
     assert_within_budget(view)
     assert_gapless(view)
-    (final,) = page.outputs.values()
-    assert WIDGET_MIME not in final
+    assert not any(WIDGET_MIME in data for data in page.outputs.values())
+    # beside it there may be a notice of the kernel's, such as of a pool that took long to start
+    (final,) = [data for data in page.outputs.values() if "application/vnd.sgpu.run.v1+json" in data]
     assert "succeeded" in final["text/plain"]

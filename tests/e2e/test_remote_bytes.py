@@ -30,6 +30,7 @@ from sgpu_magic.client.find_run import recorded_directory
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.wires import FilePart, Reply
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
+from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.runs.replay.recorded import read_recorded
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.wire.attachments import StoredPayload
@@ -448,8 +449,8 @@ def test_a_record_that_is_older_than_its_payload_is_not_taken_for_the_last(serve
         last = read_recorded(directory).record
     # as it is for a moment after the payload has got its name
     before = msgspec.structs.replace(last, payload_kept=False, payload_note=UNDER_WAY)
-    record.write_bytes(msgspec.json.encode(before))
-    later = threading.Timer(0.5, lambda: record.write_bytes(msgspec.json.encode(last)))
+    write_whole(record, msgspec.json.encode(before))
+    later = threading.Timer(0.5, lambda: write_whole(record, msgspec.json.encode(last)))
     later.start()
     with environ_of(ann), recorded_directory(ann.client.pool.settings, run.run_id) as directory:
         assert read_recorded(directory).record == last

@@ -139,9 +139,9 @@ def test_a_line_that_swallows_everything_is_told_and_caught_up(
     stream = io.StringIO()
     followed = Followed(run.run, view, TerminalPublisher(view, stream), client.pool)
     followed.look_at_link()
-    told = f"the link to the pool team ({line.address}) has been silent for more than 10.0 s; the run continues there"
-    assert told in render_text(view)
-    assert told in render_html(view)
+    told = rf"the pool team \({re.escape(line.address)}\) has been silent since [\d:]+; the run continues there"
+    assert re.search(told, render_text(view))
+    assert re.search(told, render_html(view))
     eventually(lambda: "120\n" in served.home.log(run.run_id, 0), 20, "the run does not go on")
     line.mend()
     eventually(lambda: not run.run.silent_s, 10, "nobody noticed")

@@ -244,7 +244,7 @@ class RayEngine(Engine):
                 self._need(node)
         if not self._found:
             # agents that outlived the last service reconnect by themselves, with the runs that they hold
-            self._awaited |= set(found.agents)
+            self.await_nodes(found.agents)
             self._loop.call_later(self.come_back_s + _TEND_S, self._drop_others, found.leases)
         self._watch()
 

@@ -59,7 +59,7 @@ def test_the_real_package_wins(tmp_path: Path, before: str):
     assert python(code, path=tmp_path) == "the real one"
 
 
-@pytest.mark.parametrize("module", ["serverless_gpu.data", "serverless_gpu_plugin", "sgpu_magic.serverless_gpu"])
+@pytest.mark.parametrize("module", ["serverless_gpu.tables", "serverless_gpu_plugin", "sgpu_magic.serverless_gpu"])
 def test_other_names_are_not_found(module: str):
     with pytest.raises(ModuleNotFoundError):
         __import__(module)
@@ -90,7 +90,8 @@ NOT_INSTALLED = (
 def test_the_successors_names_are_there_behind_an_installed_one(tmp_path: Path):
     code = (
         "import sgpu_magic.functions.compat\n"
-        "from databricks.air import distributed, ray_launch\n"
+        "from databricks.air import distributed, ray_init, ray_launch\n"
+        "from databricks.air.data import UCVolumeDataset\n"
         "import databricks\n"
         "print(distributed.__module__, hasattr(databricks, 'installed'))\n"
     )
@@ -99,8 +100,20 @@ def test_the_successors_names_are_there_behind_an_installed_one(tmp_path: Path):
     (tmp_path / "databricks").mkdir()
     (tmp_path / "databricks" / "__init__.py").write_text("installed = True")
     assert python(code, path=tmp_path) == f"{ours} True"
-    (tmp_path / "databricks" / "air.py").write_text("def distributed(): ...\nray_launch = distributed")
+    (tmp_path / "databricks" / "air").mkdir()
+    (tmp_path / "databricks" / "air" / "__init__.py").write_text(
+        "def distributed(): ...\nray_init = ray_launch = distributed"
+    )
+    (tmp_path / "databricks" / "air" / "data.py").write_text("UCVolumeDataset = None")
     assert python(code, path=tmp_path) == "databricks.air True"
+
+
+def test_ray_init_connects_to_the_cluster_of_a_run_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    from sgpu_magic.functions.compat.databricks_air import ray_init
+
+    with pytest.raises(UsageError, match="@ray_launch"):
+        ray_init()
 
 
 @pytest.mark.parametrize(

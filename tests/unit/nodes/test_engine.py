@@ -96,6 +96,51 @@ async def engine_with(tmp_path: Path, *there: str) -> tuple[Nodes, Service, dict
     return engine, service, links
 
 
+class Late(Nodes):
+    """Knows its inventory only when it is told, as when a cluster answers late."""
+
+    come_back_s = 0.05
+    known: Inventory | None = None
+
+    def inventory(self) -> Inventory | None:
+        return self.known
+
+
+async def late(tmp_path: Path) -> tuple[Late, Service]:
+    """An engine whose patience for nodes is over before it knew of any; node `a` has come by itself."""
+    engine, service = Late(replace(Settings(), state_dir=str(tmp_path)), "cluster"), Service()
+    engine.start(cast("EngineListener", service))
+    engine.node_came(Link("a"), ready("a"))
+    await asyncio.sleep(2 * engine.come_back_s)
+    assert "node_found" not in service.heard
+    return engine, service
+
+
+def test_a_node_that_came_before_the_cluster_named_it_is_not_waited_for(tmp_path: Path):
+    async def scenario() -> None:
+        engine, service = await late(tmp_path)
+        engine.await_nodes(["a"])
+        engine.known = Inventory(host="cluster", cpu_slots=4)
+        engine.inventory_changed()
+        assert "node_found" in service.heard
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_the_cluster_names_late_is_waited_for_and_not_for_ever(tmp_path: Path):
+    async def scenario() -> None:
+        engine, service = await late(tmp_path)
+        engine.await_nodes(["a", "b"])
+        engine.known = Inventory(host="cluster", cpu_slots=4)
+        engine.inventory_changed()
+        assert "node_found" not in service.heard
+        async with asyncio.timeout(10):
+            while "node_found" not in service.heard:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+
+
 def test_each_part_is_launched_when_its_node_comes(tmp_path: Path):
     async def scenario() -> None:
         engine, service, links = await engine_with(tmp_path, "a")

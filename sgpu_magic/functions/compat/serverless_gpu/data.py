@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -252,8 +254,10 @@ class _Volume:
         self._path = os.fspath(path)
         self._files, self._root = fsspec.core.url_to_fs(located(self._path))
         self._is_local = isinstance(self._files, LocalFileSystem)
-        self._folder = None if self._is_local else tempfile.TemporaryDirectory(prefix="sgpu-checkpoint-")
-        self.local = self._root if self._folder is None else self._folder.name
+        self.local: str = self._root
+        if not self._is_local:
+            self.local = tempfile.mkdtemp(prefix="sgpu-checkpoint-")
+            weakref.finalize(self, shutil.rmtree, self.local, ignore_errors=True)
 
     def upload(self, names: Iterable[str]) -> None:
         if self._is_local:
