@@ -27,6 +27,8 @@ _MEETINGS = re.compile(
     r"init_process_group|new_group"
 )
 _MAX_SOURCE = 80
+# on a rank, it calls the function of a call
+_CALLER = "sgpu_magic/payload/call.py"
 # width of a line number with its arrow
 _NUMBER_CHARS = 7
 _MAX_FRAMES = 60
@@ -89,7 +91,10 @@ class Sources:
         return [head, f"  {source}"] if source else [head]
 
     def own_frames(self, frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
-        """Return the frames without those that started the cell; innermost first."""
+        """Return the frames without those that started the cell or called the function; innermost first."""
+        caller = _caller_at(frames)
+        if caller:
+            return frames[:caller]
         outermost = max((at for at, frame in enumerate(frames) if self.is_notebook(frame)), default=len(frames) - 1)
         return frames[: outermost + 1]
 
@@ -107,6 +112,11 @@ class Sources:
         return otherwise
 
 
+def _caller_at(frames: Sequence[StackFrame]) -> int:
+    """Return the index of the frame that calls the function of a call, 0 in a cell."""
+    return next((at for at, frame in enumerate(frames) if frame.file.endswith(_CALLER)), 0)
+
+
 class Activity(msgspec.Struct, frozen=True):
     """What a rank is doing.
 
@@ -114,7 +124,7 @@ class Activity(msgspec.Struct, frozen=True):
         name: Such as `all_reduce #41` or `load_batch`; "" when its stack is not available.
         waits: It waits in a collective.
         collective: The flight recorder's entry of it; None when it was inferred from the stack.
-        frame: The notebook's innermost frame, else the innermost of all.
+        frame: The notebook's innermost frame, else that of the called function's file, else the innermost of all.
     """
 
     name: str
@@ -163,6 +173,10 @@ def activity_of(stack: RankStack, sources: Sources) -> Activity:
     """
     frames = stack.frames
     at = next((at for at, frame in enumerate(frames) if sources.is_notebook(frame)), None)
+    caller = _caller_at(frames)
+    if at is not None and 0 < caller < at:
+        # the notebook's only line is the one that calls a function of a file
+        at = next(at for at, frame in enumerate(frames) if frame.file == frames[caller - 1].file)
     frame = frames[at] if at is not None else frames[0] if frames else None
     collective = stack.collective
     called = list(reversed(frames[:at])) if at is not None else []
@@ -195,7 +209,7 @@ def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGro
     for stack in sorted(stacks, key=lambda stack: stack.rank):
         activity = activity_of(stack, sources)
         lines = tuple(frame for frame in stack.frames if sources.is_notebook(frame)) or stack.frames
-        key = (activity.name, activity.waits, activity.collective, lines, stack.problem)
+        key = (activity.name, activity.waits, activity.collective, activity.frame, lines, stack.problem)
         found.setdefault(key, []).append((stack, activity))
     groups: list[StackGroup] = []
     for members in found.values():

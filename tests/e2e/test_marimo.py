@@ -110,6 +110,6 @@ def test_cancel_and_stacks(page: Page, home: Home):
     shown = page.locator(".sgpu-run")
     expect(shown.locator(".sgpu-state")).to_have_text("running", timeout=60_000)
     shown.get_by_role("button", name="Stacks").click()
-    expect(shown.locator(".sgpu-stacks")).to_contain_text("time.sleep(0.05)", timeout=20_000)
+    expect(shown.locator(".sgpu-stacks")).to_contain_text("are in train", timeout=20_000)
     shown.get_by_role("button", name="Cancel").click()
     expect(shown.locator(".sgpu-state")).to_have_text("cancelled", timeout=20_000)

@@ -2,6 +2,7 @@
 
 agent_process         a real agent without a pool service: this process sends the orders and receives the events
 bare_pages            a kernel's widget in Chromium without a server and JupyterLab, at a tenth of the cost
+axe_pages             parts of a page as axe-core reads them
 browsers              notebooks in Debian's Chromium, with screenshots
 builds                real builders of environments, ordered as an agent orders them
 culprits              a rank that fails only once all others wait for it

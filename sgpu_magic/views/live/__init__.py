@@ -16,4 +16,5 @@ live_views    the views of one kernel: whether a run gets one, and the widget th
 rank_widgets  the comms of widgets that ranks have created
 comm          requests and replies, also while a cell blocks the kernel
 widgets       the ipywidget itself
+widget_as_value  the widget as a value that a front end without a Jupyter kernel draws
 """

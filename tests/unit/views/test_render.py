@@ -184,6 +184,58 @@ def test_functions_of_other_cells_have_their_own_lines() -> None:
     )
 
 
+def test_a_function_of_a_file_is_where_its_own_file_is() -> None:
+    cell = CellSource(body="__sgpu_result__ = __sgpu_call__()")
+    start = (
+        StackFrame("/lib/sgpu_magic/payload/call.py", 74, "__call__"),
+        StackFrame("<ipython-input-1-a>", 1, "<module>"),
+    )
+    loads = (StackFrame("/work/train.py", 12, "load"), StackFrame("/work/train.py", 25, "train"), *start)
+    waits = (
+        StackFrame("/lib/torch/distributed/c10d.py", 9, "barrier"),
+        StackFrame("/work/train.py", 30, "train"),
+        *start,
+    )
+    stacks = (RankStack(rank=0, frames=loads), RankStack(rank=1, frames=waits))
+    told = [re.sub(r"(?<=\S) {2,}", "  ", line) for line in stacks_text(RUN_ID, stacks, cell).splitlines()]
+    assert told[1:] == [
+        "  rank 0  is in load  train.py, line 12",
+        "  rank 1  waits in barrier  train.py, line 30",
+        "",
+        "rank 0 is in load",
+        "  File /work/train.py, line 25, in train",
+        "  File /work/train.py, line 12, in load",
+        "",
+        "rank 1 waits in barrier",
+        "  File /work/train.py, line 30, in train",
+        "  File /lib/torch/distributed/c10d.py, line 9, in barrier",
+    ]
+
+
+def test_lines_are_grouped_by_rank_when_the_run_asks_for_it() -> None:
+    run = Run(grouped=True).start()
+    for step in range(2):
+        for rank in (1, 0):
+            run.say(rank, f"step {step}\n")
+    stream = io.StringIO()
+    publisher = TerminalPublisher(run.view, stream)
+    publisher.tick(0.0)
+    assert "step" not in stream.getvalue()
+    (live,) = segments(run.view)
+    assert [item.rank for item in live.items] == [1, 0, 1, 0]
+    run.end()
+    publisher.tick(1.0, final=True)
+    (final,) = segments(run.view)
+    assert [(item.rank, item.text) for item in final.items] == [
+        (0, "step 0"),
+        (0, "step 1"),
+        (1, "step 0"),
+        (1, "step 1"),
+    ]
+    printed = [line for line in stream.getvalue().splitlines() if line.startswith("[")]
+    assert printed == ["[0] step 0", "[0] step 1", "[1] step 0", "[1] step 1"]
+
+
 def test_a_cell_that_begins_with_another_magic_counts_its_lines_without_ours() -> None:
     cell = CellSource(magic_line="%%distributed", body="%%time\nwork()", execution_count=7)
     assert last_python_line((StackFrame("<ipython-input-7-a>", 2, "<module>"),), cell).endswith("line 2: work()")
