@@ -87,8 +87,9 @@ def test_cancel_works_while_the_cell_blocks(kernel: Kernel, new_page: NewPage):
 
 @pytest.mark.slow
 def test_a_run_in_vs_code_is_drawn_in_its_colours_and_cancelled_over_the_shell(
-    new_kernel: Callable[..., Kernel], new_page: NewPage
+    new_kernel: Callable[..., Kernel], home: Home, new_page: NewPage
 ):
+    (home.work / "go").unlink(missing_ok=True)
     kernel = new_kernel()
     kernel.check("__vsc_ipynb_file__ = '/work/train.ipynb'")
     cell = kernel.start(STEPS)
