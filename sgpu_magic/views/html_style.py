@@ -15,11 +15,12 @@ PANEL = "rgba(128,128,128,.07)"
 SANS = "font-family:var(--jp-ui-font-family,var(--vscode-font-family,system-ui,sans-serif))"
 MONO = "font-family:var(--jp-code-font-family,ui-monospace,'DejaVu Sans Mono',Menlo,monospace)"
 SOFT = "opacity:.68"
-FAINT = "opacity:.55"
-ACCENT = "var(--jp-brand-color1,var(--vscode-textLink-foreground,#1e88e5))"
-GOOD = "var(--jp-success-color1,var(--vscode-testing-iconPassed,#2e9e44))"
-BAD = "var(--jp-error-color1,var(--vscode-errorForeground,#d9403c))"
-WARN = "var(--jp-warn-color0,var(--vscode-editorWarning-foreground,#c77800))"
+FAINT = "opacity:.64"
+# with the text's colour mixed in: a theme's own colours have too little contrast
+ACCENT = "color-mix(in srgb,var(--jp-brand-color1,var(--vscode-textLink-foreground,#1e88e5)) 80%,currentColor)"
+GOOD = "color-mix(in srgb,var(--jp-success-color1,var(--vscode-testing-iconPassed,#2e9e44)) 72%,currentColor)"
+BAD = "color-mix(in srgb,var(--jp-error-color1,var(--vscode-errorForeground,#d9403c)) 78%,currentColor)"
+WARN = "color-mix(in srgb,var(--jp-warn-color0,var(--vscode-editorWarning-foreground,#c77800)) 66%,currentColor)"
 
 PRE = (
     f"margin:0;padding:6px 12px;{MONO};font-size:12px;line-height:1.5;white-space:pre-wrap;word-break:normal;"

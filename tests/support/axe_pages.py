@@ -10,13 +10,16 @@ from browsers import OpenNotebook
 BAD = ("serious", "critical")
 
 
-def axe_problems(notebook: OpenNotebook, front_end: Path, places: list[str], least_texts: int = 5) -> list[str]:
-    """Return what stands in the way of a person, and colours that axe can't decide about; where, and why.
+def axe_problems(
+    notebook: OpenNotebook, front_end: Path, places: list[str], least_texts: int = 5, *, undecided: bool = True
+) -> list[str]:
+    """Return what stands in the way of a person; where, and why.
 
     Args:
         notebook: The page.
         front_end: The folder of the front end with its packages installed.
         places: Selectors of the parts to read; those that are not on the page are left out.
+        undecided: Also return colours that axe can't decide about, such as where something covers a part of a text.
         least_texts: So many texts at least must have been looked at for their contrast.
     """
     page = notebook.page
@@ -28,10 +31,10 @@ def axe_problems(notebook: OpenNotebook, front_end: Path, places: list[str], lea
     found: dict[str, Any] = page.evaluate("include => axe.run({ include })", include)
     contrasts = [node for rule in found["passes"] if rule["id"] == "color-contrast" for node in rule["nodes"]]
     assert len(contrasts) >= least_texts, "axe has not seen the texts"
-    undecided = [rule for rule in found["incomplete"] if rule["id"] == "color-contrast"]
+    unclear = [rule for rule in found["incomplete"] if undecided and rule["id"] == "color-contrast"]
     return [
         f"{rule['id']} ({rule['impact']}): {node['target']}: {node['failureSummary']}\n{node['html']}"
-        for rule in [*found["violations"], *undecided]
+        for rule in [*found["violations"], *unclear]
         for node in rule["nodes"]
         if rule["impact"] in BAD
     ]
