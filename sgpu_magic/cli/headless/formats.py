@@ -73,12 +73,16 @@ def form_of(path: Path) -> Form:
 def read_notebook(path: Path, form: Form) -> Any:
     """Read a file as a notebook of nbformat version 4. `%run` of another text notebook inserts that one's cells.
 
+    In an .ipynb notebook, only `%run` of a notebook that is named as Databricks names it does.
+
     Raises:
         UsageError: The file can't be read, needs a library that is not installed, or runs itself.
     """
     nbformat: Any = importlib.import_module("nbformat")
     if form is Form.IPYNB:
-        return nbformat.read(io.StringIO(_text_of(path)), as_version=4)
+        made = _ipynb(path)
+        made.cells = [part for cell in made.cells for part in _ipynb_parts(cell, path, nbformat)]
+        return made
     kernel = kernel_name(path, form) or "python3"
     made = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": kernel, "display_name": kernel}})
     for cell in _cells_of(path, form, ()):
@@ -142,12 +146,13 @@ def _cells_of(path: Path, form: Form, including: Sequence[Path]) -> Iterator[Tex
         case Form.PERCENT:
             cells = percent_cells(_text_of(path))
         case Form.IPYNB:
-            cells = _nbformat_cells(read_notebook(path, form))
+            cells = _nbformat_cells(_ipynb(path))
         case _:
             cells = _nbformat_cells(_by_jupytext(path))
     for cell in cells:
         if cell.source.strip():
-            yield from _with_its_runs(cell, path, form, [*including, path.resolve()])
+            written = Form.DATABRICKS if form is Form.IPYNB and _runs_as_databricks(cell.source, path) else form
+            yield from _with_its_runs(cell, path, written, [*including, path.resolve()])
 
 
 def _nbformat_cells(notebook: Any) -> list[TextCell]:
@@ -187,6 +192,26 @@ def _with_its_runs(cell: TextCell, path: Path, form: Form, including: Sequence[P
         yield TextCell(cell.source[done:].strip("\n"), tags=cell.tags) if done else cell
 
 
+def _ipynb_parts(cell: Any, path: Path, nbformat: Any) -> list[Any]:
+    """Return a cell of an .ipynb notebook, or the cells of the notebook that it runs as Databricks names it."""
+    if cell.cell_type != "code" or not _runs_as_databricks(cell.source, path):
+        return [cell]
+    parts = _with_its_runs(TextCell(cell.source), path, Form.DATABRICKS, [path.resolve()])
+    return [getattr(nbformat.v4, f"new_{part.kind}_cell")(part.source) for part in parts]
+
+
+def _runs_as_databricks(source: str, path: Path) -> bool:
+    """Whether a cell runs a notebook in Databricks' source format, or an .ipynb file named without its suffix.
+
+    IPython's own `%run` runs neither; everything else is left to it.
+    """
+    found = _RUN.fullmatch(source.strip())
+    name = found[1].strip("\"' ") if found is not None else ""
+    other = _named(path.parent, name) if name else None
+    form = form_of(other) if other is not None else None
+    return form is Form.DATABRICKS or (form is Form.IPYNB and not (path.parent / name).is_file())
+
+
 def _check_run(line: str, named: Sequence[str], other: Path, including: Sequence[Path]) -> None:
     if len(named) > 1:
         raise UsageError(
@@ -214,6 +239,11 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise UsageError(f"{path} can't be read: {error.strerror}.") from None
+
+
+def _ipynb(path: Path) -> Any:
+    nbformat: Any = importlib.import_module("nbformat")
+    return nbformat.read(io.StringIO(_text_of(path)), as_version=4)
 
 
 def _by_jupytext(path: Path) -> Any:

@@ -129,11 +129,15 @@ def run_line(fs: FileSystem, text: str) -> None:
     Raises:
         UsageError: There is no such command.
     """
+
+    def listing(dir: str) -> str:
+        return "\n".join(f"{each.size:>12,}  {each.path}" for each in fs.ls(dir))
+
     words = text.split()
     commands: dict[str, Callable[..., object]] = {
         name: getattr(fs, name) for name in ("cp", "mv", "rm", "mkdirs", "put", "head")
     }
-    commands["ls"] = lambda dir: "\n".join(f"{each.size:>12,}  {each.path}" for each in fs.ls(dir))
+    commands["ls"] = listing
     if not words or words[0] not in commands:
         raise UsageError(f"%fs takes one of {', '.join(commands)} and its paths, as in `%fs ls /Volumes/main`.")
     recurse = [word for word in words[1:] if word in ("-r", "--recurse", "recurse=true")]

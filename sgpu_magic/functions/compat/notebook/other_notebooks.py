@@ -124,7 +124,7 @@ class RunMagic:
         self._running.append(path)
         try:
             with self._widgets._bound(arguments):  # pyright: ignore[reportPrivateUsage]
-                for number, source in enumerate(cells, 1):
+                for number, source in cells:
                     _run_cell(self._shell, source, f"{path.name}, cell {number}")
         finally:
             self._running.pop()
@@ -141,8 +141,8 @@ def _arguments(words: Sequence[str], path: Path) -> dict[str, str]:
     return given
 
 
-def _cells_of(path: Path, name: str) -> list[str] | None:
-    """Return the code cells of a notebook; None for what IPython's own `%run` runs."""
+def _cells_of(path: Path, name: str) -> list[tuple[int, str]] | None:
+    """Return the code cells of a notebook, each with its number; None for what IPython's own `%run` runs."""
     if path.suffix == ".ipynb":
         if name.endswith(".ipynb"):
             return None
@@ -150,11 +150,11 @@ def _cells_of(path: Path, name: str) -> list[str] | None:
             cells: list[dict[str, Any]] = json.loads(path.read_bytes())["cells"]
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{path} is not a notebook: it is not valid notebook JSON.") from None
-        return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        return [(at, "".join(cell["source"])) for at, cell in enumerate(cells, 1) if cell["cell_type"] == "code"]
     text = path.read_text(encoding="utf-8-sig", errors="replace")
     if not is_databricks_source(text):
         return None
-    return [cell.source for cell in databricks_cells(text) if cell.kind == "code"]
+    return [(at, cell.source) for at, cell in enumerate(databricks_cells(text), 1) if cell.kind == "code"]
 
 
 def _run_cell(shell: Any, source: str, name: str) -> None:

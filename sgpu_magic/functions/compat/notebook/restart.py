@@ -55,8 +55,11 @@ class Library(Utility):
 
 def _forget_variables(shell: Any, keep: Collection[str]) -> None:
     namespace: dict[str, object] = shell.user_ns
+    # names that IPython and its extensions have put there
+    hidden: dict[str, object] = shell.user_ns_hidden
     for name, value in list(namespace.items()):
-        if name not in keep and not is_ipythons(name, value):
+        is_users = name not in hidden or hidden[name] is not value
+        if is_users and name not in keep and not is_ipythons(name, value):
             namespace.pop(name, None)
     hook = shell.displayhook
     if getattr(hook, "do_full_cache", False):
