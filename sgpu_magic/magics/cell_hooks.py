@@ -16,6 +16,7 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.this_process import this_interpreter
 from sgpu_magic.payload.names import names_bound
 from sgpu_magic.payload.namespace import only_in_notebook
+from sgpu_magic.payload.notebook_text import with_cell_magic
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.namespace_sync import Assigned
@@ -92,7 +93,9 @@ class AutoMode:
         content: dict[str, Any] = parent.get("content", {})
         if content.get("silent") or not content.get("store_history", True):
             return False
-        return str(content.get("code", "")).splitlines() == source.splitlines()
+        code = str(content.get("code", ""))
+        # `sgpu_magic.compat` takes `%python` off a cell before this
+        return source.splitlines() in (code.splitlines(), with_cell_magic(code).source.splitlines())
 
     def _session_gone(self) -> None:
         if self.is_on and not registry.names():

@@ -90,6 +90,8 @@ def test_cells_that_go_to_the_ranks_leave_dbutils_here(notebook: Kernel):
     try:
         notebook.check("dbutils.widgets.text('lr', '0.25')\nlr = float(dbutils.widgets.get('lr'))")
         assert notebook.check("print(lr * rank)").lines(1) == ["0.25"]
+        assert notebook.check("%python\nprint('python', rank)").lines(1) == ["python 1"]
+        assert notebook.check("%sh\necho $RANK here").text.strip() == "here"
         # a comment does not keep a cell here
         assert notebook.check("# not dbutils\nprint('on', rank)").lines(1) == ["on 1"]
     finally:
@@ -124,6 +126,9 @@ def other(home: Home) -> Iterator[Path]:
 def test_run_puts_another_notebooks_names_here(notebook: Kernel):
     reply = notebook.check('%run ./common/setup $env="dev"')
     assert reply.text == "shell of setup\n'dev'", reply.story
+    # `$env` is no variable of this notebook, which has one of that name now
+    assert notebook.check('%run ./common/setup $env="prod"').text == "shell of setup\n'prod'"
+    notebook.check("env = 'dev'")
     assert notebook.value("[base, env]") == ["from base", "dev"]
     assert notebook.check("%run common/cells").text == "2"
     # the arguments were for the other notebook only
@@ -134,6 +139,7 @@ def test_run_puts_another_notebooks_names_here(notebook: Kernel):
     # IPython's own %run of a script is as it was
     (notebook.home.work / "script.py").write_text("print(__name__)\n")
     assert notebook.check("%run script.py").text == "__main__"
+    assert notebook.check("line = 'wrong'\nname = 'script'\n%run {name}.py").text == "__main__"
 
 
 @pytest.mark.usefixtures("other")

@@ -236,13 +236,16 @@ def test_a_keyring_that_is_installed_is_asked(monkeypatch: pytest.MonkeyPatch, t
 
 
 class Shell:
-    """What the transformer asks of a shell: its line magics."""
+    """What the transformer and `%run` ask of a shell: its line magics, and a line with its variables replaced."""
+
+    def __init__(self, *also: str) -> None:
+        self.also = also
 
     def find_line_magic(self, name: str) -> object:
         return print if name == "known" or name in self.also else None
 
-    def __init__(self, *also: str) -> None:
-        self.also = also
+    def var_expand(self, line: str, depth: int) -> str:
+        return line
 
 
 @pytest.mark.parametrize(
@@ -290,7 +293,7 @@ def test_what_ipython_runs_goes_to_ipython(line: str, tmp_path: Path, monkeypatc
     (tmp_path / "script.py").write_text("# %%\nprint(1)\n")
     (tmp_path / "it.ipynb").write_text("{}")
     asked: list[str] = []
-    RunMagic(None, Widgets({}, None), asked.append)(line)
+    RunMagic(Shell(), Widgets({}, None), asked.append)(line)
     assert asked == [line]
 
 

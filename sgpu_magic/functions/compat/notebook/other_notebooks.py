@@ -22,6 +22,8 @@ from sgpu_magic.runs.notebook import future_flags
 
 _SUFFIXES = ("", ".py", ".ipynb")
 _TIMED_OUT = 124
+# frames from a magic to the code that calls it
+_CALLER = 2
 _SHOWN_LINES = 20
 # `sgpu run` ends its notebook's runs first
 _END_S = 30.0
@@ -96,6 +98,9 @@ class RunMagic:
         original: IPython's magic.
     """
 
+    # as `IPython.core.magic.no_var_expand`: IPython would replace `$name` by the value of a variable of that name
+    _ipython_magic_no_var_expand = True
+
     def __init__(self, shell: Any, widgets: Widgets, original: Callable[[str], object]) -> None:
         self._shell = shell
         self._widgets = widgets
@@ -108,15 +113,18 @@ class RunMagic:
         try:
             words = shlex.split(line, comments=True)
         except ValueError:
-            return self._original(line)
+            words = []
         if not words or words[0].startswith("-"):
-            return self._original(line)
+            return self._original(self._shell.var_expand(line, _CALLER))
         folder = self._running[-1].parent if self._running else Path.cwd()
         path = find_notebook(folder, words[0])
         cells = _cells_of(path, words[0]) if path is not None else None
         if path is None or cells is None:
-            rest = line.strip().removeprefix(words[0])
-            return self._original(f"{shlex.quote(str(path))}{rest}" if path is not None and self._running else line)
+            line = self._shell.var_expand(line, _CALLER)
+            if path is not None and self._running:
+                # relative to the notebook that runs it
+                line = f"{shlex.quote(str(path))}{line.strip().removeprefix(words[0])}"
+            return self._original(line)
         if path in self._running:
             way = " -> ".join(each.name for each in (*self._running, path))
             raise UsageError(f"the notebooks run each other in a cycle: {way}. Remove one `%run`.")
