@@ -38,7 +38,7 @@ _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
 
 
 class AutoMode:
-    """The input transformer of `%sgpu_auto`. It comes first, because later transformers drop leading blank lines.
+    """The input transformer of `%sgpu_auto`. It precedes IPython's own, because they drop leading blank lines.
 
     Args:
         shell: The notebook's shell.
@@ -55,7 +55,10 @@ class AutoMode:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self.is_on = False
-        shell.input_transformers_cleanup.insert(0, self)
+        cleanup: list[object] = shell.input_transformers_cleanup
+        # behind the one of `sgpu_magic.compat`, also when this extension is loaded again
+        before = [at for at, each in enumerate(cleanup) if getattr(each, "comes_first", False)]
+        cleanup.insert(before[-1] + 1 if before else 0, self)
         registry.when_dropped.append(self._session_gone)
 
     def remove(self) -> None:

@@ -67,7 +67,8 @@ def explain_name(chain: Sequence[str], values: Mapping[str, object], culprit: ob
     uses = ", which uses ".join(f"`{link}`" for link in chain)
     stays = only_in_notebook(culprit)
     if stays:
-        return f"the cell uses {uses}, which stays in the notebook: {stays}"
+        unless = f"If the ranks don't reach it, keep the name out with --exclude {name}."
+        return f"the cell uses {uses}, which stays in the notebook: {stays} {unless}"
     what, kind, is_inside = _describe(name, values[name], culprit, error)
     # a class is shipped with its instances: excluding its name would not help
     out = next((link for link in reversed(chain) if not isinstance(values[link], type)), name)

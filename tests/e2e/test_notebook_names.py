@@ -83,6 +83,7 @@ def test_on_the_ranks_html_is_shown_and_dbutils_says_why_it_is_not_there(noteboo
         "def lr():\n    return dbutils.widgets.get('lr')\nget_ipython().run_cell_magic('distributed', '-n 1', 'lr()')"
     )
     assert "uses `lr`, which uses `dbutils`, which stays in the notebook" in reply.traceback
+    assert "If the ranks don't reach it, keep the name out with --exclude dbutils." in reply.traceback
 
 
 def test_cells_that_go_to_the_ranks_leave_dbutils_here(notebook: Kernel):
@@ -92,6 +93,9 @@ def test_cells_that_go_to_the_ranks_leave_dbutils_here(notebook: Kernel):
         assert notebook.check("print(lr * rank)").lines(1) == ["0.25"]
         assert notebook.check("%python\nprint('python', rank)").lines(1) == ["python 1"]
         assert notebook.check("%sh\necho $RANK here").text.strip() == "here"
+        notebook.check("%sgpu_auto off\n%reload_ext sgpu_magic")
+        notebook.check("%sgpu_connect -n 2 --type cpu\n%sgpu_auto on")
+        assert notebook.check("%sh\necho $RANK there").text.strip() == "there"
         # a comment does not keep a cell here
         assert notebook.check("# not dbutils\nprint('on', rank)").lines(1) == ["on 1"]
     finally:
@@ -168,6 +172,22 @@ def test_exit_ends_run_all_with_one_line(notebook: Kernel):
     # a cell that is run by hand runs
     assert notebook.value("'after' in globals()") is False
     assert notebook.check("after = 3").status == "ok"
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_other_notebook_too(notebook: Kernel, home: Home):
+    code = "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)"
+    cell = {"cell_type": "code", "source": code, "metadata": {}, "outputs": [], "execution_count": None, "id": "a"}
+    metadata = {"kernelspec": {"name": "python3", "display_name": "python3"}}
+    made = {"cells": [cell], "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    (home.work / "sleeps.ipynb").write_text(json.dumps(made))
+    running = notebook.start("dbutils.notebook.run('./sleeps')")
+    running.until(lambda: (home.work / "begun").exists(), 60, "the other notebook begins")
+    notebook.interrupt()
+    reply = running.wait(60)
+    assert reply.ename == "KeyboardInterrupt", reply.story
+    # the check for leaks finds a process of it
+    assert notebook.check("print('goes on')").text == "goes on"
 
 
 def test_restart_python_forgets_variables_and_goes_on(notebook: Kernel):

@@ -49,7 +49,6 @@ def install(shell: Any) -> ExitStack:
     undo.callback(_take_back, shell, dict(ours))
 
     transformer = CellMagics(shell)
-    # before the one of `%sgpu_auto`: a cell that becomes a cell magic stays in the notebook
     shell.input_transformers_cleanup.insert(0, transformer)
     undo.callback(_remove, shell.input_transformers_cleanup, transformer)
 
@@ -90,6 +89,9 @@ class CellMagics:
     Args:
         shell: The notebook's shell. Names for which it has a line magic are left alone.
     """
+
+    # before the transformer of `%sgpu_auto`: a cell that becomes a cell magic stays in the notebook
+    comes_first = True
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
