@@ -57,6 +57,9 @@ class NotebookRun:
         out: Stream for the cells' output, None to discard it.
         err: Stream for a line per cell, and for a script's standard error.
         told: Called with the number of cells done and the total.
+
+    Attributes:
+        exit_value: The value of `dbutils.notebook.exit`, after which no cell ran; None if the notebook did not call it.
     """
 
     def __init__(
@@ -69,8 +72,7 @@ class NotebookRun:
         self._notebook = _read(job)
         self._copy = ExecutedCopy(self._notebook, copy, self._say)
         self._stopped: asyncio.Future[ExitCode]
-        # the value of `dbutils.notebook.exit`, after which no cell runs
-        self._exit_value: str | None = None
+        self.exit_value: str | None = None
 
     def run(self) -> ExitCode:
         """Execute the notebook. SIGINT and SIGTERM end its runs first. The executed copy is written in any case."""
@@ -167,8 +169,8 @@ class NotebookRun:
                 self._tell_failure(cell, number, code)
                 return code
             self._told(number, len(code_cells))
-            if self._exit_value is not None:
-                self._say(f"the notebook exited in cell {number} with: {self._exit_value}\n")
+            if self.exit_value is not None:
+                self._say(f"the notebook exited in cell {number} with: {self.exit_value}\n")
                 break
         client.set_widgets_metadata()
         return ExitCode.OK
@@ -192,8 +194,8 @@ class NotebookRun:
             if stopped.done():
                 return stopped.result()
             if is_exit(error.ename, traceback_of(cell)):
-                self._exit_value = str(error.evalue)
-                self._copy.exited(cell, self._exit_value)
+                self.exit_value = str(error.evalue)
+                self._copy.exited(cell, self.exit_value)
                 return ExitCode.OK
             return code_of(error.ename, traceback_of(cell))
         except (DeadKernelError, CellTimeoutError, asyncio.CancelledError):

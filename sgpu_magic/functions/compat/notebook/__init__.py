@@ -9,6 +9,7 @@ secret_values    `dbutils.secrets`
 restart          `dbutils.library.restartPython()` and `%restart_python`
 other_notebooks  `dbutils.notebook` and `%run` of another notebook
 spark            `spark` and `%sql`
+html_display     `displayHTML`
 
 The shell is the one that the extension receives; nothing here imports IPython.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from typing import Any
 
 from sgpu_magic.functions.compat.notebook import file_system, spark
 from sgpu_magic.functions.compat.notebook.dbutils import DBUtils
+from sgpu_magic.functions.compat.notebook.html_display import displayHTML
 from sgpu_magic.functions.compat.notebook.other_notebooks import RunMagic
 from sgpu_magic.functions.compat.notebook.widgets import Widgets
 from sgpu_magic.options.defaults import is_job
@@ -18,16 +18,6 @@ from sgpu_magic.payload.notebook_text import CELL_MAGIC_NAMES, with_cell_magic
 
 _FIRST_LINE = re.compile(r"\s*%([A-Za-z][A-Za-z-]*)(?![\w%-])[ \t]*(.*)")
 _LANGUAGES = {"scala": "Scala", "R": "R", "r": "R"}
-
-
-def displayHTML(html: object) -> None:
-    """Show HTML below the cell, on ranks too."""
-    display: Callable[..., object] | None = vars(builtins).get("display")
-    if display is None:
-        # no IPython shell runs this code
-        print(html)  # noqa: T201
-    else:
-        display({"text/html": str(html), "text/plain": "<HTML>"}, raw=True)
 
 
 def install(shell: Any) -> ExitStack:
