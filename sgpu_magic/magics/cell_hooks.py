@@ -32,6 +32,8 @@ CELL_MAGIC = "sgpu_auto_cell"
 _STAYS = re.compile(
     r"\s*(?:[\w,\s]+=\s*)?"
     r"%(?:sgpu_\w+|pip|conda|mamba|uv|(?:un|re)?load_ext|env|set_env|restart_python|fs)\b"
+    # another notebook with arguments for its widgets, which are here
+    r"|%run\s.*\s'?\$\w+="
 )
 _IS_BLANK = re.compile(r"\s*(?:#.*)?$")
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")

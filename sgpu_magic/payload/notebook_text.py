@@ -37,7 +37,7 @@ _NAMES = re.compile(
     r"^[^#\n]*(?<![\w.])(?:dbutils\.|displayHTML\(|spark\.[a-z])"
     r"|^\s*%(?:restart_python|fs)\b"
     r"|\A\s*%%?(?:sql|scala|R|r)\b|\A\s*%(?:sh|md|md-sandbox|python)\b"
-    r"|^%run[ \t]+(?![^\n]*\.(?:py|ipynb)\b)[^-\s]",
+    r"|^%run[ \t]+(?![^\n]*\.(?:py|ipynb)\b)[^-\s]|^%run[^\n]*\s'?\$\w+=",
     re.MULTILINE,
 )
 

@@ -135,6 +135,7 @@ def test_run_puts_another_notebooks_names_here(notebook: Kernel):
     notebook.check("env = 'dev'")
     assert notebook.value("[base, env]") == ["from base", "dev"]
     assert notebook.check("%run common/cells").text == "2"
+    assert notebook.check('%run common/cells.ipynb $x="1"').text == "2"
     # the arguments were for the other notebook only
     assert notebook.value("dbutils.widgets.getArgument('env', 'none')") == "none"
     # what it defined runs on the ranks

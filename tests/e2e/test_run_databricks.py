@@ -36,7 +36,11 @@ size = dbutils.widgets.get("size")
 
 # COMMAND ----------
 
-loss = lr * (rank + 1)
+# MAGIC %run ./setup $factor="2"
+
+# COMMAND ----------
+
+loss = scaled(lr * (rank + 1))
 print("loss", loss, size)
 
 # COMMAND ----------
@@ -46,6 +50,13 @@ dbutils.notebook.exit(f"lr={lr}")
 # COMMAND ----------
 
 raise ValueError("this cell never runs")
+"""
+
+
+SETUP = """# Databricks notebook source
+factor = float(dbutils.widgets.get("factor"))
+def scaled(x):
+    return factor * x
 """
 
 
@@ -76,6 +87,7 @@ def text_of(cell: nbformat.NotebookNode) -> str:
 
 def test_a_source_file_with_widgets_runs_on_the_ranks_and_exits(home: Home):
     (home.work / "train.py").write_text(TRAIN)
+    (home.work / "setup.py").write_text(SETUP)
     code, out, err = run(home, "train.py", "-n", "2", "--type", "a10", "-p", "lr=0.25")
     assert code == 0, err
     assert "no cell is tagged" not in err
@@ -89,9 +101,9 @@ def test_a_source_file_with_widgets_runs_on_the_ranks_and_exits(home: Home):
     assert code_cells[0].source.startswith("%load_ext sgpu_magic.compat\n%sgpu_connect ")
     texts = [text_of(cell) for cell in code_cells]
     assert "from a shell" in texts[3]
-    assert "[1] loss 0.5 small" in texts[4]
-    assert texts[5] == "Notebook exited: lr=0.25\n"
-    assert code_cells[6].outputs == []
+    assert "[1] loss 1.0 small" in texts[5]
+    assert texts[6] == "Notebook exited: lr=0.25\n"
+    assert code_cells[7].outputs == []
 
 
 @pytest.mark.slow

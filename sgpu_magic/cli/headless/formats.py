@@ -33,6 +33,7 @@ NOTEBOOK, SCRIPT = ".ipynb", ".py"
 SUFFIXES = (NOTEBOOK, SCRIPT, ".md", ".markdown", ".rmd", ".qmd")
 
 _RUN = re.compile(r"^%run[ \t]+(\S.*)$", re.MULTILINE)
+_ARGUMENT = re.compile(r"\$\w+=")
 # a script that uses one of these names from this package submits runs itself
 _SUBMITS = frozenset(("distributed", "ray_launch", "map", "connect", "Run", "*"))
 _PACKAGES = ("sgpu_magic", "serverless_gpu", "databricks.air")
@@ -178,8 +179,10 @@ def _with_its_runs(cell: TextCell, path: Path, form: Form, including: Sequence[P
             continue
         other_form = form_of(other)
         before = cell.source[done : found.start()].lstrip("\n")
-        if other_form is Form.SCRIPT or (other_form is Form.IPYNB and form is not Form.DATABRICKS):
-            # left to IPython's own %run, with the path resolved relative to this file
+        is_ipythons = other_form is Form.SCRIPT or (other_form is Form.IPYNB and form is not Form.DATABRICKS)
+        if is_ipythons or (len(named) > 1 and all(map(_ARGUMENT.match, named[1:]))):
+            # left to the kernel's %run, with the path resolved relative to this file: IPython's own, or with arguments
+            # for widgets that of `sgpu_magic.compat`
             rest = " ".join(shlex.quote(word) for word in words if word != named[0])
             yield TextCell(f"{before}%run {shlex.quote(str(other))} {rest}".rstrip(), tags=cell.tags)
         else:
@@ -215,8 +218,8 @@ def _runs_as_databricks(source: str, path: Path) -> bool:
 def _check_run(line: str, named: Sequence[str], other: Path, including: Sequence[Path]) -> None:
     if len(named) > 1:
         raise UsageError(
-            f"{including[-1]} has `{line.strip()}`, but a notebook that another one runs takes no arguments here. Set "
-            f"variables before that line, and read them in {other.name}."
+            f"{including[-1]} has `{line.strip()}`, but a notebook that another one runs takes arguments only for "
+            f'its widgets, as $name="value". Set variables before that line, and read them in {other.name}.'
         )
     if other in including:
         way = " -> ".join(each.name for each in (*including, other))

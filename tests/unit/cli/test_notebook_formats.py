@@ -167,6 +167,9 @@ def test_a_notebook_that_another_one_runs_is_read_with_it(tmp_path: Path):
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("k = 3")]), tmp_path / "nb.ipynb")
     third = file(tmp_path, "c.py", "# Databricks notebook source\n# MAGIC %run ./nb\n")
     assert cells(third) == [("code", "k = 3")]
+    # arguments are for widgets, which only the kernel has
+    fourth = file(tmp_path, "d.py", '# Databricks notebook source\n# MAGIC %run ./nb $lr="1 2"\n')
+    assert cells(fourth) == [("code", f"%run {tmp_path / 'nb.ipynb'} '$lr=1 2'")]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_a_notebook_that_another_one_runs_is_read_with_it(tmp_path: Path):
     [
         ("# MAGIC %run ./nowhere", "there is no such notebook in "),
         ("# MAGIC %run ./it", "run each other in a cycle: it.py -> it.py"),
-        ('# MAGIC %run ./other $lr="1"', "takes no arguments here"),
+        ("# MAGIC %run ./other $lr=1 word", "takes arguments only for its widgets"),
     ],
 )
 def test_a_run_that_can_not_be_meant_is_refused(tmp_path: Path, text: str, words: str):

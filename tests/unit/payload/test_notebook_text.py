@@ -40,6 +40,7 @@ def test_a_cell_with_one_percent_sign(text: str, cell: TextCell):
         ("%%sql\nselect 1", True),
         ("%run ./setup", True),
         ("%run '../common/setup' $env=\"dev\"", True),
+        ("%run /work/setup.py '$env=dev'", True),
         ("%run train.py --lr 0.1", False),
         ("%run ./other.ipynb", False),
         ("%run -m package", False),

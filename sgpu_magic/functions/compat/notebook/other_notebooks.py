@@ -90,6 +90,7 @@ def find_notebook(folder: Path, name: str) -> Path | None:
 class RunMagic:
     """`%run`: a notebook in Databricks' source format, or one named without its suffix, runs in this namespace.
 
+    So does any notebook with arguments for its widgets, `$name="value"`.
     Everything else goes to IPython's own `%run`.
 
     Args:
@@ -118,7 +119,8 @@ class RunMagic:
             return self._original(self._shell.var_expand(line, _CALLER))
         folder = self._running[-1].parent if self._running else Path.cwd()
         path = find_notebook(folder, words[0])
-        cells = _cells_of(path, words[0]) if path is not None else None
+        is_ours = not words[0].endswith(".ipynb") or any(word.startswith("$") for word in words[1:])
+        cells = _cells_of(path) if path is not None and is_ours else None
         if path is None or cells is None:
             line = self._shell.var_expand(line, _CALLER)
             if path is not None and self._running:
@@ -149,11 +151,9 @@ def _arguments(words: Sequence[str], path: Path) -> dict[str, str]:
     return given
 
 
-def _cells_of(path: Path, name: str) -> list[tuple[int, str]] | None:
+def _cells_of(path: Path) -> list[tuple[int, str]] | None:
     """Return the code cells of a notebook, each with its number; None for what IPython's own `%run` runs."""
     if path.suffix == ".ipynb":
-        if name.endswith(".ipynb"):
-            return None
         try:
             cells: list[dict[str, Any]] = json.loads(path.read_bytes())["cells"]
         except (ValueError, KeyError, TypeError):
