@@ -16,6 +16,7 @@ cli/        the `sgpu` command
 server/     the Jupyter server extension
 panel/      the environment panel
 functions/  the Python API above, and the names of serverless_gpu
+compat      the extension for notebooks written in Databricks
 options/    every option, declared once, and its form in magics, commands, Python and job files
 runs/       a run in the process that submits it: submit, follow, deliver the results
 views/      how a run is displayed

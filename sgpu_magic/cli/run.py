@@ -150,9 +150,11 @@ def _attempts(
     left, pause_s = job.retries, _RETRY_AFTER_S
     while True:
         began = time.monotonic()
-        code = NotebookRun(job, Path(record.copy) if record.copy else None, out, err, told).run()
+        notebook_run = NotebookRun(job, Path(record.copy) if record.copy else None, out, err, told)
+        code = notebook_run.run()
         took = format_seconds(time.monotonic() - began)
-        ran = "it succeeded" if job.is_script else "every cell ran"
+        is_whole = not job.is_script and notebook_run.exit_value is None
+        ran = "every cell ran" if is_whole else "it succeeded"
         how = ran if code is ExitCode.OK else f"ended with code {int(code)}"
         print(f"{job.source.name}: {how} in {took}", file=err, flush=True)
         if code is not ExitCode.POOL or left == 0:
@@ -197,7 +199,7 @@ what runs where:
   A script's output goes to standard output as it comes; it leaves an executed copy only with --output.
 """
 _CODES = """exit codes:
-  0    every cell ran
+  0    every cell ran, or the notebook ended itself with dbutils.notebook.exit
   1    a cell failed: the notebook's own error, or its kernel died
   2    the command, the job file or an option in a cell is invalid
   3    the pool, a node, the room on it or its environment failed: worth a retry

@@ -15,6 +15,8 @@ from typing import Any
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.this_process import this_interpreter
 from sgpu_magic.payload.names import names_bound
+from sgpu_magic.payload.namespace import only_in_notebook
+from sgpu_magic.payload.notebook_text import with_cell_magic
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.namespace_sync import Assigned
@@ -27,12 +29,18 @@ from sgpu_magic.runs.submit.cell_source import transform_of
 CELL_MAGIC = "sgpu_auto_cell"
 """The internal magic that a plain cell is rewritten to."""
 
-_STAYS = re.compile(r"\s*(?:[\w,\s]+=\s*)?%(?:sgpu_\w+|pip|conda|mamba|uv|(?:un|re)?load_ext|env|set_env)\b")
+_STAYS = re.compile(
+    r"\s*(?:[\w,\s]+=\s*)?"
+    r"%(?:sgpu_\w+|pip|conda|mamba|uv|(?:un|re)?load_ext|env|set_env|restart_python|fs)\b"
+    # another notebook with arguments for its widgets, which are here
+    r"|%run\s.*\s'?\$\w+="
+)
 _IS_BLANK = re.compile(r"\s*(?:#.*)?$")
+_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
 
 
 class AutoMode:
-    """The input transformer of `%sgpu_auto`. It comes first, because later transformers drop leading blank lines.
+    """The input transformer of `%sgpu_auto`. It precedes IPython's own, because they drop leading blank lines.
 
     Args:
         shell: The notebook's shell.
@@ -49,7 +57,10 @@ class AutoMode:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self.is_on = False
-        shell.input_transformers_cleanup.insert(0, self)
+        cleanup: list[object] = shell.input_transformers_cleanup
+        # behind the one of `sgpu_magic.compat`, also when this extension is loaded again
+        before = [at for at, each in enumerate(cleanup) if getattr(each, "comes_first", False)]
+        cleanup.insert(before[-1] + 1 if before else 0, self)
         registry.when_dropped.append(self._session_gone)
 
     def remove(self) -> None:
@@ -60,13 +71,20 @@ class AutoMode:
             self._shell.input_transformers_cleanup.remove(self)
 
     def __call__(self, lines: list[str]) -> list[str]:
-        if not self.is_on or stays_here(lines) or not self._is_users("".join(lines)):
+        source = "".join(lines)
+        if not self.takes(source) or not self._is_users(source):
             return lines
         return [f"get_ipython().run_cell_magic({CELL_MAGIC!r}, '', {''.join(_with_its_first_lines(lines))!r})\n"]
 
     def takes(self, source: str) -> bool:
         """Whether this cell goes to the ranks."""
-        return self.is_on and not stays_here(source.splitlines())
+        return self.is_on and not stays_here(source.splitlines()) and not self._uses_notebook_objects(source)
+
+    def _uses_notebook_objects(self, source: str) -> bool:
+        """Whether a cell uses an object that can't leave the notebook by its nature, such as `dbutils`."""
+        namespace: dict[str, object] = self._shell.user_ns
+        code = "\n".join(line for line in source.splitlines() if not _IS_BLANK.match(line))
+        return any(only_in_notebook(namespace.get(name)) for name in frozenset(_NAME.findall(code)))
 
     def _is_users(self, source: str) -> bool:
         """Whether the source is a cell that the user executed.
@@ -80,7 +98,9 @@ class AutoMode:
         content: dict[str, Any] = parent.get("content", {})
         if content.get("silent") or not content.get("store_history", True):
             return False
-        return str(content.get("code", "")).splitlines() == source.splitlines()
+        code = str(content.get("code", ""))
+        # `sgpu_magic.compat` takes `%python` off a cell before this
+        return source.splitlines() in (code.splitlines(), with_cell_magic(code).source.splitlines())
 
     def _session_gone(self) -> None:
         if self.is_on and not registry.names():

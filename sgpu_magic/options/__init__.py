@@ -6,5 +6,6 @@ asked          records of what cells, calls and sessions request
 defaults       defaults that `sgpu run` sets for the runs of its notebook
 argparse_form  command lines: the magics and the `sgpu` command
 python_form    `@distributed`, `map` and `connect`
+notebook_job   parameters that `sgpu run` passes to a notebook's widgets, and the value that ends a notebook
 job_form       `job.yaml`, `job.json` and `job.toml`, and how options of `sgpu run` override them
 """

@@ -13,4 +13,6 @@ unpack     packed bytes back to objects, after verification
 call       a function call as it is sent; payloads refer to it by this module's name
 digest     digests of values, to detect later changes
 explain    the path to a value that can't be pickled, and the remedy
+
+notebook_text  the cells of notebooks in text form, and magics as Databricks writes them
 """

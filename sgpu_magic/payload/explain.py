@@ -21,6 +21,7 @@ from typing import Any, cast
 import msgspec
 
 from sgpu_magic.payload.call import FunctionCall
+from sgpu_magic.payload.namespace import only_in_notebook
 
 _DILL_NODES = 2_000
 
@@ -64,6 +65,10 @@ def explain_name(chain: Sequence[str], values: Mapping[str, object], culprit: ob
     """
     name = chain[-1]
     uses = ", which uses ".join(f"`{link}`" for link in chain)
+    stays = only_in_notebook(culprit)
+    if stays:
+        unless = f"If the ranks don't reach it, keep the name out with --exclude {name}."
+        return f"the cell uses {uses}, which stays in the notebook: {stays} {unless}"
     what, kind, is_inside = _describe(name, values[name], culprit, error)
     # a class is shipped with its instances: excluding its name would not help
     out = next((link for link in reversed(chain) if not isinstance(values[link], type)), name)

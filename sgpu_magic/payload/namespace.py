@@ -45,6 +45,18 @@ def is_ipythons(name: str, value: object) -> bool:
     return value is not None and getattr(builtins, name, None) is value
 
 
+def only_in_notebook(value: object) -> str:
+    """Return why an object is of use in the notebook's own process only; "" if it is not such an object.
+
+    The class of such an object says so in its attribute `only_in_notebook`, a sentence.
+    """
+    for kind in type(value).__mro__:
+        found: object = vars(kind).get("only_in_notebook")
+        if isinstance(found, str):
+            return found
+    return ""
+
+
 def loaded_names(code: CodeType) -> dict[str, None]:
     """Return the global names that `code` and the code nested in it read, in order of appearance.
 

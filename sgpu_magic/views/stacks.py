@@ -11,110 +11,21 @@ import msgspec
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, SOFT, WARN, safe
+from sgpu_magic.views.sources import NO_FUNCTION, Sources, caller_at
 from sgpu_magic.views.units import aligned, format_ranks, format_seconds
 from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.rank_events import Stalled
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import CellSource
 
-_CELL_FILE = re.compile(r"<ipython-input-(\d+)-")
-# names of code outside functions: a module or a cell
-_NO_FUNCTION = ("<module>", "<cell line: 0>", "")
 # functions of torch.distributed that return when the other ranks have called them too
 _MEETINGS = re.compile(
     r"(monitored_)?barrier|(all_)?reduce(_coalesced)?|broadcast(_object_list)?|(all_)?gather(_object|_into_tensor)?|"
     r"scatter(_object_list)?|reduce_scatter(_tensor)?|all_to_all(_single)?|send|recv|(send|recv)_object_list|"
     r"init_process_group|new_group"
 )
-_MAX_SOURCE = 80
-# on a rank, it calls the function of a call
-_CALLER = "sgpu_magic/payload/call.py"
-# width of a line number with its arrow
-_NUMBER_CHARS = 7
 _MAX_FRAMES = 60
 _MAX_GROUPS = 16
-
-
-class Sources:
-    """Maps frames of a stack to the notebook's lines.
-
-    Args:
-        cell: The run's cell, with the sources of other cells whose functions were shipped.
-    """
-
-    def __init__(self, cell: CellSource) -> None:
-        self._number = cell.execution_count
-        # line numbers as in a rank: the magic's line comes first, unless the body starts with another magic
-        inner = cell.body.lstrip().startswith("%%")
-        above = [] if inner or not cell.magic_line else [cell.magic_line]
-        self._cell = [*above, *cell.body.splitlines()]
-        self._others = {name: (source.splitlines(), number) for name, source, number in cell.linecache}
-
-    def is_notebook(self, frame: StackFrame) -> bool:
-        return frame.file in self._others or _CELL_FILE.match(frame.file) is not None
-
-    def place(self, frame: StackFrame) -> str:
-        """Return `Cell In[7], line 15`, or the file's name and the line."""
-        return f"{self._file(frame, os.path.basename(frame.file))}, line {frame.line}"
-
-    def source(self, frame: StackFrame) -> str:
-        """Return the notebook's line without its indent, "" for other files."""
-        lines = self._lines(frame)
-        text = lines[frame.line - 1].strip() if 0 < frame.line <= len(lines) else ""
-        return text if len(text) <= _MAX_SOURCE else f"{text[:_MAX_SOURCE]} ..."
-
-    def context(self, frame: StackFrame, around: int = 2) -> list[str]:
-        """Return a frame in the notebook as IPython's tracebacks have it: its place, its line and those around it.
-
-        Args:
-            frame: The frame.
-            around: The number of lines before and after it.
-
-        Returns:
-            The lines; empty for other files.
-        """
-        lines = self._lines(frame)
-        if not 0 < frame.line <= len(lines):
-            return []
-        drawn = self.entry(frame)[:1]
-        for number in range(max(frame.line - around, 1), min(frame.line + around, len(lines)) + 1):
-            digits = f"{number}"
-            mark = f"{'-' * (_NUMBER_CHARS - 2 - len(digits))}> {digits}" if number == frame.line else digits
-            drawn.append(f"{mark:>{_NUMBER_CHARS}} {lines[number - 1]}".rstrip())
-        return drawn
-
-    def entry(self, frame: StackFrame) -> list[str]:
-        """Return a frame as in a traceback: its place, and its source line if it is in the notebook."""
-        where = "" if frame.function in _NO_FUNCTION else f", in {frame.function}"
-        source = self.source(frame)
-        head = f"{self._file(frame, f'File {frame.file}')}, line {frame.line}{where}"
-        return [head, f"  {source}"] if source else [head]
-
-    def own_frames(self, frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
-        """Return the frames without those that started the cell or called the function; innermost first."""
-        caller = _caller_at(frames)
-        if caller:
-            return frames[:caller]
-        outermost = max((at for at, frame in enumerate(frames) if self.is_notebook(frame)), default=len(frames) - 1)
-        return frames[: outermost + 1]
-
-    def _lines(self, frame: StackFrame) -> Sequence[str]:
-        if frame.file in self._others:
-            return self._others[frame.file][0]
-        return self._cell if _CELL_FILE.match(frame.file) else ()
-
-    def _file(self, frame: StackFrame, otherwise: str) -> str:
-        if frame.file in self._others:
-            number = self._others[frame.file][1]
-            return f"Cell In[{number}]" if number is not None else "the notebook"
-        if _CELL_FILE.match(frame.file):
-            return f"Cell In[{self._number}]" if self._number is not None else "the cell"
-        return otherwise
-
-
-def _caller_at(frames: Sequence[StackFrame]) -> int:
-    """Return the index of the frame that calls the function of a call, 0 in a cell."""
-    return next((at for at, frame in enumerate(frames) if frame.file.endswith(_CALLER)), 0)
 
 
 class Activity(msgspec.Struct, frozen=True):
@@ -173,7 +84,7 @@ def activity_of(stack: RankStack, sources: Sources) -> Activity:
     """
     frames = stack.frames
     at = next((at for at, frame in enumerate(frames) if sources.is_notebook(frame)), None)
-    caller = _caller_at(frames)
+    caller = caller_at(frames)
     if at is not None and 0 < caller < at:
         # the notebook's only line is the one that calls a function of a file
         at = next(at for at, frame in enumerate(frames) if frame.file == frames[caller - 1].file)
@@ -188,7 +99,7 @@ def activity_of(stack: RankStack, sources: Sources) -> Activity:
     torch_function = next((each.function.strip("_") for each in called if _is_torch(each)), "")
     if torch_function:
         return Activity(torch_function, _MEETINGS.fullmatch(torch_function) is not None, None, frame)
-    if frame.function not in _NO_FUNCTION:
+    if frame.function not in NO_FUNCTION:
         return Activity(frame.function, False, None, frame)
     # at the cell's top level name the function that it called
     return Activity(next((each.function for each in called), "the cell"), False, None, frame)
@@ -278,7 +189,7 @@ def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
     frame = next((frame for frame in frames if sources.is_notebook(frame)), frames[0] if frames else None)
     if frame is None:
         return ""
-    where = "" if frame.function in _NO_FUNCTION else f", in {frame.function}"
+    where = "" if frame.function in NO_FUNCTION else f", in {frame.function}"
     source = sources.source(frame)
     return f"{sources.place(frame)}{where}" + (f": {source}" if source else "")
 

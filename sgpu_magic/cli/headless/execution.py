@@ -28,11 +28,13 @@ from sgpu_magic.cli.headless.outcome import (
     ExitCode,
     as_cell,
     code_of,
+    is_exit,
     prepared,
     text_of,
     title_of,
     traceback_of,
 )
+from sgpu_magic.options import notebook_job
 from sgpu_magic.options.defaults import VARIABLE, as_variable
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import format_seconds
@@ -55,6 +57,9 @@ class NotebookRun:
         out: Stream for the cells' output, None to discard it.
         err: Stream for a line per cell, and for a script's standard error.
         told: Called with the number of cells done and the total.
+
+    Attributes:
+        exit_value: The value of `dbutils.notebook.exit`, after which no cell ran; None if the notebook did not call it.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class NotebookRun:
         self._notebook = _read(job)
         self._copy = ExecutedCopy(self._notebook, copy, self._say)
         self._stopped: asyncio.Future[ExitCode]
+        self.exit_value: str | None = None
 
     def run(self) -> ExitCode:
         """Execute the notebook. SIGINT and SIGTERM end its runs first. The executed copy is written in any case."""
@@ -163,6 +169,9 @@ class NotebookRun:
                 self._tell_failure(cell, number, code)
                 return code
             self._told(number, len(code_cells))
+            if self.exit_value is not None:
+                self._say(f"the notebook exited in cell {number} with: {self.exit_value}\n")
+                break
         client.set_widgets_metadata()
         return ExitCode.OK
 
@@ -182,7 +191,13 @@ class NotebookRun:
         try:
             await running
         except CellExecutionError as error:
-            return stopped.result() if stopped.done() else code_of(error.ename, traceback_of(cell))
+            if stopped.done():
+                return stopped.result()
+            if is_exit(error.ename, traceback_of(cell)):
+                self.exit_value = str(error.evalue)
+                self._copy.exited(cell, self.exit_value)
+                return ExitCode.OK
+            return code_of(error.ename, traceback_of(cell))
         except (DeadKernelError, CellTimeoutError, asyncio.CancelledError):
             if stopped.done():
                 return stopped.result()
@@ -213,6 +228,8 @@ class NotebookRun:
         environ = {**os.environ, **self._job.variables}
         given = self._job.defaults
         environ[VARIABLE] = as_variable(msgspec.structs.replace(given, ui="streams") if self._job.is_script else given)
+        # also without parameters: `dbutils.notebook.run` in a notebook must not pass on those of its own job
+        environ[notebook_job.VARIABLE] = notebook_job.as_variable(self._job.parameters)
         # the owner of the runs, as Jupyter passes it to a kernel
         environ["JPY_SESSION_NAME"] = str(self._job.source)
         if self._job.pool:

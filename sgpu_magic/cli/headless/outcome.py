@@ -21,6 +21,8 @@ from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, Job, declared, has_ta
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.options.defaults import as_words
+from sgpu_magic.options.notebook_job import NotebookExit
+from sgpu_magic.payload.notebook_text import uses_databricks_names
 from sgpu_magic.views import ansi
 
 SETUP_TAG = "injected-sgpu"
@@ -36,6 +38,9 @@ _CHOOSES = re.compile(
     re.MULTILINE,
 )
 _LOADS = re.compile(r"^\s*%(?:re)?load_ext\s+sgpu_magic\b", re.MULTILINE)
+_LOADS_COMPAT = re.compile(r"^\s*%(?:re)?load_ext\s+sgpu_magic\.compat\b", re.MULTILINE)
+_WIDGETS = re.compile(r"\bdbutils\.widgets\b")
+_LOAD, _LOAD_COMPAT = "%load_ext sgpu_magic", "%load_ext sgpu_magic.compat"
 
 
 def prepared(notebook: Any, job: Job) -> list[str]:
@@ -100,11 +105,14 @@ def on_ranks(sources: list[str], job: Job) -> bool:
 
 
 def _setup(sources: list[str], job: Job) -> str:
+    loads_compat = any(_LOADS_COMPAT.search(source) for source in sources)
+    # it loads `sgpu_magic` too
+    load = _LOAD_COMPAT if any(map(uses_databricks_names, sources)) and not loads_compat else ""
     if on_ranks(sources, job):
-        return f"%load_ext sgpu_magic\n{_connect_line(job)}\n%sgpu_auto on"
-    if any(_OUR_CELLS.search(source) for source in sources) and not any(_LOADS.search(source) for source in sources):
-        return "%load_ext sgpu_magic"
-    return ""
+        return f"{load or _LOAD}\n{_connect_line(job)}\n%sgpu_auto on"
+    if load or any(_LOADS.search(source) for source in sources):
+        return load
+    return _LOAD if any(_OUR_CELLS.search(source) for source in sources) else ""
 
 
 def _connect_line(job: Job) -> str:
@@ -118,9 +126,9 @@ def _with_parameters(cells: list[Any], job: Job) -> tuple[list[Any], list[str]]:
     notes: list[str] = []
     cells = [cell for cell in cells if not has_tag(cell, INJECTED_TAG)]
     tagged = next((at for at, cell in enumerate(cells) if has_tag(cell, TAG)), -1)
-    if tagged < 0:
+    if tagged < 0 and not any(_WIDGETS.search(cell.source) for cell in cells):
         notes.append("no cell is tagged `parameters`: they are set before the first cell.")
-    else:
+    elif tagged >= 0:
         known = declared(cells[tagged].source)
         if known is not None:
             there = ", ".join(sorted(known))
@@ -178,6 +186,11 @@ def code_of(name: str, traceback: Sequence[str]) -> ExitCode:
     if is_ours and name == "RunTimeout":
         return ExitCode.TIMED_OUT
     return ExitCode.FAILED
+
+
+def is_exit(name: str, traceback: Sequence[str]) -> bool:
+    """Whether a cell ended its notebook with `dbutils.notebook.exit`; the arguments are those of `code_of`."""
+    return name == NotebookExit.__name__ and len(traceback) == 1
 
 
 def title_of(source: str) -> str:
@@ -239,6 +252,14 @@ class ExecutedCopy:
             "exception": None,
         }
         self.save()
+
+    def exited(self, cell: Any, value: str) -> None:
+        """Record the value with which a cell ended its notebook, in the place of the error by which it did."""
+        import nbformat
+
+        self._notebook.metadata["sgpu"] = {"exit_value": value}
+        shown = nbformat.v4.new_output("stream", name="stdout", text=f"Notebook exited: {value}\n")
+        cell.outputs = [*(output for output in cell.outputs if output.output_type != "error"), shown]
 
     def end(self, seconds: float, *, failed: bool) -> None:
         """Complete papermill's metadata and write the copy for the last time."""

@@ -167,6 +167,9 @@ def test_a_notebook_that_another_one_runs_is_read_with_it(tmp_path: Path):
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("k = 3")]), tmp_path / "nb.ipynb")
     third = file(tmp_path, "c.py", "# Databricks notebook source\n# MAGIC %run ./nb\n")
     assert cells(third) == [("code", "k = 3")]
+    # arguments are for widgets, which only the kernel has
+    fourth = file(tmp_path, "d.py", '# Databricks notebook source\n# MAGIC %run ./nb $lr="1 2"\n')
+    assert cells(fourth) == [("code", f"%run {tmp_path / 'nb.ipynb'} '$lr=1 2'")]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_a_notebook_that_another_one_runs_is_read_with_it(tmp_path: Path):
     [
         ("# MAGIC %run ./nowhere", "there is no such notebook in "),
         ("# MAGIC %run ./it", "run each other in a cycle: it.py -> it.py"),
-        ('# MAGIC %run ./other $lr="1"', "takes no arguments here"),
+        ("# MAGIC %run ./other $lr=1 word", "takes arguments only for its widgets"),
     ],
 )
 def test_a_run_that_can_not_be_meant_is_refused(tmp_path: Path, text: str, words: str):
@@ -198,3 +201,35 @@ def test_a_run_that_can_not_be_meant_is_refused(tmp_path: Path, text: str, words
 )
 def test_a_script_that_submits_runs_is_known(source: str, submits: bool):
     assert submits_runs(source) is submits
+
+
+def test_an_ipynb_notebook_runs_others_as_databricks_names_them(tmp_path: Path):
+    file(
+        tmp_path,
+        "setup.py",
+        "# Databricks notebook source\na = 1\n\n# COMMAND ----------\n\n# MAGIC %md words\n",
+    )
+    file(tmp_path, "script.py", "print(1)\n")
+    new = nbformat.v4
+    inner = new.new_notebook(cells=[new.new_code_cell("b = 2"), new.new_code_cell("%run ./it")])
+    nbformat.write(inner, tmp_path / "inner.ipynb")
+    sources = [
+        "%run ./setup",
+        "%run './inner'",
+        "%run inner.ipynb",
+        "%run script",
+        "x = 1\n%run ./setup",
+        "%run ./none",
+    ]
+    path = tmp_path / "it.ipynb"
+    nbformat.write(new.new_notebook(cells=[new.new_code_cell(source) for source in sources]), path)
+    with pytest.raises(UsageError, match=r"run each other in a cycle: it\.ipynb -> inner\.ipynb -> it\.ipynb"):
+        cells(path)
+    inner.cells.pop()
+    nbformat.write(inner, tmp_path / "inner.ipynb")
+    assert cells(path) == [
+        ("code", "a = 1"),
+        ("markdown", "words"),
+        ("code", "b = 2"),
+        *(("code", source) for source in sources[2:]),
+    ]

@@ -247,7 +247,7 @@ def test_the_status_says_what_is_used_of_a_budget() -> None:
     assert "budget: $12.40 of $50.00 in 30 d" in status_text(a_status(budget=budget)).splitlines()
     assert "color:var(--jp-warn" not in status_html(a_status(budget=budget))
     nearly = msgspec.structs.replace(budget, spent=41.0)
-    assert "color:var(--jp-warn" in status_html(a_status(budget=nearly))
+    assert "var(--jp-warn" in status_html(a_status(budget=nearly))
     assert status_text(a_status(budget=nearly)).count("budget: $41.00 of $50.00 in 30 d") == 1
 
 
