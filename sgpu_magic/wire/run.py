@@ -32,6 +32,8 @@ class CellSource(Record, frozen=True, kw_only=True):
         execution_count: The cell's execution count; None in a script.
         linecache: (file name, source, execution count or None) of other cells whose functions are sent with the run.
         future_flags: Compiler flags of `from __future__ import` in earlier cells, which also apply to this one.
+        file: Path of the script whose text the body is; "" for a cell.
+        arguments: The script's `sys.argv`.
     """
 
     body: str
@@ -39,6 +41,8 @@ class CellSource(Record, frozen=True, kw_only=True):
     execution_count: int | None = None
     linecache: tuple[tuple[str, str, int | None], ...] = ()
     future_flags: int = 0
+    file: str = ""
+    arguments: tuple[str, ...] = ()
 
 
 class Interpreter(Record, frozen=True, kw_only=True):

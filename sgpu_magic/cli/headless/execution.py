@@ -28,6 +28,7 @@ from sgpu_magic.cli.headless.outcome import (
     ExitCode,
     as_cell,
     code_of,
+    kernel_lines,
     prepared,
     text_of,
     title_of,
@@ -89,7 +90,8 @@ class NotebookRun:
             kernel_name=self._job.kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
             timeout=None,
             coalesce_streams=True,
-            resources={"metadata": {"path": str(self._job.source.parent)}},
+            extra_arguments=kernel_lines(self._job) if self._job.is_script else [],
+            resources={"metadata": {"path": str(self._job.folder)}},
         )
         began = time.monotonic()
         timer = None
@@ -129,7 +131,7 @@ class NotebookRun:
         stopped = self._stopped
 
         async def start() -> None:
-            await client.async_start_new_kernel(env=self._environ(), cwd=str(self._job.source.parent))
+            await client.async_start_new_kernel(env=self._environ(), cwd=str(self._job.folder))
             await client.async_start_new_kernel_client()
 
         starting = asyncio.ensure_future(start())
@@ -212,7 +214,11 @@ class NotebookRun:
     def _environ(self) -> dict[str, str]:
         environ = {**os.environ, **self._job.variables}
         given = self._job.defaults
-        environ[VARIABLE] = as_variable(msgspec.structs.replace(given, ui="streams") if self._job.is_script else given)
+        if self._job.is_script:
+            on_ranks = self._notebook.cells[-1].source.startswith("%%distributed")
+            arguments = (self._job.as_written, *self._job.arguments) if on_ranks else ()
+            given = msgspec.structs.replace(given, ui="streams", script=str(self._job.source), arguments=arguments)
+        environ[VARIABLE] = as_variable(given)
         # the owner of the runs, as Jupyter passes it to a kernel
         environ["JPY_SESSION_NAME"] = str(self._job.source)
         if self._job.pool:

@@ -51,6 +51,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         retries: Maximum number of retries after a failure of the pool, a node or the environment.
         kernel: Name of the Jupyter kernel, "" for the notebook's.
         cells: Where plain cells run, one of `CELLS`.
+        folder: Working directory: a notebook's own folder; for a script on the command line, that of the command.
+        as_written: The script's `sys.argv[0]`.
     """
 
     source: Path
@@ -65,6 +67,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     retries: int = 0
     kernel: str = ""
     cells: str = "auto"
+    folder: Path = Path()
+    as_written: str = ""
 
     @property
     def is_script(self) -> bool:
@@ -84,7 +88,9 @@ def job_from(target: str, line: Mapping[str, Any], arguments: tuple[str, ...] = 
     """
     path = Path(target)
     if path.suffix.lower() in SUFFIXES:
-        return _job(_existing(path), with_line(JobFile(), line), "the command", arguments)
+        job = _job(_existing(path), with_line(JobFile(), line), "the command", arguments)
+        # as `python train.py`
+        return msgspec.structs.replace(job, folder=Path.cwd(), as_written=target) if job.is_script else job
     file = read_job_file(path)
     if not file.notebook:
         raise UsageError(f"{path} names no notebook: add `notebook: NAME.ipynb`.")
@@ -130,6 +136,8 @@ def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...]) ->
         retries=file.retries,
         kernel=file.kernel,
         cells=cells,
+        folder=source.parent,
+        as_written=str(source),
     )
 
 
