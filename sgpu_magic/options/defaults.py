@@ -39,6 +39,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         ui: How runs are shown, as in `--ui`; "" to decide by the front end.
         script: Path of the script that is the job; "" for a notebook.
         arguments: Its `sys.argv` if it runs on the ranks, else empty.
+        module: Its name if it is started as a module; "" for a path.
     """
 
     gpus: int = 0
@@ -52,6 +53,7 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ui: str = ""
     script: str = ""
     arguments: tuple[str, ...] = ()
+    module: str = ""
 
 
 def of_process() -> JobDefaults:

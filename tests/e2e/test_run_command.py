@@ -202,6 +202,34 @@ def test_a_script_finds_what_torchrun_gives_it(home: Home):
     assert code == 0, err
 
 
+def test_torchruns_options(home: Home):
+    """A module, restarts after a failure, and options without effect."""
+    folder = home.work / "launched"
+    folder.mkdir(exist_ok=True)
+    (folder / "__init__.py").write_text("size = 3\n")
+    (folder / "train.py").write_text(
+        "import os, sys\nfrom . import size\nrestarts = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print(__name__, size, sys.argv == [__file__, '--lr', '1'], restarts, os.environ['LOCAL_WORLD_SIZE'])\n"
+        "if restarts == '0':\n    raise ValueError('again')\n"
+    )
+    options = [
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--type",
+        "cpu",
+    ]
+    code, out, err = run(home, "torchrun", *options, "-m", "launched.train", "--lr", "1")
+    assert code == 0, err
+    assert sorted(out.splitlines())[-2:] == ["[1] __main__ 3 True 0 2", "[1] __main__ 3 True 1 2"]
+    assert len(out.splitlines()) == 4
+    assert "--rdzv-backend has no effect: the pool arranges the rendezvous." in err
+
+
 def test_a_scripts_syntax_error_names_its_line(home: Home):
     (home.work / "broken.py").write_text("x = 1\ny = (\n")
     code, _, err = run(home, "run", "broken.py", "-n", "2", "--type", "a10")

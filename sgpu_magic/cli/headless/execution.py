@@ -218,6 +218,7 @@ class NotebookRun:
             on_ranks = self._notebook.cells[-1].source.startswith("%%distributed")
             arguments = (self._job.as_written, *self._job.arguments) if on_ranks else ()
             given = msgspec.structs.replace(given, ui="streams", script=str(self._job.source), arguments=arguments)
+            given = msgspec.structs.replace(given, module=self._job.module)
         environ[VARIABLE] = as_variable(given)
         # the owner of the runs, as Jupyter passes it to a kernel
         environ["JPY_SESSION_NAME"] = str(self._job.source)

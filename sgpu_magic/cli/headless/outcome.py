@@ -66,7 +66,8 @@ def as_cell(source: str, job: Job) -> str:
     text = f"{source.rstrip()}\n"
     if not runs_on_pool(source, job):
         return text
-    return f"%%distributed --name {shlex.quote(job.source.name)}\n{text}"
+    again = f" --retries {job.restarts} --retry-on any" if job.restarts else ""
+    return f"%%distributed --name {shlex.quote(job.module or job.source.name)}{again}\n{text}"
 
 
 def runs_on_pool(source: str, job: Job) -> bool:
@@ -80,7 +81,9 @@ def kernel_lines(job: Job) -> list[str]:
     They set `sys.argv`, `__file__` and the first entry of `sys.path`, and name the cell's code by the script's file.
     """
     file = str(job.source)
-    place = f"sys.path.insert(0, {str(job.source.parent)!r}); sys.argv[:] = {[job.as_written, *job.arguments]!r}"
+    # `python -m` looks in the working directory
+    folder = str(job.folder if job.module else job.source.parent)
+    place = f"sys.path.insert(0, {folder!r}); sys.argv[:] = {[job.as_written, *job.arguments]!r}"
     # in a namespace of their own: the script finds `__file__` alone
     lines = f"import sys\n{place}\n" + _NAMED_BY_FILE.format(file=file)
     return [f"--IPKernelApp.exec_lines=exec({lines!r}, {{'shell': get_ipython()}})"]

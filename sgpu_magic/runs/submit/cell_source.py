@@ -117,6 +117,7 @@ def pack_cell(
             future_flags=future_flags(place.shell),
             file=cell.file,
             arguments=cell.arguments,
+            module=defaults.of_process().module if cell.file else "",
         ),
         cell.read if names is None else {name: place.namespace[name] for name in names},
         begin=cell.begin,

@@ -54,3 +54,6 @@ def enter(cell: CellSource, namespace: MutableMapping[str, Any]) -> None:
     sys.argv[:] = cell.arguments
     namespace["__file__"] = cell.file
     namespace["__cached__"] = None
+    if cell.module:
+        # relative imports begin there
+        namespace["__package__"] = cell.module.rpartition(".")[0]

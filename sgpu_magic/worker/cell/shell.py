@@ -119,7 +119,7 @@ class RankShell(InteractiveShell):
         self.whole = WholeTexts(whole)
         self._running.clear()
 
-    def transform_cell(self, raw_cell: str) -> str:
+    def transform_cell(self, raw_cell: str) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return raw_cell if self.compile.is_script(raw_cell) else super().transform_cell(raw_cell)
 
     def forget_failure(self) -> None:
