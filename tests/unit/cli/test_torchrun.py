@@ -21,7 +21,7 @@ def parsed(line: str) -> argparse.Namespace:
     [
         ("train.py --lr 0.1 -m x", "run --as-script --gpus 1 train.py -- --lr 0.1 -m x"),
         ("--standalone --nproc_per_node=4 train.py", "run --as-script --gpus 4 train.py --"),
-        ("--nnodes 2 --nproc-per-node 4 t.py -- a", "run --as-script --gpus 8 --nodes 2 t.py -- -- a"),
+        ("--nnodes 2 --nproc-per-node 4 t.py -- a", "run --as-script --gpus 8 --nodes 2 t.py -- a"),
         ("--nnodes 2:2 --node-rank 0 t.py", "run --as-script --gpus 2 --nodes 2 t.py --"),
         ("--nproc-per-node gpu --type a10 t.py", "run --as-script --type a10 t.py --"),
         ("--max-restarts 3 --pool team t.py", "run --as-script --gpus 1 --pool team --restarts 3 t.py --"),
