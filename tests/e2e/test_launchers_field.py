@@ -8,6 +8,7 @@ left behind, launches after launches.
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 from kernels import Kernel
@@ -197,3 +198,27 @@ def test_number_of_ranks_that_is_none_is_told_before_anything_starts(notebook: K
     assert reply.ename == "UsageError", reply.story
     assert repr(gpus) in reply.evalue, reply.story
     assert notebook.home.runs == before
+
+
+def test_launcher_of_another_package_says_how_it_runs_on_the_pool(kernel: Kernel, tmp_path: Path):
+    """Its own launch is unchanged; on a rank it says that the ranks are there."""
+    package = tmp_path / "accelerate"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .launchers import notebook_launcher\n")
+    (package / "launchers.py").write_text(
+        "def notebook_launcher(function, args, num_processes):\n    function(*args)\n"
+    )
+    kernel.check(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom accelerate import notebook_launcher")
+    kernel.check("def train(lr):\n    print('lr', lr)")
+    launch = "notebook_launcher(train, (0.1,), num_processes=2)"
+    reply = kernel.check(launch)
+    hint = "sgpu: to run this on the pool, write `train(0.1)` in a cell with `%%distributed --gpus 2`.\n"
+    assert reply.text == f"{hint}lr 0.1"
+    # once
+    assert kernel.check(launch).text == "lr 0.1"
+    reply = kernel.run(f"%%distributed -n 2 --type cpu\nfrom accelerate import notebook_launcher\n{launch}")
+    assert reply.status == "error"
+    assert "the run's 2 ranks are there already, started as torchrun starts them. Call the function itself: train(" in (
+        reply.traceback
+    )
+    kernel.check("sys.path.pop(0); sys.modules.pop('accelerate'); sys.modules.pop('accelerate.launchers')")

@@ -146,7 +146,9 @@ def replace(local_rank: int, ranks_here: int) -> None:
     cuda.device_count = lambda: own.count
     cuda.current_device = lambda: own.current
     cuda.set_device = own.select
-    cuda._exchange_device = cuda._maybe_exchange_device = own.exchange
+    # not the same object twice: torch.compile has a table by function
+    cuda._exchange_device = lambda device: own.exchange(device)
+    cuda._maybe_exchange_device = lambda device: own.exchange(device)
     cuda.get_device_name = lambda device=None: NAME
     cuda.get_device_capability = lambda device=None: _CAPABILITY
     cuda.get_device_properties = lambda device=None: properties
@@ -154,7 +156,8 @@ def replace(local_rank: int, ranks_here: int) -> None:
     cuda.memory_stats = lambda device=None: {}
     cuda.can_device_access_peer = lambda device, peer_device: True
     cuda.Event, cuda.Stream = Event, Stream
-    cuda.current_stream = cuda.default_stream = lambda device=None: Stream()
+    cuda.current_stream = lambda device=None: Stream()
+    cuda.default_stream = lambda device=None: Stream()
     cuda.stream = lambda stream=None: contextlib.nullcontext(stream)
     # takes only torch's own streams
     torch.Tensor.record_stream = _answering(None)
@@ -166,8 +169,8 @@ def replace(local_rank: int, ranks_here: int) -> None:
 
 def _replace_random(cuda: Any) -> None:
     """The generators of cuda are the CPU's, which `torch.manual_seed` seeds as well."""
-    cuda.manual_seed = cuda.manual_seed_all = lambda seed: None
-    cuda.seed = cuda.seed_all = lambda: None
+    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
+        setattr(cuda, name, _answering(None))
     cuda.initial_seed = torch.initial_seed
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.get_rng_state_all = lambda: [torch.get_rng_state()]

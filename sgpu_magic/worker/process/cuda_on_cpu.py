@@ -10,6 +10,7 @@ the node. Processes that a rank starts anew, instead of forking them, have no ma
 # torch is only partly typed, and most of what is replaced here is not meant to be
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # pyright: reportPrivateImportUsage=false, reportPrivateUsage=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownLambdaType=false
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
 from sgpu_magic.worker.process import cuda_functions
+from sgpu_magic.worker.process.after_import import after_import
 
 NOTE = "cuda is mapped to the CPU (SGPU_STAND_IN=cpu,cuda): memory, speed and numerics are the CPU's"
 
@@ -34,6 +36,10 @@ _CPU = torch.device("cpu")
 # methods of a tensor that return it as it is
 _SAME: Any = (torch.Tensor.cuda, torch.Tensor.pin_memory)
 _TO: Any = (torch.Tensor.to, torch._C._nn._parse_to)
+_LIGHTNING = tuple(
+    f"{package}.accelerators.cuda"
+    for package in ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
+)
 
 
 def is_installed() -> bool:
@@ -64,6 +70,7 @@ def install(local_rank: int, ranks_here: int) -> None:
     cuda_functions.replace(local_rank, ranks_here)
     _replace_types()
     _replace_distributed()
+    after_import(_LIGHTNING, _accept_cpu)
 
 
 class _CudaOnCpu(TorchFunctionMode):
@@ -209,6 +216,7 @@ class _Generator(torch._C.Generator, metaclass=_AnyGenerator):  # pyright: ignor
 def _replace_distributed() -> None:
     """DDP's devices, device meshes, and NCCL: each of them in all modules that have it by name."""
     _changed(torch.nn.parallel.DistributedDataParallel, "__init__", _without("device_ids", "output_device"))
+    _replace_data_parallel()
     mesh: Any = dist.device_mesh
     _changed(mesh.DeviceMesh, "__init__", _mapped("device_type"))
     _changed(mesh, "init_device_mesh", _mapped("device_type"))
@@ -218,9 +226,26 @@ def _replace_distributed() -> None:
         setattr(dist, name, getattr(c10d, name))
 
 
+def _replace_data_parallel() -> None:
+    original: Any = torch.nn.DataParallel.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, module, device_ids=[0])
+        # without devices it calls the module itself
+        self.device_ids = []
+
+    torch.nn.DataParallel.__init__ = init
+
+
 def _on_gloo(arguments: dict[str, Any]) -> None:
     """Replace NCCL by gloo, and leave out devices, which only NCCL takes."""
     _without("device_id", "device_ids", "pg_options")(arguments)
     backend = arguments.get("backend")
     if isinstance(backend, str) and "nccl" in backend.lower():
         arguments["backend"] = "gloo"
+
+
+def _accept_cpu(module: Any) -> None:
+    """Let Lightning's accelerator for cuda accept the CPU, whose type it checks."""
+    module.CUDAAccelerator.setup_device = lambda self, device: torch.cuda.set_device(device)

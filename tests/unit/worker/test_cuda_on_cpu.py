@@ -114,6 +114,9 @@ dist.new_group([0], backend="nccl")
 model = DistributedDataParallel(nn.Linear(2, 1).cuda(), device_ids=[0], output_device=0)
 model(torch.ones(1, 2, device="cuda")).sum().backward()
 assert model.module.weight.grad is not None
+assert nn.DataParallel(nn.Linear(2, 1).cuda(), device_ids=[0, 1])(torch.ones(4, 2).cuda()).shape == (4, 1)
+compiled = torch.compile(nn.Linear(2, 1).cuda(), backend="eager")
+assert compiled(torch.ones(1, 2, device="cuda")).device == cpu
 mesh = init_device_mesh("cuda", (1,))
 assert mesh.device_type == "cpu"
 dist.destroy_process_group()
