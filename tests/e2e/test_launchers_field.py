@@ -218,7 +218,6 @@ def test_launcher_of_another_package_says_how_it_runs_on_the_pool(kernel: Kernel
     assert kernel.check(launch).text == "lr 0.1"
     reply = kernel.run(f"%%distributed -n 2 --type cpu\nfrom accelerate import notebook_launcher\n{launch}")
     assert reply.status == "error"
-    assert "the run's 2 ranks are there already, started as torchrun starts them. Call the function itself: train(" in (
-        reply.traceback
-    )
+    assert "on rank" in reply.traceback
+    assert "the run's 2 ranks are there already" in reply.traceback
     kernel.check("sys.path.pop(0); sys.modules.pop('accelerate'); sys.modules.pop('accelerate.launchers')")
