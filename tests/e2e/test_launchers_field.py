@@ -221,3 +221,19 @@ def test_launcher_of_another_package_says_how_it_runs_on_the_pool(kernel: Kernel
     assert "on rank" in reply.traceback
     assert "the run's 2 ranks are there already" in reply.traceback
     kernel.check("sys.path.pop(0); sys.modules.pop('accelerate'); sys.modules.pop('accelerate.launchers')")
+
+
+def test_script_that_a_cell_runs_finds_what_torchrun_gives_it(kernel: Kernel):
+    folder = kernel.home.work / "scripts"
+    folder.mkdir(exist_ok=True)
+    (folder / "near.py").write_text("size = 4\n")
+    (folder / "train.py").write_text(
+        "import pickle, sys\nimport near\nclass Config:\n    pass\n"
+        "same = type(pickle.loads(pickle.dumps(Config()))) is Config\n"
+        "print(sys.argv, __name__, near.size, same)\nif len(sys.argv) == 1:\n    raise ValueError('NaN in batch 118')\n"
+    )
+    reply = kernel.check("%%distributed -n 2 --type cpu\n%run scripts/train.py --lr 0.1")
+    assert reply.lines(1) == ["['scripts/train.py', '--lr', '0.1'] __main__ 4 True"]
+    reply = kernel.run("%%distributed -n 2 --type cpu\n%run scripts/train.py")
+    assert reply.ename == "ValueError"
+    assert "scripts/train.py:8" in reply.text + reply.traceback
