@@ -30,7 +30,9 @@ SEVEN_DAYS_S = 7 * 24 * 3600.0
 _MAX_BUDGET_DAYS = 3660
 # these may be tables in the file
 _PRICES = ("prices", "reserved_prices")
-_WORDS = {"stand_in": ("cpu",), "environments": ("auto", "built"), "ray_select": ("auto", "label", "resource")}
+_WORDS = {
+    "stand_in": ("cpu", "cpu,cuda"), "environments": ("auto", "built"), "ray_select": ("auto", "label", "resource"),
+}  # fmt: skip
 # what a pool has and allows, read when it starts: a notebook that states other values wants a pool with those
 POOL_SETTINGS = (
     "state_dir", "simulate", "cpu_slots", "prices", "reserved_prices", "currency", "budget", "budget_days",
@@ -56,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True):
         pool: Pool for runs that name none; "" chooses a reserved pool of `pools.toml` that has the type, else an
             on-demand one, else `local`, this machine's own. In a pool service: its own name, "" is `local`.
         simulate: Simulated devices, such as `a10:4,h100:8`.
-        stand_in: `cpu` runs on CPU when the pool lacks the requested type.
+        stand_in: `cpu` runs on CPU when the pool lacks the type; `cpu,cuda` also maps `cuda` to the CPU on such ranks.
         cpu_slots: CPU ranks that can run at once; 0 is max(16, cores).
         standby: Keep a standby group: started ranks for another run of the last size.
         standby_idle_s: Idle seconds after which the standby group is dropped.
@@ -282,7 +284,8 @@ def _read(setting: str, name: str, kind: str, value: object, where: str) -> obje
             read_prices(text)
             return text
         if setting in _WORDS and text and text not in _WORDS[setting]:
-            raise ValueError(f"it can be {', '.join(_WORDS[setting])}")
+            *others, last = _WORDS[setting]
+            raise ValueError(f"it can be {', '.join(others)} or {last}")
         if setting == "track":
             # true and false, of earlier versions, are all and none
             word = text.lower()

@@ -11,6 +11,7 @@ environments    `sgpu env`
 pools           `sgpu pool status`, `stop`, `add`, `list`, `remove`, and `sgpu types`
 serving         `sgpu pool serve`, `deploy`, `undeploy`, `keygen`, `authorize`, `revoke`
 run             `sgpu run`, `sgpu replay`
+torchrun        `sgpu torchrun`: torchrun's options for `sgpu run`
 jobs            `sgpu jobs`, and the records of the jobs that `sgpu run` executes
 headless/       executing a notebook without a front end
 

@@ -141,6 +141,7 @@ _COMMANDS = {
     "detach": ("runs", "let a run continue without its notebook"),
     "stacks": ("runs", "show where every rank of a run is"),
     "run": ("run", "execute a notebook, script or job file"),
+    "torchrun": ("torchrun", "start a script with torchrun's options"),
     "jobs": ("jobs", "list the jobs of `sgpu run`"),
     "cp": ("copying", "copy files of a run to this machine"),
     "port-forward": ("forwarding", "reach a dashboard or TensorBoard in a run"),

@@ -47,7 +47,9 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     Raises:
         UsageError: An option is not valid, or an extra is not installed.
     """
-    job = job_from(values.target, options_from(values), script_arguments(values.words))
+    job = job_from(values.target, options_from(values), script_arguments(values.words), as_script=values.as_script)
+    if values.as_script:
+        job = msgspec.structs.replace(job, cells="ranks", module=values.module, restarts=values.restarts)
     _check_extra()
     _check_kernel(job)
     continued = bool(values.job_id)
@@ -253,6 +255,10 @@ def _options(parser: Parser) -> None:
     add_option(parser, "detach", help="return at once; the job continues without this terminal")
     add("--job-id", default="", help=argparse.SUPPRESS)
     add("--copy", default="", help=argparse.SUPPRESS)
+    # of `sgpu torchrun`
+    add("--as-script", action="store_true", help=argparse.SUPPRESS)
+    add("--module", default="", help=argparse.SUPPRESS)
+    add("--restarts", type=int, default=0, help=argparse.SUPPRESS)
     parser.does(lambda options: run(load_settings(), options, sys.stdout, sys.stderr))
 
 

@@ -60,6 +60,7 @@ def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
     path = tuple(entry or cwd for entry in sys.path)
     return RankContext(
         widgets=True,
+        maps_cuda=load_settings(environ).stand_in == "cpu,cuda",
         cwd=cwd,
         sys_path=path,
         umask=this_umask(),

@@ -5,6 +5,7 @@ status             the live output of `%sgpu_status`
 session_magics     magics of sessions
 environment_magic  `%sgpu_env`
 cell_hooks         hooks around plain cells: `%sgpu_auto`, rebound names, warm ranks
+launcher_hints     a line for plain cells that start processes with accelerate or Lightning
 completion         completion of options, types and runs; completion and `obj?` answered by a rank
 """
 
@@ -23,6 +24,7 @@ from sgpu_magic.magics import completion
 from sgpu_magic.magics.cell_hooks import Assignments, AutoMode, draw_groups, draw_no_groups
 from sgpu_magic.magics.completion import RankQuestions
 from sgpu_magic.magics.environment_magic import EnvironmentMagics
+from sgpu_magic.magics.launcher_hints import LauncherHints
 from sgpu_magic.magics.run_magics import DistributedMagics
 from sgpu_magic.magics.session_magics import SessionMagics
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
@@ -55,6 +57,9 @@ def load(shell: InteractiveShell) -> None:
     draw_groups(shell)
     undo.callback(draw_no_groups, shell)
     undo.callback(Assignments(shell, auto).remove)
+    hints = LauncherHints(shell, auto)
+    shell.events.register("pre_run_cell", hints.before_cell)
+    undo.callback(shell.events.unregister, "pre_run_cell", hints.before_cell)
     shell.events.register("post_run_cell", magics.warmth.after_cell)
     undo.callback(shell.events.unregister, "post_run_cell", magics.warmth.after_cell)
     # before the sessions end, so that no message says that %sgpu_auto is off

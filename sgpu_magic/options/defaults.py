@@ -37,6 +37,9 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         min_memory: As in `--min-memory`; "" if not given.
         upload: Folders and files, as in `--upload`.
         ui: How runs are shown, as in `--ui`; "" to decide by the front end.
+        script: Path of the script that is the job; "" for a notebook.
+        arguments: Its `sys.argv` if it runs on the ranks, else empty.
+        module: Its name if it is started as a module; "" for a path.
     """
 
     gpus: int = 0
@@ -48,6 +51,9 @@ class JobDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     min_memory: str = ""
     upload: tuple[str, ...] = ()
     ui: str = ""
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    module: str = ""
 
 
 def of_process() -> JobDefaults:

@@ -84,7 +84,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
         asked = _asked(place, choice, words, connect=connect)
         status = None if asked is None else asked.status
         if status is not None:
-            _check_devices(choice, status, stands_in=place.settings.stand_in == "cpu")
+            _check_devices(choice, status, stands_in=bool(place.settings.stand_in))
         added, removed = _packages(place.pool.settings, choice, words, resolve=resolve)
     except SgpuError as error:
         said, button = tuple(words), _button(connect, known)

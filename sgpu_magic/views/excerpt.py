@@ -18,6 +18,8 @@ _RULE = re.compile(r"-{5,}")
 _HEADING = re.compile(r"[\w.]+ +Traceback \(most recent call last\):?")
 _FRAME = re.compile(r"(Cell In\[|File |<)")
 _CELL_FRAME = re.compile(r"Cell In\[")
+# IPython abbreviates the home directory of files
+_FILE_FRAME = re.compile(r"File ~?(.+):\d+")
 _IN_FRAME = re.compile(r"[ \t]|-+>|Cell In\[|File ")
 
 # the outermost and the innermost ones of the cell's frames
@@ -55,7 +57,7 @@ def excerpt_of(failure: Failure, cell: CellSource) -> Excerpt:
     """
     body = traceback_body(failure)
     frames, message = _split(body, failure)
-    blocks = [block for block in frames or [] if _CELL_FRAME.match(block[0])]
+    blocks = [block for block in frames or [] if _is_own(block[0], cell)]
     if frames is None and len(body) <= _MAX_CHAIN_LINES:
         code = body[: len(body) - len(message)]
     elif blocks:
@@ -69,6 +71,14 @@ def excerpt_of(failure: Failure, cell: CellSource) -> Excerpt:
     begun, is_all = beginning([line for line in message if line.strip()])
     shown = [line for line in body if line.strip()]
     return Excerpt(code, begun, is_all and (not shown or shown == [*code, *begun]))
+
+
+def _is_own(heading: str, cell: CellSource) -> bool:
+    """Whether a frame of a traceback is in a cell, or in the run's script."""
+    if _CELL_FRAME.match(heading):
+        return True
+    found = _FILE_FRAME.match(heading) if cell.file else None
+    return found is not None and cell.file.endswith(found[1])
 
 
 def traceback_body(failure: Failure) -> list[str]:
@@ -96,7 +106,7 @@ def line_of_cell(failure: Failure, cell: CellSource) -> list[str]:
     frame = next((frame for frame in failure.stack if sources.is_notebook(frame)), None)
     if frame is None and not failure.stack and failure.line is not None:
         function = failure.where if failure.kind is FailureKind.WORKER_DIED else ""
-        frame = StackFrame(f"<ipython-input-{cell.execution_count or 0}->", failure.line, function)
+        frame = StackFrame(cell.file or f"<ipython-input-{cell.execution_count or 0}->", failure.line, function)
     return sources.context(frame) if frame is not None else []
 
 

@@ -165,8 +165,8 @@ def last_words(view: RunView, failure: Failure) -> list[str]:
     if "last Python line" not in failure.message:
         frames = failure.stack
         if not frames and failure.line is not None:
-            number = cell.execution_count or 0
-            frames = (StackFrame(f"<ipython-input-{number}->", failure.line, failure.where),)
+            file = cell.file or f"<ipython-input-{cell.execution_count or 0}->"
+            frames = (StackFrame(file, failure.line, failure.where),)
         at = last_python_line(frames, cell)
         told += [f"{_LAST_LINE}: {at}"] if at else []
     if last_line and "last output" not in failure.message:

@@ -186,6 +186,14 @@ _NO_CUDA = (
     "Found no NVIDIA driver on your system",
     "No CUDA GPUs are available",
     "Cannot access accelerator device when none is available",
+    "module 'torch._C' has no attribute '_cuda_",
+    "Cannot get CUDA generator without ATen_cuda library",
+    "Tried to instantiate dummy base class",
+    "torch.cuda.Stream requires CUDA support",
+    "NVTX functions not installed",
+    "DistributedDataParallel device_ids and output_device arguments only work with",
+    "Attempting to deserialize object on a CUDA device",
+    "Distributed package doesn't have NCCL built in",
 )
 # the text is in the first line; messages can have any length
 _MOST_CHARS = 4_000
@@ -202,7 +210,7 @@ def no_cuda_hint(failure: Failure) -> str:
         return ""
     return (
         "This rank has no GPU, so it is on CPU. In a cell, use `device`, the rank's own device, in place of "
-        '"cuda": `.to(device)` runs on either.'
+        '"cuda": `.to(device)` runs on either. `%env SGPU_STAND_IN=cpu,cuda` maps cuda to the CPU, to try code out.'
     )
 
 

@@ -34,9 +34,13 @@ class Sources:
         above = [] if inner or not cell.magic_line else [cell.magic_line]
         self._cell = [*above, *cell.body.splitlines()]
         self._others = {name: (source.splitlines(), number) for name, source, number in cell.linecache}
+        self._script = cell.file or None
 
     def is_notebook(self, frame: StackFrame) -> bool:
-        return frame.file in self._others or _CELL_FILE.match(frame.file) is not None
+        return frame.file in self._others or self._is_own(frame)
+
+    def _is_own(self, frame: StackFrame) -> bool:
+        return frame.file == self._script or _CELL_FILE.match(frame.file) is not None
 
     def place(self, frame: StackFrame) -> str:
         """Return `Cell In[7], line 15`, or the file's name and the line."""
@@ -84,14 +88,14 @@ class Sources:
         return frames[: outermost + 1]
 
     def _lines(self, frame: StackFrame) -> Sequence[str]:
-        if frame.file in self._others:
-            return self._others[frame.file][0]
-        return self._cell if _CELL_FILE.match(frame.file) else ()
+        own = self._cell if self._is_own(frame) else []
+        return self._others.get(frame.file, (own, None))[0]
 
     def _file(self, frame: StackFrame, otherwise: str) -> str:
         if frame.file in self._others:
             number = self._others[frame.file][1]
-            return f"Cell In[{number}]" if number is not None else "the notebook"
+            unnumbered = otherwise if os.path.isabs(frame.file) else "the notebook"
+            return unnumbered if number is None else f"Cell In[{number}]"
         if _CELL_FILE.match(frame.file):
             return f"Cell In[{self._number}]" if self._number is not None else "the cell"
         return otherwise

@@ -32,6 +32,9 @@ class CellSource(Record, frozen=True, kw_only=True):
         execution_count: The cell's execution count; None in a script.
         linecache: (file name, source, execution count or None) of other cells whose functions are sent with the run.
         future_flags: Compiler flags of `from __future__ import` in earlier cells, which also apply to this one.
+        file: Path of the script whose text the body is; "" for a cell.
+        arguments: The script's `sys.argv`.
+        module: The script's name if it is started as a module, as by `python -m`; "" for a path.
     """
 
     body: str
@@ -39,6 +42,9 @@ class CellSource(Record, frozen=True, kw_only=True):
     execution_count: int | None = None
     linecache: tuple[tuple[str, str, int | None], ...] = ()
     future_flags: int = 0
+    file: str = ""
+    arguments: tuple[str, ...] = ()
+    module: str = ""
 
 
 class Interpreter(Record, frozen=True, kw_only=True):
@@ -68,6 +74,7 @@ class RankContext(Record, frozen=True, kw_only=True):
         elsewhere: The node cannot read the kernel's files: its directory and path do not exist there.
         cell: The cell to run, if the run's spec has it with secrets blanked; None if they are the same.
         widgets: The kernel supports `CommsMoved`; earlier versions do not.
+        maps_cuda: On ranks without a GPU, `cuda` is mapped to the CPU.
     """
 
     cwd: str
@@ -79,6 +86,7 @@ class RankContext(Record, frozen=True, kw_only=True):
     elsewhere: bool = False
     cell: CellSource | None = None
     widgets: bool = False
+    maps_cuda: bool = False
 
 
 class Owner(Record, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ left behind, launches after launches.
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 from kernels import Kernel
@@ -197,3 +198,42 @@ def test_number_of_ranks_that_is_none_is_told_before_anything_starts(notebook: K
     assert reply.ename == "UsageError", reply.story
     assert repr(gpus) in reply.evalue, reply.story
     assert notebook.home.runs == before
+
+
+def test_launcher_of_another_package_says_how_it_runs_on_the_pool(kernel: Kernel, tmp_path: Path):
+    """Its own launch is unchanged; on a rank it says that the ranks are there."""
+    package = tmp_path / "accelerate"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .launchers import notebook_launcher\n")
+    (package / "launchers.py").write_text(
+        "def notebook_launcher(function, args, num_processes):\n    function(*args)\n"
+    )
+    kernel.check(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom accelerate import notebook_launcher")
+    kernel.check("def train(lr):\n    print('lr', lr)")
+    launch = "notebook_launcher(train, (0.1,), num_processes=2)"
+    reply = kernel.check(launch)
+    hint = "sgpu: to run this on the pool, write `train(0.1)` in a cell with `%%distributed --gpus 2`.\n"
+    assert reply.text == f"{hint}lr 0.1"
+    # once
+    assert kernel.check(launch).text == "lr 0.1"
+    reply = kernel.run(f"%%distributed -n 2 --type cpu\nfrom accelerate import notebook_launcher\n{launch}")
+    assert reply.status == "error"
+    assert "on rank" in reply.traceback
+    assert "the run's 2 ranks are there already" in reply.traceback
+    kernel.check("sys.path.pop(0); sys.modules.pop('accelerate'); sys.modules.pop('accelerate.launchers')")
+
+
+def test_script_that_a_cell_runs_finds_what_torchrun_gives_it(kernel: Kernel):
+    folder = kernel.home.work / "scripts"
+    folder.mkdir(exist_ok=True)
+    (folder / "near.py").write_text("size = 4\n")
+    (folder / "train.py").write_text(
+        "import pickle, sys\nimport near\nclass Config:\n    pass\n"
+        "same = type(pickle.loads(pickle.dumps(Config()))) is Config\n"
+        "print(sys.argv, __name__, near.size, same)\nif len(sys.argv) == 1:\n    raise ValueError('NaN in batch 118')\n"
+    )
+    reply = kernel.check("%%distributed -n 2 --type cpu\n%run scripts/train.py --lr 0.1")
+    assert reply.lines(1) == ["['scripts/train.py', '--lr', '0.1'] __main__ 4 True"]
+    reply = kernel.run("%%distributed -n 2 --type cpu\n%run scripts/train.py")
+    assert reply.ename == "ValueError"
+    assert "scripts/train.py:8" in reply.text + reply.traceback

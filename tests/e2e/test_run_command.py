@@ -166,6 +166,77 @@ def test_a_script_runs_on_all_ranks(home: Home):
     assert "train.py" in run(home, "runs", "-n", "1")[1]
 
 
+def test_a_script_finds_what_torchrun_gives_it(home: Home):
+    """Arguments, `__main__`, working directory, import path and the lines of its file."""
+    folder = home.work / "code"
+    folder.mkdir(exist_ok=True)
+    (folder / "beside.py").write_text("size = 4\n")
+    (folder / "main.py").write_text(
+        "\n\nfrom __future__ import annotations\nimport inspect, os, pickle, sys, warnings\n"
+        "from dataclasses import dataclass\nimport beside\n\n@dataclass\nclass Config:\n    lr: float\n\n"
+        "warnings.warn('old')\n"
+        "if rank == 0:\n    print(sys.argv, __name__, __file__ == sys.argv[2], "
+        "sys.path[0] == os.path.dirname(__file__))\n"
+        "    print(os.getcwd(), beside.size, inspect.getsourcefile(Config) == __file__)\n"
+        "    print(pickle.loads(pickle.dumps(Config(0.1))), sys.modules['__main__'].Config is Config)\n"
+        "elif len(sys.argv) > 3:\n    sys.exit(int(sys.argv[3]))\nelse:\n"
+        "    raise ValueError('NaN in batch 118')\nrank\n"
+    )
+    file = str(folder / "main.py")
+    code, out, err = run(home, "run", "code/main.py", "-n", "2", "--type", "a10", "--", "--lr", file)
+    assert code == 1, err
+    assert out.splitlines() == [
+        f"[0] ['code/main.py', '--lr', '{file}'] __main__ True True",
+        f"[0] {home.work} 4 True",
+        "[0] Config(lr=0.1) True",
+    ]
+    assert f"[0] {file}:12: UserWarning: old" in err
+    assert "ValueError: NaN in batch 118" in err
+    assert f"File {file}:20\n" in err
+    assert "Cell In" not in err
+    code, _, err = run(home, "run", "code/main.py", "-n", "2", "--type", "a10", "--", "x", file, "3")
+    assert code == 1
+    assert "SystemExit: 3" in err
+    assert "%tb" not in err
+    code, _, err = run(home, "run", "code/main.py", "-n", "2", "--type", "a10", "--", "x", file, "0")
+    assert code == 0, err
+
+
+def test_torchruns_options(home: Home):
+    """A module, restarts after a failure, and options without effect."""
+    folder = home.work / "launched"
+    folder.mkdir(exist_ok=True)
+    (folder / "__init__.py").write_text("size = 3\n")
+    (folder / "train.py").write_text(
+        "import os, sys\nfrom . import size\nrestarts = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print(__name__, size, sys.argv == [__file__, '--lr', '1'], restarts, os.environ['LOCAL_WORLD_SIZE'])\n"
+        "if restarts == '0':\n    raise ValueError('again')\n"
+    )
+    options = [
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--type",
+        "cpu",
+    ]
+    code, out, err = run(home, "torchrun", *options, "-m", "launched.train", "--lr", "1")
+    assert code == 0, err
+    assert sorted(out.splitlines())[-2:] == ["[1] __main__ 3 True 0 2", "[1] __main__ 3 True 1 2"]
+    assert len(out.splitlines()) == 4
+    assert "--rdzv-backend has no effect: the pool arranges the rendezvous." in err
+
+
+def test_a_scripts_syntax_error_names_its_line(home: Home):
+    (home.work / "broken.py").write_text("x = 1\ny = (\n")
+    code, _, err = run(home, "run", "broken.py", "-n", "2", "--type", "a10")
+    assert code == 1
+    assert f"File {home.work / 'broken.py'}, line 2\n    y = (" in err
+
+
 @pytest.mark.slow
 def test_a_script_is_shown_as_it_runs_and_copied_when_asked(home: Home):
     (home.work / "wait.py").write_text(
@@ -198,6 +269,13 @@ def test_a_script_with_functions_for_the_ranks_runs_once(home: Home):
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[0] train 0.1", "[1] train 0.1", "sizes [2, 2] ['x']"]
     assert len(set(home.runs) - before) == 1
+    # below its `def`
+    (home.work / "driver.py").write_text(
+        "from sgpu_magic import distributed\n@distributed\ndef train():\n    1 / 0\ntrain.distributed()\n"
+    )
+    code, out, err = run(home, "run", "driver.py", "-n", "2", "--type", "a10")
+    assert code == 1
+    assert f"File {home.work / 'driver.py'}:4, in train()" in err
 
 
 @pytest.mark.slow

@@ -114,10 +114,12 @@ class NotebookFrames:
         self._own = [*above, *cell.body.splitlines()]
         self._number = cell.execution_count
         self._others = {name: (source.splitlines(), count) for name, source, count in cell.linecache}
+        self._script = cell.file or None
 
     def has(self, frame: StackFrame) -> bool:
         """Whether the frame belongs to a cell."""
-        return frame.file.startswith(_CELL_PREFIX) or frame.file in self._others
+        own = frame.file == self._script or frame.file.startswith(_CELL_PREFIX)
+        return own or frame.file in self._others
 
     def upwards(self, frames: Sequence[StackFrame]) -> tuple[StackFrame, ...]:
         """Return the frames from the innermost to the cell's outermost, without IPython and this package below it.
@@ -157,7 +159,7 @@ class NotebookFrames:
         return f"{where}: {text}" if text else where
 
     def _place(self, frame: StackFrame) -> str:
-        if not self.has(frame):
+        if not self.has(frame) or frame.file == self._script:
             return frame.file
         number = self._others[frame.file][1] if frame.file in self._others else self._number
         return "the cell" if number is None else f"Cell In[{number}]"

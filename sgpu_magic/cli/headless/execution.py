@@ -29,6 +29,7 @@ from sgpu_magic.cli.headless.outcome import (
     as_cell,
     code_of,
     is_exit,
+    kernel_lines,
     prepared,
     text_of,
     title_of,
@@ -95,7 +96,8 @@ class NotebookRun:
             kernel_name=self._job.kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
             timeout=None,
             coalesce_streams=True,
-            resources={"metadata": {"path": str(self._job.source.parent)}},
+            extra_arguments=kernel_lines(self._job) if self._job.is_script else [],
+            resources={"metadata": {"path": str(self._job.folder)}},
         )
         began = time.monotonic()
         timer = None
@@ -135,7 +137,7 @@ class NotebookRun:
         stopped = self._stopped
 
         async def start() -> None:
-            await client.async_start_new_kernel(env=self._environ(), cwd=str(self._job.source.parent))
+            await client.async_start_new_kernel(env=self._environ(), cwd=str(self._job.folder))
             await client.async_start_new_kernel_client()
 
         starting = asyncio.ensure_future(start())
@@ -227,7 +229,12 @@ class NotebookRun:
     def _environ(self) -> dict[str, str]:
         environ = {**os.environ, **self._job.variables}
         given = self._job.defaults
-        environ[VARIABLE] = as_variable(msgspec.structs.replace(given, ui="streams") if self._job.is_script else given)
+        if self._job.is_script:
+            on_ranks = self._notebook.cells[-1].source.startswith("%%distributed")
+            arguments = (self._job.as_written, *self._job.arguments) if on_ranks else ()
+            given = msgspec.structs.replace(given, ui="streams", script=str(self._job.source), arguments=arguments)
+            given = msgspec.structs.replace(given, module=self._job.module)
+        environ[VARIABLE] = as_variable(given)
         # also without parameters: `dbutils.notebook.run` in a notebook must not pass on those of its own job
         environ[notebook_job.VARIABLE] = notebook_job.as_variable(self._job.parameters)
         # the owner of the runs, as Jupyter passes it to a kernel

@@ -51,6 +51,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         retries: Maximum number of retries after a failure of the pool, a node or the environment.
         kernel: Name of the Jupyter kernel, "" for the notebook's.
         cells: Where plain cells run, one of `CELLS`.
+        folder: Working directory: a notebook's own folder; for a script on the command line, that of the command.
+        as_written: The script's `sys.argv[0]`.
+        module: The script's name as a module that is started by its name; "" for a path.
+        restarts: How often a script's ranks are started again after any failure.
     """
 
     source: Path
@@ -65,26 +69,33 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     retries: int = 0
     kernel: str = ""
     cells: str = "auto"
+    folder: Path = Path()
+    as_written: str = ""
+    module: str = ""
+    restarts: int = 0
 
     @property
     def is_script(self) -> bool:
         return self.form is Form.SCRIPT
 
 
-def job_from(target: str, line: Mapping[str, Any], arguments: tuple[str, ...] = ()) -> Job:
+def job_from(target: str, line: Mapping[str, Any], arguments: tuple[str, ...] = (), *, as_script: bool = False) -> Job:
     """Return the job for a target and the options of the command line.
 
     Args:
         target: A notebook, a script, or a job file that names one.
         line: Options of the command line, by the job file's keys. They override those in the job file.
         arguments: Arguments of a script.
+        as_script: A .py file is a script, whatever its form.
 
     Raises:
         UsageError: The target or an option is not valid.
     """
     path = Path(target)
     if path.suffix.lower() in SUFFIXES:
-        return _job(_existing(path), with_line(JobFile(), line), "the command", arguments)
+        job = _job(_existing(path), with_line(JobFile(), line), "the command", arguments, as_script=as_script)
+        # as `python train.py`
+        return msgspec.structs.replace(job, folder=Path.cwd(), as_written=target) if job.is_script else job
     file = read_job_file(path)
     if not file.notebook:
         raise UsageError(f"{path} names no notebook: add `notebook: NAME.ipynb`.")
@@ -96,10 +107,12 @@ def job_from(target: str, line: Mapping[str, Any], arguments: tuple[str, ...] = 
     return _job(_existing(source), with_line(file, line), str(path), arguments)
 
 
-def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...]) -> Job:
+def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...], *, as_script: bool = False) -> Job:
     check_values(where, file.parameters)
     form = form_of(source)
-    if form is Form.PERCENT and arguments:
+    if as_script and source.suffix != ".py":
+        raise UsageError(f"{source} is not a Python script.")
+    if as_script or (form is Form.PERCENT and arguments):
         # a script that has percent cells only for an editor
         form = Form.SCRIPT
     if form is Form.SCRIPT and file.parameters:
@@ -130,6 +143,8 @@ def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...]) ->
         retries=file.retries,
         kernel=file.kernel,
         cells=cells,
+        folder=source.parent,
+        as_written=str(source),
     )
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 import enum
 import re
 import shlex
@@ -69,29 +68,41 @@ def prepared(notebook: Any, job: Job) -> list[str]:
 
 def as_cell(source: str, job: Job) -> str:
     """Return a script as a cell that runs on the ranks, or in the kernel if the script submits runs itself."""
-    lines = f"{source.rstrip()}\n".splitlines(keepends=True)
-    at = _after_future_imports(source)
-    arguments = [str(job.source), *job.arguments]
-    lines.insert(at, f"import sys; sys.argv, __file__ = {arguments!r}, {str(job.source)!r}\n")
-    on_pool = job.cells == "ranks" or (job.cells == "auto" and not submits_runs(source))
-    magic = f"%%distributed --name {shlex.quote(job.source.name)}\n" if on_pool else ""
-    # `pass`: the last expression of a script is not a result
-    return f"{magic}{''.join(lines)}pass\n"
+    text = f"{source.rstrip()}\n"
+    if not runs_on_pool(source, job):
+        return text
+    again = f" --retries {job.restarts} --retry-on any" if job.restarts else ""
+    return f"%%distributed --name {shlex.quote(job.module or job.source.name)}{again}\n{text}"
 
 
-def _after_future_imports(source: str) -> int:
-    """Return the number of lines up to the end of the docstring and the imports from `__future__`."""
-    try:
-        body = ast.parse(source).body
-    except (SyntaxError, ValueError):
-        return 0
-    last = [
-        each
-        for at, each in enumerate(body)
-        if (isinstance(each, ast.ImportFrom) and each.module == "__future__")
-        or (at == 0 and isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
-    ]
-    return (last[-1].end_lineno or 0) if last else 0
+def runs_on_pool(source: str, job: Job) -> bool:
+    """Whether a script runs on the ranks."""
+    return job.cells == "ranks" or (job.cells == "auto" and not submits_runs(source))
+
+
+def kernel_lines(job: Job) -> list[str]:
+    """Return the options that make a kernel execute a script's cell as `python script` would.
+
+    They set `sys.argv`, `__file__` and the first entry of `sys.path`, and name the cell's code by the script's file.
+    """
+    file = str(job.source)
+    # `python -m` looks in the working directory
+    folder = str(job.folder if job.module else job.source.parent)
+    place = f"sys.path.insert(0, {folder!r}); sys.argv[:] = {[job.as_written, *job.arguments]!r}"
+    # in a namespace of their own: the script finds `__file__` alone
+    lines = f"import sys\n{place}\n" + _NAMED_BY_FILE.format(file=file)
+    return [f"--IPKernelApp.exec_lines=exec({lines!r}, {{'shell': get_ipython()}})"]
+
+
+_NAMED_BY_FILE = """shell.user_ns['__file__'] = {file!r}
+compiler = shell.compile
+named, shown = compiler.get_code_name, compiler.format_code_name
+with open({file!r}, encoding='utf-8') as opened:
+    text = opened.read().rstrip()
+compiler.get_code_name = lambda raw, *more: {file!r} if raw.rstrip() == text else named(raw, *more)
+compiler.format_code_name = lambda name: None if name == {file!r} else shown(name)
+shell.ast_node_interactivity = 'none'
+"""
 
 
 def on_ranks(sources: list[str], job: Job) -> bool:

@@ -205,7 +205,7 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
         spec.placement,
         ranks=options.ranks or len(spec.rank_numbers),
         device_type=options.device_type or spec.placement.device_type,
-        stand_in=place.current_settings().stand_in == "cpu",
+        stand_in=bool(place.current_settings().stand_in),
     )
     code = PackedCode(
         spec.kind,

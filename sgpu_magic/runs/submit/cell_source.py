@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.errors import CellSyntaxError, UsageError
+from sgpu_magic.options import defaults
 from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.payload.call import RANK_NAMES
 from sgpu_magic.payload.names import CellNames, names_in
@@ -39,6 +40,8 @@ class Cell(msgspec.Struct, frozen=True):
         names: The names that it reads and may set.
         read: Values of the notebook that it reads, by name.
         begin: When it was read, by the performance counter.
+        file: Path of the script whose text the body is; "" for a cell.
+        arguments: The script's `sys.argv`.
     """
 
     magic_line: str
@@ -47,6 +50,8 @@ class Cell(msgspec.Struct, frozen=True):
     names: CellNames
     read: dict[str, object]
     begin: float
+    file: str = ""
+    arguments: tuple[str, ...] = ()
 
 
 def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions) -> Cell:
@@ -63,15 +68,18 @@ def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions)
         UsageError: An option names a variable that does not exist.
     """
     begin = time.perf_counter()
-    magic_line = without_values(magic_line)
+    job = defaults.of_process()
+    script = job.script if job.arguments else ""
+    # below the magic's line, which a script does not have
+    magic_line = "" if script else without_values(magic_line)
     number = cell_number(place.shell)
     source = f"{magic_line}\n{body}" if magic_line else body
     try:
-        names = names_in(source, transform=transform_of(place.shell))
+        names = names_in(source, transform=str if script else transform_of(place.shell))
     except SyntaxError as error:
-        raise _does_not_compile(error, source, number) from None
+        raise _does_not_compile(error, source, number, script) from None
     read = collect(names.read, place.namespace, extra=options.extra, exclude=options.exclude)
-    return Cell(magic_line, body, number, names, read, begin)
+    return Cell(magic_line, body, number, names, read, begin, script, job.arguments)
 
 
 def pack_cell(
@@ -107,6 +115,9 @@ def pack_cell(
             magic_line=cell.magic_line,
             execution_count=cell.number,
             future_flags=future_flags(place.shell),
+            file=cell.file,
+            arguments=cell.arguments,
+            module=defaults.of_process().module if cell.file else "",
         ),
         cell.read if names is None else {name: place.namespace[name] for name in names},
         begin=cell.begin,
@@ -169,14 +180,14 @@ def _name_of(cell: Cell) -> str:
     return "cell" if cell.number is None else f"cell {cell.number}"
 
 
-def _does_not_compile(error: SyntaxError, source: str, number: int | None) -> CellSyntaxError:
+def _does_not_compile(error: SyntaxError, source: str, number: int | None, file: str) -> CellSyntaxError:
     """Return the error in the form that IPython uses for plain cells."""
     lines = source.splitlines()
     line = error.lineno or 1
     text = lines[line - 1] if line <= len(lines) else ""
     column = max((error.offset or 1) - 1, 0) - (len(text) - len(text.lstrip()))
     excerpt = f"    {text.strip()}\n    {' ' * max(column, 0)}^" if text.strip() else ""
-    cell = "the code" if number is None else f"Cell In[{number}]"
+    cell = f"File {file}" if file else "the code" if number is None else f"Cell In[{number}]"
     return CellSyntaxError(error.msg, f"{cell}, line {line}", excerpt)
 
 

@@ -85,7 +85,7 @@ def find_place(pools: Pools, settings: Settings, name: str, devices: Devices) ->
         ranks=ranks,
         device_type=device_type or "any",
         allow_busy=devices.allow_busy,
-        stand_in=settings.stand_in == "cpu",
+        stand_in=bool(settings.stand_in),
         nodes=devices.nodes,
         strategy=devices.strategy or STRATEGIES[0],
         min_memory_bytes=devices.min_memory_bytes,

@@ -208,6 +208,7 @@ def without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec,
         cell,
         body=blanked_settings(cell.body, blanker.clear),
         magic_line=blanker.clear(cell.magic_line),
+        arguments=tuple(map(blanker.clear, cell.arguments)),
         linecache=tuple(
             (file, blanked_settings(source, blanker.clear), number) for file, source, number in cell.linecache
         ),

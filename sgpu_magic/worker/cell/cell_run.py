@@ -22,12 +22,12 @@ from sgpu_magic.wire.rank import Execute, Joined, Remarked
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import RunKind
-from sgpu_magic.worker.cell import asking, diagnosis, results
+from sgpu_magic.worker.cell import asking, diagnosis, results, script
 from sgpu_magic.worker.cell.asking import encodable
 from sgpu_magic.worker.cell.results import Reply, pack_names
 from sgpu_magic.worker.cell.shell import RankShell, hook_of
 from sgpu_magic.worker.group import flight_recorder, rendezvous
-from sgpu_magic.worker.process import interrupts
+from sgpu_magic.worker.process import cuda_on_cpu, interrupts, trace
 from sgpu_magic.worker.process.helper import Order
 from sgpu_magic.worker.process.rank_context import Standing
 
@@ -75,6 +75,8 @@ def source_of(cell: CellSource) -> str:
     is_indented = next((line for line in lines if line.strip()), "")[:1].isspace()
     # as IPython does with a plain cell
     body = "".join(leading_indent(lines)) if is_indented else cell.body
+    if cell.file:
+        return f"{cell.body.rstrip()}\n"
     if not cell.magic_line or body.lstrip().startswith("%%"):
         return body
     return f"# {cell.magic_line}\n{body}"
@@ -88,8 +90,15 @@ def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, fl
     shell.execution_count = order.cell.execution_count or 1
     # from the notebook's earlier cells, and in a session from the rank's own
     shell.compile.flags |= order.cell.future_flags
+    source = source_of(order.cell)
+    if order.cell.file:
+        script.enter(order.cell, shell.user_ns)
+        shell.compile.script = script.Script(order.cell.file, source)
+        # its last expression is not a result
+        shell.ast_node_interactivity = "none"
+        trace.keep_frames_of(order.cell.file)
     begin = time.perf_counter()
-    outcome = shell.run_cell(source_of(order.cell), store_history=False)
+    outcome = shell.run_cell(source, store_history=False)
     seconds = time.perf_counter() - begin
     error = outcome.error_in_exec if outcome.error_before_exec is None else outcome.error_before_exec
     if shell.shown is not None:
@@ -135,6 +144,8 @@ class CellRun:
         seconds = 0.0
         if kind in (RunKind.CELL, RunKind.CALL):
             training = LoneTraining(self._rank, len(self._message.only) or self._standing.ranks)
+            if self._shell.is_first and cuda_on_cpu.is_installed():
+                self._say(Remarked(text=cuda_on_cpu.NOTE))
             error, seconds = self._run_cell()
             if error is not None:
                 return self.failed(error)

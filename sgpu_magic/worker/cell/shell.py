@@ -28,6 +28,7 @@ from traitlets.config import Config
 from sgpu_magic.worker.cell import asking, failures, widgets
 from sgpu_magic.worker.cell.displays import RankDisplayPublisher, Report
 from sgpu_magic.worker.cell.failures import Shown, WholeTexts
+from sgpu_magic.worker.cell.script import RankCompiler
 from sgpu_magic.worker.process import interrupts
 
 _PLAIN = "text/plain"
@@ -88,9 +89,11 @@ class RankDisplayHook(DisplayHook):
 class RankShell(InteractiveShell):
     """The shell that a rank's cell runs in."""
 
+    compiler_class = Type(RankCompiler)
     display_pub_class = Type(RankDisplayPublisher)
     displayhook_class = Type(RankDisplayHook)
 
+    compile: RankCompiler
     # the cell's failure, and the traceback of the cell where it ended in the middle of a magic
     shown: Shown | None = None
     unwound: types.TracebackType | None = None
@@ -115,6 +118,9 @@ class RankShell(InteractiveShell):
         self.is_first = is_first
         self.whole = WholeTexts(whole)
         self._running.clear()
+
+    def transform_cell(self, raw_cell: str) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return raw_cell if self.compile.is_script(raw_cell) else super().transform_cell(raw_cell)
 
     def forget_failure(self) -> None:
         """Free the last cell's value, and its error with all frames."""
@@ -250,7 +256,8 @@ class RankShell(InteractiveShell):
                 elist: Any = traceback.extract_tb(entry) if has_frames else []
                 drawn: Any = self.SyntaxTB.structured_traceback(kind, error, elist)
             elif exception_only:
-                drawn = [_EXIT, *self.InteractiveTB.get_exception_only(kind, error)]
+                about = [_EXIT] if self.compile.script is None else []
+                drawn = [*about, *self.InteractiveTB.get_exception_only(kind, error)]
             else:
                 drawn = shown.drawing
                 if drawn is None:

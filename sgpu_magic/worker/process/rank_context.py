@@ -22,6 +22,7 @@ from sgpu_magic.worker.cell import shell as rank_shell
 from sgpu_magic.worker.cell.edited_modules import EditedModules
 from sgpu_magic.worker.group import flight_recorder, rendezvous
 from sgpu_magic.worker.group.renewal import renew
+from sgpu_magic.worker.process import cuda_on_cpu
 
 
 def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str, str]) -> None:
@@ -178,6 +179,8 @@ class Standing:
         self.cuda = device != "cpu"
         if self._join_error is not None:
             raise self._join_error
+        if context.maps_cuda and not self.cuda:
+            cuda_on_cpu.install(int(rank_variables["LOCAL_RANK"]), int(rank_variables["LOCAL_WORLD_SIZE"]))
         own_device = set_device(device, rank_variables)
         if not self._joined:
             # the kernel's environment has replaced the zygote's, which had the recorder's variable

@@ -24,6 +24,7 @@ _MAX_FRAMES = 200
 # frames kept of a deep stack: the innermost ones, and above them only those of notebook cells
 _INNERMOST = 24
 _CELL = "<ipython-input-"
+_script = ""
 
 
 def install(descriptor: int) -> Sampler:
@@ -59,6 +60,16 @@ def _sample_before_exit(sampler: Sampler) -> None:
         leave(status)
 
     os._exit = _exit
+
+
+def keep_frames_of(script: str) -> None:
+    """Keep a script's frames of a deep stack like those of cells.
+
+    Args:
+        script: The script's path; "" for none.
+    """
+    global _script
+    _script = script
 
 
 def _crash_to_stderr() -> None:
@@ -116,6 +127,6 @@ def _lines(frames: list[FrameType]) -> list[str]:
     lines: list[str] = []
     for number, frame in enumerate(frames):
         code = frame.f_code
-        if number < _INNERMOST or code.co_filename.startswith(_CELL):
+        if number < _INNERMOST or code.co_filename == _script or code.co_filename.startswith(_CELL):
             lines.append(f'  File "{code.co_filename}", line {frame.f_lineno or 0} in {code.co_name}\n')
     return lines

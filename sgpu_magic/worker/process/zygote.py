@@ -77,11 +77,12 @@ def _preload() -> str:
                 importlib.import_module(name)
         from sgpu_magic.worker.cell import cell_run, edited_modules, questions, shell, widgets
         from sgpu_magic.worker.group import flight_recorder, rendezvous
-        from sgpu_magic.worker.process import notebook_classes
+        from sgpu_magic.worker.process import after_import, notebook_classes
 
         flight_recorder.switch_on()
         rendezvous.accept_second_init()
         notebook_classes.teach_multiprocessing()
+        after_import.refuse_launchers()
         edited_modules.note_imports()
         cell_run.count_optimizer_steps()
         widgets.install()

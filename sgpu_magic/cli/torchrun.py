@@ -1,0 +1,194 @@
+"""`sgpu torchrun`: torchrun's command line, executed as `sgpu run`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from sgpu_magic.cli import run as run_command
+from sgpu_magic.cli.main import Parser, command_parser, note, plain_words
+from sgpu_magic.config import load_settings
+from sgpu_magic.errors import UsageError
+from sgpu_magic.options.argparse_form import add_option
+from sgpu_magic.options.table import MOST_RETRIES
+
+_POOL = "the pool arranges the rendezvous"
+_LOGS = "every rank has a log: `sgpu logs RUN --rank N`"
+# option of torchrun -> why it has no effect here
+_WITHOUT_EFFECT = {
+    "standalone": "",
+    "rdzv-backend": _POOL,
+    "rdzv-endpoint": _POOL,
+    "rdzv-id": _POOL,
+    "rdzv-conf": _POOL,
+    "master-addr": _POOL,
+    "master-port": _POOL,
+    "local-addr": _POOL,
+    "log-dir": _LOGS,
+    "redirects": _LOGS,
+    "tee": _LOGS,
+    "logs-specs": _LOGS,
+    "local-ranks-filter": "the lines of all ranks are printed, each with its rank",
+    "duplicate-stdout-filters": _LOGS,
+    "duplicate-stderr-filters": _LOGS,
+    "start-method": "the ranks are forked from a process that has imported torch",
+    "monitor-interval": "the end of a rank is reported at once",
+    "event-log-handler": "the run's directory has all its events",
+    "role": "all ranks have the role `default`",
+    "numa-binding": "the ranks may run on all cores",
+    "signals-to-handle": "SIGINT and SIGTERM end the ranks",
+    "shutdown-timeout": "the setting grace_s is the time that ranks have after SIGTERM",
+}
+_SHORT = {"redirects": ["-r"], "tee": ["-t"]}
+# option of torchrun -> why it is refused, and what to do instead
+_REFUSED = {
+    "no-python": "the ranks run Python: start the program with subprocess in a script",
+    "run-path": "give the script's path",
+    "virtual-local-rank": "LOCAL_RANK is the rank on its node: use it as the GPU's index",
+}
+
+
+def words_for_run(values: argparse.Namespace) -> list[str]:
+    """Return the command line of `sgpu run` for torchrun's options.
+
+    Raises:
+        UsageError: An option has no equivalent.
+    """
+    for name, why in _REFUSED.items():
+        if getattr(values, name.replace("-", "_")):
+            raise UsageError(f"--{name} has no equivalent here: {why}.")
+    nodes = _nodes(values.nnodes)
+    if values.node_rank not in ("", "0"):
+        raise UsageError("--node-rank has no equivalent here: the pool has the machines. Start the command once.")
+    words = ["run", "--as-script"]
+    script = values.script
+    if values.module:
+        script = _file_of(script)
+        words += ["--module", values.script]
+    words += _devices(values, nodes)
+    for name in ("pool", "min_memory", "env_version"):
+        if getattr(values, name):
+            words += [f"--{name.replace('_', '-')}", getattr(values, name)]
+    if values.max_restarts:
+        words += ["--restarts", str(values.max_restarts)]
+    return [*words, script, "--", *values.arguments]
+
+
+def notes(values: argparse.Namespace) -> list[str]:
+    """Return a sentence for each given option that has no effect."""
+    given = [(name, why) for name, why in _WITHOUT_EFFECT.items() if getattr(values, name.replace("-", "_")) and why]
+    by_reason: dict[str, list[str]] = {}
+    for name, why in given:
+        by_reason.setdefault(why, []).append(f"--{name}")
+    return [
+        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect: {why}."
+        for why, names in by_reason.items()
+    ]
+
+
+def _nodes(text: str) -> int:
+    least, _, most = text.partition(":")
+    most = most or least
+    if not (least.isascii() and least.isdigit() and most.isascii() and most.isdigit() and int(least) > 0):
+        raise UsageError(f"--nnodes is {text!r}; a number of nodes is needed.")
+    if least != most:
+        raise UsageError(f"--nnodes {text} asks for an elastic job, and a run has a fixed number of nodes: give one.")
+    return int(least)
+
+
+def _devices(values: argparse.Namespace, nodes: int) -> list[str]:
+    """Return the options for the number of ranks, the nodes and the type."""
+    each, kind = values.nproc_per_node, values.type or ""
+    if each == "cpu":
+        each, kind = str(os.cpu_count() or 1), kind or "cpu"
+    spread = ["--nodes", str(nodes)] if nodes > 1 else []
+    typed = ["--type", kind] if kind else []
+    if each in ("gpu", "auto"):
+        if nodes > 1:
+            raise UsageError(f"--nproc-per-node {each} on {nodes} nodes: give the number of ranks on each node.")
+        # all devices of the pool
+        return typed
+    if not (each.isascii() and each.isdigit() and int(each) > 0):
+        raise UsageError(f"--nproc-per-node is {each!r}; a number above 0, gpu, cpu or auto is needed.")
+    return ["--gpus", str(int(each) * nodes), *spread, *typed]
+
+
+def _file_of(module: str) -> str:
+    """Return the file of a module, which is looked for in the working directory first, as by `python -m`."""
+    # a console script does not have the working directory in its path
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.util.find_spec(module)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{module}.__main__")
+    except ImportError as error:
+        raise UsageError(f"-m {module}: {error}.") from None
+    finally:
+        sys.path.pop(0)
+    if found is None or not found.origin or not found.origin.endswith(".py"):
+        raise UsageError(
+            f"-m {module}: there is no such module with a source file in {os.getcwd()} or the Python path."
+        )
+    return found.origin
+
+
+# ---------------------------------------------------------------- the command
+
+_ABOUT = """Start a script as torchrun does, on the ranks of a pool: `sgpu run` with torchrun's options.
+
+What follows the script are its own arguments. Options of torchrun that have no effect on a pool are accepted with a
+note.
+"""
+
+
+def _flags(name: str) -> list[str]:
+    both = [f"--{name}", f"--{name.replace('-', '_')}"] if "-" in name else [f"--{name}"]
+    return [*_SHORT.get(name, []), *both]
+
+
+def _options(parser: Parser) -> None:
+    parser.description = _ABOUT
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add(*_flags("nproc-per-node"), default="1", metavar="N|gpu|cpu|auto",
+        help="ranks on each node; gpu and auto are all devices of the pool (default: 1)")  # fmt: skip
+    add(*_flags("nnodes"), default="1", metavar="N", help="number of nodes (default: 1)")
+    add(*_flags("max-restarts"), type=_restarts, default=0, metavar="N",
+        help="start all ranks anew after a failure, up to N times (default: 0)")  # fmt: skip
+    add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
+    add(*_flags("node-rank"), default="", metavar="0", help="the pool has the machines: start the command once")
+    add_option(parser, "pool", metavar=None, help="pool to run on (default: the setting pool)")
+    add_option(parser, "type", help="GPU type: a10, h100, ..., cpu or any")
+    add_option(parser, "min-memory", help="memory that each GPU must have")
+    add_option(parser, "env-version", metavar="4|ai-4|FILE|NAME", help="packages of the ranks")
+    for name, why in _WITHOUT_EFFECT.items():
+        if name == "standalone":
+            add("--standalone", action="store_true", help="accepted: ranks on one machine need nothing else")
+        else:
+            add(*_flags(name), default="", metavar="VALUE", help=f"no effect: {why}")
+    for name, why in _REFUSED.items():
+        add(*_flags(name), action="store_true", help=f"refused: {why}")
+    add("script", metavar="SCRIPT", help="script, or with -m module")
+    add("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.does(_do)
+
+
+def _restarts(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > MOST_RETRIES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MOST_RETRIES}")
+    return int(text)
+
+
+def _do(values: argparse.Namespace) -> int:
+    words: Sequence[str] = words_for_run(values)
+    for sentence in notes(values):
+        note(sentence)
+    options = command_parser(words).parse_args(plain_words(words))
+    options.words = list(words)
+    return run_command.run(load_settings(), options, sys.stdout, sys.stderr)
+
+
+COMMANDS = {"torchrun": _options}

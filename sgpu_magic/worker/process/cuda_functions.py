@@ -1,0 +1,187 @@
+"""The functions of `torch.cuda` on a rank whose CPU stands in for a GPU (see `cuda_on_cpu`)."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportUnknownLambdaType=false
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sgpu_magic.system.byte_sizes import memory_available_bytes
+
+NAME = "CPU in place of a GPU"
+# of the first GPUs with bfloat16, which the CPU has too
+_CAPABILITY = (8, 0)
+
+
+class Event:
+    """A point in time: on the CPU, work is done when the call returns."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self._at_s = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self._at_s = time.perf_counter()
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Return the milliseconds until the other event."""
+        return (end_event._at_s - self._at_s) * 1000.0
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing: all work is done."""
+
+    def wait(self, stream: object = None) -> None:
+        """Do nothing: all work is done."""
+
+
+class Stream:
+    """A queue that is always empty."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.device = torch.device("cpu")
+        self.cuda_stream = 0
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing: all work is done."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Do nothing: all work is done."""
+
+    def wait_event(self, event: object) -> None:
+        """Do nothing: all work is done."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record()
+        return event
+
+
+class _Device:
+    """The current device of this process, an index without effect."""
+
+    def __init__(self, current: int, count: int) -> None:
+        self.current = current
+        self.count = count
+
+    def index_of(self, device: Any) -> int:
+        """Return the index that a number or name has; a device, which is the CPU here, is the current one."""
+        if device is None or isinstance(device, torch.device):
+            return self.current
+        text = str(device).removeprefix("cuda").removeprefix(":")
+        index = int(text) if text.isdigit() else self.current
+        if not 0 <= index < self.count:
+            # as torch with CUDA says it
+            raise RuntimeError(f"CUDA error: invalid device ordinal: {index}, and this rank has {self.count} devices")
+        return index
+
+    def select(self, device: Any) -> None:
+        self.current = self.index_of(device)
+
+    def exchange(self, device: int) -> int:
+        """Make a device current and return the one before; a negative number changes nothing."""
+        before = self.current
+        if device >= 0:
+            self.select(device)
+        return before
+
+
+def replace(local_rank: int, ranks_here: int) -> None:
+    """Replace the functions that need CUDA.
+
+    Args:
+        local_rank: The current device.
+        ranks_here: Number of devices.
+    """
+    cuda: Any = torch.cuda
+    own = _Device(local_rank, ranks_here)
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    properties = SimpleNamespace(
+        name=NAME,
+        major=_CAPABILITY[0],
+        minor=_CAPABILITY[1],
+        total_memory=total_bytes,
+        multi_processor_count=os.cpu_count() or 1,
+        is_integrated=1,
+        is_multi_gpu_board=0,
+    )
+    for name, answer in (
+        ("is_available", True),
+        ("is_bf16_supported", True),
+        ("is_current_stream_capturing", False),
+        ("memory_summary", f"{NAME}: no memory of its own"),
+        ("get_arch_list", []),
+        ("utilization", 0),
+    ):
+        setattr(cuda, name, _answering(answer))
+    for name in (
+        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached",
+        "max_memory_cached",
+    ):  # fmt: skip
+        setattr(cuda, name, _answering(0))
+    for name in (
+        "init", "_lazy_init", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats",
+        "reset_max_memory_allocated", "reset_max_memory_cached", "reset_accumulated_memory_stats",
+        "set_per_process_memory_fraction", "set_stream",
+    ):  # fmt: skip
+        setattr(cuda, name, _answering(None))
+    cuda.device_count = lambda: own.count
+    cuda.current_device = lambda: own.current
+    cuda.set_device = own.select
+    # not the same object twice: torch.compile has a table by function
+    cuda._exchange_device = lambda device: own.exchange(device)
+    cuda._maybe_exchange_device = lambda device: own.exchange(device)
+    cuda.get_device_name = lambda device=None: NAME
+    cuda.get_device_capability = lambda device=None: _CAPABILITY
+    cuda.get_device_properties = lambda device=None: properties
+    cuda.mem_get_info = lambda device=None: (memory_available_bytes(), total_bytes)
+    cuda.memory_stats = lambda device=None: {}
+    cuda.can_device_access_peer = lambda device, peer_device: True
+    cuda.Event, cuda.Stream = Event, Stream
+    cuda.current_stream = lambda device=None: Stream()
+    cuda.default_stream = lambda device=None: Stream()
+    cuda.stream = lambda stream=None: contextlib.nullcontext(stream)
+    # takes only torch's own streams
+    torch.Tensor.record_stream = _answering(None)
+    _replace_random(cuda)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(cuda.nvtx, name, _answering(0))
+    cuda.nvtx.range = _no_range
+
+
+def _replace_random(cuda: Any) -> None:
+    """The generators of cuda are the CPU's, which `torch.manual_seed` seeds as well."""
+    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
+        setattr(cuda, name, _answering(None))
+    cuda.initial_seed = torch.initial_seed
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
+    cuda.set_rng_state = lambda new_state, device=None: torch.set_rng_state(new_state)
+    cuda.set_rng_state_all = lambda new_states: torch.set_rng_state(new_states[0])
+
+
+def _answering(answer: Any) -> Any:
+    return lambda *args, **kwargs: answer  # pyright: ignore[reportUnknownLambdaType]
+
+
+@contextlib.contextmanager
+def _no_range(msg: str, *args: object, **kwargs: object) -> Generator[None]:
+    yield

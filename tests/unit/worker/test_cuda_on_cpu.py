@@ -1,0 +1,139 @@
+"""Code that says cuda, on a rank whose CPU stands in for a GPU. In a process of its own: the mapping stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BEGIN = """
+import threading, torch
+from torch import nn
+from sgpu_magic.worker.process import cuda_on_cpu
+cuda_on_cpu.install(1, 4)
+cpu = torch.device("cpu")
+"""
+DEVICES = """
+device = torch.device("cuda", 1)
+assert device == cpu == torch.device("cuda:0") == torch.device(type="cuda", index=2) == torch.device(0), device
+assert isinstance(device, torch.device)
+assert (str(device), repr(device)) == ("cpu", "device(type='cpu')")
+assert torch.device("meta").type == "meta"
+x = torch.ones(2, device="cuda")
+assert x.device == device
+moved = [x.cuda(), x.cuda(1), x.to("cuda:1"), x.to(0), x.to(device, torch.float64), x.to(device="cuda"), x.pin_memory()]
+assert {each.device for each in moved} == {cpu}
+assert x.to(torch.float16).dtype is torch.float16
+assert torch.zeros_like(x, device=device).device == x.new_zeros(2, device="cuda").device == cpu
+assert torch.empty(2, pin_memory=True).device == cpu
+assert torch.tensor([1.0], device=1).device == cpu
+model = nn.Linear(2, 2).cuda().to("cuda:1").to(device)
+assert next(model.parameters()).device == device
+assert nn.Linear(2, 2, device="cuda").weight.device == cpu
+assert nn.ModuleList([model]).to(0)[0] is model
+with torch.device("cuda"):
+    assert torch.ones(1).device == cpu
+generator = torch.Generator("cuda").manual_seed(7)
+assert torch.rand(2, generator=generator, device="cuda").device == cpu
+assert isinstance(generator, torch.Generator)
+seen = []
+thread = threading.Thread(target=lambda: seen.append(torch.ones(1, device="cuda").device))
+thread.start(); thread.join()
+assert seen == [cpu]
+"""
+FUNCTIONS = """
+cuda = torch.cuda
+assert cuda.is_available() and cuda.device_count() == 4 and cuda.current_device() == 1
+cuda.set_device(torch.device("cuda", 3)); assert cuda.current_device() == 1
+cuda.set_device(2); assert cuda.current_device() == 2
+cuda.set_device("cuda:0"); assert cuda.current_device() == 0
+with cuda.device(3):
+    assert cuda.current_device() == 3
+assert cuda.current_device() == 0
+try:
+    cuda.set_device(4)
+except RuntimeError as error:
+    assert "invalid device ordinal" in str(error)
+else:
+    raise SystemExit("there is no device 4")
+cuda.synchronize(); cuda.empty_cache(); cuda.reset_peak_memory_stats()
+assert cuda.memory_allocated() == cuda.max_memory_allocated() == cuda.memory_reserved() == 0
+free, total = cuda.mem_get_info()
+assert 0 < free <= total == cuda.get_device_properties(0).total_memory
+assert "CPU" in cuda.get_device_name() and cuda.is_bf16_supported()
+start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+start.record(); end.record(); cuda.synchronize()
+assert start.elapsed_time(end) >= 0
+with cuda.stream(cuda.Stream()):
+    torch.ones(1, device="cuda").record_stream(cuda.current_stream())
+cuda.nvtx.range_push("x"); cuda.nvtx.range_pop()
+cuda.manual_seed_all(1); cuda.set_rng_state(cuda.get_rng_state())
+torch.manual_seed(3)
+"""
+TRAINING = """
+import io
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+device = torch.device("cuda", 0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scalers = [torch.amp.GradScaler("cuda"), torch.amp.GradScaler()]
+data = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
+for scaler in scalers:
+    for x, y in DataLoader(data, batch_size=8, pin_memory=True, num_workers=1):
+        x, y = x.to(device, non_blocking=True), y.cuda(non_blocking=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16), torch.autocast(device_type="cuda"):
+            out = checkpoint(model, x, use_reentrant=False)
+            assert out.dtype is torch.bfloat16
+            assert torch.is_autocast_enabled("cuda")
+        loss = nn.functional.mse_loss(out.float(), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.isfinite(loss)
+file = io.BytesIO()
+torch.save(model.state_dict(), file)
+for where in (None, "cuda", "cuda:1", device, {"cuda:0": "cuda:1"}, lambda storage, at: storage):
+    file.seek(0)
+    loaded = torch.load(file, map_location=where)
+    assert loaded["0.weight"].device == cpu
+"""
+GROUP = """
+import os
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+store = dist.HashStore()
+dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+assert dist.get_backend() == "gloo"
+dist.barrier(device_ids=[0])
+dist.new_group([0], backend="nccl")
+model = DistributedDataParallel(nn.Linear(2, 1).cuda(), device_ids=[0], output_device=0)
+model(torch.ones(1, 2, device="cuda")).sum().backward()
+assert model.module.weight.grad is not None
+assert nn.DataParallel(nn.Linear(2, 1).cuda(), device_ids=[0, 1])(torch.ones(4, 2).cuda()).shape == (4, 1)
+compiled = torch.compile(nn.Linear(2, 1).cuda(), backend="eager")
+assert compiled(torch.ones(1, 2, device="cuda")).device == cpu
+mesh = init_device_mesh("cuda", (1,))
+assert mesh.device_type == "cpu"
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(DEVICES, id="devices"),
+        pytest.param(FUNCTIONS, id="functions"),
+        pytest.param(TRAINING, id="training", marks=pytest.mark.slow),
+        pytest.param(GROUP, id="group", marks=pytest.mark.slow),
+    ],
+)
+def test_code_for_cuda_runs_on_the_cpu(code: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BEGIN + code], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
