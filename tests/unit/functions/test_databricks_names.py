@@ -354,12 +354,12 @@ def test_a_namespace_package_keeps_what_others_have_in_it(site: Path):
     installed(site, "one", "1", shared__one__init="")
     installed(site, "two", "1", shared__two__init="")
     before = snapshot(site)
-    import shared.one  # pyright: ignore[reportMissingImports]
-    import shared.two  # pyright: ignore[reportMissingImports]  # noqa: F401
+    import sharing.one  # pyright: ignore[reportMissingImports]
+    import sharing.two  # pyright: ignore[reportMissingImports]  # noqa: F401
 
     installed(site, "one", "2", shared__one__init="")
     assert forget_replaced(before, snapshot(site), sys.modules) == []
-    assert {"shared", "shared.one", "shared.two"} & set(sys.modules) == {"shared", "shared.two"}
+    assert {"sharing", "sharing.one", "sharing.two"} & set(sys.modules) == {"sharing", "sharing.two"}
 
 
 def test_compiled_packages_need_a_restart_of_the_kernel(site: Path):
