@@ -351,13 +351,13 @@ def test_replaced_packages_are_imported_anew(site: Path):
 
 
 def test_a_namespace_package_keeps_what_others_have_in_it(site: Path):
-    installed(site, "one", "1", shared__one__init="")
-    installed(site, "two", "1", shared__two__init="")
+    installed(site, "one", "1", sharing__one__init="")
+    installed(site, "two", "1", sharing__two__init="")
     before = snapshot(site)
     import sharing.one  # pyright: ignore[reportMissingImports]
     import sharing.two  # pyright: ignore[reportMissingImports]  # noqa: F401
 
-    installed(site, "one", "2", shared__one__init="")
+    installed(site, "one", "2", sharing__one__init="")
     assert forget_replaced(before, snapshot(site), sys.modules) == []
     assert {"sharing", "sharing.one", "sharing.two"} & set(sys.modules) == {"sharing", "sharing.two"}
 
