@@ -166,8 +166,8 @@ def test_a_script_runs_on_all_ranks(home: Home):
     assert "train.py" in run(home, "runs", "-n", "1")[1]
 
 
-def test_a_script_finds_what_torchrun_gives_it(home: Home):
-    """Arguments, `__main__`, working directory, import path and the lines of its file."""
+def script(home: Home) -> str:
+    """Write a script with a module beside it; return its path. `3` as second argument is rank 1's exit code."""
     folder = home.work / "code"
     folder.mkdir(exist_ok=True)
     (folder / "beside.py").write_text("size = 4\n")
@@ -182,7 +182,12 @@ def test_a_script_finds_what_torchrun_gives_it(home: Home):
         "elif len(sys.argv) > 3:\n    sys.exit(int(sys.argv[3]))\nelse:\n"
         "    raise ValueError('NaN in batch 118')\nrank\n"
     )
-    file = str(folder / "main.py")
+    return str(folder / "main.py")
+
+
+def test_a_script_finds_what_torchrun_gives_it(home: Home):
+    """Arguments, `__main__`, working directory, import path and the lines of its file."""
+    file = script(home)
     code, out, err = run(home, "run", "code/main.py", "-n", "2", "--type", "a10", "--", "--lr", file)
     assert code == 1, err
     assert out.splitlines() == [
@@ -194,6 +199,11 @@ def test_a_script_finds_what_torchrun_gives_it(home: Home):
     assert "ValueError: NaN in batch 118" in err
     assert f"File {file}:20\n" in err
     assert "Cell In" not in err
+
+
+@pytest.mark.slow
+def test_a_scripts_exit_code_counts(home: Home):
+    file = script(home)
     code, _, err = run(home, "run", "code/main.py", "-n", "2", "--type", "a10", "--", "x", file, "3")
     assert code == 1
     assert "SystemExit: 3" in err

@@ -91,7 +91,6 @@ def test_the_successors_names_are_there_behind_an_installed_one(tmp_path: Path):
     code = (
         "import sgpu_magic.functions.compat\n"
         "from databricks.air import distributed, ray_init, ray_launch\n"
-        "from databricks.air.data import UCVolumeDataset\n"
         "import databricks\n"
         "print(distributed.__module__, hasattr(databricks, 'installed'))\n"
     )
@@ -100,12 +99,13 @@ def test_the_successors_names_are_there_behind_an_installed_one(tmp_path: Path):
     (tmp_path / "databricks").mkdir()
     (tmp_path / "databricks" / "__init__.py").write_text("installed = True")
     assert python(code, path=tmp_path) == f"{ours} True"
-    (tmp_path / "databricks" / "air").mkdir()
-    (tmp_path / "databricks" / "air" / "__init__.py").write_text(
-        "def distributed(): ...\nray_init = ray_launch = distributed"
-    )
-    (tmp_path / "databricks" / "air" / "data.py").write_text("UCVolumeDataset = None")
+    (tmp_path / "databricks" / "air.py").write_text("def distributed(): ...\nray_init = ray_launch = distributed")
     assert python(code, path=tmp_path) == "databricks.air True"
+
+
+def test_the_successors_data_are_those_of_serverless_gpu():
+    code = "import sgpu_magic.functions.compat\nfrom databricks.air.data import UCVolumeDataset\nprint(UCVolumeDataset)"
+    assert "serverless_gpu.data.UCVolumeDataset" in python(NOT_INSTALLED + code)
 
 
 def test_ray_init_connects_to_the_cluster_of_a_run_alone(monkeypatch: pytest.MonkeyPatch):
