@@ -124,7 +124,8 @@ Each setting may be in `config.toml` in the platform's configuration directory (
 `SGPU_CONFIG` names another file) or in the environment as `SGPU_` and its name in capitals. The environment wins.
 A pool reads its settings when it starts: after a change, `sgpu pool stop`, and the next run starts one with the new
 values. `env_version`, `variables`, `track`, `tracking_uri`, `code_warn_bytes`, `code_limit_bytes`, `output_limit`,
-`stand_in` and `session_idle_s` belong to the notebook: `%env SGPU_TRACK=off` in a running one counts from the next run.
+`stand_in`, `lone_training` and `session_idle_s` belong to the notebook: `%env SGPU_TRACK=off` in a running one counts
+from the next run.
 """,
     "errors": """# Errors
 

@@ -80,6 +80,7 @@ class Settings(msgspec.Struct, frozen=True):
         output_limit: Bytes of output that a cell shows, as HTML and as text together; the log has the rest.
         cache_dir: Directory of the node's data cache (`runtime.cache_dir()`); "" is the platform's cache directory.
         cache_bytes: Maximum size of the data cache in bytes.
+        lone_training: Say so at a run's end when a rank of several has trained without the others.
         volumes_dir: Folder that holds `Volumes/...` and `dbfs/...` of notebooks that were written for Databricks.
         env_version: Packages for runs without `--env-version`, in the same form; "" is the notebook's own.
         environments: `auto` runs the kernel's own Python on nodes that see it and builds its packages on others;
@@ -154,6 +155,7 @@ class Settings(msgspec.Struct, frozen=True):
     output_limit: int = 100_000
     cache_dir: str = ""
     cache_bytes: int = 50_000_000_000
+    lone_training: bool = True
     volumes_dir: str = ""
     env_version: str = ""
     environments: str = "auto"

@@ -58,9 +58,11 @@ def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
         cwd = ""
     # "" in sys.path means the current directory
     path = tuple(entry or cwd for entry in sys.path)
+    settings = load_settings(environ)
     return RankContext(
         widgets=True,
-        maps_cuda=load_settings(environ).stand_in == "cpu,cuda",
+        maps_cuda=settings.stand_in == "cpu,cuda",
+        lone_training=settings.lone_training,
         cwd=cwd,
         sys_path=path,
         umask=this_umask(),

@@ -202,6 +202,7 @@ class Session:
         self.scratch = tempfile.TemporaryDirectory()
         self.environ = dict(environ or {"PATH": os.environ["PATH"], "HOME": self.scratch.name})
         self.cwd = cwd
+        self.lone_training = True
         self.sys_path = tuple(sys.path)
         self.group = new_id()
         store = os.memfd_create("store")
@@ -216,7 +217,8 @@ class Session:
 
     @property
     def context(self) -> RankContext:
-        return RankContext(cwd=self.cwd, sys_path=self.sys_path, umask=0o022, environ=dict(self.environ), key=KEY)
+        own = {"cwd": self.cwd, "sys_path": self.sys_path, "environ": dict(self.environ)}
+        return RankContext(umask=0o022, key=KEY, lone_training=self.lone_training, **own)
 
     def variables(self, rank: int) -> dict[str, str]:
         size = str(self.size)

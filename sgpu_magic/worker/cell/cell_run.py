@@ -149,7 +149,8 @@ class CellRun:
             error, seconds = self._run_cell()
             if error is not None:
                 return self.failed(error)
-            remark = training.remark() if self._shell.is_first else ""
+            says = self._shell.is_first and self._message.context.lone_training
+            remark = training.remark() if says else ""
             if remark:
                 self._say(Remarked(text=remark))
         elif kind is RunKind.PUSH:

@@ -293,6 +293,12 @@ def test_ranks_that_train_without_each_other_are_told_so(
     assert all("rank 0 has trained by itself" in text for text in remarks)
 
 
+def test_the_sentence_about_such_ranks_can_be_turned_off(session: Session):
+    session.lone_training = False
+    session.run(TRAINS.format(together=False))
+    assert not [said for rank in session.ranks for said, _ in rank.others if isinstance(said, Remarked)]
+
+
 # ---------------------------------------------------------------- interrupts
 
 
