@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from browsers import ARTEFACTS, chromium, console_errors, has_browser
+from browsers import ARTEFACTS, choose_kernel, chromium, console_errors, has_browser
 from homes import Home
 from jupyter_servers import JupyterServer, new_notebook
 from listed_pools import list_pools, listed
@@ -87,6 +87,7 @@ class Notebook:
 
         def press() -> bool:
             try:
+                choose_kernel(self.page)
                 cell.locator(".cm-content").first.click(timeout=5_000)
                 self.page.keyboard.press("Shift+Enter")
                 expect(prompt).to_have_text(re.compile(done), timeout=5_000)

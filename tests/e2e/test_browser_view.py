@@ -271,6 +271,9 @@ def test_notebook_seven(browser: Browser):
             notebook.wait_done(1)
             expect(notebook.output(1)).to_contain_text("succeeded")
             notebook.start(2)
+            # below what the cell before shows: a view that nobody sees draws nothing
+            view(notebook, 2).wait_for(timeout=30_000)
+            view(notebook, 2).scroll_into_view_if_needed()
             expect(view(notebook, 2).locator(".sgpu-state")).to_have_text("running", timeout=30_000)
             view(notebook, 2).get_by_role("button", name="Cancel").click()
             expect(notebook.output(2)).to_contain_text("cancelled", timeout=10_000)

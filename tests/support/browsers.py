@@ -39,6 +39,14 @@ def console_errors(page: Page) -> list[str]:
     return errors
 
 
+def choose_kernel(page: Page) -> None:
+    """Answer JupyterLab, which asks for a notebook's kernel when it does not know all kernels in time."""
+    for dialog in page.locator(".jp-Dialog").all():
+        asked = dialog.inner_text()
+        assert asked.startswith("Select Kernel"), f"a dialog is in the way: {asked}"
+        dialog.get_by_role("button", name="Select Kernel").or_(dialog.locator("button.jp-mod-accept")).first.click()
+
+
 class OpenNotebook:
     """A notebook in its own page.
 
@@ -128,7 +136,7 @@ class OpenNotebook:
         before = prompt.inner_text()
 
         def press() -> bool:
-            self._choose_kernel()
+            choose_kernel(self.page)
             editor.click()
             self.page.keyboard.press("Control+Enter")
             try:
@@ -138,13 +146,6 @@ class OpenNotebook:
             return True
 
         eventually(press, 60, f"cell {number} does not run")
-
-    def _choose_kernel(self) -> None:
-        """JupyterLab asks for a notebook's kernel when it does not know all kernels in time."""
-        for dialog in self.page.locator(".jp-Dialog").all():
-            asked = dialog.inner_text()
-            assert asked.startswith("Select Kernel"), f"a dialog is in the way: {asked} {self.picture('dialog')}"
-            dialog.get_by_role("button", name="Select Kernel").or_(dialog.locator("button.jp-mod-accept")).first.click()
 
     def run(self, number: int, timeout_s: float = 60.0) -> str:
         """Run a cell, wait for its end and return the text below it."""
