@@ -238,9 +238,9 @@ def test_collectives_keep_sane_numbers_over_renewals(session: Session):
     # the old one never ends, and is not what the rank is in
     assert [current(rank) for rank in range(3)] == [None] * 3
     session.run("dist.barrier()\ndist.all_reduce(torch.ones(1))")
-    found = {current(rank) for rank in range(3)}
-    assert len(found) == 1
-    assert found.pop() == Collective(name="all_reduce", seq=2, pending=False)
+    over = Collective(name="all_reduce", seq=2, pending=False)
+    # torch notes the end of a collective in a thread of its own, after the call has returned
+    eventually(lambda: {current(rank) for rank in range(3)} == {over}, 5, "it is not over on every rank")
     session.execute("if rank: dist.all_reduce(torch.ones(1))", only=[1, 2])
     for rank in (1, 2):
         eventually(
