@@ -27,7 +27,7 @@ from sgpu_magic.worker.cell.asking import encodable
 from sgpu_magic.worker.cell.results import Reply, pack_names
 from sgpu_magic.worker.cell.shell import RankShell, hook_of
 from sgpu_magic.worker.group import flight_recorder, rendezvous
-from sgpu_magic.worker.process import cuda_on_cpu, interrupts, trace
+from sgpu_magic.worker.process import interrupts, trace
 from sgpu_magic.worker.process.helper import Order
 from sgpu_magic.worker.process.rank_context import Standing
 
@@ -144,8 +144,8 @@ class CellRun:
         seconds = 0.0
         if kind in (RunKind.CELL, RunKind.CALL):
             training = LoneTraining(self._rank, len(self._message.only) or self._standing.ranks)
-            if self._shell.is_first and cuda_on_cpu.is_installed():
-                self._say(Remarked(text=cuda_on_cpu.NOTE))
+            if self._shell.is_first and self._standing.stand_in_note:
+                self._say(Remarked(text=self._standing.stand_in_note))
             error, seconds = self._run_cell()
             if error is not None:
                 return self.failed(error)

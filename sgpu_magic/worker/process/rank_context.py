@@ -22,7 +22,6 @@ from sgpu_magic.worker.cell import shell as rank_shell
 from sgpu_magic.worker.cell.edited_modules import EditedModules
 from sgpu_magic.worker.group import flight_recorder, rendezvous
 from sgpu_magic.worker.group.renewal import renew
-from sgpu_magic.worker.process import cuda_on_cpu
 
 
 def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str, str]) -> None:
@@ -154,6 +153,8 @@ class Standing:
         self.cuda = False
         self.modules = EditedModules(self.shell)
         self._store_path = store_path
+        # said once in each run of such a rank
+        self.stand_in_note = ""
         self._join_error = join_error
         self._joined = fork.join_early
         self._context: RankContext | None = None
@@ -180,6 +181,10 @@ class Standing:
         if self._join_error is not None:
             raise self._join_error
         if context.maps_cuda and not self.cuda:
+            # not in the zygote: only such ranks pay for it
+            from sgpu_magic.worker.process import cuda_on_cpu
+
+            self.stand_in_note = cuda_on_cpu.NOTE
             cuda_on_cpu.install(int(rank_variables["LOCAL_RANK"]), int(rank_variables["LOCAL_WORLD_SIZE"]))
         own_device = set_device(device, rank_variables)
         if not self._joined:
