@@ -81,28 +81,13 @@ def runs_on_pool(source: str, job: Job) -> bool:
 
 
 def kernel_lines(job: Job) -> list[str]:
-    """Return the options that make a kernel execute a script's cell as `python script` would.
-
-    They set `sys.argv`, `__file__` and the first entry of `sys.path`, and name the cell's code by the script's file.
-    """
-    file = str(job.source)
+    """Return the options that make a kernel execute a script's cell as `python script` would: see `script_shell`."""
     # `python -m` looks in the working directory
-    folder = str(job.folder if job.module else job.source.parent)
-    place = f"sys.path.insert(0, {folder!r}); sys.argv[:] = {[job.as_written, *job.arguments]!r}"
-    # in a namespace of their own: the script finds `__file__` alone
-    lines = f"import sys\n{place}\n" + _NAMED_BY_FILE.format(file=file)
-    return [f"--IPKernelApp.exec_lines=exec({lines!r}, {{'shell': get_ipython()}})"]
-
-
-_NAMED_BY_FILE = """shell.user_ns['__file__'] = {file!r}
-compiler = shell.compile
-named, shown = compiler.get_code_name, compiler.format_code_name
-with open({file!r}, encoding='utf-8') as opened:
-    text = opened.read().rstrip()
-compiler.get_code_name = lambda raw, *more: {file!r} if raw.rstrip() == text else named(raw, *more)
-compiler.format_code_name = lambda name: None if name == {file!r} else shown(name)
-shell.ast_node_interactivity = 'none'
-"""
+    folder = job.folder if job.module else job.source.parent
+    arguments = f"{str(job.source)!r}, {str(folder)!r}, {[job.as_written, *job.arguments]!r}"
+    # an expression: the script finds no name that it did not define
+    imported = "__import__('sgpu_magic.cli.headless.script_shell', fromlist=['_'])"
+    return [f"--IPKernelApp.exec_lines={imported}.run_as_script(get_ipython(), {arguments})"]
 
 
 def on_ranks(sources: list[str], job: Job) -> bool:

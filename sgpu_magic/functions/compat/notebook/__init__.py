@@ -1,7 +1,6 @@
 """The names that a Databricks notebook has without defining them, for the extension `sgpu_magic.compat`.
 
-names            puts the names and magics into a shell, and removes them
-dbutils          `dbutils`
+names            puts `dbutils` and the other names and magics into a shell, and removes them
 utility          base class of `dbutils` and its parts
 widgets          `dbutils.widgets`
 file_system      `dbutils.fs` and `%fs`

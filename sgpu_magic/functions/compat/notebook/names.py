@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 
 from sgpu_magic.functions.compat.notebook import file_system, spark
-from sgpu_magic.functions.compat.notebook.dbutils import DBUtils
+from sgpu_magic.functions.compat.notebook.file_system import FileSystem
 from sgpu_magic.functions.compat.notebook.html_display import displayHTML
-from sgpu_magic.functions.compat.notebook.other_notebooks import RunMagic
+from sgpu_magic.functions.compat.notebook.other_notebooks import Notebook, RunMagic
+from sgpu_magic.functions.compat.notebook.restart import Library
+from sgpu_magic.functions.compat.notebook.secret_values import Secrets
+from sgpu_magic.functions.compat.notebook.utility import Utility
 from sgpu_magic.functions.compat.notebook.widgets import Widgets
 from sgpu_magic.options.defaults import is_job
 from sgpu_magic.options.notebook_job import parameters_of_process
@@ -71,6 +74,28 @@ def install(shell: Any) -> ExitStack:
         shell.magics_manager.magics["line"]["run"] = run
         undo.callback(_restore_run, shell, run, original)
     return undo
+
+
+class DBUtils(Utility):
+    """Utilities of a Databricks notebook, on this machine.
+
+    Args:
+        shell: The notebook's shell.
+        widgets: `dbutils.widgets`.
+        keep: Names that `restartPython` keeps.
+    """
+
+    def __init__(self, shell: Any, widgets: Widgets, keep: Collection[str]) -> None:
+        self.fs = FileSystem()
+        self.library = Library(shell, keep)
+        self.notebook = Notebook()
+        self.secrets = Secrets()
+        self.widgets = widgets
+
+    def _overview(self) -> str:
+        parts = [part for part in vars(self).values() if isinstance(part, Utility)]
+        lines = [f"  {part.path.partition('.')[2]}: {(part.__doc__ or '').partition(chr(10))[0]}" for part in parts]
+        return "\n".join(["dbutils has these parts; dbutils.fs.help() lists the functions of one:", "", *lines])
 
 
 class CellMagics:
