@@ -72,7 +72,7 @@ class Stage:
         return notebook
 
     def take(
-        self, notebook: OpenNotebook, moment: str, part: Locator | None = None, *, is_pointed_at: bool = False
+        self, notebook: OpenNotebook, moment: str, part: Locator | None = None, *, under_pointer: Locator | None = None
     ) -> None:
         """Take a picture of the page, or of a part of it, in each size and theme.
 
@@ -80,20 +80,20 @@ class Stage:
             notebook: The notebook.
             moment: End of the pictures' names.
             part: The part; None for the whole page.
-            is_pointed_at: Leave the pointer where it is.
+            under_pointer: What the pointer is over; by default, nothing.
         """
         page = notebook.page
-        # a card under the pointer would show its details
-        if not is_pointed_at:
-            page.mouse.move(0, 0)
         for theme in THEMES:
             self._change_theme(notebook, theme)
             for width, height in SIZES:
                 page.set_viewport_size({"width": width, "height": height})
+                page.mouse.move(0, 0)
                 if part is not None:
                     part.scroll_into_view_if_needed()
+                if under_pointer is not None:
+                    under_pointer.hover()
                 # the page draws what the new size and theme change
-                page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done, 300)))")
+                page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done, 600)))")
                 path = self._folder / f"{self._story}-{moment}-{width}-{theme}.png"
                 (part or page).screenshot(path=path)
                 print(path, flush=True)
@@ -115,6 +115,9 @@ class Stage:
             notebook.close()
         for session in self._server.get("api/sessions").body:
             self._server.delete(f"api/sessions/{session['id']}")
+        # the next story's page would open the panels of this one
+        for workspace in self._server.get("lab/api/workspaces").body["workspaces"]["ids"]:
+            self._server.delete(f"lab/api/workspaces/{workspace}")
         for path in (self._server.home.work / "go", self._server.home.work / "on"):
             path.unlink(missing_ok=True)
 
@@ -173,9 +176,7 @@ def cards(stage: Stage) -> None:
     shown = wait_for_state(notebook, "running")
     expect(shown.locator(".sgpu-use").first).to_contain_text("cores", timeout=_START_MS)
     stage.take(notebook, "nothing-printed", notebook.cell(1))
-    shown.locator(".sgpu-card").nth(1).hover()
-    expect(shown.locator(".sgpu-details")).to_be_visible()
-    stage.take(notebook, "details", notebook.cell(1), is_pointed_at=True)
+    stage.take(notebook, "details", notebook.cell(1), under_pointer=shown.locator(".sgpu-card").nth(1))
     stage.go()
     notebook.wait_done(1)
 
@@ -223,7 +224,7 @@ def hang(stage: Stage) -> None:
     notebook = stage.open(HANG)
     notebook.start(1)
     wait_for_state(notebook, "running")
-    expect(view(notebook)).to_contain_text("barrier", timeout=_START_MS)
+    expect(view(notebook)).to_contain_text("no progress", timeout=_START_MS)
     stage.take(notebook, "told", notebook.cell(1))
     view(notebook).get_by_role("button", name="Cancel").click()
     notebook.wait_done(1)
@@ -234,7 +235,7 @@ def panel(stage: Stage) -> None:
     """The environment panel: not connected, connected, with a run and one that waits."""
     notebook = stage.open(
         "%%distributed --name epochs\nprint('epoch 1')\nhold('go')",
-        "%%distributed --gpus 4 --type a10 --fresh --detach --name other\nprint(device)",
+        "%%distributed --gpus 4 --type a10 --session none --detach --name other\nprint(device)",
     )
     page = notebook.page
     page.get_by_role("tab", name="GPU environment").click()

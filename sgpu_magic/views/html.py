@@ -164,7 +164,10 @@ def _header(view: RunView) -> str:
         elif view.reason and (view.state is RunState.CANCELLED or not view.is_final):
             meta.append(view.reason)
         meta += [billed_text(view), busy_text(view.usage)] if view.is_final and view.session is None else []
-    said = " · ".join(safe(text) for text in meta if text)
+    whole = '<span style="white-space:nowrap">'
+    said = " · ".join(
+        f"{whole}{safe(text)}</span>" if text == view.times.text() else safe(text) for text in meta if text
+    )
     mark = mark_text(view)
     pill = f'<span style="{_PILL}">{mark}</span> ' if mark else ""
     return (

@@ -145,9 +145,12 @@ class _Parts:
             stroke = WARN if is_low(usage) else ACCENT
             if not first.is_flat_zero:
                 curve = " " + sparkline(first.series.values, first.top, f"({curve_text(first)})", stroke)
+        # the marker that opens it stays on its line
+        beside = "calc(100% - 1.5em)"
         self._head = (
             f'<details style="font-size:12px"><summary style="cursor:pointer;padding:3px 12px">'
-            f'<span style="display:inline-block;min-width:23em"><b style="font-weight:600{colour}">rank {rank}</b>'
+            f'<span style="display:inline-block;min-width:min(23em,{beside});max-width:{beside}">'
+            f'<b style="font-weight:600{colour}">rank {rank}</b>'
             f"{''.join(f' · {part}' for part in said if part)}</span>{curve}</summary>"
         )
         told = [f"on {label}"] if label else []

@@ -53,8 +53,8 @@ _PRINTED = (
 def boxed(body: str) -> str:
     """Return HTML in the box of a run."""
     if _SCROLLS in body:
-        return f'<div class="sgpu-scrolls" style="{BOX}">{_PRINTED}{body}</div>'
-    return f'<div style="{BOX}">{body}</div>'
+        return f'<div class="sgpu-box sgpu-scrolls" style="{BOX}">{_PRINTED}{body}</div>'
+    return f'<div class="sgpu-box" style="{BOX}">{body}</div>'
 
 
 _SCROLLS = 'class="sgpu-scroll"'
@@ -122,8 +122,8 @@ def titled_box(title: str, beside: str, body: str, style: str = SOFT) -> str:
     """
     edge = f";border-bottom:1px solid {LINE}" if body else ""
     return (
-        f'<div style="display:inline-block;box-sizing:border-box;min-width:min(420px,100%);max-width:100%;'
-        f"vertical-align:top;border:1px solid {LINE};"
+        f'<div class="sgpu-box" style="display:inline-block;box-sizing:border-box;min-width:min(420px,100%);'
+        f"max-width:100%;vertical-align:top;border:1px solid {LINE};"
         f'border-radius:6px;overflow:auto;{SANS};font-size:13px;line-height:1.45">'
         f'<div style="padding:6px 12px;background:{PANEL}{edge}">'
         f'<b style="font-weight:600">{safe(title)}</b> <span style="{style}">{safe(beside)}</span></div>{body}</div>'

@@ -132,7 +132,7 @@ def test_a_run_that_a_limit_ended_is_headed_by_that_limit(kind: RunKind, message
 def test_cost_and_mlflow_stand_in_the_static_output() -> None:
     view = FORMS["priced_and_tracked"]().view
     html = render_html(view)
-    assert "7 min 29 s · <span>$</span>2.40 for 0.50 GPU h" in html
+    assert "7 min 29 s</span> · <span>$</span>2.40 for 0.50 GPU h" in html
     assert f'<a href="{TRACKED.url}" target="_blank" rel="noopener noreferrer"' in html
     assert ">MLflow run digits/train_digits</a>" in html
     # no server: its id, for mlflow.get_run

@@ -1378,7 +1378,7 @@ def test_status_is_as_drawn(gpus: bool) -> None:
     assert text == file.read_text()
     reader = read(status_html(pool_status(gpus), now=144.0))
     assert reader.tags <= {"div", "b", "span", "table", "thead", "tbody", "tr", "th", "td"}
-    assert reader.names <= {"style", "colspan"}
+    assert reader.names <= {"class", "style", "colspan"}
     for word in re.findall(r"[^\s·]+", text):
         assert word in reader.text
 

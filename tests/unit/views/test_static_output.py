@@ -344,7 +344,7 @@ def test_everything_said_of_a_rank_is_escaped() -> None:
         assert elements.open == []
         assert elements.tags <= {"div", "b", "span", "pre", "details", "summary", "svg", "title", "path"}
         assert elements.names <= {
-            "style", "role", "width", "height", "viewbox", "d", "fill", "stroke", "stroke-width", "opacity",
+            "class", "style", "role", "width", "height", "viewbox", "d", "fill", "stroke", "stroke-width", "opacity",
             "preserveaspectratio", "vector-effect",
         }  # fmt: skip
         assert "<script>alert(1)</script>" in stripped(page)
