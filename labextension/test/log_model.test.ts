@@ -2,6 +2,7 @@ import { describe, expect, it, vi } from "vitest";
 
 import { ALL_PAGES, LogModel, MAX_CHARS, PAGE_LINES, PagedLines, RANK_PAGES, RETRY_MS } from "../src/run_view/log_model";
 import type { Fetch } from "../src/run_view/log_model";
+import { eventually } from "./eventually";
 import { line, told } from "./samples";
 
 function modelWith(fetch: Fetch, now = () => 0) {
@@ -75,7 +76,7 @@ describe("the log", () => {
     expect(asked).toEqual([[200, 102, null]]);
     log.ensure("all", 290, 12);
     expect(asked).toHaveLength(1);
-    await vi.waitFor(() => expect(log.lines("all").get(295)).toEqual(line(295)));
+    await eventually(() => expect(log.lines("all").get(295)).toEqual(line(295)));
     log.ensure("all", 0, 5);
     expect(asked[1]).toEqual([1, 199, null]);
   });
@@ -101,7 +102,7 @@ describe("the log", () => {
     now_ms = RETRY_MS + 1;
     lost = false;
     log.ensure("all", 0, 20);
-    await vi.waitFor(() => expect(log.lines("all").get(0)).toBeDefined());
+    await eventually(() => expect(log.lines("all").get(0)).toBeDefined());
     log.ensure("all", 0, 20);
     expect(asked).toEqual([0, 0, 1]);
   });

@@ -5,6 +5,7 @@ import { NoExtension } from "../src/panel/host";
 import { mountPanel } from "../src/panel/index";
 import { OtherVersion } from "../src/panel/messages";
 import type { PlanPicture } from "../src/panel/messages";
+import { eventually } from "./eventually";
 import {
   CPUS,
   H100,
@@ -64,7 +65,7 @@ function typeInto(element: HTMLElement, value: string) {
   element.dispatchEvent(new Event("input", { bubbles: true }));
 }
 
-const shows = (el: Element, words: string) => vi.waitFor(() => expect(text(el)).toContain(words));
+const shows = (el: Element, words: string) => eventually(() => expect(text(el)).toContain(words));
 
 function focused(): Element {
   if (!document.activeElement) throw new Error("nothing has the focus");
@@ -73,8 +74,8 @@ function focused(): Element {
 
 /** Waits until the form's last change has its plan. */
 async function planned(el: Element) {
-  await vi.waitFor(() => expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", true));
-  await vi.waitFor(() => expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", false));
+  await eventually(() => expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", true));
+  await eventually(() => expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", false));
 }
 
 function pageIs(hidden: boolean) {
@@ -96,7 +97,7 @@ async function ready(picture = kernelPicture(), plan: PlanPicture = PLAN, runs =
   const host = new TestHost(new TestNotebook(answering(picture, plan)));
   const view = mounted(host);
   host.tellPool(pool, runs);
-  await vi.waitFor(() => expect(view.el.querySelector(".sgpu-add, .sgpu-word, .sgpu-strong")).not.toBeNull());
+  await eventually(() => expect(view.el.querySelector(".sgpu-add, .sgpu-word, .sgpu-strong")).not.toBeNull());
   const { notebook } = host;
   if (!notebook) throw new Error("no notebook");
   return { ...view, notebook };
@@ -128,14 +129,14 @@ describe("what there is to choose from", () => {
     expect(types().map(({ tabIndex }) => tabIndex)).toEqual([0, -1, -1]);
     types()[0]?.focus();
     press(types()[0] as Element, "ArrowDown");
-    await vi.waitFor(() => expect(types()[1]?.getAttribute("aria-checked")).toBe("true"));
+    await eventually(() => expect(types()[1]?.getAttribute("aria-checked")).toBe("true"));
     expect(document.activeElement).toBe(types()[1]);
     press(types()[1] as Element, "ArrowUp");
     press(types()[0] as Element, "ArrowUp");
-    await vi.waitFor(() => expect(types()[2]?.getAttribute("aria-checked")).toBe("true"));
+    await eventually(() => expect(types()[2]?.getAttribute("aria-checked")).toBe("true"));
     expect(types().map(({ tabIndex }) => tabIndex)).toEqual([-1, -1, 0]);
     expect(all(el, ".sgpu-segments [role=radio]").map(text)).toEqual(["1", "2"]);
-    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { type: "b300", gpus: 1 } }));
+    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { type: "b300", gpus: 1 } }));
   });
 
   it("counts what this notebook's own session holds as free, and tells when the rest will be", async () => {
@@ -165,9 +166,9 @@ describe("what there is to choose from", () => {
     const field = query(el, "input[type=number]") as HTMLInputElement;
     expect(field.value).toBe("2");
     typeInto(field, "99");
-    await vi.waitFor(() => expect(field.getAttribute("aria-invalid")).toBe("true"));
+    await eventually(() => expect(field.getAttribute("aria-invalid")).toBe("true"));
     typeInto(field, "12");
-    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { type: "cpu", gpus: 12 } }));
+    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { type: "cpu", gpus: 12 } }));
   });
 
   it("keeps prices to itself where the settings say so", async () => {
@@ -188,7 +189,7 @@ describe("what there is to choose from", () => {
         { name: "local", about: "this machine", reserved: false, default: true },
       ],
     });
-    await vi.waitFor(() => query(el, "option[value=team]"));
+    await eventually(() => query(el, "option[value=team]"));
     const select = query(el, "[aria-label=Pool] select") as HTMLSelectElement;
     expect(text(select)).toBe("team · reserved · 4 of 8 H100 freelocal · this machine");
     select.value = "team";
@@ -199,7 +200,7 @@ describe("what there is to choose from", () => {
     ]);
     await shows(el, "Waiting for the pool's first update…");
     host.pools.tell({ kind: "pool", picture: poolPicture() });
-    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
+    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
     expect(text(el)).toContain("Waiting for the pool's first update…");
   });
 });
@@ -220,13 +221,13 @@ describe("a pool", () => {
       { name: "local", about: "this machine", reserved: false, default: true },
     ];
     host.pools.tell({ kind: "pools", pools });
-    await vi.waitFor(() => query(el, "option[value=team]"));
+    await eventually(() => query(el, "option[value=team]"));
     const select = query(el, "[aria-label=Pool] select") as HTMLSelectElement;
     select.value = "team";
     select.dispatchEvent(new Event("change", { bubbles: true }));
     host.pools.tell({ kind: "pool", picture: poolPicture({ pool: "team" }) });
     answer();
-    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
+    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
     expect(host.pools.orders.at(-1)).toEqual({ kind: "watch", pool: "team" });
   });
 });
@@ -246,7 +247,7 @@ describe("the environment", () => {
     const { el, notebook } = await ready();
     const field = () => query(el, ".sgpu-add") as HTMLInputElement;
     typeInto(field(), "peft 0.17");
-    await vi.waitFor(() => expect(field().value).toBe("peft 0.17"));
+    await eventually(() => expect(field().value).toBe("peft 0.17"));
     press(field(), "Enter");
     await shows(el, "peft 0.17 is not a requirement; write name==version.");
     expect(field().getAttribute("aria-invalid")).toBe("true");
@@ -254,18 +255,18 @@ describe("the environment", () => {
     press(field(), "Enter");
     await shows(el, "+ added: peft==0.17.1undo");
     expect(field().value).toBe("");
-    await vi.waitFor(() =>
+    await eventually(() =>
       expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { dependencies: ["peft==0.17.1"] } }),
     );
     button(el, "undo peft").click();
-    await vi.waitFor(() => expect(el.querySelector(".sgpu-package")).toBeNull());
+    await eventually(() => expect(el.querySelector(".sgpu-package")).toBeNull());
   });
 
   it("takes a removal back", async () => {
     const { el, notebook } = await ready(kernelPicture({ differences: [peft] }));
     button(el, "remove peft").click();
     await shows(el, "+ will be undone: peft 0.17.1undo");
-    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { removed: ["peft"] } }));
+    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { removed: ["peft"] } }));
     button(el, "undo peft").click();
     await shows(el, "+ added: peft 0.17.1remove");
   });
@@ -278,7 +279,7 @@ describe("the environment", () => {
     select.dispatchEvent(new Event("change", { bubbles: true }));
     await shows(el, "Python 3.12 · 168 packages");
     expect(el.querySelector(".sgpu-package")).toBeNull();
-    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { env_version: "4" } }));
+    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { env_version: "4" } }));
   });
 });
 
@@ -306,29 +307,29 @@ describe("applying", () => {
     notebook.answer = (question) =>
       question.kind === "apply" ? kernelAnswer(kernelPicture({ choice: choice() }), { said: "cowsay installed." }) : plans(question);
     const apply = async () => {
-      await vi.waitFor(() => expect(button(el, "Apply and connect").disabled).toBe(false));
+      await eventually(() => expect(button(el, "Apply and connect").disabled).toBe(false));
       button(el, "Apply and connect").click();
       await shows(el, "cowsay installed.");
     };
     await apply();
     button(el, "close").click();
-    await vi.waitFor(() => expect(text(el)).not.toContain("cowsay"));
+    await eventually(() => expect(text(el)).not.toContain("cowsay"));
     await apply();
     button(el, "3").click();
-    await vi.waitFor(() => expect(text(el)).not.toContain("cowsay"));
+    await eventually(() => expect(text(el)).not.toContain("cowsay"));
     button(el, "Undo changes").click();
     await apply();
     // it is another choice than the one that was spoken of
     notebook.answer = answering(kernelPicture({ choice: choice({ gpus: 4 }) }));
     notebook.change({ kernelState: "busy" });
     notebook.change({ kernelState: "idle" });
-    await vi.waitFor(() => expect(text(el)).not.toContain("cowsay"));
+    await eventually(() => expect(text(el)).not.toContain("cowsay"));
   });
 
   it("says what it did no longer than its session lasts", async () => {
     const { el, host, notebook } = await ready(kernelPicture({ choice: choice() }), PLAN, [SESSION]);
     button(el, "change").click();
-    await vi.waitFor(() => button(el, "3").click());
+    await eventually(() => button(el, "3").click());
     await planned(el);
     const plans = notebook.answer;
     notebook.answer = (question) =>
@@ -337,7 +338,7 @@ describe("applying", () => {
     await shows(el, "Cells run in session main.");
     notebook.answer = answering(kernelPicture({ choice: choice({ gpus: 3 }) }));
     host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [], gone: [SESSION.run_id] });
-    await vi.waitFor(() => expect(text(el)).not.toContain("Cells run in session main."));
+    await eventually(() => expect(text(el)).not.toContain("Cells run in session main."));
   });
 
   it("asks for the plan once the form has rested, and not for every key", async () => {
@@ -349,7 +350,7 @@ describe("applying", () => {
     expect(notebook.kinds().filter((kind) => kind === "plan").length).toBe(before + 1);
     expect(notebook.asked.at(-1)).toMatchObject({ choice: { gpus: 4 } });
     button(el, "Undo changes").click();
-    await vi.waitFor(() => expect(notebook.asked.at(-1)).toMatchObject({ choice: { gpus: 2 } }));
+    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ choice: { gpus: 2 } }));
   });
 
   it("is confirmed where something is lost, and told to the kernel", async () => {
@@ -357,7 +358,7 @@ describe("applying", () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }), plan);
     await shows(el, "Session main restarts");
     button(el, "Confirm").click();
-    await vi.waitFor(() => expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ confirmed: true }));
+    await eventually(() => expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ confirmed: true }));
   });
 
   it("is not possible where the plan says why", async () => {
@@ -393,8 +394,8 @@ describe("applying", () => {
     button(el, "Apply and connect").click();
     await shows(el, "Installing packages…");
     expect(button(el, "Installing packages…").disabled).toBe(true);
-    await vi.waitFor(() => expect(text(el)).toContain("The index does not answer."), { timeout: 6_000 });
-    await vi.waitFor(() => expect(button(el, "Apply and connect").disabled).toBe(false));
+    await eventually(() => expect(text(el)).toContain("The index does not answer."));
+    await eventually(() => expect(button(el, "Apply and connect").disabled).toBe(false));
   });
 
   it("can keep the choice without connecting", async () => {
@@ -403,7 +404,7 @@ describe("applying", () => {
     button(el, "1").click();
     await planned(el);
     button(el, "Apply only").click();
-    await vi.waitFor(() =>
+    await eventually(() =>
       expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ connect: false, choice: { gpus: 1 } }),
     );
   });
@@ -420,14 +421,14 @@ describe("a stranger's choice", () => {
     expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", connect: false, choice: { gpus: 8 } });
     notebook.answer = () => kernelAnswer(kernelPicture({ choice: choice({ gpus: 8, type: "h100" }) }));
     button(el, "Use it").click();
-    await vi.waitFor(() => expect(query(el, ".sgpu-type[aria-checked=true] b").textContent).toBe("H100"));
+    await eventually(() => expect(query(el, ".sgpu-type[aria-checked=true] b").textContent).toBe("H100"));
     expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ connect: false, choice: { gpus: 8 } });
   });
 
   it("is set aside for one's own, of which nothing is taken over", async () => {
     const { el } = await foreign();
     button(el, "Choose my own").click();
-    await vi.waitFor(() => query(el, ".sgpu-type"));
+    await eventually(() => query(el, ".sgpu-type"));
     // what is offered is the pool's, not the stranger's
     expect(el.querySelector(".sgpu-type[aria-checked=true]")?.textContent).toContain("A10");
   });
@@ -470,25 +471,25 @@ describe("the session", () => {
     await shows(el, "2 on A10, localchange");
     expect(el.querySelector(".sgpu-type, .sgpu-primary")).toBeNull();
     button(el, "change").click();
-    await vi.waitFor(() => query(el, ".sgpu-type"));
+    await eventually(() => query(el, ".sgpu-type"));
     expect(el.querySelector(".sgpu-primary")).toBeNull();
     button(el, "3").click();
-    await vi.waitFor(() => query(el, ".sgpu-primary"));
+    await eventually(() => query(el, ".sgpu-primary"));
   });
 
   it("is ended by its kernel, or by the pool where the kernel is dead", async () => {
     const sessions = [{ run_id: SESSION.run_id, name: "main", current: true, state: "running", words: "" }];
     const { el, host, notebook } = await ready(kernelPicture({ sessions }), PLAN, [SESSION]);
     button(el, "End session").click();
-    await vi.waitFor(() => expect(notebook.asked.at(-1)).toEqual({ kind: "disconnect", name: "main" }));
+    await eventually(() => expect(notebook.asked.at(-1)).toEqual({ kind: "disconnect", name: "main" }));
     notebook.change({ kernelState: "dead" });
     await shows(el, "The kernel has died.");
-    await vi.waitFor(() => expect(button(el, "End session").disabled).toBe(false));
+    await eventually(() => expect(button(el, "End session").disabled).toBe(false));
     button(el, "End session").click();
-    await vi.waitFor(() =>
+    await eventually(() =>
       expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: SESSION.run_id, pool: "local" }),
     );
-    await vi.waitFor(() => expect(button(el, "End session").disabled).toBe(true));
+    await eventually(() => expect(button(el, "End session").disabled).toBe(true));
   });
 
   it("may wait, and is another one for another notebook", async () => {
@@ -499,7 +500,7 @@ describe("the session", () => {
     other.kernel = "kernel-2";
     other.name = "eval.ipynb";
     host.show(other);
-    await vi.waitFor(() => expect(text(query(el, "[aria-label=Session]"))).toBe("Not connected"));
+    await eventually(() => expect(text(query(el, "[aria-label=Session]"))).toBe("Not connected"));
     expect(query(el, "[role=status]").className).not.toContain("sgpu-hidden");
     host.show(null);
     await shows(el, "No notebook is open.");
@@ -532,7 +533,7 @@ describe("the session", () => {
       /^2 × A10 · (\d\d:\d\d|\d+ \w+) · the kernel was restarted, and a session ends with its kernel$/,
     );
     button(el, "Reconnect").click();
-    await vi.waitFor(() =>
+    await eventually(() =>
       expect(notebook.asked.find(({ kind }) => kind === "apply")).toEqual({
         kind: "apply",
         choice: { ...effect, gpus: 2, type: "a10" },
@@ -575,7 +576,7 @@ describe("the session", () => {
       { kind: "runs", pool: "team", whole: true, changed: [waiting, idle, cell, bobs, own, elsewhere], gone: [] },
     );
     const held = () => all(query(el, "[aria-label=Session]"), ".sgpu-held li").map(text);
-    await vi.waitFor(() =>
+    await eventually(() =>
       expect(held()).toEqual([
         "held by story5.ipynb, idle 2 minEnd that session",
         "held by bob's big.ipynb · cell 7",
@@ -588,7 +589,7 @@ describe("the session", () => {
     await shows(el, "End story5.ipynb · main?");
     button(el, "End").click();
     expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: "session-9", pool: "team" });
-    await vi.waitFor(() => expect(held()[0]).toBe("held by story5.ipynb, idle 2 minEnding…"));
+    await eventually(() => expect(held()[0]).toBe("held by story5.ipynb, idle 2 minEnding…"));
   });
 });
 
@@ -612,7 +613,7 @@ describe("a state without a form is a sentence and a button", () => {
     if (name) button(el, name).click();
     if (name === "Start a kernel") expect(notebook.started).toBe(1);
     notebook.change({ kernelState: "idle" });
-    await vi.waitFor(() => query(el, ".sgpu-add"));
+    await eventually(() => query(el, ".sgpu-add"));
   });
 
   it("without a notebook", async () => {
@@ -623,7 +624,7 @@ describe("a state without a form is a sentence and a button", () => {
     await shows(el, "No notebook is open.");
     button(el, "New notebook").click();
     expect(host.newNotebook).toHaveBeenCalledOnce();
-    await vi.waitFor(() => expect(all(el, ".sgpu-run-row").length).toBe(RUNS.length));
+    await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(RUNS.length));
   });
 
   it("of a kernel without the extension, which is asked again after each cell", async () => {
@@ -638,7 +639,7 @@ describe("a state without a form is a sentence and a button", () => {
     notebook.answer = answering(kernelPicture());
     notebook.change({ kernelState: "busy" });
     notebook.change({ kernelState: "idle" });
-    await vi.waitFor(() => query(el, ".sgpu-add"));
+    await eventually(() => query(el, ".sgpu-add"));
   });
 
   it("of a kernel that is busy, fails, or has another version", async () => {
@@ -655,8 +656,8 @@ describe("a state without a form is a sentence and a button", () => {
     button(el, "Ask again").click();
     await shows(el, "This page has another version.");
     notebook.answer = answering(kernelPicture());
-    await vi.waitFor(() => button(el, "Ask again").click());
-    await vi.waitFor(() => query(el, ".sgpu-add"));
+    await eventually(() => button(el, "Ask again").click());
+    await eventually(() => query(el, ".sgpu-add"));
   });
 
   it("forgets the kernel that was, not what the user is choosing", async () => {
@@ -667,7 +668,7 @@ describe("a state without a form is a sentence and a button", () => {
     await shows(el, "The kernel is restarting.");
     notebook.change({ kernelState: "starting" });
     notebook.change({ kernelState: "idle" });
-    await vi.waitFor(() => expect(button(el, "3").getAttribute("aria-checked")).toBe("true"));
+    await eventually(() => expect(button(el, "3").getAttribute("aria-checked")).toBe("true"));
   });
 });
 
@@ -700,10 +701,10 @@ describe("the way to the pool", () => {
     if (remedy === "retry") return;
     await shows(el, "Starting…");
     host.pools.tell({ kind: "said", text: "There is no room for a pool.", ok: false });
-    await vi.waitFor(() => expect(text(query(el, "[role=alert]:not(.sgpu-problem)"))).toBe("There is no room for a pool."));
+    await eventually(() => expect(text(query(el, "[role=alert]:not(.sgpu-problem)"))).toBe("There is no room for a pool."));
     expect(button(el, "Do it").disabled).toBe(false);
     button(el, "close").click();
-    await vi.waitFor(() => expect(text(el)).not.toContain("no room"));
+    await eventually(() => expect(text(el)).not.toContain("no room"));
   });
 });
 
@@ -745,13 +746,13 @@ describe("devices", () => {
     expect(all(el, ".sgpu-own").length).toBe(2);
     expect(query(el, ".sgpu-device .sgpu-track i").style.width).toBe("94%");
     query(el, ".sgpu-device-type").click();
-    await vi.waitFor(() => expect(el.querySelector(".sgpu-device")).toBeNull());
+    await eventually(() => expect(el.querySelector(".sgpu-device")).toBeNull());
     const again = mounted(host);
     host.tellPool();
     await shows(again.el, "3 of 4 free");
     expect(again.el.querySelector(".sgpu-device")).toBeNull();
     query(again.el, ".sgpu-device-type").click();
-    await vi.waitFor(() => expect(all(again.el, ".sgpu-device").length).toBe(4));
+    await eventually(() => expect(all(again.el, ".sgpu-device").length).toBe(4));
   });
 
   it("that are simulated say what their values are", async () => {
@@ -771,7 +772,7 @@ describe("devices", () => {
   it("can be folded away, also after a reload", async () => {
     const { el, host } = await ready();
     button(el, "Devices").click();
-    await vi.waitFor(() => expect(el.querySelector(".sgpu-device")).toBeNull());
+    await eventually(() => expect(el.querySelector(".sgpu-device")).toBeNull());
     const again = mounted(host);
     host.tellPool();
     await shows(again.el, "Devices");
@@ -801,10 +802,10 @@ describe("runs", () => {
     const done = { ...run("run-4"), state: "succeeded", tone: "good", final: true, ended_at: NOW, cost: 0.2 };
     const next = run("run-5", { name: "next", submitted_at: NOW });
     host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [done, next], gone: ["run-1"] });
-    await vi.waitFor(() => expect(all(el, ".sgpu-dot .sgpu-hidden").map(text)).toEqual(["running", "succeeded", "queued", "failed"]));
+    await eventually(() => expect(all(el, ".sgpu-dot .sgpu-hidden").map(text)).toEqual(["running", "succeeded", "queued", "failed"]));
     host.pools.tell({ kind: "runs", pool: "elsewhere", whole: true, changed: [], gone: [] });
     host.pools.tell({ kind: "runs", pool: "local", whole: true, changed: [next], gone: [] });
-    await vi.waitFor(() => expect(all(el, ".sgpu-run-row").length).toBe(1));
+    await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(1));
   });
 
   it("open their view with a click, and what can be done with them with another; ending asks once", async () => {
@@ -816,23 +817,23 @@ describe("runs", () => {
     expect(el.querySelector(".sgpu-actions")).toBeNull();
     const more = button(el, "Actions of train.ipynb · train_digits");
     more.click();
-    await vi.waitFor(() => expect(more.getAttribute("aria-expanded")).toBe("true"));
+    await eventually(() => expect(more.getAttribute("aria-expanded")).toBe("true"));
     button(el, "Attach").click();
     expect(host.attached.map(({ run_id }) => run_id)).toEqual(["run-4"]);
     // it has not ended yet
     expect(text(query(el, ".sgpu-actions"))).not.toContain("Rerun");
     button(el, "End run").click();
     await shows(el, "End train.ipynb · train_digits?");
-    await vi.waitFor(() => expect(document.activeElement).toBe(button(el, "End")));
+    await eventually(() => expect(document.activeElement).toBe(button(el, "End")));
     button(el, "Don't end").click();
-    await vi.waitFor(() => expect(document.activeElement).toBe(head));
+    await eventually(() => expect(document.activeElement).toBe(head));
     expect(host.pools.orders.length).toBe(1);
     button(el, "End run").click();
-    await vi.waitFor(() => button(el, "End").click());
+    await eventually(() => button(el, "End").click());
     expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: "run-4", pool: "local" });
-    await vi.waitFor(() => expect(button(el, "Ending…").disabled).toBe(true));
+    await eventually(() => expect(button(el, "Ending…").disabled).toBe(true));
     host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [{ ...run("run-4"), state: "cancelled", tone: "plain", final: true }], gone: [] });
-    await vi.waitFor(() => expect(text(el)).not.toContain("Ending…"));
+    await eventually(() => expect(text(el)).not.toContain("Ending…"));
     button(el, "Rerun").click();
     expect(host.replayed.map(({ run_id }) => run_id)).toEqual(["run-4"]);
   });
@@ -843,24 +844,27 @@ describe("runs", () => {
     const [head] = all(el, ".sgpu-run-head");
     head?.focus();
     press(focused(), "ArrowRight");
-    await vi.waitFor(() => query(el, ".sgpu-open-row .sgpu-actions"));
+    await eventually(() => query(el, ".sgpu-open-row .sgpu-actions"));
     expect(document.activeElement).toBe(head);
     press(focused(), "ArrowLeft");
-    await vi.waitFor(() => expect(el.querySelector(".sgpu-actions")).toBeNull());
+    await eventually(() => expect(el.querySelector(".sgpu-actions")).toBeNull());
   });
 
   it("are compared, two side by side", async () => {
+    const scrolled = vi.fn();
+    Element.prototype.scrollIntoView = scrolled;
     const { el } = await ready();
     await shows(el, "sweep[3]");
     const compare = async (at: number) => {
       all(el, ".sgpu-more")[at]?.click();
-      await vi.waitFor(() => expect(all(el, ".sgpu-more")[at]?.getAttribute("aria-expanded")).toBe("true"));
+      await eventually(() => expect(all(el, ".sgpu-more")[at]?.getAttribute("aria-expanded")).toBe("true"));
       button(el, "Compare").click();
     };
     await compare(2);
     await shows(el, "Compare train.ipynb · train_digits with: choose Compare at another run.");
     await compare(3);
-    await vi.waitFor(() => query(el, ".sgpu-comparison"));
+    await eventually(() => query(el, ".sgpu-comparison"));
+    expect(scrolled).toHaveBeenCalledOnce();
     const cells = (row: Element) => all(row, "th, td").map(text);
     expect(all(el, ".sgpu-comparison tr").map(cells)).toEqual([
       ["×", "train.ipynb · train_digits", "train.ipynb · preprocess"],
@@ -877,7 +881,7 @@ describe("runs", () => {
     ]);
     expect(all(el, ".sgpu-differs th").map(text)).toEqual(expect.arrayContaining(["state", "duration", "cost", "lr"]));
     button(el, "Close the comparison").click();
-    await vi.waitFor(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
+    await eventually(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
   });
 
   it("link to MLflow where that is a page, and keep quiet about what is elsewhere", async () => {
@@ -897,45 +901,57 @@ describe("runs", () => {
 
   it("are 1,000 in a page that has a few, and move by keys", async () => {
     const { el, host } = await ready(kernelPicture(), PLAN, manyRuns(1000));
-    await vi.waitFor(() => expect(all(el, ".sgpu-run-row").length).toBeGreaterThan(5));
+    await eventually(() => expect(all(el, ".sgpu-run-row").length).toBeGreaterThan(5));
     expect(all(el, ".sgpu-run-row").length).toBeLessThan(60);
     expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("1000");
     const began = performance.now();
     for (let index = 0; index < 20; index++) {
       const changed = [0, 1, 2, 3, 4].map((at) => ({ ...(manyRuns(5)[at] ?? run("x")), words: `round ${index}` }));
       host.pools.tell({ kind: "runs", pool: "local", whole: false, changed, gone: [] });
-      await vi.waitFor(() => expect(text(query(el, ".sgpu-run-words"))).toContain(`round ${index}`));
+      await eventually(() => expect(text(query(el, ".sgpu-run-words"))).toContain(`round ${index}`));
     }
     expect(performance.now() - began).toBeLessThan(10_000);
     const tabs = () => all(el, ".sgpu-run-head").filter(({ tabIndex }) => tabIndex === 0);
     expect(tabs().length).toBe(1);
     tabs()[0]?.focus();
     press(focused(), "ArrowDown");
-    await vi.waitFor(() => expect(document.activeElement?.getAttribute("data-run")).toBe("many-0001"));
+    await eventually(() => expect(document.activeElement?.getAttribute("data-run")).toBe("many-0001"));
     press(focused(), "End");
-    await vi.waitFor(() => expect(document.activeElement?.getAttribute("data-run")).toBe("many-0999"));
+    await eventually(() => expect(document.activeElement?.getAttribute("data-run")).toBe("many-0999"));
     expect(tabs().length).toBe(1);
     expect(all(el, ".sgpu-run-row").length).toBeLessThan(60);
   });
 
+  it("scroll to the actions that a row shows", async () => {
+    const { el } = await ready(kernelPicture(), PLAN, manyRuns(10));
+    await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(10));
+    const scroller = query(el, ".sgpu-panel");
+    scroller.scrollTop = 0;
+    all(el, ".sgpu-more")[0]?.click();
+    await eventually(() => query(el, ".sgpu-actions"));
+    expect(scroller.scrollTop).toBe(0);
+    all(el, ".sgpu-more")[9]?.click();
+    await eventually(() => expect(scroller.scrollTop).toBe(60));
+  });
+
   it("are searched and filtered, also after a reload", async () => {
     const { el, host } = await ready(kernelPicture(), PLAN, [...RUNS, ...manyRuns(100)]);
-    await vi.waitFor(() => query(el, "[type=search]"));
+    await eventually(() => query(el, "[type=search]"));
     typeInto(query(el, "[type=search]"), "step_9");
-    await vi.waitFor(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("11"));
+    await eventually(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("11"));
     button(el, "this notebook").click();
-    await vi.waitFor(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("6"));
+    await eventually(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("6"));
     const select = query(el, "[aria-label=State]") as HTMLSelectElement;
     select.value = "failed";
     select.dispatchEvent(new Event("change", { bubbles: true }));
-    await vi.waitFor(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("1"));
+    await eventually(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("1"));
     const again = mounted(host);
     host.tellPool(undefined, [...RUNS, ...manyRuns(100)]);
-    await vi.waitFor(() => expect(all(again.el, ".sgpu-run-row").length).toBe(1));
+    await eventually(() => expect(all(again.el, ".sgpu-run-row").length).toBe(1));
     typeInto(query(again.el, "[type=search]"), "nothing at all");
     await shows(again.el, "No matching runs.");
     button(again.el, "Show all").click();
-    await vi.waitFor(() => expect(query(again.el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("104"));
+    await eventually(() => expect(query(again.el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("104"));
   });
 
   it("are none at first", async () => {
@@ -949,17 +965,17 @@ describe("the kernel", () => {
   it("is asked when a cell has ended and when its session changes, not when a cell begins", async () => {
     const { host, notebook } = await ready(kernelPicture(), PLAN, []);
     const count = () => notebook.kinds().filter((kind) => kind === "kernel").length;
-    await vi.waitFor(() => expect(notebook.kinds()).toContain("plan"));
+    await eventually(() => expect(notebook.kinds()).toContain("plan"));
     const before = count();
     notebook.change({ kernelState: "busy" });
     notebook.change({ kernelState: "idle" });
-    await vi.waitFor(() => expect(count()).toBe(before + 1));
+    await eventually(() => expect(count()).toBe(before + 1));
     host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [SESSION], gone: [] });
-    await vi.waitFor(() => expect(count()).toBe(before + 2));
+    await eventually(() => expect(count()).toBe(before + 2));
     const other = { ...SESSION, run_id: "other", kernel: "another" };
     host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [other], gone: [] });
     for (let index = 0; index < 10; index++) notebook.change();
-    await vi.waitFor(() => expect(count()).toBeGreaterThan(before + 2));
+    await eventually(() => expect(count()).toBeGreaterThan(before + 2));
     expect(count()).toBeLessThan(before + 5);
   });
 
@@ -968,7 +984,7 @@ describe("the kernel", () => {
     const notebook = new TestNotebook();
     notebook.kept = kept;
     mounted(new TestHost(notebook));
-    await vi.waitFor(() => expect(notebook.asked[0]).toEqual({ kind: "kernel", kept }));
+    await eventually(() => expect(notebook.asked[0]).toEqual({ kind: "kernel", kept }));
     expect(notebook.kernel).toBe(KERNEL);
   });
 });

@@ -3,6 +3,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import panel from "../src/panel/widget_entry";
 import { HERE_MS, WidgetPanelHost, plainly } from "../src/panel/widget_host";
 import { EXPIRY_MS, PATIENCE_MS } from "../src/shared/model_questions";
+import { eventually } from "./eventually";
 import { KERNEL, PLAN, RUNS, SESSION, kernelAnswer, kernelPicture, poolPicture } from "./panel_samples";
 
 type Callback = (...args: never[]) => void;
@@ -78,10 +79,10 @@ describe("the panel's widget", () => {
     model.emit({ kind: "pool", picture: poolPicture() });
     model.emit({ kind: "runs", pool: "local", whole: true, changed: [...RUNS, SESSION], gone: [] });
     model.emit(kernelAnswer(kernelPicture(), { n: question?.n ?? 0 }));
-    await vi.waitFor(() => expect(el.textContent).toContain("nothing saved in the notebook"));
+    await eventually(() => expect(el.textContent).toContain("nothing saved in the notebook"));
     expect(el.textContent.replaceAll("\u00a0", " ")).toContain("Connected: 2 × A10 · local");
     const plan = () => model.sent.find(({ kind }) => kind === "plan");
-    await vi.waitFor(() => expect(plan()).toMatchObject({ connect: true }));
+    await eventually(() => expect(plan()).toMatchObject({ connect: true }));
     model.emit({ kind: "plan-answer", n: plan()?.n ?? 0, plan: PLAN });
     stop();
     expect(el.childNodes.length).toBe(0);
@@ -166,7 +167,7 @@ describe("the panel's widget", () => {
     const sent = model.sent.length;
     for (const slot of slots) slot(null, status);
     for (const slot of slots) slot(null, "idle");
-    await vi.waitFor(() => expect(el.textContent).toContain("%sgpu_env --panel shows a new one."));
+    await eventually(() => expect(el.textContent).toContain("%sgpu_env --panel shows a new one."));
     expect(el.textContent).toContain("The kernel has died.");
     stop();
     expect(model.sent.length).toBe(sent);

@@ -3,6 +3,7 @@ import { describe, expect, it, vi } from "vitest";
 
 import { Sparkline, describe as say, isFlatZero, paths } from "../src/run_view/components/sparkline";
 import type { Curve } from "../src/run_view/messages";
+import { eventually } from "./eventually";
 
 function curve(values: Curve["values"], top: number | null = 100): Curve {
   return { name: "GPU", unit: "%", values, began_s: 0, step_s: 2, top };
@@ -55,9 +56,9 @@ describe("its values", () => {
     expect(svg?.getAttribute("aria-valuetext")).toBe("GPU 94 % · now");
     const press = (key: string) => svg?.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
     press("ArrowLeft");
-    await vi.waitFor(() => expect(svg?.getAttribute("aria-valuetext")).toBe("GPU not measured · 2 s ago"));
+    await eventually(() => expect(svg?.getAttribute("aria-valuetext")).toBe("GPU not measured · 2 s ago"));
     press("Home");
-    await vi.waitFor(() => expect(svg?.getAttribute("aria-valuetext")).toBe("GPU 90 % · 4 s ago"));
+    await eventually(() => expect(svg?.getAttribute("aria-valuetext")).toBe("GPU 90 % · 4 s ago"));
     expect(read.mock.calls).toEqual([["not measured · 2 s ago"], ["90 % · 4 s ago"]]);
     svg?.dispatchEvent(new FocusEvent("blur"));
     expect(read).toHaveBeenLastCalledWith("");

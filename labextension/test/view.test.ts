@@ -3,6 +3,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { placeDetails } from "../src/run_view/components/details";
 import { mountRunView } from "../src/run_view/index";
 import type { Snapshot } from "../src/run_view/messages";
+import { eventually } from "./eventually";
 import { TestTransport, answering, card, never, picture, refusing, told, line } from "./samples";
 
 let ends: AbortController[] = [];
@@ -18,7 +19,7 @@ function mounted(transport: TestTransport) {
 
 async function shown(change: Partial<Snapshot> = {}, total = 0, text?: (at: number) => string) {
   const view = mounted(new TestTransport(answering(total, change, text)));
-  await vi.waitFor(() => expect(view.el.querySelector(".sgpu-state")).not.toBeNull());
+  await eventually(() => expect(view.el.querySelector(".sgpu-state")).not.toBeNull());
   return view;
 }
 
@@ -129,7 +130,7 @@ describe("the picture", () => {
     expect(query(el, ".sgpu-failure-title b").textContent).toBe("ValueError");
     expect(query(el, ".sgpu-failure-culprit").textContent).toBe("---> 14     raise ValueError");
     button(el, "the whole traceback").click();
-    await vi.waitFor(() => expect(query(el, ".sgpu-failure").textContent).toContain("Traceback"));
+    await eventually(() => expect(query(el, ".sgpu-failure").textContent).toContain("Traceback"));
     expect(el.querySelector(".sgpu-buttons")).toBeNull();
   });
 
@@ -239,11 +240,11 @@ describe("the picture", () => {
     expect(stops()).toHaveLength(1);
     stops()[0]?.focus();
     press(stops()[0] ?? el, "ArrowDown");
-    await vi.waitFor(() => expect(stops().map((each) => each.getAttribute("aria-label"))).toEqual(["GPU of rank 1"]));
+    await eventually(() => expect(stops().map((each) => each.getAttribute("aria-label"))).toEqual(["GPU of rank 1"]));
     expect(document.activeElement).toBe(stops()[0]);
-    await vi.waitFor(() => expect(query(el, ".sgpu-details").textContent).toContain("rank 1 · running · A10"));
+    await eventually(() => expect(query(el, ".sgpu-details").textContent).toContain("rank 1 · running · A10"));
     press(stops()[0] ?? el, "Escape");
-    await vi.waitFor(() => expect(el.querySelector(".sgpu-details")).toBeNull());
+    await eventually(() => expect(el.querySelector(".sgpu-details")).toBeNull());
   });
 
   it("shows what is being prepared, and no empty log under it", async () => {
@@ -251,7 +252,7 @@ describe("the picture", () => {
     expect(query(el, ".sgpu-preparing").textContent).toBe("position 2 in the queue");
     expect(el.querySelector(".sgpu-log")).toBeNull();
     transport.draw(picture({ seq: 2, state: "starting", preparing: ["starting 4 ranks"] }));
-    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toBe("no output yet"));
+    await eventually(() => expect(query(el, ".sgpu-log").textContent).toBe("no output yet"));
   });
 
   it("is denser from nine ranks on", async () => {
@@ -264,7 +265,7 @@ describe("the picture", () => {
     const { el, transport } = await shown({ seq: 5, state: "running" });
     transport.draw(picture({ seq: 4, state: "starting" }));
     transport.draw(picture({ seq: 6, name: "newer" }));
-    await vi.waitFor(() => expect(query(el, ".sgpu-name").textContent).toBe("newer"));
+    await eventually(() => expect(query(el, ".sgpu-name").textContent).toBe("newer"));
     expect(query(el, ".sgpu-state").textContent).toBe("running");
   });
 });
@@ -285,14 +286,14 @@ describe("text from ranks", () => {
       8,
       (at) => (at % 2 ? `\x1b[31m${evil}\x1b[0m` : evil),
     );
-    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain(`[0]${evil}[1]${evil}`));
+    await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain(`[0]${evil}[1]${evil}`));
     button(el, "find").click();
-    const input = await vi.waitFor(() => query(el, ".sgpu-find input") as HTMLInputElement);
+    const input = await eventually(() => query(el, ".sgpu-find input") as HTMLInputElement);
     input.value = "<img src=x";
     input.dispatchEvent(new Event("input", { bubbles: true }));
-    await vi.waitFor(() => expect(query(el, "mark").textContent).toBe("<img src=x"));
+    await eventually(() => expect(query(el, "mark").textContent).toBe("<img src=x"));
     query(el, ".sgpu-card").dispatchEvent(new PointerEvent("pointerenter"));
-    await vi.waitFor(() => expect(query(el, ".sgpu-details").textContent).toContain(evil));
+    await eventually(() => expect(query(el, ".sgpu-details").textContent).toContain(evil));
     expect(el.querySelectorAll("img, script")).toHaveLength(0);
     expect("hacked" in window).toBe(false);
   });
@@ -301,12 +302,12 @@ describe("text from ranks", () => {
 describe("the log", () => {
   it("keeps the page small with 1,000,000 lines, and gets the rest when it is in view", async () => {
     const { el, transport } = await shown({}, 1_000_000);
-    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("line 999999"));
+    await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 999999"));
     expect(query(el, ".sgpu-count").textContent).toBe("1,000,000 lines");
     expect(el.querySelectorAll(".sgpu-row").length).toBeLessThan(200);
     expect(Number.parseFloat(query(el, ".sgpu-tall").style.height)).toBeLessThanOrEqual(10_000_000);
     press(query(el, ".sgpu-log"), "Home");
-    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("[0]line 0["));
+    await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("[0]line 0["));
     expect(el.querySelectorAll(".sgpu-row").length).toBeLessThan(200);
     const asked = transport.asked.filter(({ kind }) => kind === "lines");
     expect(asked.length).toBeLessThan(6);
@@ -317,41 +318,41 @@ describe("the log", () => {
     const log = () => query(el, ".sgpu-log");
     expect([log().style.minHeight, log().className]).toEqual(["54px", "sgpu-log"]);
     transport.tell(told(1, 0, Array.from({ length: 7 }, (_, at) => line(at)), [2, 2, 2, 1]));
-    await vi.waitFor(() => expect(log().style.minHeight).toBe("126px"));
+    await eventually(() => expect(log().style.minHeight).toBe("126px"));
     query(el, '[role="tab"][aria-label="rank 3"]').click();
-    await vi.waitFor(() => expect(log().getAttribute("aria-label")).toBe("lines of rank 3"));
+    await eventually(() => expect(log().getAttribute("aria-label")).toBe("lines of rank 3"));
     expect(log().style.minHeight).toBe("126px");
     transport.tell(told(2, 7, Array.from({ length: 90 }, (_, at) => line(7 + at)), [25, 24, 24, 24]));
-    await vi.waitFor(() => expect(log().className).toBe("sgpu-log sgpu-full"));
+    await eventually(() => expect(log().className).toBe("sgpu-log sgpu-full"));
     expect(log().style.getPropertyValue("--full")).toBe("252px");
   });
 
   it("is lower below the cards of many ranks", async () => {
     const { el } = await shown({ ranks: Array.from({ length: 9 }, (_, rank) => card(rank)) }, 400);
-    await vi.waitFor(() => expect(query(el, ".sgpu-full").style.getPropertyValue("--full")).toBe("180px"));
+    await eventually(() => expect(query(el, ".sgpu-full").style.getPropertyValue("--full")).toBe("180px"));
   });
 
   it("keeps the height that it was dragged to, from tab to tab", async () => {
     const { el } = await shown({}, 400);
-    await vi.waitFor(() => expect(query(el, ".sgpu-full")).not.toBeNull());
+    await eventually(() => expect(query(el, ".sgpu-full")).not.toBeNull());
     query(el, ".sgpu-log").style.height = "400px";
     query(el, '[role="tab"][aria-label="rank 2"]').click();
-    await vi.waitFor(() => expect(query(el, ".sgpu-log").getAttribute("aria-label")).toBe("lines of rank 2"));
+    await eventually(() => expect(query(el, ".sgpu-log").getAttribute("aria-label")).toBe("lines of rank 2"));
     expect(query(el, ".sgpu-log").style.height).toBe("400px");
   });
 
   it("follows its end until it is scrolled up, and again from End on", async () => {
     const { el, transport } = await shown({}, 400);
-    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("line 399"));
+    await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 399"));
     transport.tell(told(1, 400, [line(400)], [101, 100, 100, 100]));
-    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("line 400"));
+    await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 400"));
     press(query(el, ".sgpu-log"), "PageUp");
-    await vi.waitFor(() => expect(query(el, ".sgpu-follow").getAttribute("aria-pressed")).toBe("false"));
+    await eventually(() => expect(query(el, ".sgpu-follow").getAttribute("aria-pressed")).toBe("false"));
     transport.tell(told(2, 401, Array.from({ length: 90 }, (_, at) => line(401 + at)), [123, 123, 123, 122]));
-    await vi.waitFor(() => expect(query(el, ".sgpu-newer").textContent).toBe("↓ 90 new lines"));
+    await eventually(() => expect(query(el, ".sgpu-newer").textContent).toBe("↓ 90 new lines"));
     expect(query(el, ".sgpu-log").textContent).not.toContain("line 490");
     press(query(el, ".sgpu-log"), "End");
-    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("line 490"));
+    await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 490"));
     expect(el.querySelector(".sgpu-newer")).toBeNull();
   });
 
@@ -370,16 +371,16 @@ describe("the log", () => {
     const chosen = () => query(el, '[role="tab"][aria-selected="true"]');
     expect(chosen().textContent).toBe("all");
     press(chosen(), "ArrowRight");
-    await vi.waitFor(() => expect(chosen().textContent).toBe("0"));
+    await eventually(() => expect(chosen().textContent).toBe("0"));
     expect(document.activeElement).toBe(chosen());
     expect([...el.querySelectorAll<HTMLElement>('[role="tab"]')].filter((tab) => tab.tabIndex === 0)).toEqual([chosen()]);
     press(chosen(), "End");
-    await vi.waitFor(() => expect(chosen().textContent).toBe("3"));
-    await vi.waitFor(() => expect(query(el, ".sgpu-log").textContent).toContain("line 39"));
+    await eventually(() => expect(chosen().textContent).toBe("3"));
+    await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 39"));
     expect(query(el, ".sgpu-log").textContent).not.toContain("line 38");
     expect(query(el, ".sgpu-count").textContent).toBe("10 lines");
     press(chosen(), "ArrowRight");
-    await vi.waitFor(() => expect(chosen().textContent).toBe("all"));
+    await eventually(() => expect(chosen().textContent).toBe("all"));
   });
 
   it("shows that there are tabs beyond the width, and goes to them", async () => {
@@ -388,32 +389,32 @@ describe("the log", () => {
     expect(el.querySelector(".sgpu-turn")).toBeNull();
     Object.defineProperties(tabs, { clientWidth: { value: 300 }, scrollWidth: { value: 1000 } });
     tabs.dispatchEvent(new Event("scroll"));
-    await vi.waitFor(() => expect(button(el, "tabs after")).toBeTruthy());
+    await eventually(() => expect(button(el, "tabs after")).toBeTruthy());
     expect([tabs.className, el.querySelectorAll(".sgpu-turn").length]).toEqual(["sgpu-tabs sgpu-after", 1]);
     button(el, "tabs after").click();
     expect(tabs.scrollLeft).toBe(240);
     tabs.dispatchEvent(new Event("scroll"));
-    await vi.waitFor(() => expect(tabs.className).toBe("sgpu-tabs sgpu-before sgpu-after"));
+    await eventually(() => expect(tabs.className).toBe("sgpu-tabs sgpu-before sgpu-after"));
     tabs.scrollLeft = 700;
     tabs.dispatchEvent(new Event("scroll"));
-    await vi.waitFor(() => expect(tabs.className).toBe("sgpu-tabs sgpu-before"));
+    await eventually(() => expect(tabs.className).toBe("sgpu-tabs sgpu-before"));
     expect(button(el, "tabs before").tabIndex).toBe(-1);
   });
 
   it("is searched where it lies, with next, previous and a count", async () => {
     const { el, transport } = await shown({}, 5_000, (at) => (at % 1000 === 7 ? `needle ${at}` : `hay ${at}`));
     button(el, "find").click();
-    const input = await vi.waitFor(() => query(el, ".sgpu-find input") as HTMLInputElement);
+    const input = await eventually(() => query(el, ".sgpu-find input") as HTMLInputElement);
     input.value = "needle";
     input.dispatchEvent(new Event("input", { bubbles: true }));
-    await vi.waitFor(() => expect(query(el, ".sgpu-found").textContent).toBe("5 of 5"));
-    await vi.waitFor(() => expect(query(el, ".sgpu-current mark").textContent).toBe("needle"));
+    await eventually(() => expect(query(el, ".sgpu-found").textContent).toBe("5 of 5"));
+    await eventually(() => expect(query(el, ".sgpu-current mark").textContent).toBe("needle"));
     press(input, "Enter", { shiftKey: true });
-    await vi.waitFor(() => expect(query(el, ".sgpu-found").textContent).toBe("4 of 5"));
-    await vi.waitFor(() => expect(query(el, ".sgpu-current").textContent).toContain("needle 3007"));
+    await eventually(() => expect(query(el, ".sgpu-found").textContent).toBe("4 of 5"));
+    await eventually(() => expect(query(el, ".sgpu-current").textContent).toContain("needle 3007"));
     expect(transport.asked.filter(({ kind }) => kind === "find")).toHaveLength(1);
     press(input, "Escape");
-    await vi.waitFor(() => expect(el.querySelector(".sgpu-find, mark")).toBeNull());
+    await eventually(() => expect(el.querySelector(".sgpu-find, mark")).toBeNull());
   });
 
   it("is copied whole without colours, and not when it is too large", async () => {
@@ -426,13 +427,13 @@ describe("the log", () => {
         : usual(question),
     );
     const { el } = mounted(transport);
-    await vi.waitFor(() => expect(el.querySelector(".sgpu-log")).not.toBeNull());
+    await eventually(() => expect(el.querySelector(".sgpu-log")).not.toBeNull());
     button(el, "copy").click();
-    await vi.waitFor(() => expect(query(el, ".sgpu-count").textContent).toBe("copied 0.0 MB"));
+    await eventually(() => expect(query(el, ".sgpu-count").textContent).toBe("copied 0.0 MB"));
     expect(copied).toHaveBeenCalledWith("xx");
     size = 300_000;
     button(el, "copy").click();
-    await vi.waitFor(() => expect(query(el, ".sgpu-count").textContent).toContain("download it instead"));
+    await eventually(() => expect(query(el, ".sgpu-count").textContent).toContain("download it instead"));
     expect(copied).toHaveBeenCalledTimes(1);
     copied.mockRestore();
   });
@@ -442,11 +443,11 @@ describe("the buttons", () => {
   it("cancel the run and show where the ranks are", async () => {
     const { el } = await shown();
     button(el, "Stacks").click();
-    await vi.waitFor(() => expect(query(el, ".sgpu-stacks").textContent).toContain("rank 1   is in load_batch"));
+    await eventually(() => expect(query(el, ".sgpu-stacks").textContent).toContain("rank 1   is in load_batch"));
     button(el, "close").click();
-    await vi.waitFor(() => expect(el.querySelector(".sgpu-stacks")).toBeNull());
+    await eventually(() => expect(el.querySelector(".sgpu-stacks")).toBeNull());
     button(el, "Cancel").click();
-    await vi.waitFor(() => expect(query(el, ".sgpu-notice").textContent).toContain("cancelling run 7f3a"));
+    await eventually(() => expect(query(el, ".sgpu-notice").textContent).toContain("cancelling run 7f3a"));
   });
 
   it("interrupt the kernel where it does not answer", async () => {
@@ -457,11 +458,11 @@ describe("the buttons", () => {
       return Promise.resolve();
     };
     const { el } = mounted(transport);
-    await vi.waitFor(() => expect(el.querySelector(".sgpu-state")).not.toBeNull());
+    await eventually(() => expect(el.querySelector(".sgpu-state")).not.toBeNull());
     transport.link({ busy: true, away: false, ended: "" });
-    await vi.waitFor(() => expect(button(el, "Cancel").title).toBe("Stop this run (interrupts the kernel)"));
+    await eventually(() => expect(button(el, "Cancel").title).toBe("Stop this run (interrupts the kernel)"));
     button(el, "Cancel").click();
-    await vi.waitFor(() => expect(query(el, ".sgpu-notice").textContent).toContain("was interrupted"), 3_000);
+    await eventually(() => expect(query(el, ".sgpu-notice").textContent).toContain("was interrupted"));
     expect(transport.interrupted).toBe(1);
   });
 
@@ -476,7 +477,7 @@ describe("the buttons", () => {
       return Promise.resolve();
     };
     const { el } = mounted(transport);
-    await vi.waitFor(() => expect(button(el, "End session").title).toBe("End this session and free its devices"));
+    await eventually(() => expect(button(el, "End session").title).toBe("End this session and free its devices"));
     expect(query(el, ".sgpu-state").textContent).toBe("connected");
     expect(el.querySelector(".sgpu-log")).toBeNull();
     vi.useFakeTimers();
@@ -488,12 +489,12 @@ describe("the buttons", () => {
 
   it("are words while the kernel is busy and the front end can't interrupt it", async () => {
     const { el, transport } = mounted(new TestTransport(answering(0), "shell"));
-    await vi.waitFor(() => expect(button(el, "Cancel").disabled).toBe(false));
+    await eventually(() => expect(button(el, "Cancel").disabled).toBe(false));
     transport.link({ busy: true, away: false, ended: "" });
-    await vi.waitFor(() => expect(query(el, ".sgpu-hint").textContent).toBe("to cancel, use the notebook's Interrupt button"));
+    await eventually(() => expect(query(el, ".sgpu-hint").textContent).toBe("to cancel, use the notebook's Interrupt button"));
     expect([...el.querySelectorAll("button")].map((each) => each.textContent)).not.toContain("Cancel");
     transport.link({ busy: false, away: false, ended: "" });
-    await vi.waitFor(() => expect(button(el, "Cancel").disabled).toBe(false));
+    await eventually(() => expect(button(el, "Cancel").disabled).toBe(false));
   });
 
   it("say why there is no answer", async () => {
@@ -501,9 +502,9 @@ describe("the buttons", () => {
     const { el } = mounted(
       new TestTransport((question) => (question.kind === "stacks" ? refusing("no stacks from this pool") : usual(question))),
     );
-    await vi.waitFor(() => expect(el.querySelector(".sgpu-state")).not.toBeNull());
+    await eventually(() => expect(el.querySelector(".sgpu-state")).not.toBeNull());
     button(el, "Stacks").click();
-    await vi.waitFor(() => expect(query(el, ".sgpu-notice").textContent).toContain("stacks: no stacks from this pool"));
+    await eventually(() => expect(query(el, ".sgpu-notice").textContent).toContain("stacks: no stacks from this pool"));
   });
 });
 
@@ -511,7 +512,7 @@ describe("the end of the link", () => {
   it("names the run and the command that brings it back, and stops the clock", async () => {
     const { el, transport } = await shown();
     transport.tell({ kind: "gone", text: "the kernel was restarted" });
-    await vi.waitFor(() => expect(query(el, ".sgpu-banner").textContent).toContain("this was run 7f3a: %sgpu_attach 7f3a shows it"));
+    await eventually(() => expect(query(el, ".sgpu-banner").textContent).toContain("this was run 7f3a: %sgpu_attach 7f3a shows it"));
     expect(query(el, ".sgpu-state").textContent).toBe("was running");
     const copied = vi.spyOn(navigator.clipboard, "writeText").mockResolvedValue();
     button(el, "Copy command").click();
@@ -525,9 +526,9 @@ describe("the end of the link", () => {
   it("is told while it may come back", async () => {
     const { el, transport } = await shown();
     transport.link({ busy: false, away: true, ended: "" });
-    await vi.waitFor(() => expect(query(el, ".sgpu-banner").textContent).toContain("the link to the kernel is down"));
+    await eventually(() => expect(query(el, ".sgpu-banner").textContent).toContain("the link to the kernel is down"));
     transport.link({ busy: true, away: false, ended: "" });
-    await vi.waitFor(() => expect(query(el, ".sgpu-banner").textContent).toContain("the kernel is busy"));
+    await eventually(() => expect(query(el, ".sgpu-banner").textContent).toContain("the kernel is busy"));
     expect(transport.asked.filter(({ kind }) => kind === "hello")).toHaveLength(2);
   });
 });

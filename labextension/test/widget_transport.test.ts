@@ -4,6 +4,7 @@ import type { Question, Told } from "../src/run_view/messages";
 import type { LinkState } from "../src/run_view/transport";
 import { WidgetTransport } from "../src/run_view/widget_transport";
 import { EXPIRY_MS, PATIENCE_MS } from "../src/shared/model_questions";
+import { eventually } from "./eventually";
 import { picture } from "./samples";
 
 type Callback = (...args: never[]) => void;
@@ -181,7 +182,7 @@ describe("the way of a question", () => {
     const { model, transport } = linked(kernel);
     const answer = transport.ask({ kind: "stacks" });
     kernel.futures[0]?.onReply({ content: { status: "error", evalue: "unknown message" } });
-    await vi.waitFor(() => expect(model.sent).toEqual([{ kind: "stacks", n: 1 }]));
+    await eventually(() => expect(model.sent).toEqual([{ kind: "stacks", n: 1 }]));
     model.emit("msg:custom", text(1));
     await expect(answer).resolves.toEqual(text(1));
   });

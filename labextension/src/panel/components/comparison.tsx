@@ -1,3 +1,5 @@
+import { useLayoutEffect, useRef } from "preact/hooks";
+
 import { usePanel, useTranslate } from "../context";
 import type { RunRow } from "../messages";
 import { costWords, formatMoment, rankWords, runLabel, runSpan } from "../words";
@@ -14,6 +16,9 @@ export function Comparison({ runs, now, onClose }: Props) {
   const { pool, host } = usePanel();
   const t = useTranslate();
   const [first, second] = runs;
+  const box = useRef<HTMLDivElement>(null);
+  // the rows whose buttons were pressed may be far below
+  useLayoutEffect(() => box.current?.scrollIntoView({ block: "nearest" }), [second?.run_id]);
   if (!first) return null;
   const close = (
     <button type="button" class="sgpu-word" aria-label={t("Close the comparison")} onClick={onClose}>
@@ -40,7 +45,7 @@ export function Comparison({ runs, now, onClose }: Props) {
     ...parameterNames(first, second).map((name) => [name, (run: RunRow) => parameter(run, name)] as const),
   ];
   return (
-    <div class="sgpu-comparing">
+    <div ref={box} class="sgpu-comparing">
       <table class="sgpu-comparison">
         <caption class="sgpu-hidden">{t("Two runs compared")}</caption>
         <thead>

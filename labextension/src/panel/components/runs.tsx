@@ -131,6 +131,10 @@ function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: s
     if (height > 0 && height !== actions_px) setActions(height);
   });
   useLayoutEffect(() => {
+    const at = runs.findIndex(({ run_id }) => run_id === opened);
+    if (at >= 0) scrollTo(top(at), top(at + 1));
+  }, [opened, actions_px]);
+  useLayoutEffect(() => {
     if (wanted.current === "") return;
     const row = [...(box.current?.querySelectorAll<HTMLElement>(".sgpu-run-head") ?? [])];
     row.find((each) => each.dataset["run"] === wanted.current)?.focus({ preventScroll: true });
