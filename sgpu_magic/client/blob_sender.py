@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections import deque
@@ -18,13 +17,13 @@ import msgspec
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.wires import A, Answer
 from sgpu_magic.errors import SerializationError
+from sgpu_magic.files.content_store import blob_digest
 from sgpu_magic.payload.buffers import regions_of
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.attachments import StoredPart, StoredPayload
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,
-    DIGEST_BYTES,
     PIECE_BYTES,
     WINDOW,
     AskBlobs,
@@ -33,8 +32,6 @@ from sgpu_magic.wire.files import (
     PutBlob,
 )
 
-# hashing takes about 1 s per GB and thread; more threads would compete with the notebook's own
-_HASH_THREADS = 2
 # without a reply for this long, the pool is asked how much it has
 _ANSWER_S = 15.0
 # a slower reply shrinks the window, so that other messages get through a slow line
@@ -95,7 +92,7 @@ class BlobSender:
     def send(self, pieces: Iterable[Piece]) -> list[str]:
         """Send the pieces that the pool lacks and return the digests of all pieces in order.
 
-        Threads hash ahead while missing pieces are sent.
+        A thread hashes ahead, on all cores, while missing pieces are sent.
 
         Raises:
             UsageError: The pool has no room.
@@ -107,7 +104,7 @@ class BlobSender:
         sent: set[str] = set()
         hashing: deque[tuple[Piece, Future[str]]] = deque()
         waiting = iter(pieces)
-        with ThreadPoolExecutor(_HASH_THREADS, "sgpu-hash") as threads:
+        with ThreadPoolExecutor(1, "sgpu-hash") as threads:
             try:
                 while True:
                     while len(hashing) < _HASHED_AHEAD and (piece := next(waiting, None)) is not None:
@@ -210,7 +207,7 @@ def _unreadable(error: OSError) -> SerializationError:
 
 
 def _digest(piece: Piece) -> str:
-    return piece.digest or hashlib.blake2b(piece.load(), digest_size=DIGEST_BYTES).hexdigest()
+    return piece.digest or blob_digest(piece.load())
 
 
 def _read(path: Path | str, begin: int, size: int) -> memoryview:

@@ -1,4 +1,4 @@
-"""Blobs (keyed by their BLAKE2b-256), files of run directories and TCP connections, carried over the links.
+"""Blobs (named by their BLAKE3), files of run directories and TCP connections, carried over the links.
 
 client -> pool     blobs that the pool lacks; reads of runs' files          with a raw frame
 agent  -> pool     reads of blobs; files for run directories at the pool    with a raw frame

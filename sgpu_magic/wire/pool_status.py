@@ -8,7 +8,7 @@ from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.states import RunKind, RunState
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 OLDEST_PROTOCOL_VERSION = 3
 
 # ---------------------------------------------------------------- where a local pool is found

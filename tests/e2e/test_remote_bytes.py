@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import struct
@@ -30,6 +29,7 @@ from sgpu_magic.client.find_run import recorded_directory
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.wires import FilePart, Reply
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
+from sgpu_magic.files.content_store import blob_digest
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.runs.replay.recorded import read_recorded
 from sgpu_magic.views.live.log_reader import LogReader
@@ -241,7 +241,7 @@ def test_a_notebook_on_a_pool_of_another_machine(ann: RemoteUser):
 
 def test_bytes_of_another_digest_are_refused(ann: RemoteUser, served: ServedPool):
     link = ann.client.pool.link()
-    said = hashlib.blake2b(b"right", digest_size=32).hexdigest()
+    said = blob_digest(memoryview(b"right"))
     with pytest.raises(UsageError, match="does not have the digest that was announced"):
         put(link, said, b"wrong")
     assert held(ann, ((said, 5),)) == (0,)

@@ -20,7 +20,7 @@ import msgspec
 from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.files.content_store import blob_path, digest_of, join_blobs, piece_sizes
+from sgpu_magic.files.content_store import blob_path, is_intact, join_blobs, piece_sizes
 from sgpu_magic.files.kept_folders import KeptFolders, evict
 from sgpu_magic.files.safe_paths import parts_of
 from sgpu_magic.files.whole_file import appearing, write_at
@@ -129,8 +129,7 @@ class BlobCache:
             with appearing(path) as file:
                 question = functools.partial(FetchBlob, store=store, digest=digest)
                 await self._fetch_into(file.fileno(), size, question)
-                hashed, _ = await call_in_background(lambda: digest_of(file.fileno()), "sgpu-hash")
-                if hashed.hexdigest() != digest:
+                if not await call_in_background(lambda: is_intact(file.fileno(), digest), "sgpu-hash"):
                     raise BlobMissing("a part of them was damaged in the transfer from the pool. Run the cell again")
         return path
 

@@ -13,7 +13,7 @@ def look() -> dict[str, Any]:
     import os
 
     # what a node's agent needs besides the standard library; this package itself is shipped
-    needed = ("msgspec", "zmq", "platformdirs", "packaging", "pathspec", "psutil", "uv", "cloudpickle")
+    needed = ("blake3", "msgspec", "zmq", "platformdirs", "packaging", "pathspec", "psutil", "uv", "cloudpickle")
     devices: list[dict[str, Any]] = []
     driver = ""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from lazy_modules import torch
 
 from sgpu_magic.client.blob_sender import pieces_of
-from sgpu_magic.files.content_store import join_parts
+from sgpu_magic.files.content_store import blob_digest, join_parts
 from sgpu_magic.payload import buffers
 from sgpu_magic.payload.buffers import LARGE_BYTES, regions_of
 from sgpu_magic.payload.pack import Packed, pack_namespace
@@ -26,7 +25,7 @@ def packed(names: Mapping[str, object]) -> Packed:
 
 
 def digests(names: Mapping[str, object]) -> list[str]:
-    return [hashlib.blake2b(region.load()).hexdigest() for region in regions_of(packed(names))]
+    return [blob_digest(region.load()) for region in regions_of(packed(names))]
 
 
 def names_of(small: int = 1) -> dict[str, object]:

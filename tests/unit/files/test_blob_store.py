@@ -11,7 +11,7 @@ import pytest
 from small_disks import small_disk
 
 from sgpu_magic.files import content_store as blob_store
-from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, store_name
+from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_digest, blob_path, store_name
 from sgpu_magic.files.file_thread import FileThread
 from sgpu_magic.files.safe_paths import BadName, list_below, open_below, parts_of
 
@@ -19,7 +19,7 @@ CHUNK = 1000
 
 
 def digest_of(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
+    return blob_digest(memoryview(data))
 
 
 def blob(number: int, size: int = 3500) -> bytes:
@@ -43,6 +43,14 @@ def files(tmp_path: Path) -> list[str]:
     return sorted(
         str(path.relative_to(tmp_path / "blobs")) for path in (tmp_path / "blobs").rglob("*") if path.is_file()
     )
+
+
+def test_a_blob_may_have_the_digest_that_earlier_versions_gave_it(store: BlobStore):
+    data = blob(1)
+    digest = hashlib.blake2b(data, digest_size=32).hexdigest()
+    assert store.put("ann", digest, len(data), 0, data) == len(data)
+    with pytest.raises(BlobRefused, match="does not have the digest"):
+        store.put("ann", digest.replace(digest[-1], "0" if digest[-1] != "0" else "1"), len(data), 0, data)
 
 
 def test_a_blob_appears_when_its_digest_is_right(store: BlobStore, tmp_path: Path):
