@@ -10,7 +10,7 @@
 # make screenshots  pictures of runs, the panel and the status in JupyterLab; STORIES="train panel" takes only these
 # make bench  measure this package and its peers
 # make lint   format and lint checks, who imports whom, types
-# make docs   build the site in build/docs; warnings are errors
+# make docs   build the site in build/docs; warnings are errors;  make docs-links asks every other site that it links to
 # make dist   build sdist and wheel in dist/, check them, try the wheel in an empty environment
 # make house  measure the source: rooms, floors, circles, modules, statements;  make map  draws it
 # make front-end  build and test labextension/; needs Node 20.19 or newer
@@ -45,7 +45,7 @@ NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
 CODE := sgpu_magic tests scripts docs/*.py
 
-.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak screenshots bench lint docs dist house map format front-end clean help
+.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak screenshots bench lint docs docs-links dist house map format front-end clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
@@ -96,6 +96,9 @@ lint: $(VENV)/.ready-test
 docs: $(VENV)/.ready-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --jobs 2 -b html docs build/docs
 	$(BIN)/proselint check --config docs/proselint.json README.md CONTRIBUTING.md SECURITY.md docs/*.md docs/*/*.md
+
+docs-links: $(VENV)/.ready-docs
+	$(BIN)/python -m sphinx --keep-going -b linkcheck docs build/docs-links
 
 dist: $(VENV)/.ready-dist
 	@$(BIN)/python scripts/dist.py dist

@@ -57,7 +57,7 @@ def listing(settings: Settings, now: float | None = None) -> str:
     lines += _indented(aligned(kept, right=(2,))) if kept else []
     built = sorted(built_here(settings), key=lambda each: -each.last_used)
     if not built:
-        return "\n".join([*lines, "", "none built on this machine"])
+        return "\n".join([*lines, "", f"none built on this machine in {settings.environments_path}"])
     total = sum(each.size_bytes or 0 for each in built)
     rows = [
         (

@@ -245,8 +245,13 @@ def _options(parser: Parser) -> None:
     )
     add_option(parser, "env", help="environment variable of the notebook and its ranks")
     add_option(parser, "upload", help="file or folder to copy to the ranks")
-    add("-o", "--output", default="", metavar="COPY",
-        help="executed copy (default: NAME.DATE-TIME.ipynb beside the notebook; none for a script)")  # fmt: skip
+    add(
+        "-o",
+        "--output",
+        default="",
+        metavar="COPY",
+        help="executed copy, or FOLDER/ for it (default: NAME.DATE-TIME.ipynb beside the notebook, none for scripts)",
+    )
     add_option(parser, "timeout", help="time limit for the whole execution (default: none)")
     add_option(parser, "retries", type=int, help="run it again after exit code 3, up to N times (default: 0)")
     add("--kernel", default="", metavar="NAME", help="Jupyter kernel (default: the notebook's)")

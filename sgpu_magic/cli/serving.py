@@ -92,7 +92,8 @@ def keygen(*, force: bool) -> str:
     pair = new_key_pair()
     if path.exists() and not force:
         raise UsageError(
-            f"there is already a key in {path}; pools that list it would refuse a new one. --force replaces it."
+            f"there is already a key in {path}, with the public half {read_key_pair(path).public}. Pools that list it "
+            "would refuse a new one; --force replaces it."
         )
     write_key_pair(path, pair, replace=force)
     return (

@@ -57,7 +57,8 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = Fa
         rows.sort(key=lambda found: (found[1].state.is_final, -found[1].submitted_at))
         return pools.of(rows[0][0]) if rows else pools.local
     matching = [(name, row) for name, row in rows if row.run_id.startswith(run)]
-    if len(matching) == 1:
+    # one pool may be listed under several names
+    if len({row.run_id for _, row in matching}) == 1:
         return pools.of(matching[0][0])
     if matching:
         raise RunUnknown(_ambiguous(run, matching))

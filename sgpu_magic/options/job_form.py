@@ -122,7 +122,8 @@ def _in_one_way(file: JobFile, path: Path) -> JobFile:
         gpus=gpus,
         type=kind,
         env_version=env_version,
-        output=str(folder / os.path.expanduser(file.output)) if file.output else "",
+        # keeps a slash at the end, which marks a folder
+        output=os.path.join(folder, os.path.expanduser(file.output)) if file.output else "",
         upload=[str(folder / os.path.expanduser(path)) for path in uploads if path],
     )
 

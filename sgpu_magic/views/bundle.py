@@ -13,6 +13,7 @@ from sgpu_magic.views.output import Caption, TextSegment
 from sgpu_magic.views.run_notes import error_line
 from sgpu_magic.views.summary_words import usage_record
 from sgpu_magic.views.text import render_segment_text
+from sgpu_magic.views.units import format_elapsed
 from sgpu_magic.views.words import header_line, returned_bytes
 from sgpu_magic.wire.states import RunKind, RunState
 
@@ -64,7 +65,8 @@ def interrupted_bundle(view: RunView) -> dict[str, object]:
 
     It is shown in a notebook that was saved during the run, and in a page whose kernel was restarted.
     """
-    after = f" for {duration}" if (duration := view.times.text()) else ""
+    seconds = view.elapsed_s() or view.times.starting_s()
+    after = f" for {format_elapsed(seconds)}" if seconds else ""
     lines = [header_line(view), f"run {view.short_id} was {view.state}{after} when this was saved."]
     command = f"%sgpu_attach {view.short_id}"
     if view.session is not None:

@@ -55,9 +55,13 @@ def run(directory: Path) -> None:
     import torch.distributed as dist
     from IPython.core.interactiveshell import InteractiveShell
 
+    from sgpu_magic.worker.group import rendezvous
+
     device = runtime.get_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # as in a rank: a script's own call keeps the group
+    rendezvous.accept_second_init()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     shell = InteractiveShell.instance()
     # as in a rank: libraries take the prompts as a sign of an interactive session
@@ -81,4 +85,5 @@ def run(directory: Path) -> None:
     sys.stdout.flush()
     if not outcome.success:
         raise SystemExit(1)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

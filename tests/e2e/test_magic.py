@@ -331,6 +331,28 @@ def test_air_runs_outside_the_notebook(kernel: Kernel, home: Home):
     assert sorted(re.findall(r"product \d", done.stdout)) == ["product 3", "product 6"]
 
 
+@pytest.mark.slow
+def test_air_runs_a_script_that_makes_and_ends_its_own_group(kernel: Kernel, home: Home):
+    (home.work / "own_group.py").write_text(
+        "import sys, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "total = torch.tensor(1.0)\ndist.all_reduce(total)\n"
+        "_ = sys.stdout.write(f'total {total.item()}\\n')\ndist.destroy_process_group()\n"
+    )
+    kernel.check("%%distributed -n 2 --ui none\n%run own_group.py")
+    directory = home.run_dir(home.runs[-1])
+    eventually(lambda: json.loads((directory / "run.json").read_text())["payload_kept"], 5, "the payload is kept")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", directory / "_air.py"],
+        cwd=home.work,
+        env=home.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"total \S+", done.stdout) == ["total 2.0", "total 2.0"]
+
+
 def test_status_shows_slots_and_recent_runs(kernel: Kernel):
     kernel.check("%%distributed -n 2 --name remembered --ui none\npass")
     reply = kernel.check("%sgpu_status")

@@ -337,6 +337,11 @@ def test_a_runs_pool_is_found_by_its_id(scene: Scene):
     assert scene.sgpu("logs", run[:8]) == "begun\n"
     assert "while True: time.sleep(0.05)" in scene.sgpu("stacks", run[:8])
     assert "while True: time.sleep(0.05)" in scene.kernel.check(f"%sgpu_stacks {run[:8]}").text
+    add_pool(replace(scene.cloud.entry, name="same"), scene.file)
+    try:
+        assert "while True: time.sleep(0.05)" in scene.sgpu("stacks", run[:8])
+    finally:
+        remove_pool("same", scene.file)
     attached = scene.kernel.start(f"%sgpu_attach {run[:8]} --ui text")
     attached.until_shown("begun")
     assert "is being cancelled" in scene.sgpu("cancel", run[:8])

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 from kernels import Kernel
-
-README = Path(__file__).parents[2] / "README.md"
-SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+from page_snippets import README, snippets
 
 
 def test_every_snippet_does_what_is_said(new_kernel: Callable[[], Kernel]):
     kernel = new_kernel()
-    replies = {code: kernel.run(code) for code in SNIPPETS}
+    replies = {snippet: kernel.run(snippet.text) for snippet in snippets(README)}
     assert len(replies) >= 9
-    for code, reply in replies.items():
-        if "raise ValueError" in code:
-            assert (reply.ename, "infinite batch on rank 2" in reply.traceback) == ("ValueError", True), reply.story
-        else:
-            assert reply.status == "ok", reply.story
-    first = next(reply for code, reply in replies.items() if "--out norm" in code)
+    for snippet, reply in replies.items():
+        assert reply.ename == snippet.fails, f"{snippet}: {reply.story}"
+        if snippet.fails:
+            assert "infinite batch on rank 2" in reply.traceback
+    first = next(reply for snippet, reply in replies.items() if "--out norm" in snippet.text)
     assert first.lines(1) == ["rank 1 of 2 on cpu"]
     assert kernel.value("[float(norm) > 100, [*map(list, shape)], type(loss).__name__]") == [
         True,

@@ -27,6 +27,7 @@ mlflow_stores         MLflow stores, copied from one that was made once
 npm_packages          a copy of the front end's sources with the packages of its lock file
 nvml_stub/            a stand-in for NVML's library, for processes that a test starts
 odd_messages          well-formed messages of a protocol with meaningless content, which servers must tolerate
+page_snippets         the examples of README and the site: read, parsed, and compared with what they show
 planted_faults        an agent with faults planted in its callbacks
 planted_table         the callbacks of the agent in which faults are planted, by what triggers them
 pool_client           a real pool with real ranks, used by this process as a kernel does, without a notebook

@@ -43,6 +43,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         form: Format of the file.
         arguments: Arguments of a script.
         output: Path of the executed copy; None for a generated name next to a notebook, and for no copy of a script.
+        into_folder: `output` is a folder, in which the copy gets a generated name.
         parameters: Parameters of the notebook.
         defaults: Options for cells that do not set them.
         pool: Name of the pool, "" for that of the settings.
@@ -61,6 +62,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     form: Form = Form.IPYNB
     arguments: tuple[str, ...] = ()
     output: Path | None = None
+    into_folder: bool = False
     parameters: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
     defaults: JobDefaults = msgspec.field(default_factory=JobDefaults)
     pool: str = ""
@@ -135,6 +137,7 @@ def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...], *,
         form=form,
         arguments=arguments,
         output=Path(file.output).absolute() if file.output else None,
+        into_folder=file.output.endswith(os.sep),
         parameters=file.parameters,
         defaults=defaults_of(file, where),
         pool=file.pool,

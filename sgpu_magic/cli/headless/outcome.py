@@ -294,7 +294,8 @@ def copy_of(job: Job) -> Path | None:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
         if job.output is not None:
-            path = job.output / f"{job.source.stem}.{stamp}{NOTEBOOK}" if job.output.is_dir() else job.output
+            into_folder = job.into_folder or job.output.is_dir()
+            path = job.output / f"{job.source.stem}.{stamp}{NOTEBOOK}" if into_folder else job.output
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             return path

@@ -151,9 +151,9 @@ def join(rank: int, ranks: int, store_path: str, *, cuda: bool, several_nodes: b
 
 
 def accept_second_init() -> None:
-    """Let user code and frameworks call `init_process_group` although the group exists, and rendezvous again.
+    """Let user code and frameworks call `init_process_group` although the group exists.
 
-    Called in the zygote, before user code can import the functions by name.
+    Called before user code can import the function by name.
     """
     original_init = c10d.init_process_group
     os.register_at_fork(after_in_child=_leave_groups_to_the_parent)
@@ -174,6 +174,12 @@ def accept_second_init() -> None:
     c10d.init_process_group = init_process_group
     dist.init_process_group = init_process_group
 
+
+def accept_second_rendezvous() -> None:
+    """Let user code rendezvous again at `MASTER_ADDR` and `MASTER_PORT`, where no launcher hosts a store.
+
+    Called in the zygote, before user code can import the function by name.
+    """
     # the package has a function of the same name
     torch_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     create_store: Callable[..., Any] = torch_rendezvous._create_c10d_store

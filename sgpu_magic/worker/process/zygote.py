@@ -81,6 +81,7 @@ def _preload() -> str:
 
         flight_recorder.switch_on()
         rendezvous.accept_second_init()
+        rendezvous.accept_second_rendezvous()
         notebook_classes.teach_multiprocessing()
         after_import.refuse_launchers()
         edited_modules.note_imports()

@@ -217,7 +217,10 @@ def test_keygen_makes_one_key_and_says_what_to_send(own_places: Path, capsys: py
     assert f"sgpu pool authorize NAME '{pair.public}'" in said
     assert pair.secret not in said
     assert cli.main(["pool", "keygen"]) == 2
-    assert "--force replaces it" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert pair.public in refusal
+    assert pair.secret not in refusal
+    assert "--force replaces it" in refusal
     assert read_key_pair(own_places / "own" / "client.key") == pair
     assert cli.main(["pool", "keygen", "--force"]) == 0
     assert read_key_pair(own_places / "own" / "client.key") != pair

@@ -18,7 +18,9 @@ from sgpu_magic.views.bundle import RUN_MIME, interrupted_bundle, mime_bundle, r
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.html_style import HEIGHT, WIDTH, sparkline
 from sgpu_magic.views.output import TextSegment, segments
+from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
+from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.rank_events import RankSample
 from sgpu_magic.wire.run import Shipped
@@ -385,6 +387,15 @@ def test_what_stands_beside_a_live_view_names_the_run_and_the_way_back(detach: b
 
 def test_a_run_that_waits_says_so_when_it_is_saved() -> None:
     assert "run 7f3a was queued when this was saved" in str(interrupted_bundle(FORMS["queued"]().view)["text/plain"])
+
+
+def test_a_run_whose_ranks_start_says_so_when_it_is_saved() -> None:
+    run = Run().tell(
+        ev.Placed(lease=Lease(lease_id="l", device_type="cpu", ranks=4), host="gpu1"),
+        ev.StateChanged(state=RunState.STARTING),
+    )
+    text = str(interrupted_bundle(run.view)["text/plain"])
+    assert re.search(r"run 7f3a was starting for \d[\d.]* \w+.* when this was saved", text), text
 
 
 def test_the_bundle_of_the_last_segment_has_the_record() -> None:
