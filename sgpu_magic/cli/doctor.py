@@ -270,7 +270,7 @@ _OLDEST_RAY = Version("2.50")
 
 
 def listed_pools(settings: Settings) -> Iterator[Finding]:
-    """Check the list of pools, the user's key, and each listed pool. Takes 2 s at most. Nothing without a list."""
+    """Check the list of pools, the user's key, and each listed pool. Takes 3 s at most. Nothing without a list."""
     try:
         entries = read_pools()
     except UsageError as error:
@@ -279,6 +279,7 @@ def listed_pools(settings: Settings) -> Iterator[Finding]:
     if not entries:
         return
     yield from _key()
+    yield from machine_checks.encryption()
     with closing(Pools(settings)) as pools:
         yield from map(_said, pools.asked(entries, local=False, again=True))
 

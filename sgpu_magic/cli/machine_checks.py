@@ -16,9 +16,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from sgpu_magic.config import is_linux
 from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.system.secure_sockets import new_key_pair
 from sgpu_magic.views.units import format_seconds
 
 _SLOW_LOOKUP_S = 1.0
@@ -31,6 +33,10 @@ _FILES_LEAST = 256
 _TASKS_FOR_64 = 512
 _TASKS_LEAST = 64
 _PR_GET_CHILD_SUBREAPER = 37
+# ZeroMQ with an optimized libsodium has several times as much on any processor of these years
+_SLOW_ENCRYPTION = 150e6
+_MEASURED_S = 0.3
+_MESSAGE_BYTES = 1 << 18
 
 
 class Level(enum.StrEnum):
@@ -128,6 +134,52 @@ def memory_files() -> Iterator[Finding]:
         )
     else:
         yield ok("/dev/shm", text)
+
+
+def encryption() -> Iterator[Finding]:
+    """Check how fast ZeroMQ encrypts, which limits transfers to pools on other machines. Takes less than a second."""
+    rate = _encrypted_per_s()
+    text = f"{format_bytes(int(rate))} a second at most to a pool on another machine"
+    if rate >= _SLOW_ENCRYPTION:
+        yield ok("encryption", text)
+        return
+    yield warning(
+        "encryption",
+        f"{text}: the libsodium in pyzmq's wheel lacks optimizations",
+        "If you send large variables, build pyzmq with the system's ZeroMQ (on Debian and Ubuntu the package "
+        "libzmq3-dev): pip install --force-reinstall --no-deps --no-binary pyzmq pyzmq",
+    )
+
+
+def _encrypted_per_s() -> float:
+    """Return bytes per second from one encrypted socket to another."""
+    keys, own = new_key_pair(), new_key_pair()
+    # a context each: their threads encrypt and decrypt
+    with (
+        zmq.Context() as here,
+        zmq.Context() as there,
+        here.socket(zmq.PAIR) as client,
+        there.socket(zmq.PAIR) as server,
+    ):
+        for each in (client, server):
+            each.linger = 0
+        server.curve_server = True
+        server.curve_secretkey = keys.secret.encode()
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        client.curve_serverkey = keys.public.encode()
+        client.curve_publickey, client.curve_secretkey = own.public.encode(), own.secret.encode()
+        client.connect(f"tcp://127.0.0.1:{port}")
+        message = bytes(_MESSAGE_BYTES)
+        received, began = -1, 0.0
+        client.send(message)
+        while received < 2 or time.monotonic() - began < _MEASURED_S:
+            client.send(message)
+            if not server.poll(5000):
+                return 0.0
+            server.recv()
+            received += 1
+            began = began or time.monotonic()
+        return received * _MESSAGE_BYTES / (time.monotonic() - began)
 
 
 def process_control() -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from listed_pools import list_nowhere, list_pools, listed
 from process_table import wait_gone
 from served_pools import served_pool
 
-from sgpu_magic.cli import doctor, python_checks
+from sgpu_magic.cli import doctor, machine_checks, python_checks
 from sgpu_magic.cli.machine_checks import Finding, Level
 from sgpu_magic.cli.python_checks import ProbeFacts
 from sgpu_magic.config import load_settings
@@ -267,7 +268,7 @@ def test_listed_pools_are_looked_at(user_home: Home, monkeypatch: pytest.MonkeyP
         list_pools(user_home, [("team", team, {})])
         list_nowhere(user_home, "gone")
         found = said_of_pools(user_home)
-        assert list(found) == ["key", "pool team", "pool gone"]
+        assert list(found) == ["key", "encryption", "pool team", "pool gone"]
         assert (found["key"].level, found["key"].text) == (Level.OK, str(user_home.path / "client.key"))
         assert found["pool team"].level is Level.OK
         assert found["pool team"].text == f"{team.entry.address} has 2 a10 (24 GB), 16 CPU slots"
@@ -283,6 +284,17 @@ def test_listed_pools_are_looked_at(user_home: Home, monkeypatch: pytest.MonkeyP
         assert found["key"].level is Level.PROBLEM
         assert "`sgpu pool keygen`" in found["key"].remedy
         assert found["pool team"].level is Level.PROBLEM
+
+
+def test_slow_encryption_is_told_with_a_remedy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine_checks, "_SLOW_ENCRYPTION", 0.0)
+    (fast,) = machine_checks.encryption()
+    assert fast.level is Level.OK
+    assert re.fullmatch(r"\d[\d.]* [MG]B a second at most to a pool on another machine", fast.text)
+    monkeypatch.setattr(machine_checks, "_SLOW_ENCRYPTION", 1e15)
+    (slow,) = machine_checks.encryption()
+    assert slow.level is Level.WARNING
+    assert "libzmq3-dev" in slow.remedy
 
 
 def test_a_key_and_a_list_that_others_can_get_at(user_home: Home):
