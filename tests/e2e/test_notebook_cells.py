@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kernels import Home, Kernel
+from kernels import Kernel
 
 RANKS = range(2)
 
