@@ -272,13 +272,14 @@ def test_a_script_with_functions_for_the_ranks_runs_once(home: Home):
     (home.work / "driver.py").write_text(
         "import sys\nfrom sgpu_magic import distributed\n\n"
         "@distributed\ndef train(lr):\n    from sgpu_magic import runtime\n    print('train', lr)\n"
-        "    return runtime.get_world_size()\n\nprint('sizes', train.distributed(0.1), sys.argv[1:])\n"
+        "    return runtime.get_world_size()\n\nprint('sizes', train.distributed(0.1), sys.argv[1:])\nsys.exit(0)\n"
     )
     before = set(home.runs)
     code, out, err = run(home, "run", "driver.py", "-n", "2", "--type", "a10", "--", "x")
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[0] train 0.1", "[1] train 0.1", "sizes [2, 2] ['x']"]
     assert len(set(home.runs) - before) == 1
+    assert "SystemExit" not in err
     # below its `def`
     (home.work / "driver.py").write_text(
         "from sgpu_magic import distributed\n@distributed\ndef train():\n    1 / 0\ntrain.distributed()\n"

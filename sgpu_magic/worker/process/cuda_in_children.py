@@ -60,6 +60,11 @@ def map_cuda(devices: int) -> str:
     return "mapped"
 
 
+def map_cuda_in_task() -> None:
+    """Map cuda in a process of Ray's that runs tasks or an actor, which has one device."""
+    map_cuda(1)
+
+
 def _install(devices: int) -> None:
     from sgpu_magic.worker.process import cuda_on_cpu
 
