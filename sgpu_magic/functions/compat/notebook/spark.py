@@ -9,6 +9,7 @@ import getpass
 import importlib
 import importlib.util
 import re
+import sys
 from typing import Any
 
 from sgpu_magic.errors import UsageError
@@ -45,7 +46,7 @@ class Spark:
     def __init__(self, namespace: dict[str, object]) -> None:
         self._namespace = namespace
 
-    def sql(self, sqlQuery: str, *args: Any, **kwargs: Any) -> Any:  # noqa: N803  pyspark's name
+    def sql(self, sqlQuery: str, *args: Any, **kwargs: Any) -> Any:
         """Run a statement in the session; without pyspark, only the question for the user's name."""
         who = None if is_installed() else _WHO.fullmatch(sqlQuery)
         return _User(who[2] or who[1]) if who is not None else self._session().sql(sqlQuery, *args, **kwargs)
@@ -107,7 +108,7 @@ class _User:
         return self._row
 
     def show(self) -> None:
-        print(self.columns[0], self._row[0], sep="\n")
+        sys.stdout.write(f"{self.columns[0]}\n{self._row[0]}\n")
 
 
 def run_sql(spark: Any, text: str, namespace: dict[str, object]) -> None:
