@@ -122,6 +122,8 @@ def replace(local_rank: int, ranks_here: int) -> None:
         multi_processor_count=os.cpu_count() or 1,
         is_integrated=1,
         is_multi_gpu_board=0,
+        # a torch without CUDA has this name in the key of its compiled code
+        gcnArchName="",
     )
     for name, answer in (
         ("is_available", True),

@@ -181,6 +181,8 @@ def _replace_types() -> None:
     # by default a scaler is for cuda
     _changed(scaler, "__init__", lambda given: given.update(device=on_cpu(given.get("device", "cuda"))))
     _changed(torch, "load", _load_on_cpu)
+    # its own module, where pickle looks for it
+    torch.serialization.load = torch.load
     torch.Generator = _Generator
     for name in ("is_autocast_enabled", "get_autocast_dtype", "get_device_module"):
         original = getattr(torch, name)

@@ -61,6 +61,8 @@ cuda.synchronize(); cuda.empty_cache(); cuda.reset_peak_memory_stats()
 assert cuda.memory_allocated() == cuda.max_memory_allocated() == cuda.memory_reserved() == 0
 free, total = cuda.mem_get_info()
 assert 0 < free <= total == cuda.get_device_properties(0).total_memory
+# torch.compile reads the last one for the key of its cache
+assert cuda.get_device_properties(0).gcnArchName == ""
 assert "CPU" in cuda.get_device_name() and cuda.is_bf16_supported()
 start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
 start.record(); end.record(); cuda.synchronize()
@@ -86,7 +88,12 @@ assert accelerator.memory_allocated() == 0 and accelerator.get_memory_info()[0] 
 assert torch.distributed.get_default_backend_for_device(found) == "gloo"
 """
 CHILDREN = """
-import multiprocessing, subprocess, sys
+import cloudpickle, multiprocessing, pickle, subprocess, sys
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+for function in (torch.load, dist.init_process_group, dist.barrier, init_device_mesh):
+    # by reference
+    assert pickle.loads(cloudpickle.dumps(function)) is function, function
 seen = "(lambda torch: (torch.device('cuda', 0).type, torch.cuda.device_count()))(__import__('torch'))"
 # in a child of the child
 below = f"__import__('multiprocessing').get_context('spawn').Pool(1).apply(eval, ({seen!r},))"
