@@ -24,8 +24,6 @@ TRAINED = re.compile(r"trained: .*")
 VOLATILE = re.compile(
     r"\[\d{4,}\]|0x[0-9a-f]+|\d+[-/:]\d+[-/:]\d+|[\d.]+ ?(ms|s|it/s|s/it)\b|\S*try_program-\S*|'MASTER_\w+': '\S+'"
 )
-    r"\[\d{4,}\]|0x[0-9a-f]+|\d+[-/:]\d+[-/:]\d+|[\d.]+ ?(ms|s|it/s|s/it)\b|\S*try_program-\S*|'MASTER_\w+': '\S+'"
-)
 
 
 def as_program(arguments: list[str], *, seeded: bool, cuda: bool) -> None:
@@ -46,7 +44,8 @@ def as_program(arguments: list[str], *, seeded: bool, cuda: bool) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(7)
     optimizers: dict[int, Any] = {}
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: optimizers.setdefault(id(optimizer), optimizer))
     try:

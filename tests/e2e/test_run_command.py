@@ -290,6 +290,20 @@ def test_a_script_with_functions_for_the_ranks_runs_once(home: Home):
 
 
 @pytest.mark.slow
+def test_a_script_spawns_processes_as_python_does(home: Home):
+    (home.work / "spawns.py").write_text(
+        "import pickle\nimport torch.multiprocessing as mp\nfrom torch.distributed import init_process_group\n"
+        "def helper(): return init_process_group\n"
+        "def child(index, queue):\n"
+        "    queue.put((index, pickle.loads(pickle.dumps(helper)) is helper, helper.__module__))\n"
+        "if __name__ == '__main__':\n    queue = mp.get_context('spawn').SimpleQueue()\n"
+        "    mp.spawn(child, args=(queue,), nprocs=1)\n    print(queue.get())\n"
+    )
+    code, out, err = run(home, "run", "spawns.py", "-n", "1", "--type", "a10")
+    assert (code, out) == (0, "[0] (0, True, '__mp_main__')\n"), err
+
+
+@pytest.mark.slow
 def test_a_rank_submits_no_run(home: Home):
     """It would wait for devices that its own run holds, and every rank would do the same."""
     (home.work / "nested.py").write_text(
