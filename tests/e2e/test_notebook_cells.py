@@ -57,3 +57,48 @@ def test_cell_does_what_the_notebook_does(session: Kernel, case: str):
     session.check(before)
     reply = session.check(f"%%distributed\n{body}")
     assert [reply.lines(rank) for rank in RANKS] == [printed] * 2, reply.story
+
+
+def printed(kernel: Kernel, body: str) -> list[list[str]]:
+    """Return what each rank prints in a cell."""
+    reply = kernel.check(f"%%distributed\n{body}")
+    return [reply.lines(rank) for rank in RANKS]
+
+
+def test_last_result_is_the_ranks_or_the_notebooks_whichever_is_newer(session: Kernel):
+    session.check("%%distributed\nrank + 10")
+    assert printed(session, "print(_)") == [["10"], ["11"]]
+    session.check("'of the notebook'")
+    assert printed(session, "print(_)") == [["of the notebook"]] * 2
+    session.check("%%distributed\nrank + 20")
+    assert printed(session, "print(_)") == [["20"], ["21"]]
+    # IPython leaves a variable of that name alone
+    session.check("%%distributed\nfor _ in range(3): pass")
+    session.check("'newer'")
+    assert printed(session, "print(_)") == [["2"]] * 2
+
+
+def test_results_by_number_are_the_notebooks_and_the_ranks(session: Kernel):
+    number = session.check("{'loss': 0.5}").execution_count
+    own = session.check("%%distributed\nrank + 30").execution_count
+    body = f"print(Out[{number}]['loss'], _{number}['loss'], Out[{own}])"
+    assert printed(session, body) == [["0.5 0.5 30"], ["0.5 0.5 31"]]
+    # again, now that the ranks have both
+    assert printed(session, f"print(Out[{number}], Out[{own}])") == [["{'loss': 0.5} 30"], ["{'loss': 0.5} 31"]]
+    assert printed(session, f"print('Out[{number}]' in In[-1], len(In) > {own})") == [["True True"]] * 2
+
+
+def test_store_writes_once_and_reads_everywhere(session: Kernel):
+    session.check("%%distributed\nmine = 40 + rank\n%store mine")
+    session.check("%%distributed\ndel mine\n%store -r mine")
+    assert printed(session, "print(mine)") == [["40"]] * 2
+    # the notebook and its ranks share one store
+    session.check("%store -r mine")
+    assert session.value("mine") == 40
+    session.check("%store -d mine")
+
+
+def test_function_of_a_new_rank_reads_them_too(kernel: Kernel):
+    kernel.check("'a result'")
+    reply = kernel.check("%%distributed -n 2 --type cpu\ndef last():\n    return _\nprint(last())")
+    assert [reply.lines(rank) for rank in RANKS] == [["a result"]] * 2, reply.story

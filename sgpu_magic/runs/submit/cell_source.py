@@ -82,7 +82,7 @@ def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions)
     except SyntaxError as error:
         raise _does_not_compile(error, source, number, script) from None
     read = collect(names.read, place.namespace, extra=options.extra, exclude=options.exclude)
-    past = history(names.read - read.keys(), place.namespace, options.exclude)
+    past = history(names.read - read.keys(), body, place.namespace, options.exclude)
     return Cell(magic_line, body, number, names, read, past, begin, script, job.arguments)
 
 

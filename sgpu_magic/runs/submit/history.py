@@ -15,14 +15,18 @@ from sgpu_magic.client.result import RunResult
 _RESULT = re.compile(r"_{1,3}|_\d+")
 _INPUT = re.compile(r"_i{1,3}|_i\d+")
 _RESULTS = frozenset({"Out", "_oh"})
+_USE = re.compile(r"\b(?:Out|_oh)\b(?:\s*\[\s*(\d+)\s*\])?")
 _INPUTS = frozenset({"In", "_ih"})
 
 
-def history(names: Iterable[str], namespace: Mapping[str, object], exclude: Collection[str] = ()) -> dict[str, object]:
+def history(
+    names: Iterable[str], source: str, namespace: Mapping[str, object], exclude: Collection[str] = ()
+) -> dict[str, object]:
     """Return the values to send of the names in which IPython keeps inputs and results.
 
     Args:
         names: Names that the cell reads.
+        source: The cell. If it reads results by number only, as `Out[3]`, no others are sent.
         namespace: The notebook's namespace.
         exclude: Names that are not sent.
     """
@@ -33,7 +37,12 @@ def history(names: Iterable[str], namespace: Mapping[str, object], exclude: Coll
         value = namespace[name]
         if name in _RESULTS and isinstance(value, dict):
             outputs = cast("dict[Any, object]", value)
-            found[name] = {number: each for number, each in outputs.items() if not isinstance(each, RunResult)}
+            uses: list[str] = _USE.findall(source)
+            found[name] = {
+                number: each
+                for number, each in outputs.items()
+                if not isinstance(each, RunResult) and ("" in uses or str(number) in uses)
+            }
         elif name in _INPUTS and isinstance(value, list):
             found[name] = list(cast("list[object]", value))
         elif _INPUT.fullmatch(name) or (_RESULT.fullmatch(name) and not isinstance(value, RunResult)):
