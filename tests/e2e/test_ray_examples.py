@@ -58,6 +58,23 @@ def test_data_maps_over_the_cluster(kernel: Kernel):
     assert kernel.value("total") == 9900
 
 
+@pytest.mark.slow
+def test_tasks_that_say_cuda_run_on_the_cpu(kernel: Kernel):
+    kernel.check("%env SGPU_STAND_IN=cpu,cuda")
+    kernel.check(
+        "%%ray_launch -n 2 --type a10 --out found\n"
+        "import ray\n"
+        "@ray.remote(num_gpus=1)\n"
+        "def double(value):\n"
+        "    import torch\n"
+        "    return (2 * torch.tensor(value).cuda()).item(), torch.cuda.get_device_name(0), torch.cuda.device_count()\n"
+        "found = ray.get([double.remote(value) for value in (1, 2)])\n",
+        PATIENCE_S,
+    )
+    kernel.check("%env SGPU_STAND_IN=cpu")
+    assert kernel.value("found") == [[2, "CPU in place of a GPU", 1], [4, "CPU in place of a GPU", 1]]
+
+
 def test_train_reduces_over_its_workers(kernel: Kernel):
     kernel.check(
         "%%ray_launch -n 2 --type a10 --out loss,total\n"

@@ -272,13 +272,14 @@ def test_a_script_with_functions_for_the_ranks_runs_once(home: Home):
     (home.work / "driver.py").write_text(
         "import sys\nfrom sgpu_magic import distributed\n\n"
         "@distributed\ndef train(lr):\n    from sgpu_magic import runtime\n    print('train', lr)\n"
-        "    return runtime.get_world_size()\n\nprint('sizes', train.distributed(0.1), sys.argv[1:])\n"
+        "    return runtime.get_world_size()\n\nprint('sizes', train.distributed(0.1), sys.argv[1:])\nsys.exit(0)\n"
     )
     before = set(home.runs)
     code, out, err = run(home, "run", "driver.py", "-n", "2", "--type", "a10", "--", "x")
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[0] train 0.1", "[1] train 0.1", "sizes [2, 2] ['x']"]
     assert len(set(home.runs) - before) == 1
+    assert "SystemExit" not in err
     # below its `def`
     (home.work / "driver.py").write_text(
         "from sgpu_magic import distributed\n@distributed\ndef train():\n    1 / 0\ntrain.distributed()\n"
@@ -286,6 +287,20 @@ def test_a_script_with_functions_for_the_ranks_runs_once(home: Home):
     code, out, err = run(home, "run", "driver.py", "-n", "2", "--type", "a10")
     assert code == 1
     assert f"File {home.work / 'driver.py'}:4, in train()" in err
+
+
+@pytest.mark.slow
+def test_a_script_spawns_processes_as_python_does(home: Home):
+    (home.work / "spawns.py").write_text(
+        "import pickle\nimport torch.multiprocessing as mp\nfrom torch.distributed import init_process_group\n"
+        "def helper(): return init_process_group\n"
+        "def child(index, queue):\n"
+        "    queue.put((index, pickle.loads(pickle.dumps(helper)) is helper, helper.__module__))\n"
+        "if __name__ == '__main__':\n    queue = mp.get_context('spawn').SimpleQueue()\n"
+        "    mp.spawn(child, args=(queue,), nprocs=1)\n    print(queue.get())\n"
+    )
+    code, out, err = run(home, "run", "spawns.py", "-n", "1", "--type", "a10")
+    assert (code, out) == (0, "[0] (0, True, '__mp_main__')\n"), err
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from sgpu_magic.cli.headless.outcome import (
     as_cell,
     code_of,
     is_exit,
+    is_success,
     kernel_lines,
     prepared,
     text_of,
@@ -198,6 +199,10 @@ class NotebookRun:
             if is_exit(error.ename, traceback_of(cell)):
                 self.exit_value = str(error.evalue)
                 self._copy.exited(cell, self.exit_value)
+                return ExitCode.OK
+            if self._job.is_script and is_success(error.ename, str(error.evalue)):
+                # where it launches functions, the script itself runs in the kernel
+                cell.outputs = [output for output in cell.outputs if output.output_type != "error"]
                 return ExitCode.OK
             return code_of(error.ename, traceback_of(cell))
         except (DeadKernelError, CellTimeoutError, asyncio.CancelledError):

@@ -189,6 +189,16 @@ def is_exit(name: str, traceback: Sequence[str]) -> bool:
     return name == NotebookExit.__name__ and len(traceback) == 1
 
 
+def is_success(name: str, message: str) -> bool:
+    """Whether a script's exception ends it with exit code 0, as `sys.exit()` does.
+
+    Args:
+        name: The exception's type.
+        message: The exception as text.
+    """
+    return name == "SystemExit" and message in ("", "0", "None", "False")
+
+
 def title_of(source: str) -> str:
     """Return a one-line title of a cell."""
     lines = [line for line in source.splitlines() if line.strip()]

@@ -1,6 +1,7 @@
 """Submission of cells and calls as runs: read, packed, described, sent to a pool.
 
 cell_source    reads a cell and packs it with the names that it needs
+history        finds the notebook's inputs and results that a cell reads
 pack_call      checks and packs a function and its arguments
 spec           builds the run's spec from packed code and options; redacts secrets
 placing        chooses the pool and what to request there

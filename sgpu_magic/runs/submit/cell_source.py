@@ -19,6 +19,7 @@ from sgpu_magic.payload.names import CellNames, names_in
 from sgpu_magic.payload.namespace import collect, submodules_read
 from sgpu_magic.runs.notebook import cell_number, future_flags
 from sgpu_magic.runs.submit import spec
+from sgpu_magic.runs.submit.history import history
 from sgpu_magic.runs.submit.spec import PackedCode
 from sgpu_magic.wire.run import CellSource, OutputName, as_warning
 from sgpu_magic.wire.states import RunKind
@@ -39,6 +40,7 @@ class Cell(msgspec.Struct, frozen=True):
         number: The cell's number; None from a program.
         names: The names that it reads and may set.
         read: Values of the notebook that it reads, by name.
+        history: Those in which IPython keeps the notebook's inputs and results.
         begin: When it was read, by the performance counter.
         file: Path of the script whose text the body is; "" for a cell.
         arguments: The script's `sys.argv`.
@@ -49,6 +51,7 @@ class Cell(msgspec.Struct, frozen=True):
     number: int | None
     names: CellNames
     read: dict[str, object]
+    history: dict[str, object]
     begin: float
     file: str = ""
     arguments: tuple[str, ...] = ()
@@ -79,7 +82,8 @@ def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions)
     except SyntaxError as error:
         raise _does_not_compile(error, source, number, script) from None
     read = collect(names.read, place.namespace, extra=options.extra, exclude=options.exclude)
-    return Cell(magic_line, body, number, names, read, begin, script, job.arguments)
+    past = history(names.read - read.keys(), body, place.namespace, options.exclude)
+    return Cell(magic_line, body, number, names, read, past, begin, script, job.arguments)
 
 
 def pack_cell(
@@ -106,6 +110,7 @@ def pack_cell(
     Raises:
         SerializationError: A variable can't be pickled.
     """
+    past = {name: value for name, value in cell.history.items() if name not in not_own}
     code = spec.pack(
         place,
         RunKind.CELL,
@@ -119,7 +124,7 @@ def pack_cell(
             arguments=cell.arguments,
             module=defaults.of_process().module if cell.file else "",
         ),
-        cell.read if names is None else {name: place.namespace[name] for name in names},
+        (cell.read if names is None else {name: place.namespace[name] for name in names}) | past,
         begin=cell.begin,
         outputs=options.outputs,
         exclude=stay.union(options.exclude),

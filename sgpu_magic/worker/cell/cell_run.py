@@ -22,7 +22,7 @@ from sgpu_magic.wire.rank import Execute, Joined, Remarked
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import RunKind
-from sgpu_magic.worker.cell import asking, diagnosis, results, script
+from sgpu_magic.worker.cell import asking, diagnosis, outputs, results, script
 from sgpu_magic.worker.cell.asking import encodable
 from sgpu_magic.worker.cell.results import Reply, pack_names
 from sgpu_magic.worker.cell.shell import RankShell, hook_of
@@ -250,7 +250,8 @@ class CellRun:
                 os.close(fd)
         if message.tracking is not None:
             in_rank.begin(message.run_id, message.tracking, self._rank, message.only, message.run_dir, self._say)
-        unpack.unpack_namespace(data, message.layout, message.context.key, self._shell.user_ns)
+        with outputs.received(self._shell):
+            unpack.unpack_namespace(data, message.layout, message.context.key, self._shell.user_ns)
 
 
 class _Steps:

@@ -37,7 +37,7 @@ GIVEN = ("rank", "local_rank", "world_size", "device")
 """Names that are set on every rank before its first cell."""
 
 # names in which IPython keeps inputs and outputs, and this package's own
-_INTERNAL = re.compile(r"_+\d*|_i\d*|_ii|_iii|_oh|_ih|_dh|__.*__|__sgpu_.*")
+_INTERNAL = re.compile(r"_+\d*|_i\d*|_ii|_iii|_oh|_ih|_dh|In|Out|__.*__|__sgpu_.*")
 
 
 class Reply(msgspec.Struct, frozen=True):

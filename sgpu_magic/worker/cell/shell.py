@@ -25,7 +25,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from sgpu_magic.worker.cell import asking, failures, widgets
+from sgpu_magic.worker.cell import asking, failures, stored, widgets
 from sgpu_magic.worker.cell.displays import RankDisplayPublisher, Report
 from sgpu_magic.worker.cell.failures import Shown, WholeTexts
 from sgpu_magic.worker.cell.script import RankCompiler
@@ -317,6 +317,7 @@ def create() -> RankShell:
     # prompts mark an interactive session, in which Lightning refuses to run as one rank of many
     del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
     shell.set_hook("show_in_pager", _show_page, 99)
+    stored.load(shell, is_first=lambda: shell.is_first)
     shell.colors = "neutral" if "neutral" in str(type(shell).colors.info()).lower() else "Neutral"
     return shell
 

@@ -13,6 +13,7 @@ Across nodes the first rendezvous uses this server too, on the first node's addr
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import os
@@ -169,8 +170,8 @@ def accept_second_init() -> None:
         _late_store.groups_made += 1
         original_init(*args, **kwargs)
 
-    init_process_group.__doc__ = original_init.__doc__
-    init_process_group.__wrapped__ = original_init  # pyright: ignore[reportFunctionMemberAccess]
+    # under torch's own name it is pickled by reference, for a process that the rank spawns
+    functools.update_wrapper(init_process_group, original_init)
     c10d.init_process_group = init_process_group
     dist.init_process_group = init_process_group
 

@@ -1,4 +1,4 @@
-"""The functions of `torch.cuda` on a rank whose CPU stands in for a GPU (see `cuda_on_cpu`)."""
+"""The functions of `torch.cuda` and `torch.accelerator` on a rank whose CPU stands in for a GPU (see `cuda_on_cpu`)."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # pyright: reportUnknownLambdaType=false
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +122,8 @@ def replace(local_rank: int, ranks_here: int) -> None:
         multi_processor_count=os.cpu_count() or 1,
         is_integrated=1,
         is_multi_gpu_board=0,
+        # a torch without CUDA has this name in the key of its compiled code
+        gcnArchName="",
     )
     for name, answer in (
         ("is_available", True),
@@ -162,6 +164,7 @@ def replace(local_rank: int, ranks_here: int) -> None:
     # takes only torch's own streams
     torch.Tensor.record_stream = _answering(None)
     _replace_random(cuda)
+    _replace_accelerator(own)
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, _answering(0))
     cuda.nvtx.range = _no_range
@@ -176,6 +179,33 @@ def _replace_random(cuda: Any) -> None:
     cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
     cuda.set_rng_state = lambda new_state, device=None: torch.set_rng_state(new_state)
     cuda.set_rng_state_all = lambda new_states: torch.set_rng_state(new_states[0])
+
+
+def _replace_accelerator(own: _Device) -> None:
+    """The accelerator is the CPU, with as many devices as `torch.cuda`."""
+    accelerator: Any = torch.accelerator
+    cuda: Any = torch.cuda
+    accelerator.current_accelerator = lambda check_available=False: torch.device("cpu")
+    accelerator.is_available = _answering(True)
+    accelerator.device_count = lambda: own.count
+    for name in ("current_device_index", "current_device_idx"):
+        setattr(accelerator, name, lambda: own.current)
+    for name in ("set_device_index", "set_device_idx"):
+        setattr(accelerator, name, _another(own.select))
+    accelerator.device_index = cuda.device
+    accelerator.get_memory_info = _another(cuda.mem_get_info)
+    accelerator.empty_host_cache = _answering(None)
+    for name in (
+        "current_stream", "empty_cache", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
+        "memory_reserved", "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats", "set_stream",
+        "synchronize",
+    ):  # fmt: skip
+        setattr(accelerator, name, _another(getattr(cuda, name)))
+
+
+def _another(function: Callable[..., Any]) -> Any:
+    """Return a new function that calls this one: torch.compile accepts a function under one name only."""
+    return lambda *args, **kwargs: function(*args, **kwargs)
 
 
 def _answering(answer: Any) -> Any:

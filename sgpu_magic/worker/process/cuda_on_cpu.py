@@ -4,7 +4,8 @@ A `TorchFunctionMode` replaces devices: torch calls it for `torch.device(...)`, 
 function with `device=`, so no object of type `cuda` ever exists, and devices compare and print as what they are. What
 torch does not route through a mode is replaced: functions of `torch.cuda`, the device types of autocast, gradient
 scalers and device meshes, DDP's `device_ids`, `map_location`, and NCCL. `torch.cuda` claims one device for each rank of
-the node. Processes that a rank starts anew, instead of forking them, have no mapping.
+the node, and so does `torch.accelerator`. Processes that a rank starts with multiprocessing map cuda too
+(`cuda_in_children`); other programs that it starts do not.
 """
 
 # torch is only partly typed, and most of what is replaced here is not meant to be
@@ -26,12 +27,13 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
-from sgpu_magic.worker.process import cuda_functions
+from sgpu_magic.worker.process import cuda_functions, cuda_in_children
 from sgpu_magic.worker.process.after_import import after_import
 
 NOTE = "cuda is mapped to the CPU (SGPU_STAND_IN=cpu,cuda): memory, speed and numerics are the CPU's"
 
-_CUDA = re.compile(r"cuda(:\d+)?")
+# an accelerator's name with an index is `cpu:1` here
+_MAPPED = re.compile(r"cuda(:\d+)?|cpu:\d+")
 _CPU = torch.device("cpu")
 # methods of a tensor that return it as it is
 _SAME: Any = (torch.Tensor.cuda, torch.Tensor.pin_memory)
@@ -71,6 +73,7 @@ def install(local_rank: int, ranks_here: int) -> None:
     _replace_types()
     _replace_distributed()
     after_import(_LIGHTNING, _accept_cpu)
+    cuda_in_children.prepare_children(ranks_here)
 
 
 class _CudaOnCpu(TorchFunctionMode):
@@ -110,7 +113,7 @@ def on_cpu(value: Any, *, numbers: bool = False) -> Any:
         numbers: Take a number for the index of a device.
     """
     if isinstance(value, str):
-        return "cpu" if _CUDA.fullmatch(value) else value
+        return "cpu" if _MAPPED.fullmatch(value) else value
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
     if numbers and isinstance(value, int) and not isinstance(value, bool):
@@ -178,6 +181,8 @@ def _replace_types() -> None:
     # by default a scaler is for cuda
     _changed(scaler, "__init__", lambda given: given.update(device=on_cpu(given.get("device", "cuda"))))
     _changed(torch, "load", _load_on_cpu)
+    # its own module, where pickle looks for it
+    torch.serialization.load = torch.load
     torch.Generator = _Generator
     for name in ("is_autocast_enabled", "get_autocast_dtype", "get_device_module"):
         original = getattr(torch, name)
@@ -217,6 +222,10 @@ def _replace_distributed() -> None:
     """DDP's devices, device meshes, and NCCL: each of them in all modules that have it by name."""
     _changed(torch.nn.parallel.DistributedDataParallel, "__init__", _without("device_ids", "output_device"))
     _replace_data_parallel()
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    check = ddp._check_comm_hook
+    # gloo has bfloat16, which torch believes NCCL alone to have
+    ddp._check_comm_hook = lambda self, hook: None if "bf16" in getattr(hook, "__name__", "") else check(self, hook)
     mesh: Any = dist.device_mesh
     _changed(mesh.DeviceMesh, "__init__", _mapped("device_type"))
     _changed(mesh, "init_device_mesh", _mapped("device_type"))
@@ -224,6 +233,11 @@ def _replace_distributed() -> None:
     for name in ("init_process_group", "new_group", "barrier"):
         _changed(c10d, name, _on_gloo)
         setattr(dist, name, getattr(c10d, name))
+    for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
+        # the names ending in `single` came with torch 2.13
+        if hasattr(c10d, name):
+            _changed(c10d, name, _flat)
+            setattr(dist, name, getattr(c10d, name))
 
 
 def _replace_data_parallel() -> None:
@@ -244,6 +258,14 @@ def _on_gloo(arguments: dict[str, Any]) -> None:
     backend = arguments.get("backend")
     if isinstance(backend, str) and "nccl" in backend.lower():
         arguments["backend"] = "gloo"
+
+
+def _flat(arguments: dict[str, Any]) -> None:
+    """Pass tensors without dimensions: NCCL looks only at their sizes, gloo at their shapes."""
+    for name in arguments.keys() & {"output_tensor", "input_tensor", "output", "input"}:
+        tensor = arguments[name]
+        if tensor.is_contiguous():
+            arguments[name] = tensor.view(-1)
 
 
 def _accept_cpu(module: Any) -> None:

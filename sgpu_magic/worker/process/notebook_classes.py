@@ -1,8 +1,9 @@
 """The notebook's classes and functions in child processes of a rank.
 
 multiprocessing pickles them by reference to `__main__`, which spawn and forkserver children don't have: in a plain
-notebook, a DataLoader over a Dataset defined there fails (pytorch#51344). Here they are pickled by value. These
-children import this module, so it holds nothing else.
+notebook, a DataLoader over a Dataset defined there fails (pytorch#51344). Here they are pickled by value. Those of a
+script are not: such children import its file, as they do outside of a rank. These children import this module, so it
+holds nothing else.
 """
 
 # IPython's own attributes are only partly typed
@@ -10,6 +11,8 @@ children import this module, so it holds nothing else.
 
 from __future__ import annotations
 
+import functools
+import sys
 import types
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -29,7 +32,23 @@ def load(data: bytes) -> object:
 
 
 def _reduce_by_value(self: ForkingPickler, obj: object) -> Any:
-    if isinstance(obj, type | types.FunctionType) and getattr(obj, "__module__", None) == "__main__":
+    if (
+        isinstance(obj, type | types.FunctionType)
+        and getattr(obj, "__module__", None) == "__main__"
+        and not _is_imported(obj)
+    ):
         # multiprocessing's pickler can't pickle code objects, so cloudpickle's stream is nested in its own
         return load, (cloudpickle.dumps(obj),)
     return NotImplemented
+
+
+def _is_imported(obj: type | types.FunctionType) -> bool:
+    """Whether the child finds the object in the file that it imports for `__main__`."""
+    main = sys.modules["__main__"]
+    if not getattr(main, "__file__", None) or getattr(main, "__package__", None):
+        # a cell; or a module of a package, whose relative imports fail in the child
+        return False
+    try:
+        return functools.reduce(getattr, obj.__qualname__.split("."), main) is obj  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+    except AttributeError:
+        return False

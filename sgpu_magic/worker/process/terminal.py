@@ -133,9 +133,6 @@ def refuse_input(shell: InteractiveShell, rank: int) -> None:
 
     from IPython.core.error import StdinNotImplementedError
 
-    def leave(code: object = None) -> NoReturn:
-        raise SystemExit(code)
-
     def no_input(*args: object, **kwargs: object) -> NoReturn:
         raise StdinNotImplementedError(
             f"input() on rank {rank} has no keyboard to read from. Ask in a plain cell of the notebook and use the "
@@ -154,6 +151,7 @@ def refuse_input(shell: InteractiveShell, rank: int) -> None:
             "run the failing function in a plain cell to step through it there."
         )
 
+    leave = _Leave()
     for name in ("exit", "quit"):
         shell.user_ns[name] = shell.user_ns_hidden[name] = leave
     shell.ask_exit = leave  # pyright: ignore[reportAttributeAccessIssue]
@@ -174,6 +172,16 @@ def refuse_input(shell: InteractiveShell, rank: int) -> None:
     shell.raw_input = no_input  # pyright: ignore[reportAttributeAccessIssue]
     pdb.Pdb.set_trace = no_breakpoint  # pyright: ignore[reportAttributeAccessIssue]
     pdb.set_trace = no_breakpoint
+
+
+class _Leave:
+    """`exit` and `quit` of a rank."""
+
+    def __call__(self, code: object = None) -> NoReturn:
+        raise SystemExit(code)
+
+    def __repr__(self) -> str:
+        return "exit() ends the cell on this rank"
 
 
 class _NoKeyboard(io.TextIOBase):

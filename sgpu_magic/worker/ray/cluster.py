@@ -73,6 +73,7 @@ class Member:
         # entries of the rank's `sys.path` outside its Python installation
         installed = frozenset(context.installed)
         self._paths = tuple(entry for entry in context.sys_path if entry and entry not in installed)
+        self._maps_cuda = context.maps_cuda and message.device == "cpu"
         self._say = say
         # Ray's metrics go to the MLflow run
         self._tracked = message.tracking is not None
@@ -95,7 +96,7 @@ class Member:
     def _start(self, token: str, head: str) -> NodeProcess:
         order = self._order
         self._ray = driver.of_ray(driver.write_token(order.directory, token), order)
-        environ = driver.of_processes(os.environ, self._ray, self._paths, _PACKAGE)
+        environ = driver.of_processes(os.environ, self._ray, self._paths, _PACKAGE, maps_cuda=self._maps_cuda)
         self._process = process = NodeProcess(order, head, environ)
         return process
 

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.wire.rank import PrivateRay
+from sgpu_magic.worker.process.cuda_in_children import map_cuda_in_task
 
 # functions that start a Serve instance (ray/serve/api.py)
 _STARTERS = ("run", "run_many", "start")
@@ -213,6 +214,9 @@ class Driver:
 
 LOOPBACK = "127.0.0.1"
 
+# where Ray's workers find `worker_process_setup_hook` of a runtime environment, which code may set to another
+_SETUP_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
+
 # variables of another cluster, which the notebook or the node's pool may be in
 _OTHERS = frozenset({
     "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
@@ -267,7 +271,7 @@ def of_ray(token_file: str, order: PrivateRay) -> dict[str, str]:
 
 
 def of_processes(
-    environ: Mapping[str, str], ray: Mapping[str, str], paths: Collection[str], package: str
+    environ: Mapping[str, str], ray: Mapping[str, str], paths: Collection[str], package: str, *, maps_cuda: bool = False
 ) -> dict[str, str]:
     """Return the environment of Ray's processes on a node.
 
@@ -276,10 +280,12 @@ def of_processes(
         ray: The variables from `of_ray`.
         paths: Entries of the rank's `sys.path` outside its Python installation, from which tasks import modules.
         package: The directory that contains this package.
+        maps_cuda: Map cuda to the CPU in tasks and actors.
     """
     kept = {name: value for name, value in environ.items() if name not in _OTHERS | _OF_RANKS}
     found = [*paths, *([] if package in paths else [package])]
-    return {**kept, **ray, "PYTHONPATH": os.pathsep.join(found)}
+    hook = {_SETUP_HOOK: f"{map_cuda_in_task.__module__}.{map_cuda_in_task.__name__}"} if maps_cuda else {}
+    return {**kept, **ray, **hook, "PYTHONPATH": os.pathsep.join(found)}
 
 
 def forget_others() -> None:

@@ -400,6 +400,20 @@ def test_without_pyspark_it_is_a_sentence(monkeypatch: pytest.MonkeyPatch):
     assert "pyspark is not installed" in repr(Spark({}))
 
 
+def test_without_pyspark_the_users_name_is_known(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    monkeypatch.setenv("LOGNAME", "ann")
+    spark = Spark({})
+    assert spark.sql("SELECT current_user()").collect()[0][0] == "ann"
+    assert spark.sql("select current_user() as username;").first()["username"] == "ann"
+    assert spark.sql("SELECT session_user() name").first().name == "ann"
+    assert spark.sql("SELECT current_user()").first()["current_user()"] == "ann"
+    run_sql(spark, "select current_user()", {})
+    assert capsys.readouterr().out == "current_user()\nann\n"
+    with pytest.raises(UsageError, match="no Spark here"):
+        spark.sql("SELECT current_user() FROM t")
+
+
 PYSPARK = """
 class Frame:
     def __init__(self, text): self.text, self.columns = text, ["n"] if "select" in text else []

@@ -61,6 +61,8 @@ cuda.synchronize(); cuda.empty_cache(); cuda.reset_peak_memory_stats()
 assert cuda.memory_allocated() == cuda.max_memory_allocated() == cuda.memory_reserved() == 0
 free, total = cuda.mem_get_info()
 assert 0 < free <= total == cuda.get_device_properties(0).total_memory
+# torch.compile reads the last one for the key of its cache
+assert cuda.get_device_properties(0).gcnArchName == ""
 assert "CPU" in cuda.get_device_name() and cuda.is_bf16_supported()
 start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
 start.record(); end.record(); cuda.synchronize()
@@ -70,6 +72,39 @@ with cuda.stream(cuda.Stream()):
 cuda.nvtx.range_push("x"); cuda.nvtx.range_pop()
 cuda.manual_seed_all(1); cuda.set_rng_state(cuda.get_rng_state())
 torch.manual_seed(3)
+"""
+ACCELERATOR = """
+accelerator = torch.accelerator
+assert accelerator.is_available() and accelerator.device_count() == 4 and accelerator.current_device_index() == 1
+found = accelerator.current_accelerator()
+assert found == cpu == torch.device(f"{found}:3"), found
+assert torch.ones(1, device=f"{found}:2").device == nn.Linear(1, 1).to(f"{found}:2").weight.device == cpu
+accelerator.set_device_index(3)
+assert accelerator.current_device_index() == torch.cuda.current_device() == 3
+with accelerator.device_index(2):
+    assert accelerator.current_device_index() == 2
+accelerator.synchronize(); accelerator.empty_cache()
+assert accelerator.memory_allocated() == 0 and accelerator.get_memory_info()[0] > 0
+assert torch.distributed.get_default_backend_for_device(found) == "gloo"
+"""
+CHILDREN = """
+import cloudpickle, multiprocessing, pickle, subprocess, sys
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+for function in (torch.load, dist.init_process_group, dist.barrier, init_device_mesh):
+    # by reference
+    assert pickle.loads(cloudpickle.dumps(function)) is function, function
+seen = "(lambda torch: (torch.device('cuda', 0).type, torch.cuda.device_count()))(__import__('torch'))"
+# in a child of the child
+below = f"__import__('multiprocessing').get_context('spawn').Pool(1).apply(eval, ({seen!r},))"
+for method in ("fork", "spawn", "forkserver"):
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply(eval, (seen,)) == ("cpu", 4), method
+with multiprocessing.get_context("spawn").Pool(1) as pool:
+    pool.apply(exec, ("import multiprocessing; multiprocessing.current_process()._config['daemon'] = False",))
+    assert pool.apply(eval, (below,)) == ("cpu", 4)
+# another program is not changed
+subprocess.run([sys.executable, "-c", "import torch; assert torch.device('cuda', 0).type == 'cuda'"], check=True)
 """
 TRAINING = """
 import io
@@ -111,9 +146,16 @@ dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=tor
 assert dist.get_backend() == "gloo"
 dist.barrier(device_ids=[0])
 dist.new_group([0], backend="nccl")
+gathered, scattered = torch.empty(2), torch.empty(1, 2)
+dist.all_gather_into_tensor(gathered, torch.ones(1, 2))
+dist.reduce_scatter_tensor(scattered, gathered)
+assert gathered.tolist() == [1.0, 1.0] and scattered.tolist() == [[1.0, 1.0]]
 model = DistributedDataParallel(nn.Linear(2, 1).cuda(), device_ids=[0], output_device=0)
 model(torch.ones(1, 2, device="cuda")).sum().backward()
 assert model.module.weight.grad is not None
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+model.register_comm_hook(None, bf16_compress_hook)
+model(torch.ones(1, 2, device="cuda")).sum().backward()
 assert nn.DataParallel(nn.Linear(2, 1).cuda(), device_ids=[0, 1])(torch.ones(4, 2).cuda()).shape == (4, 1)
 compiled = torch.compile(nn.Linear(2, 1).cuda(), backend="eager")
 assert compiled(torch.ones(1, 2, device="cuda")).device == cpu
@@ -128,6 +170,8 @@ dist.destroy_process_group()
     [
         pytest.param(DEVICES, id="devices"),
         pytest.param(FUNCTIONS, id="functions"),
+        pytest.param(ACCELERATOR, id="accelerator"),
+        pytest.param(CHILDREN, id="children", marks=pytest.mark.slow),
         pytest.param(TRAINING, id="training", marks=pytest.mark.slow),
         pytest.param(GROUP, id="group", marks=pytest.mark.slow),
     ],

@@ -1,9 +1,15 @@
-"""`spark` and `%sql`: a sentence that helps, or pyspark's session where pyspark is installed."""
+"""`spark` and `%sql`: a sentence that helps, or pyspark's session where pyspark is installed.
+
+Without pyspark, `spark.sql("SELECT current_user()")` answers all the same: notebooks build paths from it.
+"""
 
 from __future__ import annotations
 
+import getpass
 import importlib
 import importlib.util
+import re
+import sys
 from typing import Any
 
 from sgpu_magic.errors import UsageError
@@ -11,6 +17,9 @@ from sgpu_magic.errors import UsageError
 _MISSING = (
     "there is no Spark here, because pyspark is not installed. Read the data with pandas, pyarrow or datasets, or "
     "install pyspark: `spark` is then a local session, and `%sql` runs in it."
+)
+_WHO = re.compile(
+    r"\s*select\s+((?:current_user|session_user|user)\s*\(\s*\))(?:\s+(?:as\s+)?(\w+))?\s*;?\s*", re.IGNORECASE
 )
 _OTHER_LANGUAGES = (
     "cells in {language} need a kernel or an IPython extension of that language; this kernel runs Python."
@@ -37,6 +46,11 @@ class Spark:
     def __init__(self, namespace: dict[str, object]) -> None:
         self._namespace = namespace
 
+    def sql(self, sqlQuery: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a statement in the session; without pyspark, only the question for the user's name."""
+        who = None if is_installed() else _WHO.fullmatch(sqlQuery)
+        return _User(who[2] or who[1]) if who is not None else self._session().sql(sqlQuery, *args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             # what IPython and inspect look for
@@ -56,6 +70,45 @@ class Spark:
         if self._namespace.get("spark") is self:
             self._namespace["spark"] = session
         return session
+
+
+class _Row(tuple[str, ...]):
+    """A row with one column, whose value is also there by the column's name."""
+
+    column: str
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(0 if key == self.column else key)
+
+    def __getattr__(self, name: str) -> str:
+        if name.startswith("__") or name != self.column:
+            raise AttributeError(name)
+        return self[0]
+
+
+class _User:
+    """The answer to `SELECT current_user()`: the name of this machine's user.
+
+    Args:
+        column: The column's name.
+    """
+
+    def __init__(self, column: str) -> None:
+        self.columns = [column]
+        self._row = _Row((getpass.getuser(),))
+        self._row.column = column
+
+    def collect(self) -> list[_Row]:
+        return [self._row]
+
+    def first(self) -> _Row:
+        return self._row
+
+    def head(self) -> _Row:
+        return self._row
+
+    def show(self) -> None:
+        sys.stdout.write(f"{self.columns[0]}\n{self._row[0]}\n")
 
 
 def run_sql(spark: Any, text: str, namespace: dict[str, object]) -> None:

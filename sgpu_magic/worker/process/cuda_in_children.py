@@ -1,0 +1,71 @@
+"""Maps cuda to the CPU in processes that a rank starts with multiprocessing's spawn or forkserver (see `cuda_on_cpu`).
+
+multiprocessing sends each of them data to prepare itself with, before it imports the main module. Reading a `_Mapping`
+among this data maps cuda there. A forked process has the rank's mapping.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.spawn
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sgpu_magic.worker.process.after_import import after_import
+
+_KEY = "sgpu_cuda_on_cpu"
+
+
+class _Mapping:
+    """Becomes a call of `map_cuda` in the process that reads it."""
+
+    def __init__(self, devices: int) -> None:
+        self._devices = devices
+
+    def __reduce__(self) -> tuple[Callable[[int], str], tuple[int]]:
+        return map_cuda, (self._devices,)
+
+
+def prepare_children(devices: int) -> None:
+    """Let processes that this one starts map cuda.
+
+    Args:
+        devices: Number of devices that they see.
+    """
+    spawn: Any = multiprocessing.spawn
+    if hasattr(spawn.get_preparation_data, "__wrapped__"):
+        return
+    original: Callable[[str], dict[str, Any]] = spawn.get_preparation_data
+
+    @functools.wraps(original)
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return original(name) | {_KEY: _Mapping(devices)}
+
+    spawn.get_preparation_data = get_preparation_data
+
+
+def map_cuda(devices: int) -> str:
+    """Map cuda in this new process, as soon as it imports torch. The first device is current, as with CUDA.
+
+    Returns:
+        A value for the data that is read.
+    """
+    # a child of this process may import torch although this one does not
+    prepare_children(devices)
+    if "torch" in sys.modules:
+        _install(devices)
+    else:
+        after_import(("torch",), lambda module: _install(devices))
+    return "mapped"
+
+
+def map_cuda_in_task() -> None:
+    """Map cuda in a process of Ray's that runs tasks or an actor, which has one device."""
+    map_cuda(1)
+
+
+def _install(devices: int) -> None:
+    from sgpu_magic.worker.process import cuda_on_cpu
+
+    cuda_on_cpu.install(0, devices)
