@@ -11,5 +11,5 @@ notebook_classes  the notebook's classes in child processes of a rank
 after_import      changes to modules of other packages when a rank imports them
 cuda_on_cpu       maps cuda to the CPU on a rank without a GPU
 cuda_functions    the functions of `torch.cuda` and `torch.accelerator` there
-cuda_in_children  the same in processes that such a rank starts
+cuda_in_children  the same, also in processes that such a rank starts
 """

@@ -1,7 +1,7 @@
-"""Maps cuda to the CPU in processes that a rank starts with multiprocessing's spawn or forkserver (see `cuda_on_cpu`).
+"""Maps cuda to the CPU in a rank and in processes that it starts with multiprocessing (see `cuda_on_cpu`).
 
-multiprocessing sends each of them data to prepare itself with, before it imports the main module. Reading a `_Mapping`
-among this data maps cuda there. A forked process has the rank's mapping.
+A forked process has the rank's mapping. To others, multiprocessing sends data to prepare themselves with, before they
+import the main module. Reading a `_Mapping` among this data maps cuda there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Mapping:
         return map_cuda, (self._devices,)
 
 
-def prepare_children(devices: int) -> None:
+def _prepare_children(devices: int) -> None:
     """Let processes that this one starts map cuda.
 
     Args:
@@ -45,18 +45,22 @@ def prepare_children(devices: int) -> None:
     spawn.get_preparation_data = get_preparation_data
 
 
-def map_cuda(devices: int) -> str:
-    """Map cuda in this new process, as soon as it imports torch. The first device is current, as with CUDA.
+def map_cuda(devices: int, current: int = 0) -> str:
+    """Map cuda in this process, as soon as it imports torch, and in those that it starts.
+
+    Args:
+        devices: Number of devices that it sees.
+        current: Index of the current device.
 
     Returns:
         A value for the data that is read.
     """
     # a child of this process may import torch although this one does not
-    prepare_children(devices)
+    _prepare_children(devices)
     if "torch" in sys.modules:
-        _install(devices)
+        _install(current, devices)
     else:
-        after_import(("torch",), lambda module: _install(devices))
+        after_import(("torch",), lambda module: _install(current, devices))
     return "mapped"
 
 
@@ -65,7 +69,7 @@ def map_cuda_in_task() -> None:
     map_cuda(1)
 
 
-def _install(devices: int) -> None:
+def _install(current: int, devices: int) -> None:
     from sgpu_magic.worker.process import cuda_on_cpu
 
-    cuda_on_cpu.install(0, devices)
+    cuda_on_cpu.install(current, devices)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
-from sgpu_magic.worker.process import cuda_functions, cuda_in_children
+from sgpu_magic.worker.process import cuda_functions
 from sgpu_magic.worker.process.after_import import after_import
 
 NOTE = "cuda is mapped to the CPU (SGPU_STAND_IN=cpu,cuda): memory, speed and numerics are the CPU's"
@@ -73,7 +73,6 @@ def install(local_rank: int, ranks_here: int) -> None:
     _replace_types()
     _replace_distributed()
     after_import(_LIGHTNING, _accept_cpu)
-    cuda_in_children.prepare_children(ranks_here)
 
 
 class _CudaOnCpu(TorchFunctionMode):

@@ -11,7 +11,7 @@ holds nothing else.
 
 from __future__ import annotations
 
-import functools
+import operator
 import sys
 import types
 from multiprocessing.reduction import ForkingPickler
@@ -49,6 +49,6 @@ def _is_imported(obj: type | types.FunctionType) -> bool:
         # a cell; or a module of a package, whose relative imports fail in the child
         return False
     try:
-        return functools.reduce(getattr, obj.__qualname__.split("."), main) is obj  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+        return operator.attrgetter(obj.__qualname__)(main) is obj
     except AttributeError:
         return False
