@@ -163,8 +163,17 @@ def test_an_error_in_another_notebook_is_shown_once_with_its_line(notebook: Kern
 
 
 def test_exit_ends_run_all_with_one_line(notebook: Kernel):
-    first = notebook.start("try:\n    dbutils.notebook.exit('all\\ndone')\nexcept Exception:\n    print('caught')")
+    first = notebook.start(
+        "import pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\n"
+        "try:\n    dbutils.notebook.exit('all\\ndone')\nexcept Exception:\n    print('caught')"
+    )
     queued = [notebook.start("after = 1"), notebook.start("after = 2")]
+    # what has been sent before this is answered is at the kernel, which aborts only what it has at the exit
+    asked = notebook.client.session.msg("kernel_info_request")
+    notebook.client.control_channel.send(asked)
+    while notebook.client.get_control_msg(timeout=10)["parent_header"]["msg_id"] != asked["header"]["msg_id"]:
+        pass
+    (notebook.home.work / "go").touch()
     reply = first.wait(10)
     assert reply.status == "error"
     assert reply.traceback == "Notebook exited: all done"
