@@ -98,18 +98,21 @@ def _how_to_collect(wheels: str) -> str:
 def make(python: Path) -> int:
     """Make the environment, with links to requirements that this Python has; return the exit status."""
     print(f"making {FOLDER / 'venv'} with Python {sys.version.split()[0]}", flush=True)
-    made = subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER / "venv"], stdin=subprocess.DEVNULL)
-    if made.returncode != 0 or not works(python):
-        return fail(
-            "the virtual environment could not be made. On Debian and Ubuntu the package python3-venv is needed."
-        )
+    command = [sys.executable, "-m", "venv", "--clear", FOLDER / "venv"]
+    if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).returncode != 0:
+        # a Python without ensurepip, such as Debian's without python3-venv, may still have a pip to borrow
+        subprocess.run([*command, "--without-pip"], stdin=subprocess.DEVNULL)
+    if not python.exists():
+        return fail("the virtual environment could not be made; what failed is said above.")
     # outside the environment: pip would take the links for its own, and remove their targets. The name `site-packages`
     # marks the modules as installed packages, not as the user's code
-    borrowed = FOLDER / "borrowed" / "site-packages"
-    link(what_is_there(["torch", *map(name_of, requirements()), *PEERS]), borrowed)
-    site = site_packages(python)
+    borrowed, site = FOLDER / "borrowed" / "site-packages", site_packages(python)
+    names = ["torch", *map(name_of, requirements()), *PEERS]
+    link(what_is_there(names if works(python) else [*names, "pip"]), borrowed)
     (site / "borrowed.pth").write_text(f"{borrowed}\n")
     (site / "project.pth").write_text(f"{ROOT}\n")
+    if not works(python):
+        return fail("no pip was found. On Debian and Ubuntu the package python3-venv is needed.")
     return 0
 
 

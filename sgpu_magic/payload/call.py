@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from sgpu_magic.payload.tensors import rank_device
+from sgpu_magic.payload.tensors import own_device
 
 RANK_NAMES = ("rank", "local_rank", "world_size", "device")
 """Parameters that each rank fills in with its own value."""
@@ -39,7 +39,7 @@ class RankValue:
 
     def here(self) -> object:
         """The value on this rank, from torchrun's environment variables: notebook variables can't shadow it."""
-        return rank_device() if self.name == "device" else int(os.environ[self.name.upper()])
+        return own_device() if self.name == "device" else int(os.environ[self.name.upper()])
 
 
 class FunctionCall:

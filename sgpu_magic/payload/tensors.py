@@ -2,8 +2,8 @@
 
 Torch pickles a tensor as its storage plus offset, sizes and strides. Only the storage is handled here, so Parameters,
 views, conjugates, sparse and quantized tensors and subclasses are pickled by torch itself. CPU memory is not copied.
-CUDA memory is copied through the host and arrives on the rank's own device. Importing this module does not import
-torch.
+CUDA memory is copied through the host and arrives on the rank's own device; in a notebook on the CPU, unless that uses
+CUDA already. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def rebuild_storage(data: Any, on_device: bool) -> Any:
     import torch
 
     if not len(data):
-        return torch.UntypedStorage(0, device=rank_device() if on_device else "cpu")
+        return torch.UntypedStorage(0, device=own_device() if on_device else "cpu")
     host: Any = torch.frombuffer(data, dtype=torch.uint8)
-    return (host.to(rank_device()) if on_device else host).untyped_storage()
+    return (host.to(own_device()) if on_device else host).untyped_storage()
 
 
 def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
@@ -101,13 +101,17 @@ def rebuild_typed_storage(storage: Any, dtype: Any) -> Any:
     return typed(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def rank_device() -> Any:
-    """Return the device for incoming CUDA tensors: this rank's own, or the CPU if there is none."""
+def own_device() -> Any:
+    """Return the device for incoming CUDA tensors: a rank's own, in a notebook the one it uses, or the CPU.
+
+    A notebook that has not used CUDA does not begin to: its context would hold memory of a GPU that the next run needs,
+    and the pool would take it for a program of others.
+    """
     import torch
 
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK", "")
-    if local_rank.isdigit():
+    if local_rank.isdigit() and torch.cuda.is_available():
         return torch.device("cuda", int(local_rank) % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

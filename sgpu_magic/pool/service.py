@@ -42,7 +42,9 @@ from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.user_limits import read_limits
 
-_QUEUE_REFRESH_S = 5.0
+# how long a queued run may not notice that a GPU came free outside the pool; a look takes some 20 ms on each node
+_QUEUE_REFRESH_S = 1.0
+_MANY_NODES_REFRESH_S = 5.0
 # a service that failed sooner than this would meet the same fault again, so no new one is started
 _SHORT_LIFE_S = 5.0
 
@@ -290,10 +292,12 @@ class PoolService:
             self._deadline = None
         due = self._scheduler.next_deadline()
         if self._scheduler.waits_for_devices:
-            due = min(due or float("inf"), time.monotonic() + _QUEUE_REFRESH_S)
+            inventory = self._stock.inventory
+            many = inventory is not None and bool(inventory.nodes)
+            due = min(due or float("inf"), time.monotonic() + (_MANY_NODES_REFRESH_S if many else _QUEUE_REFRESH_S))
         if due is not None:
             self._deadline = self._loop.call_later(max(0.0, due - time.monotonic()), self._time_passed)
 
     def _time_passed(self) -> None:
         self._deadline = None
-        self._stock.when_fresh(lambda: self.feed(sched.TimePassed(time.monotonic())))
+        self._stock.when_fresh(lambda: self.feed(sched.TimePassed(time.monotonic())), _QUEUE_REFRESH_S / 2)

@@ -32,9 +32,10 @@ assert driver.cuModuleGetFunction(ctypes.byref(function), module, b"wild") == 0
 assert driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, None, None, None) == 0
 torch.cuda.synchronize()'''
 
-# hours on any GPU
+# hours on any GPU, after a tenth of a second in which the rank's sampler sees the cell
 ENDLESS_KERNEL = """import os, torch
 held = torch.ones(1 << 28, dtype=torch.uint8, device=device)
+torch.cuda._sleep(1 << 28)
 torch.cuda.synchronize()
 torch.cuda._sleep(1 << 45)
 print('pid', os.getpid(), flush=True)

@@ -191,7 +191,8 @@ def test_training_loop(kernel: Kernel, figures: Figures, all_scripts: Scripts, g
 
 def test_a_tensor_there_and_back(session: Kernel, figures: Figures):
     count = TENSOR_BYTES // 4
-    session.check(f"import torch\nsent = torch.ones({count})", 60)
+    # one thread: torch's others would stay in the kernel
+    session.check(f"import torch\ntorch.set_num_threads(1)\nsent = torch.ones({count})", 60)
     there = "import time, torch\nx = sent.to(device)\ntorch.cuda.synchronize()\nmoment = time.time()"
 
     def send() -> float:

@@ -92,6 +92,6 @@ def test_a_notebook_that_uses_the_gpu_itself_is_told_so(cuda_kernel: Kernel, gpu
     eventually(lambda: "in use outside the pool" in cuda_kernel.check("%sgpu_status").text, 15, "the pool's view")
     reply = cuda_kernel.run(f"%%distributed -n {len(gpus)} --wait 0\n1")
     assert (reply.status, reply.ename) == ("error", "CapacityError"), reply.story
-    assert f"process {cuda_kernel.pid}" in reply.evalue
+    assert re.search(rf"process {cuda_kernel.pid} of user \S+, a notebook's kernel, uses it", reply.evalue)
     assert "--allow-busy" in reply.evalue
     cuda_kernel.check(f"%%distributed -n {len(gpus)} --allow-busy\nassert x.device == device")

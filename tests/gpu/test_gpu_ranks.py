@@ -61,7 +61,8 @@ def test_only_ranks_make_a_cuda_context(kernel: Kernel, go: Callable[[], None]):
 
 
 def test_cpu_tensors_are_captured_as_they_are(kernel: Kernel):
-    kernel.check("import torch\nweight = torch.arange(1_000_000, dtype=torch.float32)")
+    # one thread: torch's others would stay in the kernel
+    kernel.check("import torch\ntorch.set_num_threads(1)\nweight = torch.arange(1_000_000, dtype=torch.float32)")
     reply = kernel.check(
         "%%distributed -n 1 --out total\n"
         "assert weight.device.type == 'cpu'\n"
@@ -99,25 +100,36 @@ def test_cuda_tensors_of_the_notebook_arrive_on_the_ranks_own_gpu(cuda_kernel: K
     assert cuda_kernel.value("x.tolist()") == list(range(8))
 
 
-def test_cuda_tensors_come_back_onto_the_notebooks_gpu(cuda_kernel: Kernel):
-    cuda_kernel.check(
-        "%%distributed -n 1 --out y,state\n"
-        "import torch\n"
-        "y = torch.full((1000, 1000), 7.0, device=device, dtype=torch.bfloat16)\n"
-        "state = torch.nn.Linear(4, 2).to(device).state_dict()",
-        120,
-    )
-    told = "[str(y.device.type), str(y.dtype), float(y.float().mean()), [str(v.device.type) for v in state.values()]]"
-    assert cuda_kernel.value(told) == ["cuda", "torch.bfloat16", 7.0, ["cuda", "cuda"]]
+BACK = (
+    "import torch\n"
+    "y = torch.full((1000, 1000), 7.0, device=device, dtype=torch.bfloat16)\n"
+    "state = torch.nn.Linear(4, 2).to(device).state_dict()"
+)
+TOLD = "[y.device.type, str(y.dtype), float(y.float().mean()), [v.device.type for v in state.values()]]"
 
 
-def test_the_value_of_a_cell_may_be_a_cuda_tensor(cuda_kernel: Kernel):
-    reply = cuda_kernel.check(
+def test_cuda_tensors_come_back_onto_the_cpu_of_a_notebook_that_does_not_use_cuda(kernel: Kernel):
+    kernel.check(f"%%distributed -n 1 --out y,state\n{BACK}", 120)
+    assert kernel.value(TOLD) == ["cpu", "torch.bfloat16", 7.0, ["cpu", "cpu"]]
+    # it occupies no GPU
+    kernel.check(f"%%distributed -n 1 --wait 0 --out y,state\n{BACK}", 60)
+    kernel.check("del y, state")
+
+
+def test_cuda_tensors_come_back_onto_the_gpu_that_the_notebook_uses(cuda_kernel: Kernel):
+    cuda_kernel.check("import torch\nx = torch.ones(1, device='cuda')", 120)
+    cuda_kernel.check(f"%%distributed -n 1 --allow-busy --out y,state\n{BACK}", 120)
+    assert cuda_kernel.value(TOLD) == ["cuda", "torch.bfloat16", 7.0, ["cuda", "cuda"]]
+
+
+def test_the_value_of_a_cell_may_be_a_cuda_tensor(kernel: Kernel):
+    reply = kernel.check(
         "result = get_ipython().run_cell_magic('distributed', '-n 1', 'import torch\\ntorch.arange(3, device=device)')",
         120,
     )
-    assert "tensor([0, 1, 2]" in cuda_kernel.check("result").result, reply.story
-    assert cuda_kernel.value("result[0].tolist()") == [0, 1, 2]
+    assert "tensor([0, 1, 2]" in kernel.check("result").result, reply.story
+    assert kernel.value("result[0].tolist()") == [0, 1, 2]
+    kernel.check("del result")
 
 
 def test_a_data_loader_with_workers_and_pinned_memory_feeds_the_gpu(kernel: Kernel):
@@ -137,18 +149,20 @@ def test_a_data_loader_with_workers_and_pinned_memory_feeds_the_gpu(kernel: Kern
     assert reply.lines(0)[-1] == str(16 * sum(range(64)))
 
 
-def test_a_function_gets_and_returns_cuda_tensors(cuda_kernel: Kernel):
-    cuda_kernel.check(
+def test_a_function_gets_and_returns_tensors(kernel: Kernel):
+    kernel.check(
         "import torch\n"
         "from sgpu_magic import distributed\n"
         "@distributed(gpus=1)\n"
         "def double(x):\n"
         "    from sgpu_magic import runtime\n"
-        "    return (2 * x.to(runtime.get_device()))\n"
-        "(doubled,) = double.distributed(torch.arange(3))",
+        "    doubled = 2 * x.to(runtime.get_device())\n"
+        "    return doubled.device.type, doubled\n"
+        "((where, doubled),) = double.distributed(torch.arange(3))",
         120,
     )
-    assert cuda_kernel.value("[doubled.device.type, doubled.tolist()]") == ["cuda", [0, 2, 4]]
+    assert kernel.value("[where, doubled.device.type, doubled.tolist()]") == ["cuda", "cpu", [0, 2, 4]]
+    kernel.check("del doubled")
 
 
 def test_the_run_goes_on_under_torchrun(kernel: Kernel):

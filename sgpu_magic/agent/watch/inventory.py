@@ -262,7 +262,9 @@ def _in_container() -> bool:
 
 def _process_text(pid: int) -> str:
     try:
+        process = psutil.Process(pid)
+        kernel = ", a notebook's kernel," if any("ipykernel" in part for part in process.cmdline()) else ""
         # gives the uid if the user has no name
-        return f"process {pid} of user {psutil.Process(pid).username()}"
+        return f"process {pid} of user {process.username()}{kernel}"
     except psutil.Error:
         return f"process {pid} outside this container" if _in_container() else f"process {pid}"

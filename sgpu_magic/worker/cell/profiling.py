@@ -48,7 +48,8 @@ class CellTrace:
         activities = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(profiler.ProfilerActivity.CUDA)
-        self._profiler = profiler.profile(activities=activities)
+        # one cycle has nothing to clear, but without the setting torch 2.11 warns that it clears
+        self._profiler = profiler.profile(activities=activities, acc_events=True)
         # Kineto logs each of its steps to the rank's stderr unless it starts with this setting
         said = os.environ.setdefault(_LOG_LEVEL, _SILENT)
         try:

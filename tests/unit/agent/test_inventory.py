@@ -267,6 +267,15 @@ def test_a_foreign_process_is_outside_use_and_ours_is_not(nvml_stub: Stub, sleep
     ]
 
 
+def test_a_notebook_that_uses_a_gpu_is_named_as_such(nvml_stub: Stub) -> None:
+    command = [sys.executable, "-c", "input()", "-m", "ipykernel_launcher"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as notebook:
+        processes = [nvml.StubProcess(notebook.pid)]
+        (device,) = inventory(nvml_stub([nvml.StubGpu(nvml.gpu_uuid(0), processes=processes)])).devices
+        notebook.communicate(b"\n")
+    assert device.outside_use == f"process {notebook.pid} of user {me()}, a notebook's kernel, uses it"
+
+
 def test_a_process_that_has_ended_is_no_use_unless_it_may_be_the_hosts(nvml_stub: Stub) -> None:
     with subprocess.Popen(["true"]) as gone:
         gone.wait()

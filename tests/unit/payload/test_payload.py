@@ -37,6 +37,7 @@ from lazy_modules import torch
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.payload import buffers
 from sgpu_magic.payload.pack import Packed, pack_namespace, pack_object
+from sgpu_magic.payload.tensors import own_device
 from sgpu_magic.payload.unpack import map_private, unpack, unpack_namespace
 from sgpu_magic.system import byte_sizes
 from sgpu_magic.wire.attachments import PackedLayout
@@ -1100,3 +1101,18 @@ def test_plain_values_round_trip(values: dict[str, object]) -> None:
         again: dict[str, object] = {}
         unpack_namespace(map_private(file.fileno(), packed.total_bytes), packed.layout, KEY, again)
         assert again == values
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "uses_cuda", "device"),
+    [("1", False, "cuda:1"), ("1", True, "cuda:1"), ("", False, "cpu"), ("", True, "cuda:0")],
+)
+def test_cuda_tensors_go_to_a_ranks_gpu_and_to_that_of_a_notebook_only_if_it_uses_one(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str, uses_cuda: bool, device: str
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert str(own_device()) == device
