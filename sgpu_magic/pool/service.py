@@ -33,6 +33,7 @@ from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.client import ClientMessage, Goodbye
+from sgpu_magic.wire.costs import read_limits
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import StreamMessage, StreamOpened
@@ -40,7 +41,6 @@ from sgpu_magic.wire.node import HeldRun, RunEvent
 from sgpu_magic.wire.pool_status import AskStatus, Hello
 from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.states import FailureKind, RunState
-from sgpu_magic.wire.user_limits import read_limits
 
 # how long a queued run may not notice that a GPU came free outside the pool; a look takes some 20 ms on each node
 _QUEUE_REFRESH_S = 1.0

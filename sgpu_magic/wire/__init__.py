@@ -18,6 +18,5 @@ states        run states and the transitions between them
 files         blobs, files of run directories and TCP connections, carried over the links
 pool_status   how a client finds and greets a pool, and the pool's status
 devices       short names of GPU models, a node's devices, placement requests, leases
-costs         prices, metering, formatting of amounts
-user_limits   per-user priorities and quotas
+costs         a pool's terms: prices, metering, formatting of amounts; per-user priorities and quotas
 """

@@ -41,9 +41,9 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TimePassed,
 )
 from sgpu_magic.pool.scheduling.words import QueueWords, Told
+from sgpu_magic.wire.costs import UserLimits
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.user_limits import UserLimits
 
 _NO_PRICES = Tariff()
 
