@@ -32,7 +32,7 @@ from sgpu_magic.wire.node import (
     ToAgent,
     TrackingKnown,
 )
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
+from sgpu_magic.wire.run import RankAnswer, RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 

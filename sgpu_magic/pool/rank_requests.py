@@ -21,9 +21,8 @@ from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
 from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened
-from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.record import short
-from sgpu_magic.wire.run import CellSource
+from sgpu_magic.wire.run import CellSource, RankAnswer
 from sgpu_magic.wire.states import RunKind, RunState
 
 _REMEDY = "Start another with %sgpu_connect."

@@ -39,7 +39,7 @@ from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import StreamMessage, StreamOpened
 from sgpu_magic.wire.node import HeldRun, RunEvent
 from sgpu_magic.wire.pool_status import AskStatus, Hello
-from sgpu_magic.wire.rank import RankAnswer
+from sgpu_magic.wire.run import RankAnswer
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # how long a queued run may not notice that a GPU came free outside the pool; a look takes some 20 ms on each node

@@ -10,6 +10,14 @@ from sgpu_magic.wire.run import RankResult, RunSpec
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
+WARNING = "warning: "
+"""The beginning of a note that asks the user for something; other notes are information."""
+
+
+def as_warning(sentence: str) -> str:
+    """Return the sentence as a note that asks the user for something."""
+    return f"{WARNING}{sentence}"
+
 
 class Submitted(Record, frozen=True, tag="submitted", kw_only=True):
     """The first event of every run: what was submitted."""

@@ -40,10 +40,9 @@ from sgpu_magic.wire.node import (
     StacksTaken,
     TakeStacks,
 )
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.record import Record, new_id
-from sgpu_magic.wire.run import CellSource, RunSpec
+from sgpu_magic.wire.run import CellSource, RankAnswer, RankQuestion, RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 _KEY = bytes(range(32))

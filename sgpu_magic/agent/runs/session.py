@@ -31,12 +31,11 @@ from sgpu_magic.wire.rank import (
     FromRank,
     Joined,
     QuestionAnswered,
-    RankAnswer,
-    RankQuestion,
     Remarked,
     Renewed,
 )
 from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.run import RankAnswer, RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # a cell that is stopped with its session gets this long to report its own end
