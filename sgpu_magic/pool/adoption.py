@@ -23,8 +23,8 @@ from sgpu_magic.system.processes import may_be_alive
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.costs import cost_so_far, gpu_s_so_far
 from sgpu_magic.wire.events import Noted, RunEnded, Submitted
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import HeldRun
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import OWNER_GONE, FailureKind, RunState
 
 _TAKEN_OVER = "the pool service ended unexpectedly; a new one was started and has taken over the run"

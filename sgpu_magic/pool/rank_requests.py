@@ -19,8 +19,8 @@ from sgpu_magic.pool.scheduling.session_rules import named, titled
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
-from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened
+from sgpu_magic.wire.rank_events import RankStack
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import CellSource, RankAnswer
 from sgpu_magic.wire.states import RunKind, RunState

@@ -17,8 +17,8 @@ from sgpu_magic.pool.ledger import in_one_line
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.wire.events import EnvironmentMoved, Noted, PayloadReleased, RanksStarted, RunEnded
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import RunEvent
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 # events are confirmed to the agent this long after they are on disk

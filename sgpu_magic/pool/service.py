@@ -35,10 +35,10 @@ from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.client import ClientMessage, Goodbye
 from sgpu_magic.wire.costs import read_limits
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import StreamMessage, StreamOpened
 from sgpu_magic.wire.node import HeldRun, RunEvent
 from sgpu_magic.wire.pool_status import AskStatus, Hello
+from sgpu_magic.wire.rank_events import RankStack
 from sgpu_magic.wire.run import RankAnswer
 from sgpu_magic.wire.states import FailureKind, RunState
 

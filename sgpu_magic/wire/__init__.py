@@ -9,10 +9,9 @@ node          messages between the pool service and its nodes' agents
 rank          messages between an agent and its zygotes and ranks
 tracking      a run's MLflow target; messages between the pool service and its tracking process
 events        events of a run
-rank_events   events of a run's ranks
+rank_events   events of a run's ranks; why a rank failed, where it was, what used its memory
 run           what is submitted, where ranks start, what they return and are asked; the run directory's record
 attachments   what travels with a run: packed objects, packages, local code, uploads
-failures      why a rank failed, where it was, what used its memory
 states        run states and the transitions between them
 files         blobs, files of run directories and TCP connections, carried over the links
 pool_status   how a client finds and greets a pool, and the pool's status

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
 from sgpu_magic.wire.events import Event
-from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import FileReply, FileRequest, FromStream, ToStream
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
-from sgpu_magic.wire.rank_events import CommMessage
+from sgpu_magic.wire.rank_events import CommMessage, RankStack
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource, Interpreter, RankAnswer, RankContext, RankQuestion, RunSpec
 from sgpu_magic.wire.states import RunState

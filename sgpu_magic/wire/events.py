@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.rank_events import MetricsLogged, RankSaid, RankWatched
+from sgpu_magic.wire.rank_events import Failure, MetricsLogged, RankSaid, RankStack, RankWatched
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import RankResult, RunSpec
 from sgpu_magic.wire.states import RunState

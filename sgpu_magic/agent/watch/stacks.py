@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sgpu_magic.wire.codec import AREA_BYTES, read_area
-from sgpu_magic.wire.failures import StackFrame
+from sgpu_magic.wire.rank_events import StackFrame
 from sgpu_magic.wire.run import CellSource
 
 _CELL_PREFIX = "<ipython-input-"

@@ -34,9 +34,8 @@ from sgpu_magic.agent.runs.run_memory import BackgroundCopier, CopyJob
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.rank import Fork, FromRank, Leave, Remarked
-from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.rank_events import Failure, OutputWritten
 from sgpu_magic.wire.states import FailureKind
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
