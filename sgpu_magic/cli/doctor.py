@@ -30,9 +30,8 @@ from sgpu_magic.client.pools_file import pools_path, read_pools
 from sgpu_magic.client.this_process import own_key_path
 from sgpu_magic.config import Settings, config_path, load_settings
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.files.disk_room import disk_room
-from sgpu_magic.files.disk_room import remedy as remedy_for_disk
-from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.files.run_directory import remedy as remedy_for_disk
+from sgpu_magic.system.byte_sizes import disk_room, format_bytes
 from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import count_of

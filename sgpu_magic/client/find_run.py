@@ -19,7 +19,7 @@ from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
-from sgpu_magic.files.safe_paths import list_below, open_below
+from sgpu_magic.files.run_directory import list_below, open_below
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.files import EVENTS, KEY, PAYLOAD, REQUIREMENTS, RunFiles
 from sgpu_magic.wire.pool_status import RunSummary

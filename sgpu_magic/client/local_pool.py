@@ -23,7 +23,7 @@ from sgpu_magic.config import (
     private_dir,
 )
 from sgpu_magic.errors import PoolError
-from sgpu_magic.files.disk_room import why_no_run
+from sgpu_magic.files.run_directory import why_no_run
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PoolAddress, address_file, process_start, socket_file

@@ -18,9 +18,8 @@ from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.wires import A, Answer, FilePart
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
-from sgpu_magic.files.kept_folders import keep_newest
-from sgpu_magic.files.safe_paths import open_below, parts_of
-from sgpu_magic.files.whole_file import appearing, write_at, write_whole
+from sgpu_magic.files.run_directory import open_below, parts_of
+from sgpu_magic.files.whole_file import appearing, keep_newest, write_at, write_whole
 from sgpu_magic.system.byte_sizes import fits_memory
 from sgpu_magic.wire.files import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
 from sgpu_magic.wire.record import is_valid_id

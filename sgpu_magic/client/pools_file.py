@@ -26,8 +26,7 @@ import msgspec
 
 from sgpu_magic.config import config_path
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.kept_folders import locked
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.whole_file import locked, write_whole
 from sgpu_magic.wire.costs import Prices, prices_text, read_prices
 from sgpu_magic.wire.devices import ANY, canonical_type
 

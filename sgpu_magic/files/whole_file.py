@@ -1,14 +1,27 @@
-"""Atomic file writes: readers see the old or the new content, never a partial one."""
+"""Files and folders that several processes use: written whole, linked, locked, evicted in order of last use, removed.
+
+Readers of a file see its old or its new content, never a partial one. A process that uses a folder holds a shared lock
+on it (flock(2), released when the process exits); one that removes it, or builds it in place, holds an exclusive lock.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
+import shutil
+import stat
 import tempfile
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
+
+LOCK_FILE = os.O_RDWR | os.O_CREAT
+"""The flags for opening a lock file."""
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -52,6 +65,32 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
+def link_or_copy(kept: Path, wanted: Path) -> None:
+    """Hard-link `kept` as `wanted`, or copy it if it can't be linked; replaces an older `wanted`.
+
+    Raises:
+        FileNotFoundError: `kept`, or the directory of `wanted`, does not exist.
+        OSError: `wanted` can't be written.
+    """
+    if wanted.exists() and os.path.samefile(kept, wanted):
+        return
+    temporary = wanted.with_name(f".{wanted.name}.part")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(kept, temporary)
+    except OSError:
+        shutil.copyfile(kept, temporary)
+        shutil.copymode(kept, temporary)
+    os.replace(temporary, wanted)
+
+
+def has_content(path: Path, data: bytes) -> bool:
+    """Whether the file exists and has exactly these bytes."""
+    with contextlib.suppress(OSError):
+        return path.read_bytes() == data
+    return False
+
+
 def sha256_of(path: str | os.PathLike[str]) -> str:
     """The SHA-256 of a file's bytes, hexadecimal.
 
@@ -60,3 +99,128 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
     """
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------- locks
+
+
+class HeldLock:
+    """A lock on a file or folder, held until `close` or the end of the process.
+
+    Args:
+        descriptor: The file descriptor that holds the lock.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def share(self) -> None:
+        """Turn the lock into a shared one."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            # explicitly, since closing is not enough: a child process may have inherited the descriptor
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def take_lock(path: Path, *, shared: bool = False, wait: bool = True, flags: int = os.O_RDONLY) -> HeldLock | None:
+    """Lock a file or folder. Returns None if it does not exist, or if another process holds it and `wait` is False.
+
+    Args:
+        path: The file or folder.
+        shared: Take a shared lock instead of an exclusive one.
+        wait: Wait until the lock is free.
+        flags: Flags for `os.open`.
+
+    Raises:
+        OSError: The path can't be opened.
+    """
+    while True:
+        try:
+            descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            return None
+        with contextlib.ExitStack() as not_held:
+            not_held.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                return None
+            # the previous holder may have removed the file meanwhile: then try again with the new one
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    not_held.pop_all()
+                    return HeldLock(descriptor)
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: bool = True, flags: int = os.O_RDONLY) -> Generator[bool]:
+    """Hold an exclusive lock for the block, as `take_lock`; yields whether it was acquired."""
+    held = take_lock(path, wait=wait, flags=flags)
+    try:
+        yield held is not None
+    finally:
+        if held is not None:
+            held.close()
+
+
+# ---------------------------------------------------------------- room
+
+
+def evict(entries: Iterable[tuple[float, int, T]], most_bytes: float, remove: Callable[[T], bool]) -> int:
+    """Remove the least recently used entries until the total size is at most `most_bytes`; return the total size left.
+
+    Args:
+        entries: For each entry the time of its last use, its size in bytes, and the entry itself.
+        most_bytes: The size that may stay.
+        remove: Removes an entry; returns False if it has to stay.
+    """
+    kept = sorted(entries, key=lambda entry: entry[:2])
+    total = sum(size for _, size, _ in kept)
+    for _, size, entry in kept:
+        if total <= most_bytes:
+            break
+        if remove(entry):
+            total -= size
+    return total
+
+
+def keep_newest(folder: Path, most: int) -> None:
+    """Remove all but the newest files and folders in a folder."""
+    with contextlib.suppress(FileNotFoundError):
+        found = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in found[most:]:
+            remove_tree(path)
+
+
+def remove_unused(folder: Path) -> bool:
+    """Remove a folder unless it is locked. Returns whether it is gone."""
+    with locked(folder, wait=False) as mine:
+        if mine:
+            # rename it first, so that a partly removed folder is never visible under its name
+            doomed = folder.with_name(f".{folder.name[:16]}-{time.monotonic_ns()}.gone")
+            os.rename(folder, doomed)
+            remove_tree(doomed)
+        return not folder.exists()
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file or a folder, even if it is read-only. Another process may be removing it at the same time."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    shutil.rmtree(path, ignore_errors=True)
+    if not os.path.lexists(path):
+        return
+    # folders in it may be inaccessible or read-only
+    with contextlib.suppress(OSError):
+        os.chmod(path, stat.S_IRWXU)
+    for folder, folders, _ in os.walk(path):
+        for inner in (os.path.join(folder, name) for name in folders):
+            with contextlib.suppress(OSError):
+                if not os.path.islink(inner):
+                    os.chmod(inner, stat.S_IRWXU)
+    shutil.rmtree(path, ignore_errors=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.safe_paths import list_below
+from sgpu_magic.files.run_directory import list_below
 from sgpu_magic.nodes.contract import EngineListener, NodeChannel
 from sgpu_magic.nodes.joint_run import Told
 from sgpu_magic.nodes.merge_parts import JointStacks

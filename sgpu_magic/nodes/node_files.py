@@ -14,8 +14,8 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.files.content_store import blob_path
-from sgpu_magic.files.file_thread import FileThread
-from sgpu_magic.files.safe_paths import BadName, open_below, parts_of, remove_below, replace_below
+from sgpu_magic.files.run_directory import BadName, open_below, parts_of, remove_below, replace_below
+from sgpu_magic.system.child_process import FileThread
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,
     BlobFetched,

@@ -19,7 +19,7 @@ import msgspec
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.run_directory import link_or_copy
+from sgpu_magic.files.whole_file import link_or_copy
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.wire.attachments import Environment
 

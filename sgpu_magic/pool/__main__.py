@@ -29,7 +29,6 @@ def main() -> None:
     os.chdir("/")
 
     from sgpu_magic import config
-    from sgpu_magic.files.disk_room import why_no_run
     from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
     from sgpu_magic.system import processes
 
@@ -44,6 +43,8 @@ def main() -> None:
         sys.stdout.write("already running\n")
         return
     except OSError as error:
+        from sgpu_magic.files.run_directory import why_no_run
+
         sys.stdout.write(f"{why_no_run(settings.runs_path, str(error))}\n")
         return
     _run(settings, presence, first_order)

@@ -19,7 +19,6 @@ import contextlib
 import enum
 import functools
 import os
-import shutil
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
+from sgpu_magic.files.whole_file import remove_tree
 from sgpu_magic.tracking.progress import is_unsent
 from sgpu_magic.wire.record import is_valid_id, short
 
@@ -200,7 +200,7 @@ class Retention:
         runs = self._settings.runs_path
         for path in _named(runs, lambda name: name.startswith(_REMOVING)):
             if not self._closing.is_set():
-                _delete(path)
+                remove_tree(path)
         for run_id, why in removals:
             if self._closing.is_set():
                 return
@@ -227,7 +227,7 @@ def remove_directory(runs_path: Path, run_id: str) -> bool:
         os.rename(runs_path / run_id, hidden)
     except OSError:
         return False
-    _delete(hidden)
+    remove_tree(hidden)
     return True
 
 
@@ -293,17 +293,3 @@ def _named(folder: Path, fits: Callable[[str], bool]) -> list[Path]:
         return [folder / name for name in os.listdir(folder) if fits(name)]
     except OSError:
         return []
-
-
-def _delete(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    if os.path.lexists(path):
-        # the user's code may have made directories inaccessible or read-only
-        with contextlib.suppress(OSError):
-            os.chmod(path, 0o700)
-            for folder, folders, _ in os.walk(path):
-                for name in folders:
-                    inner = os.path.join(folder, name)
-                    if not os.path.islink(inner):
-                        os.chmod(inner, 0o700)
-        shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Submitted runs: checked, held, passed to the scheduler; their packages, prepared while they wait and described in files.
+"""Checks and holds submitted runs, passes them to the scheduler, prepares their packages and keeps what describes them.
 
 `unfit` and `unstartable` say what no pool accepts, whatever is free. They are pure.
 
@@ -23,9 +23,8 @@ import msgspec
 from sgpu_magic.config import SEVEN_DAYS_S, private_dir
 from sgpu_magic.errors import PoolError, SessionError, UsageError
 from sgpu_magic.files.content_store import store_name
-from sgpu_magic.files.disk_room import why_no_run
-from sgpu_magic.files.run_directory import has_content, link_or_copy
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.run_directory import why_no_run
+from sgpu_magic.files.whole_file import has_content, link_or_copy, write_whole
 from sgpu_magic.packages.distributions import is_valid_digest
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.file_requests import FileRequests, names_files

@@ -1,9 +1,9 @@
 """Operating system interfaces: processes, memory, streams between processes, sockets and keys.
 
 processes       prctl, threads and cores, descendants, peers of a socket
-child_process   child processes that exchange messages over a socket and are restarted when they exit
+child_process   child processes that exchange messages over a socket, restarted when they exit; a thread for file I/O
 message_stream  messages over a Unix socket, with file descriptors; requests that await an answer
 byte_stream     one end of a forwarded TCP connection
 secure_sockets  keys, and ZeroMQ sockets that admit only their holders
-byte_sizes      disk usage, formatting of sizes, available memory
+byte_sizes      sizes of folders, formatting of sizes, available memory, free disk space
 """

@@ -20,7 +20,7 @@ from typing import Any
 
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import PoolError
-from sgpu_magic.files.kept_folders import LOCK_FILE, locked
+from sgpu_magic.files.whole_file import LOCK_FILE, locked
 from sgpu_magic.wire.tracking import is_store_variable
 
 _SCHEME = "sqlite:///"

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.kept_folders import locked
 from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.files.whole_file import locked
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.artifacts import MAX_BYTES, files_of
 from sgpu_magic.tracking.client import Gone, Rejected, Store, StoreTroubled

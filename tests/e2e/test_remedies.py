@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kernels import Home, Kernel, Reply, eventually
 
-from sgpu_magic.files.disk_room import why_no_run
+from sgpu_magic.files.run_directory import why_no_run
 
 OWN_HOME = True
 

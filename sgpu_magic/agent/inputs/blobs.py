@@ -21,9 +21,9 @@ from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.content_store import blob_path, is_intact, join_blobs, piece_sizes
-from sgpu_magic.files.kept_folders import KeptFolders, evict
-from sgpu_magic.files.safe_paths import parts_of
-from sgpu_magic.files.whole_file import appearing, write_at
+from sgpu_magic.files.kept_folders import KeptFolders
+from sgpu_magic.files.run_directory import parts_of
+from sgpu_magic.files.whole_file import appearing, evict, write_at
 from sgpu_magic.wire.attachments import UPLOADS_VARIABLE, Manifest, ManifestUnusable, Upload, UploadedFile, manifest_in
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,

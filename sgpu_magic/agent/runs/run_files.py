@@ -13,8 +13,7 @@ from sgpu_magic import __version__
 from sgpu_magic.agent.runs.run_memory import RunMemory
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.config import host_name
-from sgpu_magic.files.run_directory import has_content, link_or_copy
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.whole_file import has_content, link_or_copy, write_whole
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
 from sgpu_magic.wire.codec import printable

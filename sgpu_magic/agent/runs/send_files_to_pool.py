@@ -26,7 +26,7 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.reports import Reports, Send
 from sgpu_magic.config import Settings
-from sgpu_magic.files.safe_paths import list_below, open_below
+from sgpu_magic.files.run_directory import list_below, open_below
 from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.events import EventBody, Noted, RunEnded
 from sgpu_magic.wire.files import (

@@ -15,8 +15,8 @@ from sgpu_magic.agent.inputs import launch_inputs
 from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs
 from sgpu_magic.config import load_settings
 from sgpu_magic.files.content_store import blob_path
-from sgpu_magic.files.kept_folders import KeptFolders, evict, locked, take_lock
-from sgpu_magic.files.whole_file import appearing
+from sgpu_magic.files.kept_folders import KeptFolders
+from sgpu_magic.files.whole_file import appearing, evict, locked, take_lock
 from sgpu_magic.wire.attachments import StoredPart, StoredPayload
 
 

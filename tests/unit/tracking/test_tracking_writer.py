@@ -26,7 +26,7 @@ from waiting import eventually
 import sgpu_magic
 from sgpu_magic.cli.sync import sync
 from sgpu_magic.config import Settings
-from sgpu_magic.files.kept_folders import locked
+from sgpu_magic.files.whole_file import locked
 from sgpu_magic.pool.retention import RunOnDisk, Why, choose_removals
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress, without_user
