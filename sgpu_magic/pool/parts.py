@@ -8,11 +8,8 @@ their notebooks, and all others are recorded as lost; their logs stay.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -28,7 +25,7 @@ from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import Stimulus
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.system.processes import may_be_alive
+from sgpu_magic.system.processes import may_be_alive, write_log
 from sgpu_magic.wire.client import ClientMessage, Submit
 from sgpu_magic.wire.costs import cost_so_far, gpu_s_so_far
 from sgpu_magic.wire.devices import Inventory
@@ -114,11 +111,7 @@ class Guard:
 
     def log(self, what: str, error: BaseException) -> None:
         """Write a fault into the service's log."""
-        # the log's disk may be full
-        with contextlib.suppress(OSError):
-            sys.stderr.write(
-                f"an internal error in the pool service: {what}\n{''.join(traceback.format_exception(error))}"
-            )
+        write_log(f"an internal error in the pool service: {what}\n", error)
 
     def _words_of(self, error: Exception) -> str:
         return f"an internal error in the pool service ({type(error).__name__}: {error}); {self._where}"

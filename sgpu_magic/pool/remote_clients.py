@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -19,6 +18,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Router
+from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Cancel, ClientMessage, Detach, Ping, Pong, RestartRanks, StopPool, Submit
@@ -176,7 +176,7 @@ class RemoteClients(Router):
         client = self._known.get((key, hello.instance))
         if client is None:
             if sum(each.user == authorized.user for each in self._known.values()) >= _MOST_OF_A_USER:
-                _say(f"user {authorized.user} has {_MOST_OF_A_USER} notebooks here, the maximum")
+                write_log(f"sgpu: user {authorized.user} has {_MOST_OF_A_USER} notebooks here, the maximum\n")
                 return None
             client = ConnectedClient(identity, hello.pid, same_host=False, instance=hello.instance, key=key)
             self._known[key, hello.instance] = client
@@ -213,7 +213,7 @@ class RemoteClients(Router):
         if not self._clients.look():
             return
         if self._clients.problem:
-            _say(f"no user is authorized: {self._clients.problem}")
+            write_log(f"sgpu: no user is authorized: {self._clients.problem}\n")
         for client in self.clients:
             authorized = self._clients.find(client.key)
             if authorized is None:
@@ -225,12 +225,6 @@ class RemoteClients(Router):
         connection = self._sockets.pop(client, None)
         if connection is not None:
             end_connection(*connection)
-
-
-def _say(text: str) -> None:
-    # stderr may be a file on a full disk
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"sgpu: {text}\n")
 
 
 class ConnectionLimit:

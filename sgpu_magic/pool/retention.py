@@ -19,10 +19,8 @@ import contextlib
 import enum
 import functools
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +29,7 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.files.whole_file import remove_tree
+from sgpu_magic.system.processes import write_log
 from sgpu_magic.tracking.progress import is_unsent
 from sgpu_magic.wire.record import is_valid_id, short
 
@@ -179,7 +178,7 @@ class Retention:
             return
         if (error := sweep.exception()) is not None:
             # log the error and go on: no run depends on cleanups
-            self._say("".join(traceback.format_exception(error)))
+            write_log("", error)
         self._look_in(_INTERVAL_S)
 
     async def _look(self) -> None:
@@ -205,7 +204,7 @@ class Retention:
             if self._closing.is_set():
                 return
             if remove_directory(runs, run_id):
-                self._say(f"the directory of run {short(run_id)} was removed: it exceeds {why}\n")
+                write_log(f"the directory of run {short(run_id)} was removed: it exceeds {why}\n")
         state = self._settings.state_path
         for log in (state / "pool.log", *_named(state / "logs", lambda name: name.startswith(_ZYGOTE))):
             cap_log(log, _LOG_BYTES)
@@ -213,11 +212,6 @@ class Retention:
         for path in (*uploads, *old_logs):
             with contextlib.suppress(OSError):
                 path.unlink()
-
-    def _say(self, text: str) -> None:
-        # the log's disk may be full
-        with contextlib.suppress(OSError):
-            sys.stderr.write(text)
 
 
 def remove_directory(runs_path: Path, run_id: str) -> bool:

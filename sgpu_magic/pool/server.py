@@ -11,9 +11,7 @@ bounded chunks, as fast as the client's connection accepts them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.pool.clients import ConnectedClient, Router
 from sgpu_magic.pool.remote_clients import Listening, RemoteClients
 from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import ClientMessage, Notice, Refused
 from sgpu_magic.wire.events import Event
@@ -269,8 +268,7 @@ class EventFeed:
                 over, sent = self._go_on(lag)
             except (OSError, ValueError, msgspec.DecodeError) as error:
                 # the log was removed or corrupted: live events are still sent
-                with contextlib.suppress(OSError):
-                    sys.stderr.write(f"the events of run {lag.run_id} can't be read: {error}\n")
+                write_log(f"the events of run {lag.run_id} can't be read: {error}\n")
                 over, sent = True, False
             moved |= sent
             if over:

@@ -87,13 +87,11 @@ def unstartable(submit: Submit) -> str:
     """
     variables = submit.interpreter.variables | submit.context.environ
     words = [submit.interpreter.executable, submit.context.cwd, *submit.context.sys_path, *variables]
-    if any("\0" in word for word in (*words, *variables.values())) or not all(map(_can_be_set, variables)):
+    if any("\0" in word for word in (*words, *variables.values())) or any(
+        "=" in name or not name for name in variables
+    ):
         return "its environment variables, path or directory contain a character that no process can be started with."
     return ""
-
-
-def _can_be_set(variable: str) -> bool:
-    return bool(variable) and "=" not in variable
 
 
 def ends_with_notebook(spec: RunSpec) -> str:

@@ -7,8 +7,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -16,6 +14,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from sgpu_magic.system.message_stream import MessageStream
+from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire.codec import Decoder
 from sgpu_magic.wire.record import Record
 
@@ -235,9 +234,7 @@ class FileThread:
                 case OSError() as error:
                     failed(error)
                 case error:
-                    with contextlib.suppress(OSError):
-                        trace = "".join(traceback.format_exception(error))
-                        sys.stderr.write(f"a fault in thread {self._name}: {trace}")
+                    write_log(f"a fault in thread {self._name}: ", error)
                     failed(OSError(f"{type(error).__name__}: {error}"))
 
         asyncio.get_running_loop().run_in_executor(self._executor, call).add_done_callback(over)

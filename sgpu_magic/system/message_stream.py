@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import contextvars
@@ -113,8 +112,7 @@ class MessageStream(Generic[M]):
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        _close_all(self._descriptors)
         self._descriptors.clear()
         self._drop_unsent()
 
@@ -137,9 +135,8 @@ class MessageStream(Generic[M]):
         while self._unsent:
             self._join_first()
             data, descriptors = self._unsent[0]
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
             try:
-                sent = self._socket.sendmsg([data], ancillary)
+                sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else self._socket.send(data)
             except BlockingIOError:
                 self._context.copy().run(self._loop.add_writer, self._socket, self._write)
                 return
@@ -253,8 +250,7 @@ class Link(Generic[M]):
         data = memoryview(frame(message, blobs))
         with self._send_lock:
             if descriptors:
-                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-                data = data[self._socket.sendmsg([data], ancillary) :]
+                data = data[socket.send_fds(self._socket, [data], descriptors) :]
             self._socket.sendall(data)
 
     def receive(self) -> tuple[M, Sequence[bytes]] | None:
@@ -276,8 +272,8 @@ class Link(Generic[M]):
 
     def close(self) -> None:
         self._socket.close()
-        while self._descriptors:
-            socket.close(self._descriptors.popleft())
+        _close_all(self._descriptors)
+        self._descriptors.clear()
 
 
 class Pending(Generic[K, V]):

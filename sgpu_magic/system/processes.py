@@ -1,4 +1,4 @@
-"""Process utilities: prctl, thread and core counts, descendants, socket peers."""
+"""Process utilities: prctl, thread and core counts, descendants, socket peers, the log of a service."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,3 +177,10 @@ def kill_descendants() -> None:
                 pass
             # give the killed processes a moment to exit
             time.sleep(_LOOK_AGAIN_S)
+
+
+def write_log(text: str, error: BaseException | None = None) -> None:
+    """Write a text, and the traceback of an error, to standard error, which may be a log on a full disk."""
+    trace = "" if error is None else "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}{trace}")
