@@ -158,6 +158,7 @@ class LocalEngine(Engine):
                 ray_place.remove(run.run_id, self._settings)
             run.joint.part_lost(0)
             run.over = True
+            self._over.append(run)
             self._part_silent(run, 0)
         self._channels.pop(HERE, None)
         worked = self._agent_has_worked or time.monotonic() - self._agent_since >= _SHORT_LIFE_S
