@@ -65,8 +65,8 @@ from sgpu_magic.wire.node import (
     WarmZygote,
 )
 from sgpu_magic.wire.pool_status import agent_socket_file, lock_file
-from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.run import RankAnswer
 
 _HOUSEKEEPING_S = 5.0
 # pauses after failed introductions

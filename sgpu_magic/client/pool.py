@@ -33,8 +33,7 @@ from sgpu_magic.wire.client import (
     Warm,
 )
 from sgpu_magic.wire.pool_status import AskStatus, PoolStatus
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
-from sgpu_magic.wire.run import Interpreter, RunSpec
+from sgpu_magic.wire.run import Interpreter, RankAnswer, RankQuestion, RunSpec
 from sgpu_magic.wire.states import RunState
 
 # the replacement processes join a process group: the same limit as for a session's start when a rank is missing

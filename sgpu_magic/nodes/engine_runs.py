@@ -20,7 +20,6 @@ from sgpu_magic.nodes.run_on_nodes import BusyNodes, RunOnNodes, nodes_of
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.files import CHECKPOINTS, RunFile, ToStream
 from sgpu_magic.wire.node import (
     DetachRun,
@@ -33,7 +32,8 @@ from sgpu_magic.wire.node import (
     ToAgent,
     TrackingKnown,
 )
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank_events import Failure, RankStack
+from sgpu_magic.wire.run import RankAnswer, RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 

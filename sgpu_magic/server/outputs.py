@@ -13,7 +13,7 @@ from sgpu_magic.views.output import Caption, ShownDisplay, TextSegment, segments
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import last_part
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 

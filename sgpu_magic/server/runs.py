@@ -19,8 +19,7 @@ from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, NewLines, Question
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.wire.events import Detached, Event, EventBody, Noted
-from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.rank_events import DisplayPublished, OutputCleared
+from sgpu_magic.wire.rank_events import DisplayPublished, Failure, OutputCleared
 from sgpu_magic.wire.record import is_valid_id, short
 from sgpu_magic.wire.states import FailureKind
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from sgpu_magic.views.run_notes import last_part
 from sgpu_magic.views.sources import Sources
-from sgpu_magic.wire.failures import Failure, StackFrame
+from sgpu_magic.wire.rank_events import Failure, StackFrame
 from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import FailureKind, RunKind
 

@@ -23,7 +23,7 @@ from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock,
 from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, limit_of, other_lines, timeout_sentence
 from sgpu_magic.views.stacks import group_lines, group_stacks, last_python_line, stall_note, summary, taken, verdict
 from sgpu_magic.views.units import aligned, count_of, format_gb, format_seconds
-from sgpu_magic.wire.failures import Failure, RankMemory, StackFrame, TensorUse
+from sgpu_magic.wire.rank_events import Failure, RankMemory, StackFrame, TensorUse
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # of the frames, and of the message

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from sgpu_magic.wire.failures import StackFrame
+from sgpu_magic.wire.rank_events import StackFrame
 from sgpu_magic.wire.run import CellSource
 
 _CELL_FILE = re.compile(r"<ipython-input-(\d+)-")

@@ -13,8 +13,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, SOFT, WARN, safe
 from sgpu_magic.views.sources import NO_FUNCTION, Sources, caller_at
 from sgpu_magic.views.units import aligned, format_ranks, format_seconds
-from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
-from sgpu_magic.wire.rank_events import Stalled
+from sgpu_magic.wire.rank_events import Collective, RankStack, StackFrame, Stalled
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import CellSource
 

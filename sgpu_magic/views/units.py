@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import RunState
 
 TIMES = "\u00d7"  # the multiplication sign of a number of devices

@@ -32,9 +32,9 @@ from sgpu_magic.wire.events import (
     StateChanged,
     Submitted,
 )
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.record import short
+from sgpu_magic.wire.run import RankAnswer, RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4"}

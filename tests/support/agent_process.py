@@ -24,7 +24,6 @@ from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import InlinePayload, Payload
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.events import RanksStarted, RunEnded
-from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.node import (
     AgentReady,
     Answered,
@@ -40,10 +39,9 @@ from sgpu_magic.wire.node import (
     StacksTaken,
     TakeStacks,
 )
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
-from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.rank_events import OutputWritten, RankStack
 from sgpu_magic.wire.record import Record, new_id
-from sgpu_magic.wire.run import CellSource, RunSpec
+from sgpu_magic.wire.run import CellSource, RankAnswer, RankQuestion, RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 _KEY = bytes(range(32))

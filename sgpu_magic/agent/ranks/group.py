@@ -22,11 +22,10 @@ from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import TellComms
-from sgpu_magic.wire.rank import CommsHeard, FromRank, Leave, Release, ToRank
+from sgpu_magic.wire.rank import CommsHeard, Fork, FromRank, Leave, Release, ToRank
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.states import FailureKind
-from sgpu_magic.wire.zygote import Fork
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.fresh import FreshRun

@@ -24,7 +24,6 @@ from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Noted, RanksStarted
-from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.node import TrackingKnown
 from sgpu_magic.wire.rank import (
     AskTracking,
@@ -39,7 +38,7 @@ from sgpu_magic.wire.rank import (
     Raised,
     Remarked,
 )
-from sgpu_magic.wire.rank_events import MetricsLogged, OutputWritten, RankFailed
+from sgpu_magic.wire.rank_events import Failure, MetricsLogged, OutputWritten, RankFailed, RankStack
 from sgpu_magic.wire.run import RankResult
 from sgpu_magic.wire.states import FailureKind, RunState
 

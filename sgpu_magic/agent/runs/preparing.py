@@ -20,8 +20,8 @@ from sgpu_magic.agent.runs.node_run import Attempt, NodeRun, Surroundings
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.attachments import StoredPayload
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
-from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.node import MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.rank_events import Failure, RankStack
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 

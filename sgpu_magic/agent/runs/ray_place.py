@@ -14,8 +14,8 @@ from sgpu_magic.config import Settings
 from sgpu_magic.system.byte_sizes import memory_limit
 from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.node import Launch
-from sgpu_magic.wire.rank import PrivateRay
 from sgpu_magic.wire.record import check_id
+from sgpu_magic.wire.run import PrivateRay
 
 _PREFIX = "ray-"
 _DIGITS = 8

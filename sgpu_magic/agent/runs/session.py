@@ -22,7 +22,6 @@ from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Noted, RanksStarted, RunEnded
-from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.rank import (
     Cleared,
     CommsSaid,
@@ -31,12 +30,11 @@ from sgpu_magic.wire.rank import (
     FromRank,
     Joined,
     QuestionAnswered,
-    RankAnswer,
-    RankQuestion,
     Remarked,
     Renewed,
 )
-from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.rank_events import Failure, OutputWritten, RankStack
+from sgpu_magic.wire.run import RankAnswer, RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # a cell that is stopped with its session gets this long to report its own end

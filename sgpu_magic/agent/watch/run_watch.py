@@ -21,8 +21,7 @@ from sgpu_magic.agent.watch.stalls import StallWatch
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted
-from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle
+from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, RankStack
 
 
 class RunWatch:

@@ -1,4 +1,4 @@
-"""Reads the ranks' stack files (see `wire.zygote`) and parses faulthandler's text. Never waits."""
+"""Reads the ranks' stack files (see `wire.codec`) and parses faulthandler's text. Never waits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sgpu_magic.wire.failures import StackFrame
+from sgpu_magic.wire.codec import AREA_BYTES, read_area
+from sgpu_magic.wire.rank_events import StackFrame
 from sgpu_magic.wire.run import CellSource
-from sgpu_magic.wire.zygote import AREA_BYTES, read_area
 
 _CELL_PREFIX = "<ipython-input-"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')

@@ -19,8 +19,7 @@ from sgpu_magic.agent.ranks.run_processes import ProcessTable
 from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
 from sgpu_magic.agent.watch.stack_taking import StackTaker
 from sgpu_magic.agent.watch.stacks import NotebookFrames
-from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.rank_events import Resumed, Stalled
+from sgpu_magic.wire.rank_events import RankStack, Resumed, Stalled
 
 BUSY_SHARE = 0.05
 """A rank that uses more than this share of one core, or of its GPU, is busy."""

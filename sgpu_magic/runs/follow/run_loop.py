@@ -15,7 +15,7 @@ from sgpu_magic.errors import CapacityError, KeyRefused, PoolError, PoolVersionE
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import Publisher
 from sgpu_magic.wire.events import Detached, Event, RunEnded
-from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import FailureKind
 

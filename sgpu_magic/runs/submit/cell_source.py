@@ -21,7 +21,8 @@ from sgpu_magic.runs.notebook import cell_number, future_flags
 from sgpu_magic.runs.submit import spec
 from sgpu_magic.runs.submit.history import history
 from sgpu_magic.runs.submit.spec import PackedCode
-from sgpu_magic.wire.run import CellSource, OutputName, as_warning
+from sgpu_magic.wire.events import as_warning
+from sgpu_magic.wire.run import CellSource, OutputName
 from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.options.asked import Devices
 from sgpu_magic.options.values import STRATEGIES, check_spread
 from sgpu_magic.wire.devices import Placement
-from sgpu_magic.wire.run import as_warning
+from sgpu_magic.wire.events import as_warning
 
 CPU_RANKS = 2
 """Default number of ranks on CPU."""

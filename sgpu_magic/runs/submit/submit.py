@@ -31,8 +31,9 @@ from sgpu_magic.runs.submit.spec import Submission, without_secrets
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Upload
 from sgpu_magic.wire.client import Describe, TrackRun
 from sgpu_magic.wire.codec import printable
+from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.record import short
-from sgpu_magic.wire.run import CellSource, RunSpec, as_warning
+from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:

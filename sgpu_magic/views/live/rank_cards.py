@@ -9,8 +9,7 @@ from sgpu_magic.views.live.schema import Curve, RankCard, Tone
 from sgpu_magic.views.run_notes import died_of, error_line, last_part, restart_command
 from sgpu_magic.views.usage import Drawn, detail_lines, use_text
 from sgpu_magic.views.words import new_host
-from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.rank_events import RankSample
+from sgpu_magic.wire.rank_events import Failure, RankSample
 from sgpu_magic.wire.states import FailureKind, RunState
 
 _MAX_LAST_CHARS = 160

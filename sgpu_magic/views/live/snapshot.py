@@ -45,7 +45,7 @@ from sgpu_magic.views.words import (
     values_left_there,
 )
 from sgpu_magic.wire.costs import HOUR_S
-from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import RunState
 
 _MAX_NOTES = 20

@@ -21,7 +21,7 @@ import torch
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
 from sgpu_magic.system.byte_sizes import memory_available_bytes
-from sgpu_magic.wire.failures import Failure, RankMemory, TensorUse
+from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
 from sgpu_magic.wire.states import FailureKind
 from sgpu_magic.worker.cell import asking, failures
 from sgpu_magic.worker.cell.asking import is_a

@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from IPython.core.completer import provisionalcompleter
 from IPython.utils.tokenutil import token_at_cursor
 
-from sgpu_magic.wire.rank import Match, RankAnswer, RankQuestion
+from sgpu_magic.wire.run import Match, RankAnswer, RankQuestion
 from sgpu_magic.worker.cell.results import names_set
 from sgpu_magic.worker.cell.shell import RankShell
 

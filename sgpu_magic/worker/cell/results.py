@@ -18,8 +18,8 @@ from sgpu_magic.payload import buffers
 from sgpu_magic.payload.pack import Packed, pack_object
 from sgpu_magic.system.byte_sizes import fits_memory
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.rank import Execute, Failed, Finished
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import OutputName, RankResult
 from sgpu_magic.wire.states import RunKind

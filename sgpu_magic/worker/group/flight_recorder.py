@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch._C._distributed_c10d as _c10d
 
-from sgpu_magic.wire.failures import Collective
+from sgpu_magic.wire.rank_events import Collective
 
 _distributed_c10d: Any = _c10d
 _BUFFER_ENTRIES = "2000"

@@ -27,6 +27,7 @@ from sgpu_magic.wire.rank import (
     CommsHeard,
     Execute,
     Failed,
+    Fork,
     Joined,
     Leave,
     Prepare,
@@ -37,7 +38,6 @@ from sgpu_magic.wire.rank import (
     ToRank,
 )
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.zygote import Fork
 from sgpu_magic.worker.cell import diagnosis, questions, widgets
 from sgpu_magic.worker.cell import shell as rank_shell
 from sgpu_magic.worker.cell.cell_run import CellRun, rehearse

@@ -16,8 +16,8 @@ import sys
 import torch
 
 from sgpu_magic.system.processes import core_count
+from sgpu_magic.wire.rank import Fork
 from sgpu_magic.wire.run import RankContext
-from sgpu_magic.wire.zygote import Fork
 from sgpu_magic.worker.cell import shell as rank_shell
 from sgpu_magic.worker.cell.edited_modules import EditedModules
 from sgpu_magic.worker.group import flight_recorder, rendezvous

@@ -1,4 +1,4 @@
-"""A rank's stack file, which the agent reads: where the rank is, and where it was when it died (see `wire.zygote`).
+"""A rank's stack file, which the agent reads: where the rank is, and where it was when it died (see `wire.codec`).
 
 faulthandler    writes to it when C code crashes, and on `STACK_SIGNAL`, also while C code holds the interpreter
 Sampler         keeps the main thread's last stack in it, for deaths by SIGKILL and `os._exit`
@@ -17,7 +17,7 @@ import threading
 from types import FrameType
 from typing import NoReturn
 
-from sgpu_magic.wire.zygote import AREA_BYTES, HEADER, LENGTH, STACK_SIGNAL, TEXT_BYTES, half_offset
+from sgpu_magic.wire.codec import AREA_BYTES, HEADER, LENGTH, STACK_SIGNAL, TEXT_BYTES, half_offset
 from sgpu_magic.worker.cell import asking
 
 _MAX_FRAMES = 200

@@ -28,7 +28,7 @@ from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import Link
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
-from sgpu_magic.wire.zygote import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
+from sgpu_magic.wire.rank import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
 from sgpu_magic.worker.process import terminal
 
 # getrusage(2): kilobytes, on macOS bytes

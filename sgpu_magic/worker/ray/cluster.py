@@ -33,8 +33,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.wire.rank import Execute, PrivateRay, Remarked
+from sgpu_magic.wire.rank import Execute, Remarked
 from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.run import PrivateRay
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.ray import driver
 from sgpu_magic.worker.ray.driver import Driver, Lines, written_in

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.wire.rank import PrivateRay
+from sgpu_magic.wire.run import PrivateRay
 from sgpu_magic.worker.process.cuda_in_children import map_cuda_in_task
 
 # functions that start a Serve instance (ray/serve/api.py)

@@ -19,8 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.wire.rank import Execute, PrivateRay
+from sgpu_magic.wire.rank import Execute
 from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.run import PrivateRay
 from sgpu_magic.worker.cell.asking import is_a
 from sgpu_magic.worker.cell.cell_run import CellRun
 from sgpu_magic.worker.cell.results import Reply

@@ -21,10 +21,9 @@ from sgpu_magic.agent.watch.stack_taking import find_py_spy, parse_py_spy
 from sgpu_magic.agent.watch.stacks import NotebookFrames, StackFile, parse
 from sgpu_magic.agent.watch.stalls import CpuWatch, RankLook, StallJudge
 from sgpu_magic.system.byte_sizes import memory_limit
-from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
-from sgpu_magic.wire.rank_events import Resumed, Stalled
+from sgpu_magic.wire.codec import AREA_BYTES, STACK_SIGNAL
+from sgpu_magic.wire.rank_events import Collective, RankStack, Resumed, StackFrame, Stalled
 from sgpu_magic.wire.run import CellSource
-from sgpu_magic.wire.zygote import AREA_BYTES, STACK_SIGNAL
 from sgpu_magic.worker.group.flight_recorder import newest
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

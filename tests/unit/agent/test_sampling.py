@@ -30,9 +30,8 @@ from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Noted
-from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.node import RunEvent
-from sgpu_magic.wire.rank_events import DeviceBusy, DeviceIdle, RankSample, Sampled
+from sgpu_magic.wire.rank_events import Collective, DeviceBusy, DeviceIdle, RankSample, RankStack, Sampled, StackFrame
 from sgpu_magic.wire.run import CellSource
 
 nvml_stub = nvml.nvml_stub

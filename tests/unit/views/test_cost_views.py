@@ -20,8 +20,8 @@ from sgpu_magic.views.text import summary_line
 from sgpu_magic.views.words import packages_text, tracked_link, tracked_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
