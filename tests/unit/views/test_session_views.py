@@ -39,7 +39,7 @@ from stories import (
     value_error,
 )
 
-from sgpu_magic.server.outputs import cell_outputs
+from sgpu_magic.server.runs import cell_outputs
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import RUN_MIME, interrupted_bundle, mime_bundle, run_record
 from sgpu_magic.views.failure import memory_lines
