@@ -14,8 +14,7 @@ The model in words:
 words          state, ranks, location, what was sent and returned
 summary_words  usage and cost of a run, the lines of a session's view, the line of a push or a pull
 failure        a run's failure: its lines, stall, memory
-excerpt        what is shown of a traceback: the cell's own lines and the beginning of the message
-sources        maps frames of a stack to the notebook's lines
+tracebacks     frames by the notebook's lines, and what is always shown of a traceback: the cell's lines, the message
 stacks         stacks of the ranks, and which ranks have not reached a collective
 pool_words     a pool's devices, nodes, budget and runs
 units          numbers with units and in columns; the clock that views use

@@ -8,7 +8,11 @@ from typing import Literal
 from sgpu_magic.config import host_name
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
-from sgpu_magic.views.excerpt import (
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
+from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, limit_of, other_lines, timeout_sentence
+from sgpu_magic.views.stacks import group_lines, group_stacks, last_python_line, stall_note, summary, taken, verdict
+from sgpu_magic.views.tracebacks import (
     beginning,
     clipped,
     cut_lines,
@@ -18,10 +22,6 @@ from sgpu_magic.views.excerpt import (
     split_traceback,
     traceback_body,
 )
-from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
-from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, limit_of, other_lines, timeout_sentence
-from sgpu_magic.views.stacks import group_lines, group_stacks, last_python_line, stall_note, summary, taken, verdict
 from sgpu_magic.views.units import aligned, count_of, format_gb, format_seconds
 from sgpu_magic.wire.failures import Failure, RankMemory, StackFrame, TensorUse
 from sgpu_magic.wire.states import FailureKind, RunState

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from sgpu_magic.views.excerpt import clipped, cut_lines
 from sgpu_magic.views.failure import ends_of_others, failure_block, stall_lines
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import BAD, LINE, MONO, PRE, SOFT, WARN, fold, safe, scroll
 from sgpu_magic.views.live.schema import FailureLine, MemoryBlock, MemoryTensor
 from sgpu_magic.views.output_buffer import html_limit
+from sgpu_magic.views.tracebacks import clipped, cut_lines
 from sgpu_magic.wire.states import FailureKind, RunState
 
 _MAX_STACK_CHARS = 8_000

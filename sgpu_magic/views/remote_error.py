@@ -8,11 +8,11 @@ from collections.abc import Container, Iterable, Sequence
 import msgspec
 
 from sgpu_magic import errors
-from sgpu_magic.views.excerpt import clipped, cut_lines, line_of_cell, source_of, traceback_body
 from sgpu_magic.views.failure import last_words
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, other_lines, timeout_sentence
 from sgpu_magic.views.stacks import group_lines, group_stacks, stack_lines, stacks_text, verdict
+from sgpu_magic.views.tracebacks import clipped, cut_lines, line_of_cell, source_of, traceback_body
 from sgpu_magic.views.units import format_ranks, format_seconds
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure

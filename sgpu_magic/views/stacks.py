@@ -11,7 +11,7 @@ import msgspec
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, SOFT, WARN, safe
-from sgpu_magic.views.sources import NO_FUNCTION, Sources, caller_at
+from sgpu_magic.views.tracebacks import NO_FUNCTION, Sources, caller_at
 from sgpu_magic.views.units import aligned, format_ranks, format_seconds
 from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.rank_events import Stalled

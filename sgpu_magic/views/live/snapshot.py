@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import cut_lines, failure_block, stall_lines
+from sgpu_magic.views.failure import failure_block, stall_lines
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.messages import json_bytes
 from sgpu_magic.views.live.rank_cards import rank_cards
@@ -25,6 +25,7 @@ from sgpu_magic.views.summary_words import (
     session_meta,
     silence_lines,
 )
+from sgpu_magic.views.tracebacks import cut_lines
 from sgpu_magic.views.units import format_elapsed, format_seconds, steady_time
 from sgpu_magic.views.usage import thinned
 from sgpu_magic.views.words import (
