@@ -13,9 +13,9 @@ The model in words:
 
 words          state, ranks, location, what was sent and returned
 summary_words  usage and cost of a run, the lines of a session's view, the line of a push or a pull
-failure        a run's failure: its lines, stall, memory
+failure        a run's failure: its lines, what held the memory, and both as HTML
 tracebacks     frames by the notebook's lines, and what is always shown of a traceback: the cell's lines, the message
-stacks         stacks of the ranks, and which ranks have not reached a collective
+stacks         stacks of the ranks, which ranks have not reached a collective, and stalls
 pool_words     a pool's devices, nodes, budget and runs
 units          numbers with units and in columns; the clock that views use
 
@@ -24,7 +24,6 @@ Renderers:
 ansi           escape sequences to HTML, to colours, or removed
 text           a run as text, also updated in place in a terminal
 html           a run as static HTML
-html_failure   its failure, with a table of memory, as HTML
 html_ranks     its ranks as HTML
 html_style     the colours, boxes, tables and curves that HTML views share
 pool_tables    `%sgpu_status` and `%sgpu_env`

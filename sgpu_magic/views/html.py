@@ -11,8 +11,8 @@ from html import escape
 from msgspec.structs import replace
 
 from sgpu_magic.views import ansi
+from sgpu_magic.views.failure import failure_html
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.html_failure import failure_html, stall_html
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.html_style import (
     ACCENT,
@@ -47,6 +47,7 @@ from sgpu_magic.views.output_buffer import (
     trim,
 )
 from sgpu_magic.views.run_notes import other_lines
+from sgpu_magic.views.stacks import stall_html
 from sgpu_magic.views.summary_words import (
     billed_text,
     busy_text,

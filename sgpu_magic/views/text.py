@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple, TextIO
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import ending_stacks, failed_line, failure_lines, memory_lines, stall_lines
+from sgpu_magic.views.failure import failure_lines, memory_lines
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.output import TextSegment, share_of
 from sgpu_magic.views.output_buffer import (
@@ -27,6 +27,7 @@ from sgpu_magic.views.output_buffer import (
     trim,
 )
 from sgpu_magic.views.run_notes import other_lines
+from sgpu_magic.views.stacks import ending_stacks, stall_lines
 from sgpu_magic.views.summary_words import (
     billed_text,
     busy_text,
@@ -42,7 +43,15 @@ from sgpu_magic.views.summary_words import (
     standing_warnings,
 )
 from sgpu_magic.views.units import count_of, format_elapsed, format_span
-from sgpu_magic.views.words import attempt_text, header_line, packages_text, returned_text, state_word, tracked_text
+from sgpu_magic.views.words import (
+    attempt_text,
+    failed_line,
+    header_line,
+    packages_text,
+    returned_text,
+    state_word,
+    tracked_text,
+)
 from sgpu_magic.wire.states import RunState
 
 # bytes of a segment's lines, however little is left

@@ -202,11 +202,16 @@ def split_traceback(failure: Failure) -> tuple[list[str], list[str]]:
 def line_of_cell(failure: Failure, cell: CellSource) -> list[str]:
     """Return the line of the cell that a rank was executing and the lines around it; empty if it is unknown."""
     sources = Sources(cell)
-    frame = next((frame for frame in failure.stack if sources.is_notebook(frame)), None)
-    if frame is None and not failure.stack and failure.line is not None:
-        function = failure.where if failure.kind is FailureKind.WORKER_DIED else ""
-        frame = StackFrame(cell.file or f"<ipython-input-{cell.execution_count or 0}->", failure.line, function)
+    stack = stack_of(failure, cell, failure.where if failure.kind is FailureKind.WORKER_DIED else "")
+    frame = next((frame for frame in stack if sources.is_notebook(frame)), None)
     return sources.context(frame) if frame is not None else []
+
+
+def stack_of(failure: Failure, cell: CellSource, function: str) -> Sequence[StackFrame]:
+    """Return a rank's stack; without one, a frame of the cell's `function` for its last known line, if any."""
+    if failure.stack or failure.line is None:
+        return failure.stack
+    return (StackFrame(cell.file or f"<ipython-input-{cell.execution_count or 0}->", failure.line, function),)
 
 
 def beginning(lines: Sequence[str]) -> tuple[list[str], bool]:

@@ -9,12 +9,13 @@ from msgspec.structs import replace
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import failure_block, stall_lines
+from sgpu_magic.views.failure import failure_block
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.messages import json_bytes
 from sgpu_magic.views.live.rank_cards import rank_cards
 from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, Link, RankCard, Snapshot
 from sgpu_magic.views.run_notes import other_lines
+from sgpu_magic.views.stacks import stall_lines
 from sgpu_magic.views.summary_words import (
     billed_text,
     busy_text,

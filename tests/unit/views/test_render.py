@@ -57,8 +57,8 @@ from sgpu_magic.server.runs import cell_outputs
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import RUN_MIME, caption_bundle, mime_bundle
+from sgpu_magic.views.failure import failure_html
 from sgpu_magic.views.html import render_html
-from sgpu_magic.views.html_failure import failure_html
 from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.live.rank_cards import rank_cards
 from sgpu_magic.views.output import Caption, LineAssembler, ShownDisplay, TextSegment, segments
