@@ -24,7 +24,7 @@ Renderers:
 ansi           escape sequences to HTML, to colours, or removed
 text           a run as text, also updated in place in a terminal
 html           a run as static HTML
-html_ranks     its ranks as HTML
+ranks          its ranks: the cards of the live view, and HTML
 html_style     the colours, boxes, tables and curves that HTML views share
 pool_tables    `%sgpu_status` and `%sgpu_env`
 progress       the progress bar of a sweep

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import failure_html
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.html_style import (
     ACCENT,
     BAD,
@@ -46,6 +45,7 @@ from sgpu_magic.views.output_buffer import (
     text_bytes,
     trim,
 )
+from sgpu_magic.views.ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.run_notes import other_lines
 from sgpu_magic.views.stacks import stall_html
 from sgpu_magic.views.summary_words import (

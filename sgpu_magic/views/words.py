@@ -266,7 +266,8 @@ def _place(failure: Failure, ranks: int) -> str:
 
 
 _MAX_URL_CHARS = 2000
-_BEFORE_RANKS = (RunState.QUEUED, RunState.PREPARING)
+BEFORE_RANKS = (RunState.QUEUED, RunState.PREPARING)
+"""States in which no rank is being started yet."""
 
 
 def label_text(view: RunView) -> str:
@@ -280,12 +281,12 @@ def packages_text(view: RunView) -> str:
     Returns "" when nothing is installed, and once the ranks have started.
     """
     moved = view.environment
-    if moved is None or view.is_final or view.state not in (*_BEFORE_RANKS, RunState.STARTING):
+    if moved is None or view.is_final or view.state not in (*BEFORE_RANKS, RunState.STARTING):
         return ""
     name = label_text(view) or "packages"
     if moved.ready:
         return f"{name}: ready after {format_seconds(moved.seconds)}" if moved.built else ""
-    if view.state not in _BEFORE_RANKS:
+    if view.state not in BEFORE_RANKS:
         return ""
     count = f"{moved.done} of {count_of(moved.packages, 'package')}" if moved.packages else ""
     step = ", ".join(part for part in (moved.step, count.removesuffix(" packages").removesuffix(" package")) if part)

@@ -6,7 +6,6 @@ messages      updates, requests and replies, as JSON
 feed          updates for one front end, at most 10 messages a second, and replies to its requests
 
 snapshot      `RunView` -> `Snapshot`: everything shown except log lines, small enough for one message
-rank_cards    the grid of ranks
 bars          progress bars parsed from text, and the progress of the run
 
 log_index     maps the n-th line of the run to a rank and its line; holds the newest lines

@@ -12,8 +12,8 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import failure_block
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.messages import json_bytes
-from sgpu_magic.views.live.rank_cards import rank_cards
 from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, Link, RankCard, Snapshot
+from sgpu_magic.views.ranks import rank_cards
 from sgpu_magic.views.run_notes import other_lines
 from sgpu_magic.views.stacks import stall_lines
 from sgpu_magic.views.summary_words import (
@@ -30,6 +30,7 @@ from sgpu_magic.views.tracebacks import cut_lines
 from sgpu_magic.views.units import format_elapsed, format_seconds, steady_time
 from sgpu_magic.views.usage import thinned
 from sgpu_magic.views.words import (
+    BEFORE_RANKS,
     attempt_text,
     backend,
     device_words,
@@ -57,7 +58,7 @@ _MAX_EXCERPT_CHARS = 8_000
 _MAX_WHOLE_CHARS = 16_000
 _MAX_LINE_CHARS = 1_000
 _WORTH_TELLING_S = 1.0
-_BEFORE_RUNNING = (RunState.QUEUED, RunState.PREPARING, RunState.STARTING)
+_BEFORE_RUNNING = (*BEFORE_RANKS, RunState.STARTING)
 
 
 def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | None = None) -> Snapshot:

@@ -59,12 +59,11 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import RUN_MIME, caption_bundle, mime_bundle
 from sgpu_magic.views.failure import failure_html
 from sgpu_magic.views.html import render_html
-from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
-from sgpu_magic.views.live.rank_cards import rank_cards
 from sgpu_magic.views.output import Caption, LineAssembler, ShownDisplay, TextSegment, segments
 from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, trim
 from sgpu_magic.views.pool_tables import away_html, status_html, status_text
 from sgpu_magic.views.publisher import NotebookPublisher, OutputSlots, SilentPublisher, publisher_for
+from sgpu_magic.views.ranks import ended_ranks_html, live_ranks_html, rank_cards
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
 from sgpu_magic.views.text import TerminalPublisher, summary_line
