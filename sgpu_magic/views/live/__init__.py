@@ -14,5 +14,5 @@ log_reader    reads any lines of a run's logs without reading whole files
 live_views    the views of one kernel: whether a run gets one, and the widget that shows it
 rank_widgets  the comms of widgets that ranks have created
 comm          requests and replies, also while a cell blocks the kernel
-widgets       the ipywidget itself, and as a value that a front end without a Jupyter kernel draws
+widgets       the ipywidgets: the view, also as a value that a front end without a Jupyter kernel draws, and the panel
 """

@@ -1,4 +1,4 @@
-"""The ipywidget of a run's live view, and the base class that it shares with the panel's.
+"""The ipywidgets of the front end: a run's live view, also as a value, and the environment panel.
 
 Importing this module takes about 50 ms, so it is done in the background.
 """
@@ -85,6 +85,21 @@ class RunViewWidget(KeyedWidget):
         snapshot = feed.snapshot(now)
         if snapshot is not None:
             self.snapshot = messages.to_builtins(snapshot)
+
+
+class PanelWidget(KeyedWidget):
+    """The state of the environment panel that the browser needs before its first message.
+
+    Args:
+        pool: The pool that is shown first, "" for the one in the settings.
+        notebook: The notebook's file name, "" when unknown.
+        kernel: The Jupyter server's id of this kernel, "" without one.
+    """
+
+    _esm = _built("panel")
+    pool = traitlets.Unicode("").tag(sync=True)
+    notebook = traitlets.Unicode("").tag(sync=True)
+    kernel = traitlets.Unicode("").tag(sync=True)
 
 
 class WidgetAsValue:
