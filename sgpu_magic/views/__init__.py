@@ -22,14 +22,13 @@ units          numbers with units and in columns; the clock that views use
 Renderers:
 
 ansi           escape sequences to HTML, to colours, or removed
-text           a run as text, also updated in place in a terminal
 html           a run as static HTML
 ranks          its ranks: the cards of the live view, and HTML
 html_style     the colours, boxes, tables and curves that HTML views share
 pool_tables    `%sgpu_status` and `%sgpu_env`
-progress       the progress bar of a sweep
-bundle         MIME bundles as saved in the notebook
-publisher      the outputs below a cell during a run
+bundle         a run as text, as MIME bundles and as a record, as saved in the notebook
+publisher      shows an active run: below its cell, in a terminal, or nowhere
+cell_outputs   the outputs below a cell: the parts of a run, the progress of a sweep
 remote_error   the exception that a failed run raises
 help/          the help pages that errors name
 live/          the live view and its requests

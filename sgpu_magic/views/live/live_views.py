@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import msgspec
 
 from sgpu_magic.views.bundle import interrupted_bundle
+from sgpu_magic.views.cell_outputs import OutputSlots
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live import messages
 from sgpu_magic.views.live.comm import Channels, Taker
@@ -20,14 +21,7 @@ from sgpu_magic.views.live.feed import Answers, Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, Question
 from sgpu_magic.views.live.rank_widgets import RankWidgets, SessionWidgets, Tell
-from sgpu_magic.views.publisher import (
-    MAX_MESSAGES_PER_TICK,
-    NotebookPublisher,
-    OutputSlots,
-    Pace,
-    Publisher,
-    publisher_for,
-)
+from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, NotebookPublisher, Pace, Publisher, publisher_for
 from sgpu_magic.views.summary_words import is_quiet
 from sgpu_magic.wire.states import RunKind
 
