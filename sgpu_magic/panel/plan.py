@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.client.pool_choosing import KINDS, Money, Wanted, counts, money_of, one_of_several
-from sgpu_magic.client.pools import Asked
+from sgpu_magic.client.pools import PATIENCE_S, Asked
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
@@ -35,11 +35,11 @@ from sgpu_magic.runs.sessions.fit import has_devices
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.units import count_of
+from sgpu_magic.views.words import names_text
 from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.pool_status import PoolStatus
 from sgpu_magic.wire.states import RunState
 
-PATIENCE_S = 2.0
 _MOST_NAMED = 5
 _OWN = ("", "none")
 
@@ -324,9 +324,7 @@ def _is_built(settings: Settings, digest: str) -> bool:
 
 
 def _listed(names: Iterable[str]) -> str:
-    ordered = list(names)
-    more = len(ordered) - _MOST_NAMED
-    return ", ".join(ordered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return names_text(names, _MOST_NAMED)
 
 
 def _many(packages: int) -> str:

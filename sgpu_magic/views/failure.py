@@ -17,7 +17,6 @@ from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, ot
 from sgpu_magic.views.stacks import ending_stacks, last_python_line
 from sgpu_magic.views.tracebacks import (
     beginning,
-    clipped,
     cut_lines,
     excerpt_of,
     line_of_cell,
@@ -26,7 +25,7 @@ from sgpu_magic.views.tracebacks import (
     stack_of,
     traceback_body,
 )
-from sgpu_magic.views.units import aligned, count_of, format_gb
+from sgpu_magic.views.units import aligned, clipped, count_of, format_gb
 from sgpu_magic.views.words import failed_line, failure_sentence
 from sgpu_magic.wire.failures import Failure, RankMemory, TensorUse
 from sgpu_magic.wire.states import FailureKind, RunState
@@ -219,8 +218,7 @@ def _row(rank: int, memory: RankMemory, culprit: bool) -> MemoryCard:
 
 
 def _tensor(use: TensorUse) -> MemoryTensor:
-    name = ansi.plain(use.name) or "(unnamed)"
-    name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]} ..."
+    name = clipped(ansi.plain(use.name) or "(unnamed)", _MAX_NAME)
     shape = f"({', '.join(map(str, use.shape))}{',' if len(use.shape) == 1 else ''})"
     cells = (shape[:_MAX_NAME], ansi.plain(use.dtype)[:_MAX_NAME], format_bytes(use.size_bytes))
     return MemoryTensor(name=name, cells=cells)

@@ -159,9 +159,8 @@ def live_ranks_html(view: RunView) -> str:
             f'<div style="{MONO};font-size:11.5px;{SOFT};white-space:nowrap;overflow:hidden;'
             f'text-overflow:ellipsis;min-height:1.45em">{safe(ansi.plain(last)[:_MAX_LIVE_CHARS])}</div></div>'
         )
-    rest = len(ranks) - MAX_RANKS
-    more = f"and {count_of(rest, 'more rank')}" if rest > 0 else ""
-    cells += [f'<div style="padding:3px 12px">{more}</div>'] if more else []
+    if (rest := len(ranks) - MAX_RANKS) > 0:
+        cells.append(f'<div style="padding:3px 12px">and {count_of(rest, "more rank")}</div>')
     return (
         f'<div style="display:grid;grid-template-columns:repeat({columns},minmax(0,1fr));'
         f'border-bottom:1px solid {LINE}">{"".join(cells)}</div>'

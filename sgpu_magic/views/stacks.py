@@ -155,6 +155,11 @@ def group_lines(groups: Sequence[StackGroup]) -> list[str]:
     return [*lines, f"{format_ranks(left_out)} elsewhere"] if left_out else lines
 
 
+def group_sentences(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
+    """Return `group_lines` without columns."""
+    return [" ".join(line.split()) for line in group_lines(group_stacks(stacks, cell))]
+
+
 def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
     """Return which ranks have not reached a collective that others wait in; empty without recorder entries."""
     sources = Sources(cell)
@@ -203,7 +208,7 @@ def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
 
 def stall_note(stalled: Stalled, cell: CellSource) -> str:
     """Return the sentence that keeps a stall after it is over."""
-    groups = "; ".join(" ".join(line.split()) for line in group_lines(group_stacks(stalled.stacks, cell)))
+    groups = "; ".join(group_sentences(stalled.stacks, cell))
     return ansi.plain(f"there was no progress for {format_seconds(stalled.seconds)}{taken(stalled.stacks)}: {groups}")
 
 

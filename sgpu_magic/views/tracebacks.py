@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from sgpu_magic.views.run_notes import last_part
+from sgpu_magic.views.run_notes import error_text, last_part
+from sgpu_magic.views.units import clipped
 from sgpu_magic.wire.failures import Failure, StackFrame
 from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import FailureKind, RunKind
@@ -54,8 +55,7 @@ class Sources:
     def source(self, frame: StackFrame) -> str:
         """Return the notebook's line without its indent, "" for other files."""
         lines = self._lines(frame)
-        text = lines[frame.line - 1].strip() if 0 < frame.line <= len(lines) else ""
-        return text if len(text) <= _MAX_SOURCE else f"{text[:_MAX_SOURCE]} ..."
+        return clipped(lines[frame.line - 1].strip(), _MAX_SOURCE) if 0 < frame.line <= len(lines) else ""
 
     def context(self, frame: StackFrame, around: int = 2) -> list[str]:
         """Return a frame in the notebook as IPython's tracebacks have it: its place, its line and those around it.
@@ -124,7 +124,6 @@ _IN_FRAME = re.compile(r"[ \t]|-+>|Cell In\[|File ")
 # the outermost and the innermost ones of the cell's frames
 _MAX_FRAMES = 4
 _MAX_CHAIN_LINES = 20
-_MAX_CODE_CHARS = 200
 _MAX_MESSAGE_ROWS = 6
 # characters of a row in a narrow notebook
 _ROW_CHARS = 85
@@ -230,11 +229,6 @@ def beginning(lines: Sequence[str]) -> tuple[list[str], bool]:
     return shown, True
 
 
-def clipped(line: str, most: int = _MAX_CODE_CHARS) -> str:
-    """Return the beginning of a line."""
-    return line if len(line) <= most else f"{line[:most]} ..."
-
-
 def cut_lines(lines: Sequence[str], most: int) -> list[str]:
     """Return the beginning and the end of `lines`, about `most` characters in total."""
     if sum(map(len, lines)) + len(lines) <= most:
@@ -277,10 +271,7 @@ def _message_at(body: list[str], failure: Failure) -> int | None:
 
 
 def _error_lines(failure: Failure) -> list[str]:
-    name, message = last_part(failure.type_name), failure.message.strip("\n")
-    if not name or message.startswith((f"{name}:", f"{failure.type_name}:")) or message == name:
-        return (message or name or f"{failure.kind}").split("\n")
-    return (f"{name}: {message}" if message else name).split("\n")
+    return error_text(failure, failure.message.strip("\n")).split("\n")
 
 
 def _bounded(block: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import Link, Tone
 from sgpu_magic.views.run_notes import death_sentence, error_line, limit_of, timeout_sentence
-from sgpu_magic.views.units import TIMES, count_of, format_seconds
+from sgpu_magic.views.units import TIMES, clipped, count_of, format_seconds
 from sgpu_magic.wire.attachments import Payload
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.failures import Failure
@@ -226,8 +226,7 @@ def state_word(view: RunView) -> StateWord:
 
 
 def _names(running: tuple[str, ...]) -> str:
-    name = running[0] or "a cell"
-    name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]} ..."
+    name = clipped(running[0] or "a cell", _MAX_NAME)
     return name if len(running) == 1 else f"{name} and {len(running) - 1} more"
 
 

@@ -27,7 +27,7 @@ from sgpu_magic.views.summary_words import (
     silence_lines,
 )
 from sgpu_magic.views.tracebacks import cut_lines
-from sgpu_magic.views.units import format_elapsed, format_seconds, steady_time
+from sgpu_magic.views.units import clipped, format_elapsed, format_seconds, steady_time
 from sgpu_magic.views.usage import thinned
 from sgpu_magic.views.words import (
     BEFORE_RANKS,
@@ -129,8 +129,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
 
 
 def _plain(text: str) -> str:
-    text = ansi.plain(text)
-    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} ..."
+    return clipped(ansi.plain(text), _MAX_CHARS)
 
 
 def _cost(view: RunView, now: float) -> Cost | None:
@@ -287,13 +286,13 @@ def _shorter(snapshot: Snapshot, lines: int, characters: int) -> Snapshot:
 
     def cut(block: tuple[FailureLine, ...]) -> tuple[FailureLine, ...]:
         kept = _ends(block, lines, FailureLine(text="...", kind="text"))
-        return tuple(replace(line, text=_cut(line.text, characters)) for line in kept)
+        return tuple(replace(line, text=clipped(line.text, characters)) for line in kept)
 
     failure = snapshot.failure
     if failure is not None:
         failure = replace(failure, lines=cut(failure.lines), whole=cut(failure.whole))
     texts = {name: _ends(getattr(snapshot, name), lines, "...") for name in _TEXTS}
-    cut_texts = {name: tuple(_cut(text, characters) for text in kept) for name, kept in texts.items()}
+    cut_texts = {name: tuple(clipped(text, characters) for text in kept) for name, kept in texts.items()}
     return replace(snapshot, failure=failure, **cut_texts)
 
 
@@ -301,10 +300,6 @@ def _ends(items: tuple[T, ...], most: int, between: T) -> tuple[T, ...]:
     if len(items) <= most:
         return items
     return (*items[: most // 2], between, *items[-(most // 2) :])
-
-
-def _cut(text: str, characters: int) -> str:
-    return text if len(text) <= characters else f"{text[:characters]} ..."
 
 
 # each step reduces the result of the previous one: curves and their points, the last line, details

@@ -19,12 +19,11 @@ import traitlets
 from sgpu_magic.views.live import messages
 from sgpu_magic.views.live.comm import question_of
 from sgpu_magic.views.live.feed import Feed
+from sgpu_magic.views.rank_models import WIDGET_MIME
 
 if TYPE_CHECKING:
     from sgpu_magic.views.fold import RunView
     from sgpu_magic.views.live.live_views import Buttons
-
-_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
 
 
 class KeyedWidget(anywidget.AnyWidget):
@@ -53,7 +52,7 @@ class KeyedWidget(anywidget.AnyWidget):
     @property
     def view_bundle(self) -> dict[str, object]:
         """The part of a MIME bundle that shows it."""
-        return {_VIEW_MIME: {"version_major": 2, "version_minor": 0, "model_id": self.model_key}}
+        return {WIDGET_MIME: {"version_major": 2, "version_minor": 0, "model_id": self.model_key}}
 
     def close(self) -> None:
         """Close its comm and its layout's comm, which ipywidgets leaves open."""
