@@ -105,8 +105,6 @@ def _node(host: str, devices: Sequence[Device], holders: Holders) -> tuple[int, 
         utilization_pct=sum(busy) / len(busy) if busy else None,
         used_bytes=sum(used) if used else None,
         memory_bytes=sum(device.memory_bytes for device in devices),
-        run_id="",
-        kernel="",
         user=f"{free} of {len(devices)} free",
         free=free == len(devices),
     )

@@ -74,9 +74,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
     """
     problem = problem_of(choice)
     if problem:
-        return Plan(
-            PlanPicture(sentences=(), loses=False, problem=as_sentence(problem), button=_button(connect, False))
-        )
+        return Plan(PlanPicture(problem=as_sentence(problem), button=_button(connect, False)))
     choice = normal(choice)
     known = held.confirmed and held.choice == choice
     words: list[str] = []
@@ -87,8 +85,8 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
             _check_devices(choice, status, stands_in=bool(place.settings.stand_in))
         added, removed = _packages(place.pool.settings, choice, words, resolve=resolve)
     except SgpuError as error:
-        said, button = tuple(words), _button(connect, known)
-        return Plan(PlanPicture(sentences=said, loses=False, problem=as_sentence(error.message), button=button))
+        problem, button = as_sentence(error.message), _button(connect, known)
+        return Plan(PlanPicture(sentences=tuple(words), problem=problem, button=button))
     current = living(DEFAULT_NAME)
     changed = bool(added or removed)
     restarts: Session | None = None
@@ -104,7 +102,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
     else:
         _left_alone(current, choice, changed, words)
     button = _button(connect, known and not changed)
-    picture = PlanPicture(sentences=tuple(words), loses=loses, problem="", button=button)
+    picture = PlanPicture(sentences=tuple(words), loses=loses, button=button)
     connects = connect and (current is None or restarts is not None)
     return Plan(picture, added, removed, restarts, connects)
 

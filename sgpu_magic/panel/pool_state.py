@@ -105,9 +105,6 @@ def pool_picture(
         version=VERSION,
         pool=status.pool,
         state="up",
-        sentence="",
-        remedy="",
-        remedy_words="",
         now=now,
         about=f"{status.pool} · {_place_of(status.pool, inventory.host)} · {slots}",
         types=types,
@@ -132,12 +129,7 @@ def away_picture(
         remedy_words=remedy_words,
         now=now,
         about=" · ".join(part for part in (pool, _place_of(pool, "")) if part),
-        types=(),
-        devices=(),
-        cpu_slots=0,
-        cpu_slots_free=0,
         usage=usage,
-        notes=(),
     )
 
 
