@@ -65,12 +65,11 @@ from sgpu_magic.views.summary_words import (
 from sgpu_magic.views.units import count_of
 from sgpu_magic.views.words import (
     attempt_text,
-    label_text,
     mark_text,
+    moved_words,
+    next_step,
     packages_text,
     place_words,
-    returned_text,
-    shipped_text,
     state_word,
     tracked_link,
     tracked_text,
@@ -263,17 +262,10 @@ def _footer(view: RunView) -> str:
     parts: list[str] = []
     if view.is_final and view.state is not RunState.SUCCEEDED and view.failure is None:
         parts += other_lines(view.others)[:6]
-    parts += values_left_there(view)
-    if not view.is_final or view.state is RunState.SUCCEEDED:
-        parts += [returned_text(view), shipped_text(view), label_text(view), packages_text(view)]
+    parts += [*values_left_there(view), *moved_words(view), packages_text(view)]
     if not view.is_final and view.output.total_lines:
         parts.append(count_of(view.output.total_lines, "line"))
-    if view.left:
-        parts.append(view.left)
-    elif view.is_final and view.state is RunState.FAILED:
-        parts.append(f"sgpu logs {view.short_id}")
-    else:
-        parts.append(f"run {view.short_id}")
+    parts.append(next_step(view) or f"run {view.short_id}")
     said = [safe(ansi.plain(part)[:1000]) for part in parts if part]
     text = " · ".join([*said[:-1], *_tracked(view), *said[-1:]])
     return (

@@ -293,6 +293,19 @@ def packages_text(view: RunView) -> str:
     return f"{name}: {said}"
 
 
+def moved_words(view: RunView) -> list[str]:
+    """Return what was returned and shipped, and the environment; nothing for a run that has not succeeded."""
+    if view.is_final and view.state is not RunState.SUCCEEDED:
+        return []
+    return [returned_text(view), shipped_text(view), label_text(view)]
+
+
+def next_step(view: RunView) -> str:
+    """Return why an active run is not followed here any more, or the command for a failed run's logs; else ""."""
+    logs = f"sgpu logs {view.short_id}" if view.is_final and view.state is RunState.FAILED else ""
+    return view.left or logs
+
+
 def tracked_link(view: RunView) -> Link | None:
     """Return a link to the MLflow run; None when its store has no server, or the run is unknown."""
     tracked = view.tracked

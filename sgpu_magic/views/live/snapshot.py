@@ -34,12 +34,12 @@ from sgpu_magic.views.words import (
     attempt_text,
     backend,
     device_words,
-    label_text,
     mark_text,
+    moved_words,
+    next_step,
     packages_text,
     place_words,
     ranks_text,
-    returned_text,
     session_text,
     shipped_text,
     state_word,
@@ -229,19 +229,13 @@ def _steps(view: RunView) -> str:
 
 def _footer(view: RunView) -> list[str]:
     """Return what was returned and shipped, values that could not be returned, and what to do next."""
-    parts = values_left_there(view)
+    # before the ranks run, a part of it is in `_preparing`
     is_told_above = view.state in _BEFORE_RUNNING and not view.spec.in_session
-    if not is_told_above and (not view.is_final or view.state is RunState.SUCCEEDED):
-        # before that it is part of `_preparing`
-        parts += [returned_text(view), shipped_text(view), label_text(view)]
+    parts = [*values_left_there(view), *([] if is_told_above else moved_words(view))]
     if view.is_final and tracked_link(view) is None:
         # a web page is shown as a link
         parts.append(tracked_text(view))
-    if view.left:
-        parts.append(view.left)
-    elif view.is_final and view.state is RunState.FAILED:
-        parts.append(f"sgpu logs {view.short_id}")
-    parts.append(f"run {view.short_id}")
+    parts += [next_step(view), f"run {view.short_id}"]
     return [part for part in parts if part]
 
 
