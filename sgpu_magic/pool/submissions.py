@@ -1,4 +1,4 @@
-"""Submitted runs: checked, held, passed to the scheduler; their packages, prepared while they wait and described in files.
+"""Submitted runs: checked, held, passed to the scheduler; their packages, prepared and described while they wait.
 
 `unfit` and `unstartable` say what no pool accepts, whatever is free. They are pure.
 

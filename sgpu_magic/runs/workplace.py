@@ -192,7 +192,7 @@ class Workplace:
     def widget_of(self, run: Run, state: RunState) -> Any:
         """Return an ipywidget that shows a run that this process attached to, and goes on showing it."""
         # imported here: it takes 50 ms, and only front ends without a Jupyter kernel need it
-        from sgpu_magic.views.live.widget_as_value import WidgetAsValue
+        from sgpu_magic.views.live.widgets import WidgetAsValue
 
         view = _view(run, self.current_settings())
         shown = WidgetAsValue(view, self._buttons(run))
