@@ -1,7 +1,6 @@
 """Submission of cells and calls as runs: read, packed, described, sent to a pool.
 
-cell_source    reads a cell and packs it with the names that it needs
-history        finds the notebook's inputs and results that a cell reads
+cell_source    reads a cell and packs it with the names, inputs and results that it needs
 pack_call      checks and packs a function and its arguments
 spec           builds the run's spec from packed code and options; redacts secrets
 placing        chooses the pool and what to request there
