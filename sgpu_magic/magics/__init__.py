@@ -1,7 +1,6 @@
 """The magics: `%%distributed`, `%sgpu_connect` and others. They parse, submit and show; the work is in `runs`.
 
 run_magics      magics that run cells and inspect runs
-status          the live output of `%sgpu_status`
 session_magics  magics of what cells run in: sessions, and the packages of `%sgpu_env`
 cell_hooks      hooks around plain cells: `%sgpu_auto`, rebound names, warm ranks, launchers of other packages
 completion      completion of options, types and runs; completion and `obj?` answered by a rank

@@ -17,13 +17,13 @@ from msgspec.structs import replace
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
-from sgpu_magic.magics.status import StatusBoard
 from sgpu_magic.options import argparse_form
 from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, add_option, add_replay, read_replay, takes
 from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, placed
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.handle import Run
+from sgpu_magic.runs.pools_status import StatusBoard
 from sgpu_magic.runs.sessions import fit, registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.cell_source import check_outputs, has_code, pack_cell, read_cell
@@ -238,7 +238,7 @@ class DistributedMagics(Magics):
         run = _id_of("%sgpu_stacks", values.run)
         answer = self.place.pool_with(run, going_on=True).stacks(run, start=True)
         told = (answer.run_id, answer.stacks, answer.cell)
-        self._publish(stacks_text(*told), {"text/html": stacks_html(*told)})
+        self.place.publish(stacks_text(*told), {"text/html": stacks_html(*told)})
 
     @line_magic
     @takes("Show the devices, the queue and the runs of all pools; or the view of one run or session.", _add_shown)
@@ -258,12 +258,4 @@ class DistributedMagics(Magics):
     def sgpu_help(self, line: str = "") -> None:
         """Show the help page of a topic, such as an error: `%sgpu_help [TOPIC]`; without TOPIC, list all topics."""
         markdown = help_pages.page(line.strip())
-        self._publish(help_pages.plain(markdown), {"text/markdown": markdown})
-
-    def _publish(self, text: str, rich: dict[str, str]) -> None:
-        from IPython.display import publish_display_data
-
-        if self.place.is_notebook:
-            publish_display_data({"text/plain": text, **rich})
-        else:
-            print(text)  # noqa: T201
+        self.place.publish(help_pages.plain(markdown), {"text/markdown": markdown})

@@ -19,7 +19,7 @@ from sgpu_magic.options.values import names, outputs_from, parse_ranks
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice import default_choice
-from sgpu_magic.runs.notebook import cell_number
+from sgpu_magic.runs.notebook import cell_number, publish
 from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.runs.sessions.fit import is_same
 from sgpu_magic.runs.sessions.registry import begin
@@ -237,8 +237,6 @@ class EnvironmentMagics(Magics):
                 raise UsageError(f"%sgpu_env has no action {values.action!r}. Use %sgpu_env, --diff BASE or save NAME.")
 
     def _show(self, compared_to: str) -> None:
-        from IPython.display import publish_display_data
-
         # imported here: only the report reads metadata and files
         from sgpu_magic.runs.environment_report import report
         from sgpu_magic.views.pool_tables import environment_html, environment_text
@@ -248,10 +246,7 @@ class EnvironmentMagics(Magics):
         choice = default_choice.held_words(place.choice.now(), default_choice.pool_name(place))
         if choice:
             found = replace(found, lines=(choice, *found.lines))
-        if place.is_notebook:
-            publish_display_data({"text/plain": environment_text(found), "text/html": environment_html(found)})
-        else:
-            print(environment_text(found))  # noqa: T201
+        place.publish(environment_text(found), {"text/html": environment_html(found)})
 
     def _accept(self) -> None:
         # imported here: only accepting installs packages
@@ -260,15 +255,13 @@ class EnvironmentMagics(Magics):
         print(accept_choice(workplace()))  # noqa: T201
 
     def _panel(self) -> None:
-        from IPython.display import publish_display_data
-
         from sgpu_magic.panel.kernel_state import panel_text
 
         place = workplace()
         bundle = self._door.show()
         text = panel_text(place)
         if bundle is not None:
-            publish_display_data({"text/plain": text, **bundle})
+            publish({"text/plain": text, **bundle})
         else:
             print(text)  # noqa: T201
 

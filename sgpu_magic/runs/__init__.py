@@ -2,11 +2,11 @@
 
 workplace           the pools, views and settings of this process, shared by magics and Python functions
 handle              `Run`: the handle of a run in the background; also trims the tracebacks that callers see
-notebook            facts about the notebook and cell, notices below the last cell, kernel restarts
+notebook            facts about the notebook and cell, outputs below cells, kernel restarts
 packages            this process's packages, reported to the pool
 environment_locks   lock files of environments
 environment_report  the content of `%sgpu_env`
-pools_status        the status of several pools in one view
+pools_status        the status of several pools in one view, and the live output of `%sgpu_status`
 submit/             submission of cells and calls
 follow/             a run's events until its end, and its results
 sessions/           ranks that stay alive between cells

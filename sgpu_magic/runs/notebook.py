@@ -1,7 +1,8 @@
-"""Facts about the kernel's notebook and cell, notices below the last cell, and detection of kernel restarts."""
+"""The kernel's notebook: facts about it and its cells, outputs below cells, and detection of kernel restarts."""
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import os
 import re
@@ -9,7 +10,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
@@ -22,6 +23,7 @@ from sgpu_magic.wire.run import Owner
 
 # a terminal or a log keeps every line, so progress is printed rarely there
 _LINE_EVERY_S = 10.0
+JOIN_S = 2.0
 _DETACH_TIMEOUT_S = 1.0
 # on a restart, a front end interrupts the kernel before it requests the shutdown
 _RESTART_PATIENCE_S = 0.3
@@ -96,7 +98,40 @@ def working_directory() -> str:
         return os.sep
 
 
-# ---------------------------------------------------------------- notices below the last cell
+# ---------------------------------------------------------------- outputs below cells
+
+
+def publish(data: Mapping[str, object], display_id: str = "", *, update: bool = False) -> None:
+    """Show data by media type below the running cell, or in place of what was shown under `display_id`."""
+    # IPython declares no types here
+    from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
+
+    publish_display_data(dict(data), transient={"display_id": display_id} if display_id else None, update=update)
+
+
+class Background:
+    """A thread whose outputs appear below the cell that started it.
+
+    Args:
+        name: The thread's name.
+        work: The function to run; takes an event that is set to stop it.
+    """
+
+    def __init__(self, name: str, work: Callable[[threading.Event], None]) -> None:
+        self._stopped = threading.Event()
+        # with the cell's context, where ipykernel keeps the cell that outputs belong to
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(work, self._stopped), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Stop the thread. If it waits for a pool's reply, it ends after the reply and shows nothing more."""
+        self._stopped.set()
+        self._thread.join(JOIN_S)
 
 
 class NoticeBoard:
@@ -123,9 +158,6 @@ class NoticeBoard:
 
     def show(self, text: str) -> None:
         """As `notice`, in the calling thread."""
-        # IPython declares no types here
-        from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
-
         with self._lock:
             if not text and not self._display_id:
                 return
@@ -134,7 +166,7 @@ class NoticeBoard:
             self._display_id = display_id if text else ""
             html = f'<div style="{SANS};font-size:12px;{SOFT}">sgpu: {escape(text)}</div>' if text else ""
             data = {"text/plain": f"sgpu: {text}" if text else "", "text/html": html}
-            publish_display_data(data, transient={"display_id": display_id}, update=update)
+            publish(data, display_id, update=update)
 
 
 class SendingBoard:
