@@ -16,7 +16,7 @@ from typing import Any
 
 from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.this_process import this_owner
-from sgpu_magic.options import defaults
+from sgpu_magic.options import notebook_job
 from sgpu_magic.payload.names import FUTURE_FLAGS
 from sgpu_magic.views.html_style import SANS, SOFT
 from sgpu_magic.wire.run import Owner
@@ -57,7 +57,7 @@ def cell_number(shell: Any) -> int | None:
 def cell_numbers(shell: Any) -> dict[str, int]:
     """Return cell numbers by the file name that IPython gives a cell's code; empty in a program and in a script."""
     numbers: dict[str, int] = getattr(getattr(shell, "compile", None), "_filename_map", {})
-    script = defaults.of_process().script
+    script = notebook_job.of_process().script
     return {file: number for file, number in numbers.items() if file != script} if script else numbers
 
 

@@ -16,7 +16,7 @@ from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.options import defaults
+from sgpu_magic.options import notebook_job
 from sgpu_magic.options.asked import Devices
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice.keeper import keeper_of
@@ -140,7 +140,7 @@ class Workplace:
             error_follows: Whether the caller raises the run's error.
         """
         if ui == "auto":
-            ui = defaults.of_process().ui or ui
+            ui = notebook_job.of_process().ui or ui
         # headless clients print the error alone
         draws = self.live_views.is_watched and ui in ("auto", "widget")
         view = _view(run, self.current_settings(), error_follows=error_follows and draws)

@@ -14,7 +14,7 @@ from sgpu_magic.client.pools_file import LOCAL, default_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.asked import OWN_PACKAGES, RunOptions
-from sgpu_magic.options.defaults import with_job
+from sgpu_magic.options.notebook_job import with_job
 from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.schema import Choice, words_of
 from sgpu_magic.runs.submit.placing import Found

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import CellSyntaxError, UsageError
-from sgpu_magic.options import defaults
+from sgpu_magic.options import notebook_job
 from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.payload.call import RANK_NAMES
 from sgpu_magic.payload.names import CellNames, names_in
@@ -71,7 +71,7 @@ def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions)
         UsageError: An option names a variable that does not exist.
     """
     begin = time.perf_counter()
-    job = defaults.of_process()
+    job = notebook_job.of_process()
     script = job.script if job.arguments else ""
     # below the magic's line, which a script does not have
     magic_line = "" if script else without_values(magic_line)
@@ -122,7 +122,7 @@ def pack_cell(
             future_flags=future_flags(place.shell),
             file=cell.file,
             arguments=cell.arguments,
-            module=defaults.of_process().module if cell.file else "",
+            module=notebook_job.of_process().module if cell.file else "",
         ),
         (cell.read if names is None else {name: place.namespace[name] for name in names}) | past,
         begin=cell.begin,

@@ -19,7 +19,7 @@ from sgpu_magic.client.run import Run
 from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.options import defaults
+from sgpu_magic.options import notebook_job
 from sgpu_magic.options.asked import OWN_PACKAGES, Wishes
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.packages.travel_checks import check_before_travel, check_references, mismatch_news
@@ -66,7 +66,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
     try:
         settings = pool.settings
         spec, environ, along = _inputs_of(pool, settings, submission)
-        spec, tracking = mlflow_target.place_of(settings, defaults.limited(printable(spec)), submission)
+        spec, tracking = mlflow_target.place_of(settings, notebook_job.limited(printable(spec)), submission)
         along = replace(along, tracking=tracking, uploads=_uploads_of(submission))
         run = pool.submit(spec, submission.packed, submission.key, environ, along)
     except KeyboardInterrupt:
@@ -281,7 +281,7 @@ def _uploads_of(submission: Submission) -> tuple[Upload, ...]:
     if spec.kind in mlflow_target.MOVE_NAMES:
         return ()
     if not wished and not spec.session:
-        wished = defaults.of_process().upload
+        wished = notebook_job.of_process().upload
     cwd = Path(submission.stand.cwd) if submission.stand is not None else Path(working_directory())
     return tuple(_upload(text, cwd) for text in dict.fromkeys(wished))
 
