@@ -19,6 +19,7 @@ from sgpu_magic.options.values import names, outputs_from, parse_ranks
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice import default_choice
+from sgpu_magic.runs.environments import report
 from sgpu_magic.runs.notebook import cell_number, publish
 from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.runs.sessions.fit import is_same
@@ -26,6 +27,7 @@ from sgpu_magic.runs.sessions.registry import begin
 from sgpu_magic.runs.sessions.run_in import prepare_push
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import workplace
+from sgpu_magic.views.pool_tables import environment_html, environment_text
 
 T = TypeVar("T")
 
@@ -237,10 +239,6 @@ class EnvironmentMagics(Magics):
                 raise UsageError(f"%sgpu_env has no action {values.action!r}. Use %sgpu_env, --diff BASE or save NAME.")
 
     def _show(self, compared_to: str) -> None:
-        # imported here: only the report reads metadata and files
-        from sgpu_magic.runs.environment_report import report
-        from sgpu_magic.views.pool_tables import environment_html, environment_text
-
         place = workplace()
         found = report(place.current_settings(), registry.all_sessions(), compared_to)
         choice = default_choice.held_words(place.choice.now(), default_choice.pool_name(place))

@@ -25,7 +25,7 @@ from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
 from sgpu_magic.runs.choice.schema import VERSION, Choice, label_of, words_of
-from sgpu_magic.runs.environment_report import report, since_connected, stale_words
+from sgpu_magic.runs.environments import report, since_connected, stale_words
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
