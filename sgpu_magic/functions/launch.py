@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
 from sgpu_magic.options.asked import CallOptions, RunOptions
 from sgpu_magic.options.table import in_pythons_words
-from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, placed
 from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.sessions import fit, run_in
 from sgpu_magic.runs.submit.pack_call import pack_call
+from sgpu_magic.runs.submit.placing import PYTHON_WAYS, placed
 from sgpu_magic.runs.submit.spec import Submission, describe
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import Workplace, workplace

@@ -24,7 +24,7 @@ from sgpu_magic.magics.run_magics import DistributedMagics
 from sgpu_magic.magics.session_magics import EnvironmentMagics, SessionMagics
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.choice import default_choice
+from sgpu_magic.runs.submit import placing
 
 _OURS = ("%%distributed", "%%rank", "%%ray_launch")
 
@@ -65,7 +65,7 @@ def load(shell: InteractiveShell) -> None:
     completion.install(shell)
     undo.callback(completion.remove, shell)
     _loaded[id(shell)] = undo
-    if default_choice.pool_name(magics.place) == magics.pool.name:
+    if placing.pool_name(magics.place) == magics.pool.name:
         # not needed if runs go to another pool by default
         magics.pool.warm_in_background()
     packages.of(magics.pool).begin()

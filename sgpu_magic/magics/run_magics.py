@@ -20,13 +20,13 @@ from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
 from sgpu_magic.options import argparse_form
 from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, add_option, add_replay, read_replay, takes
 from sgpu_magic.options.asked import RunOptions
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, placed
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.pools_status import StatusBoard
 from sgpu_magic.runs.sessions import fit, registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.cell_source import check_outputs, has_code, pack_cell, read_cell
+from sgpu_magic.runs.submit.placing import MAGIC_WAYS, placed
 from sgpu_magic.runs.submit.spec import describe
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import close_workplace, workplace

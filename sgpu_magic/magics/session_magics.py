@@ -18,7 +18,6 @@ from sgpu_magic.options.argparse_form import Parser, add_option, add_session, re
 from sgpu_magic.options.values import names, outputs_from, parse_ranks
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.environments import report
 from sgpu_magic.runs.notebook import cell_number, publish
 from sgpu_magic.runs.sessions import registry, run_in
@@ -26,6 +25,7 @@ from sgpu_magic.runs.sessions.fit import is_same
 from sgpu_magic.runs.sessions.registry import begin
 from sgpu_magic.runs.sessions.run_in import prepare_push
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.workplace import workplace
 from sgpu_magic.views.pool_tables import environment_html, environment_text
 
@@ -241,7 +241,7 @@ class EnvironmentMagics(Magics):
     def _show(self, compared_to: str) -> None:
         place = workplace()
         found = report(place.current_settings(), registry.all_sessions(), compared_to)
-        choice = default_choice.held_words(place.choice.now(), default_choice.pool_name(place))
+        choice = placing.held_words(place.choice.now(), placing.pool_name(place))
         if choice:
             found = replace(found, lines=(choice, *found.lines))
         place.publish(environment_text(found), {"text/html": environment_html(found)})

@@ -12,8 +12,8 @@ from sgpu_magic.options.asked import SessionOptions
 from sgpu_magic.options.python_form import EnvVersion, of_session
 from sgpu_magic.options.values import Duration, Upload
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, placed
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit.placing import MAGIC_WAYS, PYTHON_WAYS, placed
 from sgpu_magic.runs.submit.spec import describe, nothing_packed
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import Workplace, workplace

@@ -25,7 +25,6 @@ from sgpu_magic.options import notebook_job
 from sgpu_magic.options.asked import Devices, Wishes
 from sgpu_magic.options.notebook_job import JobDefaults
 from sgpu_magic.packages.requirement_files import read_file
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice
 from sgpu_magic.runs.choice.keeper import (
     KEY_FILE,
     MAX_FILE_BYTES,
@@ -39,6 +38,7 @@ from sgpu_magic.runs.choice.keeper import (
 )
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, normal, problem_of, read_kept, words_of
+from sgpu_magic.runs.submit.placing import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice
 
 KEY = bytes(range(32))
 GB = 10**9
