@@ -19,11 +19,11 @@ from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
 from sgpu_magic.options import argparse_form
 from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, add_option, add_replay, read_replay, takes
-from sgpu_magic.options.asked import RunOptions
+from sgpu_magic.options.asked import RunOptions, check_cell
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.pools_status import StatusBoard
-from sgpu_magic.runs.sessions import fit, registry
+from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.cell_source import check_outputs, has_code, pack_cell, read_cell
 from sgpu_magic.runs.submit.placing import MAGIC_WAYS, placed
@@ -129,7 +129,7 @@ class DistributedMagics(Magics):
             return None
         magic_line = f"{magic} {line}".strip()
         session = registry.current(options.session) if options.session != NO_SESSION else None
-        fit.check_cell(session, options, magic)
+        check_cell(session, options, magic)
         self.place.notices.clear()
         if options.here:
             self._run_here(cell_body)

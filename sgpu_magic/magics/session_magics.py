@@ -15,13 +15,13 @@ from msgspec.structs import replace
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode
 from sgpu_magic.options.argparse_form import Parser, add_option, add_session, read_session, takes
+from sgpu_magic.options.asked import is_same
 from sgpu_magic.options.values import names, outputs_from, parse_ranks
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.environments import report
 from sgpu_magic.runs.notebook import cell_number, publish
 from sgpu_magic.runs.sessions import registry, run_in
-from sgpu_magic.runs.sessions.fit import is_same
 from sgpu_magic.runs.sessions.registry import begin
 from sgpu_magic.runs.sessions.run_in import prepare_push
 from sgpu_magic.runs.sessions.session import Session

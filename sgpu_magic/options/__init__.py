@@ -2,7 +2,7 @@
 
 table          the table of options, and parsing into records
 values         parsers of values: durations, memory, ranks, names, amounts
-asked          records of what cells, calls and sessions request
+asked          records of what cells, calls and sessions request, and whether a session has it
 argparse_form  command lines: the magics and the `sgpu` command
 python_form    `@distributed`, `map` and `connect`
 notebook_job   what `sgpu run` passes to its notebook: defaults of options, parameters for widgets; the final value

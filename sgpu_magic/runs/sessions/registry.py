@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from sgpu_magic.errors import SessionError, UsageError
-from sgpu_magic.options.asked import SessionOptions
+from sgpu_magic.options.asked import RunOptions, SessionOptions, misfits
 from sgpu_magic.options.python_form import EnvVersion, of_session
 from sgpu_magic.options.values import Duration, Upload
 from sgpu_magic.packages.snapshot import take_snapshot
@@ -212,6 +212,14 @@ def idle() -> Session | None:
     with _lock:
         session = next(reversed(_sessions.values()), None)
         return session if session is not None and session.is_idle else None
+
+
+def lending(options: RunOptions) -> Session | None:
+    """Return a connected session whose lease fits a call, the current session first; None if there is none."""
+    for session in reversed(all_sessions()):
+        if session.is_connected and misfits(session, options, fewer=True) in ([], ["busy"]):
+            return session
+    return None
 
 
 def names() -> list[str]:
