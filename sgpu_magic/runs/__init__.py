@@ -2,7 +2,7 @@
 
 workplace     the pools, views and settings of this process, shared by magics and Python functions
 handle        `Run`: the handle of a run in the background; also trims the tracebacks that callers see
-notebook      facts about the notebook and cell, outputs below cells, kernel restarts
+notebook      facts about the notebook, its cells and its git repository; outputs below cells; kernel restarts
 packages      this process's packages, reported to the pool
 environments  descriptions of environments: files for a run's directory, the report of `%sgpu_env`
 pools_status  the status of several pools in one view, and the live output of `%sgpu_status`

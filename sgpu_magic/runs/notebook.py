@@ -1,12 +1,14 @@
-"""The kernel's notebook: facts about it and its cells, outputs below cells, and detection of kernel restarts."""
+"""The kernel's notebook: facts about it, its cells and its directory; outputs below cells; detection of restarts."""
 
 from __future__ import annotations
 
 import contextvars
 import inspect
+import math
 import os
 import re
 import secrets
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +19,7 @@ from typing import Any
 from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.this_process import this_owner
 from sgpu_magic.options import notebook_job
+from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.payload.names import FUTURE_FLAGS
 from sgpu_magic.views.html_style import SANS, SOFT
 from sgpu_magic.wire.run import Owner
@@ -96,6 +99,93 @@ def working_directory() -> str:
         return os.getcwd()
     except OSError:
         return os.sep
+
+
+# ---------------------------------------------------------------- the git repository
+
+
+Tags = tuple[tuple[str, str], ...]
+# a large repository on a network file system takes longer; its state is then not recorded
+_TIMEOUT_S = 2.0
+_FRESH_S = 5.0
+_COMMAND = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
+
+_asking = threading.Lock()
+# by directory: when git was asked, by the monotonic clock, and the tags
+_seen: dict[str, tuple[float, Tags]] = {}
+
+
+def tell_git_state(directory: str, told: Callable[[Tags], None]) -> None:
+    """Call `told` with the state of a repository: at once if it is known, else later from a thread.
+
+    Args:
+        directory: A folder in the repository; without a repository or git, `told` is not called.
+        told: Takes MLflow's tags.
+    """
+
+    def find() -> None:
+        # if many runs are submitted at once, only the first asks git
+        with _asking:
+            tags = _known(directory)
+            if tags is None:
+                tags = git_tags(directory)
+                _seen[directory] = (time.monotonic(), tags)
+        if tags:
+            told(tags)
+
+    known = _known(directory)
+    if known is None:
+        threading.Thread(target=find, name="sgpu-git", daemon=True).start()
+    elif known:
+        told(known)
+
+
+def _known(directory: str) -> Tags | None:
+    """Return the tags found within the last 5 s, None if there are none."""
+    at, tags = _seen.get(directory, (-math.inf, ()))
+    return tags if time.monotonic() - at < _FRESH_S else None
+
+
+def git_tags(directory: str) -> Tags:
+    """Return the repository's commit, branch, uncommitted changes and remote URL as MLflow tags.
+
+    Returns:
+        The tags; empty without git, a repository, or an answer in time.
+    """
+    lines = _git(directory, "status", "--porcelain=v2", "--branch", "--untracked-files=normal")
+    if lines is None:
+        return ()
+    heads = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch.") and " " in line[2:])
+    commit, branch = heads.get("branch.oid", ""), heads.get("branch.head", "")
+    if commit in ("", "(initial)"):
+        return ()
+    tags = [("mlflow.source.git.commit", commit)]
+    if branch and branch != "(detached)":
+        tags.append(("mlflow.source.git.branch", branch))
+    tags.append(("mlflow.source.git.dirty", "true" if any(not line.startswith("#") for line in lines) else "false"))
+    if url := _git(directory, "config", "--get", "remote.origin.url"):
+        tags.append(("mlflow.source.git.repoURL", without_url_credentials(url[0])))
+    return tuple(tags)
+
+
+def _git(directory: str, *arguments: str) -> list[str] | None:
+    """Return git's output lines; None if there is no git, or it fails or takes too long."""
+    try:
+        done = subprocess.run(
+            [*_COMMAND, *arguments],
+            cwd=directory,
+            env={**os.environ, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()
 
 
 # ---------------------------------------------------------------- outputs below cells
