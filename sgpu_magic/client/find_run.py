@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.client import ledger
-from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.mirror import Mirror, mirror_path
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL, read_pools
+from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.safe_paths import list_below, open_below

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.this_process import this_interpreter
+from sgpu_magic.client.this_machine import this_interpreter
 from sgpu_magic.payload.names import names_bound
 from sgpu_magic.payload.namespace import only_in_notebook
 from sgpu_magic.payload.notebook_text import with_cell_magic

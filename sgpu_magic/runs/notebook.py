@@ -17,7 +17,7 @@ from html import escape
 from typing import Any
 
 from sgpu_magic.client.pools import Pools
-from sgpu_magic.client.this_process import this_owner
+from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.options import notebook_job
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.payload.names import FUTURE_FLAGS
