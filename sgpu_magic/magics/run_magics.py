@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from argparse import Namespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from msgspec.structs import replace
 
+from sgpu_magic.client.find_run import check_prefix, recorded_directory
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
@@ -35,7 +35,6 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.stacks import stacks_html, stacks_text
 from sgpu_magic.wire.states import RunState
 
-_RUN = re.compile(r"[0-9a-f]{1,8}")
 Launched = RunResult | Run[Any] | None
 """A cell's value: its result, its handle with `--nowait`, None if it was detached."""
 
@@ -70,11 +69,7 @@ def _id_of(magic: str, run: str) -> str:
     Raises:
         UsageError: They can't be the beginning of an id.
     """
-    if run and _RUN.fullmatch(run.lower()) is None:
-        raise UsageError(
-            f"{magic}: {run[:40]!r} is not a run's id: give its first digits (0-9, a-f), as %sgpu_status lists them."
-        )
-    return run.lower()
+    return check_prefix(run, ", as %sgpu_status lists them", f"{magic}: ") if run else ""
 
 
 @magics_class
@@ -194,7 +189,6 @@ class DistributedMagics(Magics):
                 "-h` shows the options."
             )
         # imported here: only a replay needs them
-        from sgpu_magic.client.find_run import recorded_directory
         from sgpu_magic.runs.replay.recorded import prepare_replay, read_recorded
 
         options = read_replay(values, values.ui)

@@ -14,6 +14,7 @@ import msgspec
 
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
+from sgpu_magic.options.asked import OWN_PACKAGES
 from sgpu_magic.packages import named_environments, snapshot
 from sgpu_magic.packages.distributions import Kind, Snapshot, normalised
 from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock, lock_order, make_lock
@@ -134,6 +135,11 @@ def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "
     installed = packages_of(now)
     kinds = Counter(found.kind for found in now.distributions)
     told = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in kinds.most_common())
+    lines = [f"packages: {told}"]
+    if settings.env_version not in OWN_PACKAGES:
+        lines.append(f"runs have the packages of {settings.env_version} (setting env_version)")
+    if saved := named_environments.saved_names(settings):
+        lines.append(f"saved: {', '.join(saved)}")
     return EnvironmentReport(
         title=f"Python {'.'.join(map(str, sys.version_info[:3]))}",
         facts=(
@@ -142,7 +148,7 @@ def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "
             f"digest {now.digest[:8]}",
             sys.prefix,
         ),
-        lines=(f"packages: {told}", *_default(settings), *_saved(settings)),
+        lines=tuple(lines),
         pending=(*stale_words(now), *since_connected(now, sessions)),
         broken=tuple(found.sentence for found in find_mismatches(installed, now.shadowed, driver=driver_version())),
         compared_to=compared_to,
@@ -154,16 +160,6 @@ def _torch_words(torch: Package | None) -> str:
     if torch is None:
         return "no torch"
     return f"torch {torch.version}" + (f" (CUDA {torch.cuda})" if torch.cuda else " (no CUDA)")
-
-
-def _default(settings: Settings) -> list[str]:
-    chosen = settings.env_version
-    return [f"runs have the packages of {chosen} (setting env_version)"] if chosen not in ("", "none") else []
-
-
-def _saved(settings: Settings) -> list[str]:
-    names = named_environments.saved_names(settings)
-    return [f"saved: {', '.join(names)}"] if names else []
 
 
 def stale_words(now: Snapshot) -> list[str]:
