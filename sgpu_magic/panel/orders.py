@@ -11,8 +11,8 @@ from contextlib import closing
 import msgspec
 
 from sgpu_magic.client import ledger
-from sgpu_magic.client.local_pool import find_pool, start_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_pools, unknown_pool
+from sgpu_magic.client.this_machine import find_pool, start_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.panel.messages import CancelRun, PanelOrder, Rest, Said, StartPool, Told, Watch

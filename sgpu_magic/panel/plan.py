@@ -14,7 +14,7 @@ from sgpu_magic.client.pools import PATIENCE_S, Asked
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
-from sgpu_magic.options.asked import DEFAULT_NAME, Devices
+from sgpu_magic.options.asked import DEFAULT_NAME, Devices, has_devices
 from sgpu_magic.packages import order, snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
@@ -31,7 +31,6 @@ from sgpu_magic.runs.choice.packages import (
 )
 from sgpu_magic.runs.choice.schema import Choice, label_of, normal, problem_of
 from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.fit import has_devices
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.units import count_of

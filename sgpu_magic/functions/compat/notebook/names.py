@@ -15,8 +15,7 @@ from sgpu_magic.functions.compat.notebook.restart import Library
 from sgpu_magic.functions.compat.notebook.secret_values import Secrets
 from sgpu_magic.functions.compat.notebook.utility import Utility
 from sgpu_magic.functions.compat.notebook.widgets import Widgets
-from sgpu_magic.options.defaults import is_job
-from sgpu_magic.options.notebook_job import parameters_of_process
+from sgpu_magic.options.notebook_job import is_job, parameters_of_process
 from sgpu_magic.payload.notebook_text import CELL_MAGIC_NAMES, with_cell_magic
 
 _FIRST_LINE = re.compile(r"\s*%([A-Za-z][A-Za-z-]*)(?![\w%-])[ \t]*(.*)")
