@@ -22,14 +22,15 @@ from sgpu_magic.wire.rank import Execute, Joined, Remarked
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import RunKind
-from sgpu_magic.worker.cell import asking, diagnosis, outputs, results, script
+from sgpu_magic.worker.cell import asking, diagnosis, results
 from sgpu_magic.worker.cell.asking import encodable
+from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.results import Reply, pack_names
-from sgpu_magic.worker.cell.shell import RankShell, hook_of
+from sgpu_magic.worker.cell.shell import RankShell, Script, enter_script
 from sgpu_magic.worker.group import flight_recorder, rendezvous
 from sgpu_magic.worker.process import interrupts, trace
 from sgpu_magic.worker.process.helper import Order
-from sgpu_magic.worker.process.rank_context import Standing
+from sgpu_magic.worker.process.rank_context import Standing, results_received
 
 
 def warm_up(shell: RankShell) -> None:
@@ -92,8 +93,8 @@ def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, fl
     shell.compile.flags |= order.cell.future_flags
     source = source_of(order.cell)
     if order.cell.file:
-        script.enter(order.cell, shell.user_ns)
-        shell.compile.script = script.Script(order.cell.file, source)
+        enter_script(order.cell, shell.user_ns)
+        shell.compile.script = Script(order.cell.file, source)
         # its last expression is not a result
         shell.ast_node_interactivity = "none"
         trace.keep_frames_of(order.cell.file)
@@ -250,7 +251,7 @@ class CellRun:
                 os.close(fd)
         if message.tracking is not None:
             in_rank.begin(message.run_id, message.tracking, self._rank, message.only, message.run_dir, self._say)
-        with outputs.received(self._shell):
+        with results_received(self._shell):
             unpack.unpack_namespace(data, message.layout, message.context.key, self._shell.user_ns)
 
 

@@ -1,4 +1,4 @@
-"""A rank's IPython shell: displays, the last expression and tracebacks go to the notebook instead of a terminal."""
+"""A rank's IPython shell, which runs cells and scripts: what it shows goes to the notebook instead of a terminal."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -15,20 +15,20 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from IPython.core.displayhook import DisplayHook
+from IPython.core.compilerop import CachingCompiler
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from sgpu_magic.worker.cell import asking, failures, stored, widgets
-from sgpu_magic.worker.cell.displays import RankDisplayPublisher, Report
+from sgpu_magic.wire.run import CellSource
+from sgpu_magic.worker.cell import asking, failures, widgets
+from sgpu_magic.worker.cell.displays import RankDisplayHook, RankDisplayPublisher, hook_of
 from sgpu_magic.worker.cell.failures import Shown, WholeTexts
-from sgpu_magic.worker.cell.script import RankCompiler
 from sgpu_magic.worker.process import interrupts
 
 _PLAIN = "text/plain"
@@ -51,39 +51,37 @@ def _do_nothing() -> None:
     """Default of `report_raised`, in effect before the fork."""
 
 
-class RankDisplayHook(DisplayHook):
-    """Keeps the last expression's value for the result, and displays its rich representations."""
+class Script(NamedTuple):
+    """A running script.
 
-    last_value: object = None
-    last_text: str = ""
-    source: str = ""
+    Args:
+        file: Its path.
+        source: Its text, as executed.
+    """
 
-    @property
-    def prompt_count(self) -> int:
-        """The cell's number in the notebook, as in `Out[7]`. IPython subtracts one where it keeps a history."""
-        return self.shell.execution_count  # pyright: ignore[reportOptionalMemberAccess]
+    file: str
+    source: str
 
-    def quiet(self) -> bool:
-        """Whether the cell ends with a semicolon. IPython looks in the history, which a rank doesn't have."""
-        return bool(self.semicolon_at_end_of_expression(self.source))
 
-    def write_output_prompt(self) -> None:
-        """Print no prompt: the value's text is shown in the run's result."""
+class RankCompiler(CachingCompiler):
+    """Names the code of a script by its file, and that of cells as in a notebook."""
 
-    def write_format_data(self, format_dict: Mapping[str, object], md_dict: Mapping[str, object] | None = None) -> None:
-        self.last_text = str(format_dict.get(_PLAIN, ""))
-        if set(format_dict) - {_PLAIN}:
-            self.shell.display_pub.publish(format_dict, md_dict)  # pyright: ignore[reportOptionalMemberAccess]
+    script: Script | None = None
 
-    def fill_exec_result(self, result: Any) -> None:
-        super().fill_exec_result(result)
-        self.last_value = result
+    def is_script(self, source: str) -> bool:
+        """Whether this is the script's text, which runs as it is: without IPython's syntax."""
+        return self.script is not None and source == self.script.source
 
-    def log_output(self, format_dict: Mapping[str, object]) -> None:
-        """Do nothing: there is no history to log to."""
+    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+        if self.script is not None and self.is_script(raw_code):
+            return self.script.file
+        return super().get_code_name(raw_code, transformed_code, number)
 
-    def finish_displayhook(self) -> None:
-        """Do nothing: without a prompt there is no line to end."""
+    def format_code_name(self, name: str) -> tuple[str, str] | None:
+        if self.script is not None and name == self.script.file:
+            # as any file
+            return None
+        return super().format_code_name(name)
 
 
 class RankShell(InteractiveShell):
@@ -293,18 +291,6 @@ class RankShell(InteractiveShell):
                 self.compile._filename_map[name] = execution_count  # pyright: ignore[reportPrivateUsage]
 
 
-def hook_of(shell: RankShell) -> RankDisplayHook:
-    """Return the shell's display hook as a `RankDisplayHook`.
-
-    Raises:
-        TypeError: User code has replaced the hook.
-    """
-    hook = shell.displayhook
-    if not isinstance(hook, RankDisplayHook):
-        raise TypeError(f"the rank's display hook was replaced by {type(hook).__name__}")
-    return hook
-
-
 def create() -> RankShell:
     """Create the process's shell, without history, profile, start-up files and threads."""
     config = Config()
@@ -317,26 +303,26 @@ def create() -> RankShell:
     # prompts mark an interactive session, in which Lightning refuses to run as one rank of many
     del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
     shell.set_hook("show_in_pager", _show_page, 99)
-    stored.load(shell, is_first=lambda: shell.is_first)
     shell.colors = "neutral" if "neutral" in str(type(shell).colors.info()).lower() else "Neutral"
     return shell
+
+
+def enter_script(cell: CellSource, namespace: MutableMapping[str, Any]) -> None:
+    """Set `sys.argv` and `__file__` for a script.
+
+    Args:
+        cell: The script.
+        namespace: The namespace of `__main__`.
+    """
+    sys.argv[:] = cell.arguments
+    namespace["__file__"] = cell.file
+    namespace["__cached__"] = None
+    if cell.module:
+        # relative imports begin there
+        namespace["__package__"] = cell.module.rpartition(".")[0]
 
 
 def _show_page(shell: RankShell, data: object, start: int = 0, screen_lines: int = 0) -> None:
     """Display what IPython would show in a pager."""
     bundle = data if isinstance(data, dict) else {_PLAIN: str(data)}
     shell.display_pub.publish(bundle)
-
-
-def report_to(shell: RankShell, report: Report, report_raised: Callable[[], None]) -> None:
-    """Connect the shell to the agent after the fork.
-
-    Args:
-        shell: The rank's shell.
-        report: Sends a display.
-        report_raised: Called when the cell has raised, before its traceback is drawn.
-    """
-    shell.report_raised = report_raised
-    publisher = shell.display_pub
-    if isinstance(publisher, RankDisplayPublisher):
-        publisher.report = report

@@ -3,7 +3,7 @@
 zygote            imports torch and IPython once, then forks ranks
 rank              a rank's main loop: set up, execute orders, exit
 helper            the thread that receives messages and handles those that can't wait for the main thread
-rank_context      what a rank takes over before a cell: the kernel's directory, path and environment; device; group
+rank_context      what a rank takes over before a cell: the kernel's context and results; device; group
 interrupts        when an interrupt reaches the user's code
 terminal          stdout and stderr at descriptor level, refused keyboard input, and `exit`
 trace             the rank's stack, readable from outside and after its death

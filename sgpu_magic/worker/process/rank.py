@@ -38,10 +38,11 @@ from sgpu_magic.wire.rank import (
 )
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.zygote import Fork
-from sgpu_magic.worker.cell import diagnosis, questions, widgets
-from sgpu_magic.worker.cell import shell as rank_shell
+from sgpu_magic.worker.cell import diagnosis, results, widgets
 from sgpu_magic.worker.cell.cell_run import CellRun, rehearse
+from sgpu_magic.worker.cell.displays import RankDisplayPublisher
 from sgpu_magic.worker.cell.results import Reply
+from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous, renewal
 from sgpu_magic.worker.process import interrupts, terminal, trace
 from sgpu_magic.worker.process.helper import Helper, Order
@@ -78,7 +79,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
         except RuntimeError as error:
             # a peer is gone already; reported with the first run
             join_error = error
-    shell = rank_shell.RankShell.instance()
+    shell = RankShell.instance()
     terminal.refuse_input(shell, order.rank)
     rehearsed = order.rehearse and join_error is None
     if rehearsed:
@@ -118,7 +119,10 @@ class _Life:
 
     def go_on(self, order: Order) -> None:
         """Execute orders until the agent sends `Leave`."""
-        rank_shell.report_to(self._shell, self._report_display, self._report_raised)
+        self._shell.report_raised = self._report_raised
+        publisher = self._shell.display_pub
+        if isinstance(publisher, RankDisplayPublisher):
+            publisher.report = self._report_display
         interrupts.look_for_orders(self._helper.has_order)
         self._helper.start()
         self._obey(order)
@@ -215,7 +219,7 @@ class _Life:
 
     def _answer(self, message: AnswerQuestion) -> None:
         interrupts.forget()
-        answer = questions.answer(self._shell, message.question)
+        answer = results.answer(self._shell, message.question)
         self._link.send(QuestionAnswered(request=message.request, answer=answer))
 
     def _hear(self) -> None:
