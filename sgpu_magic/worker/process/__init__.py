@@ -7,9 +7,7 @@ rank_context      what a rank takes over before a cell: the kernel's context and
 interrupts        when an interrupt reaches the user's code
 terminal          stdout and stderr at descriptor level, refused keyboard input, and `exit`
 trace             the rank's stack, readable from outside and after its death
-notebook_classes  the notebook's classes in child processes of a rank
-after_import      changes to modules of other packages when a rank imports them
+patches           changes to other packages in a rank and in the processes that it starts
 cuda_on_cpu       maps cuda to the CPU on a rank without a GPU
 cuda_functions    the functions of `torch.cuda` and `torch.accelerator` there
-cuda_in_children  the same, also in processes that such a rank starts
 """

@@ -5,7 +5,7 @@ function with `device=`, so no object of type `cuda` ever exists, and devices co
 torch does not route through a mode is replaced: functions of `torch.cuda`, the device types of autocast, gradient
 scalers and device meshes, DDP's `device_ids`, `map_location`, and NCCL. `torch.cuda` claims one device for each rank of
 the node, and so does `torch.accelerator`. Processes that a rank starts with multiprocessing map cuda too
-(`cuda_in_children`); other programs that it starts do not.
+(`patches`); other programs that it starts do not.
 """
 
 # torch is only partly typed, and most of what is replaced here is not meant to be
@@ -28,7 +28,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
 from sgpu_magic.worker.process import cuda_functions
-from sgpu_magic.worker.process.after_import import after_import
+from sgpu_magic.worker.process.patches import after_import
 
 NOTE = "cuda is mapped to the CPU (SGPU_STAND_IN=cpu,cuda): memory, speed and numerics are the CPU's"
 

@@ -242,10 +242,10 @@ class Standing:
             raise self._join_error
         if context.maps_cuda and not self.cuda:
             # not in the zygote: only such ranks pay for it
-            from sgpu_magic.worker.process import cuda_in_children, cuda_on_cpu
+            from sgpu_magic.worker.process import cuda_on_cpu, patches
 
             self.stand_in_note = cuda_on_cpu.NOTE
-            cuda_in_children.map_cuda(int(rank_variables["LOCAL_WORLD_SIZE"]), int(rank_variables["LOCAL_RANK"]))
+            patches.map_cuda(int(rank_variables["LOCAL_WORLD_SIZE"]), int(rank_variables["LOCAL_RANK"]))
         own_device = set_device(device, rank_variables)
         if not self._joined:
             # the kernel's environment has replaced the zygote's, which had the recorder's variable

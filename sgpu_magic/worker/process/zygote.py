@@ -77,13 +77,13 @@ def _preload() -> str:
                 importlib.import_module(name)
         from sgpu_magic.worker.cell import cell_run, edited_modules, results, shell, widgets
         from sgpu_magic.worker.group import flight_recorder, rendezvous
-        from sgpu_magic.worker.process import after_import, notebook_classes, rank_context
+        from sgpu_magic.worker.process import patches, rank_context
 
         flight_recorder.switch_on()
         rendezvous.accept_second_init()
         rendezvous.accept_second_rendezvous()
-        notebook_classes.teach_multiprocessing()
-        after_import.refuse_launchers()
+        patches.teach_multiprocessing()
+        patches.refuse_launchers()
         edited_modules.note_imports()
         cell_run.count_optimizer_steps()
         widgets.install()

@@ -18,16 +18,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.wire.rank import PrivateRay
-from sgpu_magic.worker.process.cuda_in_children import map_cuda_in_task
+from sgpu_magic.worker.process.patches import around_import, map_cuda_in_task
 
 # functions that start a Serve instance (ray/serve/api.py)
 _STARTERS = ("run", "run_many", "start")
@@ -45,30 +43,9 @@ _OURS = "sgpu_count"
 _MARKS = (b":actor_name:", b":task_name:", b":job_id:")
 
 
-class _ServeFinder(MetaPathFinder):
-    """Finds Ray Serve through the other finders, and guards it once it is imported."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in ("ray.serve", "ray.serve.api"):
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if finder is self or find is None:
-                continue
-            spec: ModuleSpec | None = find(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    # set on the loader object, which serves this import only
-                    spec.loader.exec_module = functools.partial(_execute_guarded, spec.loader.exec_module)
-                return spec
-        return None
-
-
 def refuse_serve() -> None:
     """Make the functions that start Ray Serve fail in this process. Its other names stay: libraries import them."""
-    sys.meta_path.insert(0, _ServeFinder())
+    around_import(("ray.serve", "ray.serve.api"), _execute_guarded)
 
 
 def _execute_guarded(execute: Callable[[ModuleType], None], module: ModuleType) -> None:

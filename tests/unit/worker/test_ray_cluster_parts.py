@@ -171,7 +171,7 @@ def test_tasks_are_no_ranks_and_another_clusters_variables_are_not_theirs():
     found = driver.of_processes(rank, ray, ["/code"], "/package")
     assert found == {"HOME": "/h", "HF_TOKEN": "t", "RAY_AUTH_MODE": "token", "PYTHONPATH": "/code:/package"}
     found = driver.of_processes(rank, ray, ["/code"], "/package", maps_cuda=True)
-    assert "sgpu_magic.worker.process.cuda_in_children.map_cuda_in_task" in found.values()
+    assert "sgpu_magic.worker.process.patches.map_cuda_in_task" in found.values()
 
 
 def test_lines_of_workers_are_counted_without_rays_marks(tmp_path: Path):
