@@ -27,8 +27,8 @@ from sgpu_magic.worker.cell.asking import encodable
 from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.results import Reply, pack_names
 from sgpu_magic.worker.cell.shell import RankShell, Script, enter_script
-from sgpu_magic.worker.group import flight_recorder, rendezvous
-from sgpu_magic.worker.process import interrupts, trace
+from sgpu_magic.worker.group import rendezvous
+from sgpu_magic.worker.process import interrupts, position
 from sgpu_magic.worker.process.helper import Order
 from sgpu_magic.worker.process.rank_context import Standing, results_received
 
@@ -97,7 +97,7 @@ def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, fl
         shell.compile.script = Script(order.cell.file, source)
         # its last expression is not a result
         shell.ast_node_interactivity = "none"
-        trace.keep_frames_of(order.cell.file)
+        position.keep_frames_of(order.cell.file)
     begin = time.perf_counter()
     outcome = shell.run_cell(source, store_history=False)
     seconds = time.perf_counter() - begin
@@ -290,9 +290,9 @@ class LoneTraining:
 
     def remark(self) -> str:
         """Return a remark for the user, "" if this rank has not trained or has called a collective."""
-        if self._ranks == 1 or _Steps.count == self._steps or not flight_recorder.records_every_backend():
+        if self._ranks == 1 or _Steps.count == self._steps or not position.records_every_backend():
             return ""
-        _, entered_at = flight_recorder.current()
+        _, entered_at = position.current_collective()
         if entered_at >= self._began_at:
             return ""
         return (

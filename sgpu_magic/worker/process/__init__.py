@@ -6,7 +6,7 @@ helper            the thread that receives messages and handles those that can't
 rank_context      what a rank takes over before a cell: the kernel's context and results; device; group
 interrupts        when an interrupt reaches the user's code
 terminal          stdout and stderr at descriptor level, refused keyboard input, and `exit`
-trace             the rank's stack, readable from outside and after its death
+position          where the rank is: its stack, readable from outside and after its death, and its collective
 patches           changes to other packages in a rank and in the processes that it starts
 cuda_on_cpu       maps cuda to the CPU on a rank without a GPU
 cuda_functions    the functions of `torch.cuda` and `torch.accelerator` there

@@ -44,7 +44,7 @@ from sgpu_magic.worker.cell.displays import RankDisplayPublisher
 from sgpu_magic.worker.cell.results import Reply
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous, renewal
-from sgpu_magic.worker.process import interrupts, terminal, trace
+from sgpu_magic.worker.process import interrupts, position, terminal
 from sgpu_magic.worker.process.helper import Helper, Order
 from sgpu_magic.worker.process.rank_context import Standing, reseed
 
@@ -66,7 +66,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
     # until there is work: a cell's tensors are faster with huge pages
     processes.allow_huge_pages(False)
     terminal.install(descriptors[1], descriptors[2])
-    sampler = trace.install(descriptors[3])
+    sampler = position.install_stack_file(descriptors[3])
     link = Link(socket.socket(fileno=descriptors[0]), codec.to_rank)
     store_path = order.store_path or f"/proc/self/fd/{descriptors[4]}"
     reseed()

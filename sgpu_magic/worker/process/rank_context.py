@@ -26,8 +26,9 @@ from sgpu_magic.wire.zygote import Fork
 from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.edited_modules import EditedModules
 from sgpu_magic.worker.cell.shell import RankShell
-from sgpu_magic.worker.group import flight_recorder, rendezvous
+from sgpu_magic.worker.group import rendezvous
 from sgpu_magic.worker.group.renewal import renew
+from sgpu_magic.worker.process import position
 
 _LAST_RESULTS = ("_", "__", "___")
 _ALL_RESULTS = ("_oh", "Out")
@@ -249,7 +250,7 @@ class Standing:
         own_device = set_device(device, rank_variables)
         if not self._joined:
             # the kernel's environment has replaced the zygote's, which had the recorder's variable
-            flight_recorder.switch_on()
+            position.record_collectives()
             if renewal:
                 renew(self.rank, self.ranks, self._store_path, (self.rank,), cuda=self.cuda)
             else:

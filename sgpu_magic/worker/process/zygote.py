@@ -76,10 +76,10 @@ def _preload() -> str:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         from sgpu_magic.worker.cell import cell_run, edited_modules, results, shell, widgets
-        from sgpu_magic.worker.group import flight_recorder, rendezvous
-        from sgpu_magic.worker.process import patches, rank_context
+        from sgpu_magic.worker.group import rendezvous
+        from sgpu_magic.worker.process import patches, position, rank_context
 
-        flight_recorder.switch_on()
+        position.record_collectives()
         rendezvous.accept_second_init()
         rendezvous.accept_second_rendezvous()
         patches.teach_multiprocessing()
