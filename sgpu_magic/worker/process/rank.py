@@ -182,7 +182,7 @@ class _Life:
         if message.ray is None:
             return CellRun(self._standing, message, order, self._link.send)
         # plain cells don't need it
-        from sgpu_magic.worker.ray.ray_run import RayRun
+        from sgpu_magic.worker.ray.cluster import RayRun
 
         return RayRun(self._standing, message, order, self._link.send, message.ray)
 

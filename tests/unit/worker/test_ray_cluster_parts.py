@@ -25,10 +25,9 @@ from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.node import Launch, Part
 from sgpu_magic.wire.record import new_id
-from sgpu_magic.worker.ray import driver
-from sgpu_magic.worker.ray.driver import written_in
-from sgpu_magic.worker.ray.metrics import values_in
-from sgpu_magic.worker.ray.ray_run import with_frames
+from sgpu_magic.worker.ray import ray_processes
+from sgpu_magic.worker.ray.driver import with_frames
+from sgpu_magic.worker.ray.ray_processes import values_in, written_in
 
 METRICS = """# HELP ray_node_cpu_utilization of the node
 ray_node_cpu_utilization{Version="2.60.0",ip="10.0.0.1",IsHeadNode="true"} 12.5
@@ -168,9 +167,9 @@ def test_tasks_are_no_ranks_and_another_clusters_variables_are_not_theirs():
         "HF_TOKEN": "t",
     }
     ray = {"RAY_AUTH_MODE": "token"}
-    found = driver.of_processes(rank, ray, ["/code"], "/package")
+    found = ray_processes.of_processes(rank, ray, ["/code"], "/package")
     assert found == {"HOME": "/h", "HF_TOKEN": "t", "RAY_AUTH_MODE": "token", "PYTHONPATH": "/code:/package"}
-    found = driver.of_processes(rank, ray, ["/code"], "/package", maps_cuda=True)
+    found = ray_processes.of_processes(rank, ray, ["/code"], "/package", maps_cuda=True)
     assert "sgpu_magic.worker.process.patches.map_cuda_in_task" in found.values()
 
 
