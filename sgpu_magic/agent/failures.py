@@ -12,11 +12,10 @@ import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.agent.ranks.group import RunRanks
-from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.packages.secrets import Blanker, find_secrets
 from sgpu_magic.system.byte_sizes import memory_groups, memory_limit, number_in
 from sgpu_magic.system.processes import signal_name
@@ -24,6 +23,10 @@ from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.run import RankResult
 from sgpu_magic.wire.states import FailureKind, RunState
+
+if TYPE_CHECKING:
+    from sgpu_magic.agent.ranks.group import RunRanks
+    from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 
 # the key of a failure that no rank caused
 _WHOLE_RUN = -1

@@ -1,7 +1,7 @@
 """Rank processes on this node: forking, orders, messages, stopping.
 
 zygotes           the processes that fork ranks, one per environment
-rank_process      one rank from fork to exit
+rank_process      one rank from fork to exit, and its stack
 rank_output       reads a rank's output pipes into its log and batches
 group             N ranks of one zygote, and the ranks that take part in one run
 standby_groups    groups that are kept ready

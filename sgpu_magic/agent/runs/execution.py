@@ -18,10 +18,10 @@ import msgspec
 
 from sgpu_magic.agent.failures import ExitDiagnosis, ReportsOfRanks, without_secrets
 from sgpu_magic.agent.ranks.group import Group, RunRanks
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.ranks.stop import FailurePatience, StopPath
 from sgpu_magic.agent.runs.node_run import Attempt, CommReports, NodeRun, Surroundings, TrackingAnswers, show
 from sgpu_magic.agent.watch.run_watch import RunWatch
-from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Noted, RanksStarted
 from sgpu_magic.wire.failures import Failure, RankStack

@@ -1,7 +1,6 @@
 """Monitors runs and devices.
 
 run_watch     all monitoring of one run; detects idle GPUs and their cause
-stacks        parses ranks' stacks from their stack files
 stack_taking  requests the stacks of a run's ranks
 stalls        detects that the ranks of a silent run wait for each other
 sampling      samples CPU, memory and GPU usage once a second

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.group import RunRanks
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.watch.sampling import RunSampler, Sampling
 from sgpu_magic.agent.watch.stack_taking import StackTaker
-from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.agent.watch.stalls import StallWatch
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import msgspec
 
 from sgpu_magic.agent.ranks.group import RunRanks
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.ranks.run_processes import ProcessTable
 from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
 from sgpu_magic.agent.watch.stack_taking import StackTaker
-from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.rank_events import Resumed, Stalled
 
