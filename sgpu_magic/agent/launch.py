@@ -21,7 +21,7 @@ from sgpu_magic.agent.inputs.launch_inputs import CodeUnusable, LaunchInputs, tr
 from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs.fresh import FreshRun
+from sgpu_magic.agent.runs.execution_kinds import FreshRun
 from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
 from sgpu_magic.agent.runs.preparing import PreparingRun
 from sgpu_magic.agent.runs.session import Session, SessionRefuses

@@ -18,7 +18,7 @@ from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.execution import Execution
-from sgpu_magic.agent.runs.fresh import FreshRun
+from sgpu_magic.agent.runs.execution_kinds import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import Session

@@ -20,12 +20,11 @@ from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs import ray_place
-from sgpu_magic.agent.runs.fresh import FreshRun
+from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.runs.preparing import PreparingRun
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
-from sgpu_magic.agent.runs.session_cell import SessionCell
 from sgpu_magic.agent.survive import Introduction, Orphaned, ServiceSocket, Successor
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings

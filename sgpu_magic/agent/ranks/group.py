@@ -28,7 +28,7 @@ from sgpu_magic.wire.states import FailureKind
 from sgpu_magic.wire.zygote import Fork
 
 if TYPE_CHECKING:
-    from sgpu_magic.agent.runs.fresh import FreshRun
+    from sgpu_magic.agent.runs.execution_kinds import FreshRun
     from sgpu_magic.agent.runs.session import Session
 
 

@@ -2,10 +2,9 @@
 
 node_run            the interface of all runs; displays, widgets, MLflow targets, questions to idle ranks
 execution           one run's cell in its ranks: launch, collect results, find the root cause, stop, report the end
-fresh               a run with its own, new ranks
+execution_kinds     the two kinds of execution: a run with its own, new ranks, and a cell in a session's ranks
 preparing           a run whose packages, code and variables are being prepared
 session             a session: ranks that stay alive between cells
-session_cell        a cell in a session's ranks
 session_repair      renews process groups and replaces dead ranks of a session, reports it, and switches the ranks' logs
 run_files           a run's directory, payload and results
 run_memory          payload and results in memory, and the thread that copies them to disk

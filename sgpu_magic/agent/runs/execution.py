@@ -5,7 +5,7 @@
            -> asked to end               -> interrupted      -> ended(...)
 
 `ended` is what the notebook waits for. The steps before the first and after the last of these differ between a run
-with its own ranks (`fresh`) and a cell in a session (`session_cell`).
+with its own ranks and a cell in a session (`execution_kinds`).
 """
 
 from __future__ import annotations
