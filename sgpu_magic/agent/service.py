@@ -19,10 +19,10 @@ from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
 from sgpu_magic.agent.runs.preparing import PreparingRun
+from sgpu_magic.agent.runs.run_files import remove_ray_directories
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.survive import Introduction, Orphaned, ServiceSocket, Successor
@@ -328,7 +328,7 @@ class Agent:
             if not isinstance(run, SessionCell):
                 with faults.guarded(None):
                     run_processes.kill_leftovers(run.run_id, set(run.pids))
-                    ray_place.remove(run.run_id, self._settings)
+                    remove_ray_directories(run.run_id, self._settings)
         for part in (self._groups, self._environments, self._copier, self._far, self._sampling, self._inputs.code):
             with faults.guarded(None):
                 part.close()

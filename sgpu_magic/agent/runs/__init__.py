@@ -6,8 +6,7 @@ execution_kinds     the two kinds of execution: a run with its own, new ranks, a
 preparing           a run whose packages, code and variables are being prepared
 session             a session: ranks that stay alive between cells
 session_repair      renews process groups and replaces dead ranks of a session, reports it, and switches the ranks' logs
-run_files           a run's directory, payload and results
+run_files           a run's directory, payload and results; the directories of its own Ray cluster
 run_memory          payload and results in memory, and the thread that copies them to disk
 send_files_to_pool  sends run files to a pool on another machine
-ray_place           directories and limits of a run's own Ray cluster
 """

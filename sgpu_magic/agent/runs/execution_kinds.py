@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, send_cells, send_session_cells
-from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
+from sgpu_magic.agent.runs.run_files import make_ray_directories, remove_ray_directories
 from sgpu_magic.wire.events import GroupRenewed
 from sgpu_magic.wire.node import MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.wire.rank import Failed, Finished, FromRank, Joined
@@ -74,7 +74,7 @@ class FreshRun(Execution):
 
     def _send_cells(self, meeting: RendezvousPoint | None) -> None:
         try:
-            ray = ray_place.make(self.launch, self._here.settings) if self.launch.spec.ray else None
+            ray = make_ray_directories(self.launch, self._here.settings) if self.launch.spec.ray else None
             send_cells(self.launch, self.group, self.files, self._here.settings.default_store_uri, ray, meeting)
         except OSError as error:
             self._could_not_start(error)
@@ -170,7 +170,7 @@ class FreshRun(Execution):
             return
         run_processes.kill_leftovers(self.run_id, self.group.pids, self._launched_ticks, reaped=not self.group.broken)
         if self.launch.spec.ray:
-            ray_place.remove(self.run_id, self._here.settings)
+            remove_ray_directories(self.run_id, self._here.settings)
         self.group.close()
         if self._meeting is not None:
             self._meeting.close()
