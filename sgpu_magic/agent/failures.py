@@ -37,9 +37,7 @@ def find_root_cause(failures: Iterable[Failure]) -> tuple[Failure, tuple[Failure
     by_time = sorted(failures, key=lambda failure: (failure.is_consequence, failure.at))
     if not by_time:
         return None
-    culprit = by_time[0]
-    others = sorted((failure for failure in by_time[1:]), key=lambda failure: failure.at)
-    return culprit, tuple(others)
+    return by_time[0], tuple(sorted(by_time[1:], key=lambda failure: failure.at))
 
 
 def without_secrets(
@@ -56,12 +54,9 @@ def without_secrets(
         environ: The ranks' environment variables.
     """
     blanker = Blanker(environ[name] for name in find_secrets(environ))
-    exception = failure.exception
-    if any(blanker.is_in(frame) for frame in frames):
-        exception, frames = None, ()
-    type_name = blanker.clear(failure.type_name)
-    if type_name != failure.type_name:
-        # the pickled exception contains the class name too
+    exception, type_name = failure.exception, blanker.clear(failure.type_name)
+    # the pickled exception contains the class name too
+    if type_name != failure.type_name or any(blanker.is_in(frame) for frame in frames):
         exception, frames = None, ()
     cleared = msgspec.structs.replace(
         failure,
@@ -97,8 +92,8 @@ class ReportsOfRanks:
         """Whether the rank's cell completed and the rank has not failed since."""
         return rank in self._results and rank not in self._failures
 
-    def has_failed(self, rank: int | None) -> bool:
-        return (_WHOLE_RUN if rank is None else rank) in self._failures
+    def has_failed(self, rank: int) -> bool:
+        return rank in self._failures
 
     @property
     def complete(self) -> bool:

@@ -22,7 +22,7 @@ import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.faults import call_in_background
-from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
+from sgpu_magic.agent.launch import StandbyGroups
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.node_run import NodeRun

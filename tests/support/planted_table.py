@@ -3,7 +3,7 @@
 FRESH = (
     "service:Agent._launch",
     "launch:Launches._start",
-    "ranks.standby_groups:StandbyGroups.take",
+    "launch:StandbyGroups.take",
     "ranks.group:Group.forked",
     "ranks.group:Group._said",
     "ranks.group:Group._wrote",
@@ -38,7 +38,7 @@ WATCHING = (
     "watch.sampling:RunSampler.begin",
     "watch.sampling:RunSampler.sample",
     "watch.sampling:Sampling._tick",
-    "ranks.standby_groups:StandbyGroups.tend",
+    "launch:StandbyGroups.tend",
 )
 # and afterwards
 SPARED = (
@@ -89,5 +89,5 @@ AT_ITS_END = (
 UNNAMED = (
     "failures:ReportsOfRanks.last_word",
     "watch.sampling:Sampling._tick",
-    "ranks.standby_groups:StandbyGroups.tend",
+    "launch:StandbyGroups.tend",
 )
