@@ -5,7 +5,6 @@ diagnosis       describes a failure: traceback, line of the cell, memory use
 shell           the rank's IPython shell, which runs cells and scripts
 results         packs a cell's results, and answers questions between cells: completion, inspection, names
 failures        describes an exception, and frees what its frames hold
-asking          calls methods of the user's objects safely
 displays        sends displays and last expressions to the notebook, or to the enclosing `Output` widget
 widgets         widgets' comm messages in both directions
 edited_modules  finds and reloads the user's modules that were edited after their import

@@ -33,10 +33,10 @@ from sgpu_magic.wire.rank import Execute, Failed, Finished, Match, RankAnswer, R
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import OutputName, RankResult
 from sgpu_magic.wire.states import RunKind
-from sgpu_magic.worker.cell import asking
 from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous
+from sgpu_magic.worker.process import user_code
 
 CALLABLE = "__sgpu_call__"
 """Name of the function in a run of kind CALL, which the run's cell calls."""
@@ -82,7 +82,7 @@ def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes)
     packed = None
     if shell.shown is not None and not shell.shown.is_odd:
         # the type, message and traceback are in `failure` anyway
-        packed = asking.ask(_pack, error, key, buffers.INLINE_LIMIT, default=None)
+        packed = user_code.ask(_pack, error, key, buffers.INLINE_LIMIT, default=None)
     if packed is None or packed.total_bytes > buffers.INLINE_LIMIT:
         return Reply(Failed(failure=failure, grouped=grouped))
     failure = msgspec.structs.replace(failure, exception=packed.layout)

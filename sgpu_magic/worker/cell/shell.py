@@ -26,10 +26,10 @@ from traitlets import Type
 from traitlets.config import Config
 
 from sgpu_magic.wire.run import CellSource
-from sgpu_magic.worker.cell import asking, failures, widgets
+from sgpu_magic.worker.cell import failures, widgets
 from sgpu_magic.worker.cell.displays import RankDisplayHook, RankDisplayPublisher, hook_of
 from sgpu_magic.worker.cell.failures import Shown, WholeTexts
-from sgpu_magic.worker.process import interrupts
+from sgpu_magic.worker.process import user_code
 
 _PLAIN = "text/plain"
 # modules of `IPython.core` in which a shown traceback ends the cell; other code shows one and goes on
@@ -145,7 +145,7 @@ class RankShell(InteractiveShell):
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
         self._running.append(result)
         try:
-            with interrupts.raised():
+            with user_code.interrupts_raised():
                 return await super().run_code(code_obj, result, async_=async_)
         finally:
             # an abandoned coroutine may end within a later cell
@@ -155,7 +155,7 @@ class RankShell(InteractiveShell):
     def run_cell(self, *args: Any, **kwargs: Any) -> Any:
         """Run a cell. A nested cell, as of `%run` and `%%capture`, ends the outer cell too when it fails."""
         # the callbacks around a cell print an interrupt and let the cell go on
-        with interrupts.held():
+        with user_code.interrupts_held():
             result = super().run_cell(*args, **kwargs)
         if self._running and self.shown is not None:
             raise CellEnded
@@ -182,13 +182,13 @@ class RankShell(InteractiveShell):
             return
         frame = inspect.currentframe()
         caller = frame.f_back if frame is not None else None
-        module = asking.text_of(caller.f_globals.get("__name__")) if caller is not None else ""
+        module = user_code.text_of(caller.f_globals.get("__name__")) if caller is not None else ""
         self._show(
             error,
             ends=(module or "").startswith(_ENDING) and caller is not None and caller.f_code.co_name not in _NOT_ENDING,
             tb_offset=tb_offset,
             exception_only=exception_only,
-            has_frames=running_compiled_code or not asking.is_a(error, SyntaxError),
+            has_frames=running_compiled_code or not user_code.is_a(error, SyntaxError),
         )
 
     def showsyntaxerror(self, filename: str | None = None, running_compiled_code: bool = False) -> None:
@@ -208,15 +208,15 @@ class RankShell(InteractiveShell):
         """Record the time, then draw: drawing takes up to 0.1 s, and the run shows the earliest failure."""
         now = time.time()
         in_middle = any(result is None or result.error_in_exec is not error for result in self._running)
-        if asking.is_a(error, CellEnded):
-            self.unwound = asking.traceback_of(error)
-        elif not (ends and asking.is_exit(error)):
+        if user_code.is_a(error, CellEnded):
+            self.unwound = user_code.traceback_of(error)
+        elif not (ends and user_code.is_exit(error)):
             in_main_thread = threading.current_thread() is threading.main_thread()
             is_failure = ends and in_main_thread
-            with asking.interruptible():
+            with user_code.interruptible():
                 failures.leave_own_frames_out(error)
                 # getting the text may take long; only a RuntimeError's text tells whether a peer was lost
-                may_be_victim = self.released or asking.is_a(error, RuntimeError)
+                may_be_victim = self.released or user_code.is_a(error, RuntimeError)
                 if is_failure and not may_be_victim:
                     self.report_raised()
                 shown = failures.look_at(error, self.whole)
@@ -242,7 +242,7 @@ class RankShell(InteractiveShell):
         """
         error, kind = shown.stand_in, type(shown.stand_in)
         entry = error.__traceback__
-        if asking.is_a(shown.error, IPythonUsageError):
+        if user_code.is_a(shown.error, IPythonUsageError):
             sys.stderr.write(f"UsageError: {shown.message}\n")
             return []
         try:

@@ -4,7 +4,7 @@ zygote            imports torch and IPython once, then forks ranks
 rank              a rank's main loop: set up, execute orders, exit
 helper            the thread that receives messages and handles those that can't wait for the main thread
 rank_context      what a rank takes over before a cell: the kernel's context and results; device; group
-interrupts        when an interrupt reaches the user's code
+user_code         when an interrupt reaches the user's code, and calls of it that must not end the rank
 terminal          stdout and stderr at descriptor level, refused keyboard input, and `exit`
 position          where the rank is: its stack, readable from outside and after its death, and its collective
 patches           changes to other packages in a rank and in the processes that it starts

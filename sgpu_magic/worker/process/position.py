@@ -29,7 +29,7 @@ import msgspec
 
 from sgpu_magic.wire.failures import Collective
 from sgpu_magic.wire.zygote import AREA_BYTES, HEADER, LENGTH, STACK_SIGNAL, TEXT_BYTES, half_offset
-from sgpu_magic.worker.cell import asking
+from sgpu_magic.worker.process import user_code
 
 _MAX_FRAMES = 200
 # frames kept of a deep stack: the innermost ones, and above them only those of notebook cells
@@ -65,7 +65,7 @@ def _sample_before_exit(sampler: Sampler) -> None:
     @functools.wraps(leave)
     def _exit(status: int) -> NoReturn:
         if os.getpid() == rank and threading.current_thread() is threading.main_thread():
-            if asking.is_asking():
+            if user_code.is_asking():
                 raise SystemExit(status)
             sampler.sample()
         leave(status)

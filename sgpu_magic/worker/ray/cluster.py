@@ -38,7 +38,7 @@ from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.cell.cell_run import CellRun
 from sgpu_magic.worker.cell.results import Reply
 from sgpu_magic.worker.cell.shell import RankShell
-from sgpu_magic.worker.process import interrupts
+from sgpu_magic.worker.process import user_code
 from sgpu_magic.worker.process.helper import Order
 from sgpu_magic.worker.process.rank_context import Standing
 from sgpu_magic.worker.ray import driver, ray_processes
@@ -299,7 +299,7 @@ class RayRun(CellRun):
             return super().run() if self._rank == 0 else self._hold()
         finally:
             # an interrupt must leave nothing behind
-            interrupts.refuse()
+            user_code.refuse_interrupts()
             if self._member is not None:
                 self._member.end()
 

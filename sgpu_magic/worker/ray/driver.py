@@ -27,9 +27,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.worker.cell.asking import is_a
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.process.patches import around_import
+from sgpu_magic.worker.process.user_code import is_a
 from sgpu_magic.worker.ray.ray_processes import written_in
 
 # functions that start a Serve instance (ray/serve/api.py)
