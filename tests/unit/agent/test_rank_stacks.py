@@ -16,10 +16,10 @@ from kernels import eventually
 
 from sgpu_magic.agent.failures import MemoryWatch, peak_memory
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames, StackFile, parse
-from sgpu_magic.agent.ranks.run_processes import ProcessTable
+from sgpu_magic.agent.ranks.run_processes import CpuWatch, ProcessTable
 from sgpu_magic.agent.ranks.stop import catches
+from sgpu_magic.agent.watch.run_watch import RankLook, StallJudge
 from sgpu_magic.agent.watch.stack_taking import find_py_spy, parse_py_spy
-from sgpu_magic.agent.watch.stalls import CpuWatch, RankLook, StallJudge
 from sgpu_magic.system.byte_sizes import memory_limit
 from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.rank_events import Resumed, Stalled
