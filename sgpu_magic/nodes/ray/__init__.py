@@ -7,10 +7,9 @@ driver          messages between the engine and the driver process (the Ray clie
 __main__        the driver process
 cluster         Ray calls of the driver process: nodes, agent actors, the nodes and GPUs of a placement group
 groups          Ray's modules, untyped, and Ray calls for placement groups
-on_node         Ray tasks and the actor class that run on nodes; pickled by value, so without imports of this package
+on_node         what Ray runs on nodes, without imports of this package: tasks, an actor class, the agent's parent
 agent_actor     the body of the Ray actor that holds a node's agent
 uplink          the agent process and its link to the pool: the messages of both ends, and the node's end
-go_between      a script that runs as the process between Ray's worker and the agent
 jobs_api        Ray's Jobs API over HTTP; does not need Ray
 deploy          runs a pool service as a Ray job
 
