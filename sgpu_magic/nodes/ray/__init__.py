@@ -9,8 +9,7 @@ cluster         Ray calls of the driver process: nodes, agent actors, placement 
 on_node         what Ray runs on nodes, without imports of this package: tasks, an actor class, the agent's parent
 agent_actor     the body of the Ray actor that holds a node's agent
 uplink          the agent process and its link to the pool: the messages of both ends, and the node's end
-jobs_api        Ray's Jobs API over HTTP; does not need Ray
-deploy          runs a pool service as a Ray job
+deploy          runs a pool service as a Ray job, over Ray's Jobs API; does not need Ray
 
 Only `cluster` imports Ray, also for `__main__` and `agent_actor`.
 """
