@@ -5,8 +5,7 @@
 
 serverless_gpu/  the documented names, implemented with this package's own
 databricks_air/  the same of its successor
-volumes          where `/Volumes/...` and `dbfs:/...` are on this machine
-notebook/        `dbutils`, magics and other names of notebooks, for the extension `sgpu_magic.compat`
+notebook/        `dbutils`, magics and other names of notebooks, for the extension `sgpu_magic.compat`; paths of volumes
 decorators       this package's decorators, with the pool chosen by the documented environment variables
 
 Installed packages of these names take precedence. Nothing is imported until it is used.

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.compat.notebook.utility import Utility
-from sgpu_magic.functions.compat.notebook.widgets import Widgets
+from sgpu_magic.functions.compat.notebook.dbutils import Utility, Widgets
 from sgpu_magic.options.defaults import as_words, of_process
 from sgpu_magic.options.notebook_job import NotebookExit
 from sgpu_magic.payload.notebook_text import databricks_cells, is_databricks_source

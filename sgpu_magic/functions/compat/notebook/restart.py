@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 from types import ModuleType
 from typing import Any
 
-from sgpu_magic.functions.compat.notebook.utility import Utility
+from sgpu_magic.functions.compat.notebook.dbutils import Utility
 from sgpu_magic.packages.distributions import Distribution, Snapshot
 from sgpu_magic.packages.snapshot import Change, changes, take_snapshot, versions
 from sgpu_magic.payload.namespace import is_ipythons
