@@ -4,9 +4,9 @@ An installed `serverless_gpu` takes precedence over this one.
 
 compute   GPU types
 data      files of a volume for training, and checkpoints there
-launcher  `distributed`, for code that imports it from here
-ray       `ray_launch`
 runtime   rank, world size and node rank, for code on a rank
+
+`launcher` and `ray`, which only have the decorators, come from the finder in `sgpu_magic.functions.compat`.
 """
 
 from __future__ import annotations
