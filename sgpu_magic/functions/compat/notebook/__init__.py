@@ -1,10 +1,9 @@
 """The names that a Databricks notebook has without defining them, for the extension `sgpu_magic.compat`.
 
-names            puts `dbutils`, `spark` and the other names and magics into a shell, and removes them
-dbutils          base class of `dbutils` and its parts; `dbutils.widgets` and `dbutils.secrets`
-file_system      `dbutils.fs` and `%fs`; where `/Volumes/...` and `dbfs:/...` are on this machine
-restart          `dbutils.library.restartPython()` and `%restart_python`
-other_notebooks  `dbutils.notebook` and `%run` of another notebook
+names        puts `dbutils`, `spark` and the other names and magics into a shell, and removes them
+dbutils      base class of `dbutils` and its parts; `dbutils.widgets` and `dbutils.secrets`
+file_system  `dbutils.fs` and `%fs`; where `/Volumes/...` and `dbfs:/...` are on this machine
+execution    running, ending and restarting notebooks: `dbutils.notebook`, `%run`, `dbutils.library`
 
 The shell is the one that the extension receives; nothing here imports IPython. Ranks import this package alone, for
 `displayHTML`.

@@ -14,9 +14,8 @@ from typing import Any
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.compat.notebook import displayHTML, file_system
 from sgpu_magic.functions.compat.notebook.dbutils import Secrets, Utility, Widgets
+from sgpu_magic.functions.compat.notebook.execution import Library, Notebook, RunMagic
 from sgpu_magic.functions.compat.notebook.file_system import FileSystem
-from sgpu_magic.functions.compat.notebook.other_notebooks import Notebook, RunMagic
-from sgpu_magic.functions.compat.notebook.restart import Library
 from sgpu_magic.options.defaults import is_job
 from sgpu_magic.options.notebook_job import parameters_of_process
 from sgpu_magic.payload.notebook_text import CELL_MAGIC_NAMES, with_cell_magic
