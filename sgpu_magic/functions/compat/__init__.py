@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
@@ -28,33 +28,42 @@ NAME = "serverless_gpu"
 _HERE = Path(__file__).parent
 _AIR = "databricks.air"
 _FOLDERS = {NAME: _HERE / NAME, _AIR: _HERE / "databricks_air"}
-# documented modules that only have names of other modules: of which, and these names
+_DECORATORS = f"{__name__}.decorators"
+# documented modules that only have names of other modules, by the module that has them
 _ALIASES = {
-    f"{NAME}.launcher": (f"{__name__}.decorators", ("distributed",)),
-    f"{NAME}.ray": (f"{__name__}.decorators", ("ray_launch",)),
-    f"{_AIR}.data": (
-        f"{__name__}.{NAME}.data",
-        ("Checkpointable", "DataLoader", "UCVolumeDataset", "UCVolumeReader", "UCVolumeWriter"),
-    ),
-}
+    f"{NAME}.compute": {NAME: ("GPUType",)},
+    f"{NAME}.launcher": {_DECORATORS: ("distributed",)},
+    f"{NAME}.ray": {_DECORATORS: ("ray_launch",)},
+    f"{NAME}.runtime": {
+        NAME: ("get_global_rank",),
+        "sgpu_magic.runtime": ("get_local_rank", "get_local_world_size", "get_node_rank", "get_world_size"),
+    },
+    f"{_AIR}.data": {
+        f"{__name__}.{NAME}.data": (
+            "Checkpointable", "DataLoader", "UCVolumeDataset", "UCVolumeReader", "UCVolumeWriter",
+        ),
+    },
+}  # fmt: skip
 
 
 class _Alias(Loader):
-    """Fills a module with names of another one.
+    """Fills a module with names of other modules.
 
     Args:
-        module: The module that has them.
-        names: The names.
+        names: The names, by the module that has them.
     """
 
-    def __init__(self, module: str, names: Sequence[str]) -> None:
-        self._module = module
+    def __init__(self, names: Mapping[str, Sequence[str]]) -> None:
         self._names = names
 
     def exec_module(self, module: ModuleType) -> None:
-        source = importlib.import_module(self._module)
-        module.__doc__ = f"`{module.__name__}`: {', '.join(self._names)}, as documented."
-        vars(module).update({name: getattr(source, name) for name in self._names}, __all__=list(self._names))
+        found = {
+            name: getattr(importlib.import_module(source), name)
+            for source, names in self._names.items()
+            for name in names
+        }
+        module.__doc__ = f"`{module.__name__}`: {', '.join(found)}, as documented."
+        vars(module).update(found, __all__=list(found))
 
 
 class CompatFinder(MetaPathFinder):
@@ -69,7 +78,7 @@ class CompatFinder(MetaPathFinder):
             return ModuleSpec(fullname, None, is_package=True)
         parent = fullname.rpartition(".")[0]
         if fullname in _ALIASES and path is not None and str(_FOLDERS[parent]) in path:
-            return ModuleSpec(fullname, _Alias(*_ALIASES[fullname]))
+            return ModuleSpec(fullname, _Alias(_ALIASES[fullname]))
         if fullname not in _FOLDERS:
             return None
         folder = _FOLDERS[fullname]
