@@ -9,6 +9,7 @@ module imports nothing of this package.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from typing import Any, NoReturn
@@ -16,7 +17,6 @@ from typing import Any, NoReturn
 
 def look() -> dict[str, Any]:
     """Probe the node: return the fields of `NodeFacts` from `devices` on, except `problem`, as plain values."""
-    import importlib
     import importlib.metadata
     import importlib.util
 
@@ -58,8 +58,6 @@ def look() -> dict[str, Any]:
 
 def own_gpus() -> list[str]:
     """Return the GPUs that Ray has assigned to this task, by Ray's ids."""
-    import importlib
-
     ray: Any = importlib.import_module("ray")
     return [str(one) for one in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
 
@@ -83,13 +81,12 @@ class NodeAgent:
             with zipfile.ZipFile(BytesIO(package)) as archive:
                 archive.extractall(unpacked)
             sys.path.insert(0, unpacked)
-        from sgpu_magic.nodes.ray.agent_actor import Holder
-
-        self._holder = Holder(order, unpacked)
+        actor: Any = importlib.import_module("sgpu_magic.nodes.ray.agent_actor")
+        self._holder = actor.Holder(order, unpacked)
 
     def ready(self) -> bool:
         """Whether the agent runs; otherwise the actor is about to exit."""
-        return self._holder.is_there
+        return bool(self._holder.is_there)
 
     def end(self) -> None:
         """End the agent and its ranks, and wait until it has exited."""
