@@ -80,12 +80,12 @@ def runs_on_pool(source: str, job: Job) -> bool:
 
 
 def kernel_lines(job: Job) -> list[str]:
-    """Return the options that make a kernel execute a script's cell as `python script` would: see `script_shell`."""
+    """Return the options that make a kernel execute a script's cell as `python script` would."""
     # `python -m` looks in the working directory
     folder = job.folder if job.module else job.source.parent
     arguments = f"{str(job.source)!r}, {str(folder)!r}, {[job.as_written, *job.arguments]!r}"
     # an expression: the script finds no name that it did not define
-    imported = "__import__('sgpu_magic.cli.headless.script_shell', fromlist=['_'])"
+    imported = "__import__('sgpu_magic.cli.headless', fromlist=['_'])"
     return [f"--IPKernelApp.exec_lines={imported}.run_as_script(get_ipython(), {arguments})"]
 
 

@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.functions.compat.notebook.dbutils import Secrets, Widgets, variable_of
+from sgpu_magic.functions.compat.notebook.execution import RunMagic, find_notebook, forget_replaced
 from sgpu_magic.functions.compat.notebook.file_system import FileSystem, run_line
-from sgpu_magic.functions.compat.notebook.names import CellMagics
-from sgpu_magic.functions.compat.notebook.other_notebooks import RunMagic, find_notebook
-from sgpu_magic.functions.compat.notebook.restart import forget_replaced
-from sgpu_magic.functions.compat.notebook.secret_values import Secrets, variable_of
-from sgpu_magic.functions.compat.notebook.spark import Spark, run_sql
-from sgpu_magic.functions.compat.notebook.widgets import Widgets
+from sgpu_magic.functions.compat.notebook.names import CellMagics, Spark, run_sql
 from sgpu_magic.options import notebook_job
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.snapshot import read_snapshot
