@@ -73,7 +73,7 @@ def test_nothing_is_kept_of_a_run_whose_lease_is_dropped(monkeypatch: pytest.Mon
         removed.append(name)
 
     monkeypatch.setattr(beside_ray.cluster, "connect", lambda *_: connected.wait())
-    monkeypatch.setattr(beside_ray.groups, "remove", remove)
+    monkeypatch.setattr(beside_ray.cluster, "remove", remove)
 
     async def drop() -> int:
         ours, theirs = socket.socketpair()
