@@ -18,13 +18,13 @@ from sgpu_magic.options.asked import SessionOptions
 from sgpu_magic.packages import snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
-from sgpu_magic.panel.kernel_state import KernelPictures
-from sgpu_magic.panel.messages import (
+from sgpu_magic.panel.kernel_state import (
     AskApply,
     AskDisconnect,
     AskKernel,
     AskPlan,
     KernelAnswer,
+    KernelPictures,
     KernelQuestion,
     KernelReply,
     PanelRefusal,

@@ -22,14 +22,14 @@ from sgpu_magic.runs.workplace import Workplace
 
 if TYPE_CHECKING:
     from sgpu_magic.panel.kernel_actions import KernelActions
-    from sgpu_magic.panel.messages import Told
+    from sgpu_magic.panel.orders import Told
     from sgpu_magic.panel.watch import Watchers
     from sgpu_magic.views.live.comm import Channels
 
 Send = Callable[[dict[str, Any]], None]
 
 PANEL = "panel"
-"""Same as `messages.PANEL`; `messages` is not imported before the first request."""
+"""Same as `kernel_state.PANEL`; `kernel_state` is not imported before the first request."""
 
 PATIENCE_S = 90.0
 """A page that sends nothing for so long is considered closed."""

@@ -1,4 +1,7 @@
-"""Commands that a page or a widget sends to pools: watch a pool, start it, cancel a run in it."""
+"""Commands that a page or a widget sends to pools: watch a pool, start it, cancel a run in it.
+
+The TypeScript twins of the records are generated: `labextension/src/panel/records.ts`.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,54 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_po
 from sgpu_magic.client.this_machine import find_pool, start_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
-from sgpu_magic.panel.messages import CancelRun, PanelOrder, Rest, Said, StartPool, Told, Watch
 from sgpu_magic.panel.pool_state import as_sentence
+from sgpu_magic.panel.schema import PanelTold
 from sgpu_magic.panel.watch import ListWatcher, PoolWatcher, Watchers
+from sgpu_magic.views.live.schema import Message
 from sgpu_magic.views.run_notes import stop_words
 from sgpu_magic.wire.record import is_valid_id, short
 
-STARTED = "The pool is running."
+
+class Watch(Message, frozen=True, tag_field="kind", tag="watch"):
+    """Send updates about this pool instead of any other, starting with its whole state; "" for the default pool."""
+
+    pool: str = ""
+
+
+class Rest(Message, frozen=True, tag_field="kind", tag="rest"):
+    """The page is hidden: send no updates until the next `Watch`."""
+
+
+class StartPool(Message, frozen=True, tag_field="kind", tag="start-pool"):
+    """Start this pool."""
+
+    pool: str = ""
+
+
+class CancelRun(Message, frozen=True, tag_field="kind", tag="cancel-run"):
+    """Stop a run."""
+
+    run_id: str
+    pool: str = ""
+
+
+PanelOrder = Watch | Rest | StartPool | CancelRun
+
+
+class Said(Message, frozen=True, tag_field="kind", tag="said"):
+    """A sentence about the outcome of a command.
+
+    Args:
+        ok: The command succeeded.
+    """
+
+    text: str
+    ok: bool
+
+
+Told = PanelTold | Said
+
+orders = msgspec.json.Decoder(PanelOrder)
 
 
 class Page:
@@ -136,7 +180,7 @@ def _start(settings: Settings, pool: str) -> str:
     with closing(Pool(settings)) as asked:
         # a pool of another version is replaced when it is idle
         asked.status(1, start=True)
-    return STARTED
+    return "The pool is running."
 
 
 def _cancel(settings: Settings, pool: str, run_id: str) -> str:
