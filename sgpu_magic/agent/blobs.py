@@ -18,12 +18,14 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.agent.faults import call_in_background
+from sgpu_magic.agent.node_context import FIXED_TIME, point_link
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.content_store import blob_path, is_intact, join_blobs, piece_sizes
 from sgpu_magic.files.kept_folders import KeptFolders, evict
 from sgpu_magic.files.safe_paths import parts_of
 from sgpu_magic.files.whole_file import appearing, write_at
+from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.attachments import UPLOADS_VARIABLE, Manifest, ManifestUnusable, Upload, UploadedFile, manifest_in
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,
@@ -60,7 +62,7 @@ class BlobCache:
         self._most_bytes = settings.blobs_bytes
         self._send = send
         self._requests = itertools.count(1)
-        self._asked: dict[int, tuple[FetchBlob | FetchRunFile, asyncio.Future[bytes]]] = {}
+        self._asked = Pending[int, tuple[FetchBlob | FetchRunFile, asyncio.Future[bytes]]]()
         self._coming: dict[str, asyncio.Future[Path]] = {}
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._users: dict[str, set[str]] = {}
@@ -101,9 +103,10 @@ class BlobCache:
 
     def fetched(self, answer: BlobFetched, frames: Sequence[bytes]) -> None:
         """Handle the pool's answer with a part of a blob or file."""
-        _, part = self._asked.pop(answer.request, (None, None))
-        if part is None or part.done():
+        asked = self._asked.take(answer.request)
+        if asked is None or asked[1].done():
             return
+        part = asked[1]
         if answer.problem or not frames:
             part.set_exception(BlobMissing(answer.problem or "a part of them arrived empty"))
         else:
@@ -111,7 +114,7 @@ class BlobCache:
 
     def service_came(self) -> None:
         """Send all unanswered requests to the new service."""
-        for question, _ in self._asked.values():
+        for question, _ in self._asked:
             self._send(question)
 
     # ------------------------------------------------------------ within
@@ -168,8 +171,8 @@ class BlobCache:
 
     def _ask(self, question: FetchBlob | FetchRunFile) -> asyncio.Future[bytes]:
         part: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        part.add_done_callback(lambda _: self._asked.pop(question.request, None))
-        self._asked[question.request] = question, part
+        part.add_done_callback(lambda _: self._asked.take(question.request))
+        self._asked.add(question.request, (question, part))
         self._send(question)
         return part
 
@@ -193,8 +196,6 @@ class BlobCache:
 
 # ---------------------------------------------------------------- folders and files, read-only
 
-# modification time of assembled files; another time shows that a rank has changed the file
-FIXED_TIME = 946_684_800
 _WAITING_AT_ONCE = 64
 
 
@@ -338,6 +339,4 @@ def _link(cwd: str, upload: Upload) -> None:
     if os.path.lexists(link) and not os.path.islink(link):
         # ranks of an earlier cell have created something with that name
         return
-    temporary = f"{link}.{os.getpid()}.part"
-    os.symlink(upload.path, temporary)
-    os.replace(temporary, link)
+    point_link(link, upload.path)

@@ -206,7 +206,7 @@ class StandbyGroups:
                 if standby is not None and fits and not standby.has_dead_rank():
                     del self._standbys[key]
                     return standby, "standby"
-            self._drop_standby(session)
+            self.drop(session)
         warm = "zygote" if self.zygotes.get(interpreter).ready else "cold"
         if part is not None:
             # standby ranks have already joined each other and can't be part of a larger group
@@ -248,18 +248,20 @@ class StandbyGroups:
             try:
                 prepare(session, group, range(len(group.ranks)), stays=False)
             except OSError:
-                self._drop_standby(key)
+                self.drop(key)
 
-    def session_over(self, run_id: str) -> None:
-        """Drop the standby group of a session that ends."""
-        self._drop_standby(run_id)
+    def drop(self, session: str) -> None:
+        """Drop the standby group of a session, such as one that ends; "" is for runs with their own lease."""
+        standby = self._standbys.pop(session, None)
+        if standby is not None:
+            self.dismiss(standby)
 
     def tend(self) -> None:
         """Drop broken and idle standby groups, free groups whose ranks have exited, and retire zygotes."""
         for key, standby in list(self._standbys.items()):
             is_idle = not key and self._loop.time() - standby.wanted_at > self._settings.standby_idle_s
             if standby.broken or is_idle:
-                self._drop_standby(key)
+                self.drop(key)
         for group in [group for group in self._departing if group.is_dead()]:
             group.close()
             self._departing.remove(group)
@@ -298,17 +300,12 @@ class StandbyGroups:
             if _fits(standby, interpreter, ranks, on_gpus):
                 standby.wanted_at = self._loop.time()
                 return
-            self._drop_standby(key)
+            self.drop(key)
         try:
             join_early = ranks <= _JOIN_EARLY_MAX and not on_gpus
             self._standbys[key] = self._make(interpreter, ranks, join_early, rehearse=join_early)
         except OSError:
             return
-
-    def _drop_standby(self, key: str) -> None:
-        standby = self._standbys.pop(key, None)
-        if standby is not None:
-            self.dismiss(standby)
 
 
 def _fits(group: Group, interpreter: Interpreter, ranks: int, on_gpus: bool) -> bool:

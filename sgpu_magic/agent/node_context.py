@@ -20,7 +20,6 @@ from pathlib import Path, PurePosixPath
 
 from msgspec.structs import replace
 
-from sgpu_magic.agent.blobs import FIXED_TIME
 from sgpu_magic.config import Settings
 from sgpu_magic.files.kept_folders import KeptFolders
 from sgpu_magic.packages.node.store import Built
@@ -113,11 +112,16 @@ def _linked(links: str, entry: str, folder: str) -> str:
             return link
     except OSError:
         os.makedirs(links, mode=0o700, exist_ok=True)
-    temporary = f"{link}.part"
-    Path(temporary).unlink(missing_ok=True)
-    os.symlink(folder, temporary)
-    os.replace(temporary, link)
+    point_link(link, folder)
     return link
+
+
+def point_link(link: str, target: str) -> None:
+    """Let a link point to `target`, whether it exists already or not."""
+    temporary = f"{link}.{os.getpid()}.part"
+    Path(temporary).unlink(missing_ok=True)
+    os.symlink(target, temporary)
+    os.replace(temporary, link)
 
 
 def _environ(launch: Launch, built: Built | None) -> dict[str, str]:
@@ -174,6 +178,8 @@ def _without_kernels(path: str, context: RankContext, programs: str) -> Iterable
 _SHARE = 10
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK_BYTES = 1 << 20
+# modification time of assembled files; another time shows that a rank has changed the file
+FIXED_TIME = 946_684_800
 # modification times of unpacked files are in the ten years after `FIXED_TIME`
 _TIMES = 315_360_000
 

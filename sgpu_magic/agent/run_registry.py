@@ -98,7 +98,7 @@ class RunRegistry:
         """Stop a run by the stop path. The pool service itself ends fresh runs on a session's lease."""
         run.end_as(state, reason)
         if isinstance(run, Session):
-            self.groups.session_over(run.run_id)
+            self.groups.drop(run.run_id)
 
     def ranks_gone(self, run_id: str) -> None:
         """Release the run's locks and inputs: its processes are dead and reaped, or it never had any."""
@@ -219,7 +219,7 @@ class RunRegistry:
 
     def _end_fresh_runs(self, session: Session) -> None:
         """End the fresh runs that use the session's lease."""
-        self.groups.session_over(session.run_id)
+        self.groups.drop(session.run_id)
         for run in list(self._runs.values()):
             if run.launch.spec.session == session.run_id and run.launch.spec.fresh:
                 with faults.guarded(functools.partial(self.faulted, run.run_id)):

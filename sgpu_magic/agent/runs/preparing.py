@@ -84,7 +84,7 @@ class PreparingRun(NodeRun):
                 # preparation may take minutes, and a detached run's notebook may exit meanwhile
                 self.files.memory.open_payload()
             except OSError as error:
-                self._fail(f"the run could not be started on {self._host}: {error}.", FailureKind.INTERNAL)
+                self.fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
                 return
         self.files.describe(RunState.PREPARING)
         environment = self.launch.environment
@@ -107,8 +107,7 @@ class PreparingRun(NodeRun):
 
     def environment_failed(self, message: str) -> None:
         with faults.guarded(self.faulted):
-            if not self.ended:
-                self._fail(message)
+            self.fail_whole(FailureKind.ENVIRONMENT, message)
 
     # ------------------------------------------------------------ within
 
@@ -121,8 +120,8 @@ class PreparingRun(NodeRun):
                 # the payload arrives while the packages are being built
                 self.files.memory.take_payload(*await self._inputs.payload(self.launch, source))
         except (BlobMissing, OSError, ValueError) as error:
-            if not self.ended:
-                self._fail(f"the run's variables can't be transferred to {self._host}: {error}.", FailureKind.INTERNAL)
+            text = f"the run's variables can't be transferred to {self._host}: {error}."
+            self.fail_whole(FailureKind.INTERNAL, text)
             return
         self._arriving = None
         if self._ready is not None and not self.ended:
@@ -143,7 +142,7 @@ class PreparingRun(NodeRun):
             if error is None:
                 self._hand_on(built, moved, unpacked.result())
             else:
-                self._fail(str(error))
+                self.fail_whole(FailureKind.ENVIRONMENT, str(error))
 
         unpacked.add_done_callback(lambda future: done())
 
@@ -163,9 +162,6 @@ class PreparingRun(NodeRun):
         """Fail the run and stop the preparation."""
         if not self.ended:
             self._end(RunState.FAILED, "", self._failure_now(kind, message))
-
-    def _fail(self, message: str, kind: FailureKind = FailureKind.ENVIRONMENT) -> None:
-        self.fail_whole(kind, message)
 
     def _end(self, state: RunState, reason: str, failure: Failure | None = None) -> None:
         self.ended = True

@@ -239,7 +239,7 @@ class _Standing:
         return encodable(self._whole.cut(text, MESSAGE_CHARS, f"text of {name}"))
 
     def _notes_of(self, error: BaseException) -> list[str]:
-        found: Any = ask(_get_notes, error, default=None)
+        found: Any = ask(getattr, error, "__notes__", None, default=None)
         if found is None:
             return []
         # anything but a list is shown as Python does
@@ -261,10 +261,6 @@ class _Standing:
             setattr(made, name, value if type(value) in (str, int) else None)
         message = text_of(slot(SyntaxError, "msg")(error))
         made.msg = str(made) if message is None else encodable(message[:MESSAGE_CHARS])
-
-
-def _get_notes(error: Any) -> Any:
-    return getattr(error, "__notes__", None)
 
 
 def _draw_itself(error: Any) -> Any:

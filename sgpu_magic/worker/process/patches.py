@@ -50,9 +50,10 @@ class _Finder(MetaPathFinder):
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None:
-                if spec.loader is not None:
+                loader: Any = spec.loader
+                if loader is not None:
                     # set on the loader object, which serves this import only
-                    spec.loader.exec_module = functools.partial(self._execute, spec.loader.exec_module)
+                    loader.exec_module = functools.partial(self._execute, loader.exec_module)
                 return spec
         return None
 
