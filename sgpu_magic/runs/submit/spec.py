@@ -12,8 +12,7 @@ import msgspec
 
 from sgpu_magic.client.submitter import Stand
 from sgpu_magic.options.asked import RunOptions, Wishes
-from sgpu_magic.packages.secrets import is_secret
-from sgpu_magic.packages.variables import SecretsOf, blanked_settings
+from sgpu_magic.packages.secrets import SecretsOf, blanked_settings, is_secret
 from sgpu_magic.payload.namespace import cell_sources
 from sgpu_magic.payload.pack import Packed, new_key, pack_namespace
 from sgpu_magic.runs.notebook import cell_numbers, owner

@@ -22,8 +22,7 @@ from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.options import defaults
 from sgpu_magic.options.asked import OWN_PACKAGES, Wishes
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.packages.travel_checks import check_before_travel, check_references, mismatch_news
-from sgpu_magic.packages.variables import travelling
+from sgpu_magic.packages.travel import check_before_travel, check_references, mismatch_news, travelling
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.notebook import working_directory
 from sgpu_magic.runs.submit import mlflow_target
