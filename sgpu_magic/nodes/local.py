@@ -222,7 +222,9 @@ class LocalAgent:
         self._stream: MessageStream[FromAgent] | None = None
         self._child: subprocess.Popen[bytes] | None = None
         if found is None:
-            self._socket, self._child = _start(settings)
+            # settings are not passed as arguments: an address in them may contain a password
+            command, order = [sys.executable, "-m", "sgpu_magic.agent"], msgspec.json.encode(settings)
+            self._socket, self._child = child_process.start(command, order=order)
             self.pid = self._child.pid
             if warm is not None:
                 self._socket.sendall(codec.frame(WarmZygote(interpreter=warm.interpreter, ranks=warm.ranks)))
@@ -286,11 +288,6 @@ def _find(settings: Settings) -> tuple[socket.socket, int] | None:
         return None
     peer = processes.peer_of(connection)
     return connection, peer.pid if peer is not None else 0
-
-
-def _start(settings: Settings) -> child_process.Started:
-    # settings are not passed as arguments: an address in them may contain a password
-    return child_process.start([sys.executable, "-m", "sgpu_magic.agent"], order=msgspec.json.encode(settings))
 
 
 def _watch(pid: int) -> int:

@@ -68,15 +68,11 @@ def prepared(notebook: Any, job: Job) -> list[str]:
 def as_cell(source: str, job: Job) -> str:
     """Return a script as a cell that runs on the ranks, or in the kernel if the script submits runs itself."""
     text = f"{source.rstrip()}\n"
-    if not runs_on_pool(source, job):
+    on_pool = job.cells == "ranks" or (job.cells == "auto" and not submits_runs(source))
+    if not on_pool:
         return text
     again = f" --retries {job.restarts} --retry-on any" if job.restarts else ""
     return f"%%distributed --name {shlex.quote(job.module or job.source.name)}{again}\n{text}"
-
-
-def runs_on_pool(source: str, job: Job) -> bool:
-    """Whether a script runs on the ranks."""
-    return job.cells == "ranks" or (job.cells == "auto" and not submits_runs(source))
 
 
 def kernel_lines(job: Job) -> list[str]:

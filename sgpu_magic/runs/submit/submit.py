@@ -22,9 +22,9 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.options import notebook_job
 from sgpu_magic.options.asked import OWN_PACKAGES, Wishes
+from sgpu_magic.packages.secrets import SecretsOf, blanked_settings
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.packages.travel_checks import check_before_travel, check_references, mismatch_news
-from sgpu_magic.packages.variables import SecretsOf, blanked_settings, travelling
+from sgpu_magic.packages.travel import check_before_travel, check_references, mismatch_news, travelling
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.notebook import tell_git_state, working_directory
 from sgpu_magic.runs.submit.spec import MOVE_NAMES, Submission, place_of

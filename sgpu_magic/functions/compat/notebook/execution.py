@@ -182,16 +182,12 @@ def _run_cell(shell: Any, source: str, name: str) -> None:
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     body = ast.parse(code, name).body
     flags = future_flags(shell)
-    shown = body.pop() if body and isinstance(body[-1], ast.Expr) and not _is_quiet(code) else None
+    shown = body.pop() if body and isinstance(body[-1], ast.Expr) and not code.rstrip().endswith(";") else None
     parts: list[tuple[ast.Module | ast.Interactive, str]] = [(ast.Module(body, []), "exec")]
     if isinstance(shown, ast.Expr):
         parts.append((ast.Interactive([shown]), "single"))
     for tree, mode in parts:
         exec(compile(tree, name, mode, flags, dont_inherit=True), shell.user_ns)
-
-
-def _is_quiet(code: str) -> bool:
-    return code.rstrip().endswith(";")
 
 
 # ---------------------------------------------------------------- restarting Python

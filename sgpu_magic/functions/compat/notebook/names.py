@@ -184,7 +184,7 @@ _WHO = re.compile(
 )
 
 
-def is_installed() -> bool:
+def has_pyspark() -> bool:
     """Whether pyspark is installed."""
     return importlib.util.find_spec("pyspark") is not None
 
@@ -206,7 +206,7 @@ class Spark:
 
     def sql(self, sqlQuery: str, *args: Any, **kwargs: Any) -> Any:
         """Run a statement in the session; without pyspark, only the question for the user's name."""
-        who = None if is_installed() else _WHO.fullmatch(sqlQuery)
+        who = None if has_pyspark() else _WHO.fullmatch(sqlQuery)
         return _User(who[2] or who[1]) if who is not None else self._session().sql(sqlQuery, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -216,13 +216,13 @@ class Spark:
         return getattr(self._session(), name)
 
     def __repr__(self) -> str:
-        return "spark: a session is made when it is used" if is_installed() else f"spark: {_MISSING}"
+        return "spark: a session is made when it is used" if has_pyspark() else f"spark: {_MISSING}"
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(self.only_in_notebook)
 
     def _session(self) -> Any:
-        if not is_installed():
+        if not has_pyspark():
             raise UsageError(_MISSING)
         session: Any = importlib.import_module("pyspark.sql").SparkSession.builder.getOrCreate()
         if self._namespace.get("spark") is self:
