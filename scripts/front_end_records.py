@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from sgpu_magic.panel import messages as panel_messages
+from sgpu_magic.panel import kernel_state, orders
 from sgpu_magic.panel import schema as panel_schema
 from sgpu_magic.runs.choice import schema as choice
 from sgpu_magic.views.live import messages as live_messages
@@ -31,7 +31,7 @@ from sgpu_magic.views.live import schema as live_schema
 SOURCES = Path(__file__).resolve().parents[1] / "labextension" / "src"
 FILES = {
     SOURCES / "run_view" / "records.ts": (live_schema, live_messages),
-    SOURCES / "panel" / "records.ts": (choice, panel_schema, panel_messages),
+    SOURCES / "panel" / "records.ts": (choice, panel_schema, kernel_state, orders),
 }
 _SCALARS: dict[object, str] = {int: "num", float: "num", str: "str", bool: "bool"}
 _CHECKS = ("bool", "either", "kinds", "list", "nullable", "num", "oneOf", "record", "str", "triple")

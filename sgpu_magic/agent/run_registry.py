@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks import run_processes
-from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.execution import Execution
-from sgpu_magic.agent.runs.fresh import FreshRun
+from sgpu_magic.agent.runs.execution_kinds import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import Session
@@ -27,6 +26,9 @@ from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import FailureKind, RunState
+
+if TYPE_CHECKING:
+    from sgpu_magic.agent.launch import StandbyGroups
 
 T = TypeVar("T")
 _REPLENISH_DELAY_S = 0.15
@@ -96,7 +98,7 @@ class RunRegistry:
         """Stop a run by the stop path. The pool service itself ends fresh runs on a session's lease."""
         run.end_as(state, reason)
         if isinstance(run, Session):
-            self.groups.session_over(run.run_id)
+            self.groups.drop(run.run_id)
 
     def ranks_gone(self, run_id: str) -> None:
         """Release the run's locks and inputs: its processes are dead and reaped, or it never had any."""
@@ -217,7 +219,7 @@ class RunRegistry:
 
     def _end_fresh_runs(self, session: Session) -> None:
         """End the fresh runs that use the session's lease."""
-        self.groups.session_over(session.run_id)
+        self.groups.drop(session.run_id)
         for run in list(self._runs.values()):
             if run.launch.spec.session == session.run_id and run.launch.spec.fresh:
                 with faults.guarded(functools.partial(self.faulted, run.run_id)):

@@ -8,17 +8,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import getpass
+import json
 import os
+import re
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 import msgspec
 
-from sgpu_magic.client.this_process import own_key_path
+from sgpu_magic.client.this_machine import own_key_path
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
-from sgpu_magic.nodes.ray.deploy import DEPLOYED, Deployment, deploy, job_options, undeploy
-from sgpu_magic.nodes.ray.jobs_api import JobsApi
+from sgpu_magic.nodes.ray.deploy import DEPLOYED, Deployment, JobsApi, deploy, undeploy
 from sgpu_magic.pool import clients
 from sgpu_magic.pool.clients import read_clients
 from sgpu_magic.pool.serving import CLIENTS, checked_listen, checked_name, served_settings
@@ -129,6 +131,7 @@ def revoke(settings: Settings, name: str, who: str) -> str:
 
 # the pool's settings, taken from the environment of `sgpu pool deploy`; directories are set on the head node
 _TRAVEL = ("SGPU_RAY_", "SGPU_USER_", "SGPU_FAIR_", "SGPU_LINK_", "SGPU_ADOPT_", "SGPU_PRICES", "SGPU_RESERVED_PRICES")
+_OPTION = re.compile(r"--(?P<name>runtime-env-json|entrypoint-(?:num-cpus|num-gpus|memory|resources)|metadata-json)")
 
 
 def deploy_pool(settings: Settings, options: argparse.Namespace) -> str:
@@ -143,7 +146,45 @@ def deploy_pool(settings: Settings, options: argparse.Namespace) -> str:
         return undeploy(api, name)
     what = Deployment(name, checked_listen(options.listen), _clients(settings, name))
     variables = {key: value for key, value in os.environ.items() if key.startswith(_TRAVEL)}
-    return deploy(api, what, variables, job_options(options.job))
+    reached, key = deploy(api, what, variables, job_options(options.job))
+    users = sorted({user for user, _, _ in what.clients})
+    admitted = (
+        f"authorized users: {', '.join(users)}" if users else "no user is authorized yet: use `sgpu pool authorize`"
+    )
+    return (
+        f"pool {name} · {reached} · {admitted}\n"
+        f"add it with: sgpu pool add {name} {reached} --key '{key}'\n"
+        "all its ranks run as the one OS user of the Ray cluster: every user of this pool can read and change the "
+        "files and memory of others' runs there. For users who must not, run a pool on a cluster of their own."
+    )
+
+
+def job_options(words: Sequence[str]) -> dict[str, object]:
+    """Parse the options after `--`, which are those of `ray job submit`, into fields of Ray's request.
+
+    Raises:
+        UsageError: An option is unknown or has an invalid value.
+    """
+    fields: dict[str, object] = {}
+    rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    while rest:
+        match = _OPTION.fullmatch(rest[0])
+        if match is None or len(rest) < 2:
+            raise UsageError(
+                f"{rest[0]!r} is not an option of the job. After --, use --runtime-env-json, --metadata-json, "
+                "--entrypoint-num-cpus, --entrypoint-num-gpus, --entrypoint-memory and --entrypoint-resources, each "
+                "with a value, as for `ray job submit`."
+            )
+        name, text = match["name"].removesuffix("-json").replace("-", "_"), rest[1]
+        rest = rest[2:]
+        try:
+            value: object = json.loads(text)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict if name in ("runtime_env", "metadata", "entrypoint_resources") else int | float):
+            raise UsageError(f"--{match['name']} takes JSON, not {text[:80]!r}.")
+        fields[name] = value
+    return fields
 
 
 def _clients(settings: Settings, name: str) -> tuple[tuple[str, str, bool], ...]:

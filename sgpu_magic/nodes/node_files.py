@@ -15,6 +15,7 @@ import msgspec
 from sgpu_magic.config import Settings
 from sgpu_magic.files.content_store import blob_path
 from sgpu_magic.files.run_directory import BadName, open_below, parts_of, remove_below, replace_below
+from sgpu_magic.files.whole_file import write_at
 from sgpu_magic.system.child_process import FileThread
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,
@@ -61,15 +62,9 @@ class NodeFiles:
             answer: Sends a reply to that node.
         """
         match message:
-            case FetchBlob(request=request):
+            case FetchBlob(request=request) | FetchRunFile(request=request):
                 self._thread.do(
                     lambda: self._read(message),
-                    lambda data: answer(BlobFetched(request=request), (data,)),
-                    lambda error: answer(BlobFetched(request=request, problem=_reason(error)), ()),
-                )
-            case FetchRunFile(request=request):
-                self._thread.do(
-                    lambda: self._read_file(message),
                     lambda data: answer(BlobFetched(request=request), (data,)),
                     lambda error: answer(BlobFetched(request=request, problem=_reason(error)), ()),
                 )
@@ -87,25 +82,23 @@ class NodeFiles:
 
     # ------------------------------------------------------------ in the thread
 
-    def _read(self, message: FetchBlob) -> bytes:
-        path = blob_path(self._stores, message.store, message.digest)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise FileNotFoundError("a part of them is no longer in the pool's store. Run the cell again") from None
+    def _read(self, message: FetchBlob | FetchRunFile) -> bytes:
+        descriptor = self._opened(message)
         try:
             return os.pread(descriptor, min(message.size, CHUNK_BYTES), message.offset)
         finally:
             os.close(descriptor)
 
-    def _read_file(self, message: FetchRunFile) -> bytes:
-        if not is_valid_id(message.run_id):
-            raise BadName("that is not a run's ID")
-        descriptor = open_below(self._runs / message.run_id, message.name)
+    def _opened(self, message: FetchBlob | FetchRunFile) -> int:
+        if isinstance(message, FetchRunFile):
+            if not is_valid_id(message.run_id):
+                raise BadName("that is not a run's ID")
+            return open_below(self._runs / message.run_id, message.name)
+        path = blob_path(self._stores, message.store, message.digest)
         try:
-            return os.pread(descriptor, min(message.size, CHUNK_BYTES), message.offset)
-        finally:
-            os.close(descriptor)
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise FileNotFoundError("a part of them is no longer in the pool's store. Run the cell again") from None
 
     def _write(self, message: StoreRunFile, data: bytes) -> None:
         directory = self._runs / message.run_id
@@ -166,10 +159,7 @@ def _begin_of(directory: Path, message: StoreRunFile) -> int:
 def _put(directory: Path, name: str, data: bytes, offset: int) -> None:
     descriptor = open_below(directory, name, os.O_WRONLY | os.O_CREAT, make=True)
     try:
-        view = memoryview(data)
-        while view:
-            count = os.pwrite(descriptor, view, offset)
-            view, offset = view[count:], offset + count
+        write_at(descriptor, data, offset)
     finally:
         os.close(descriptor)
 

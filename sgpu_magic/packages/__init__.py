@@ -10,9 +10,8 @@ wheels              wheels built from installed packages and from editable proje
 uv_command          running uv, and which package index it uses
 local_code          which of the user's own modules a run needs, and the limit on their size
 code_files          the code files below a directory, and archives of them
-travel_checks       checks before a run: do its packages work together, can a node import what its payload names
+travel              the environment variables that travel with a run; checks of its packages and modules before it
 mismatches          packages known to break together; the NVIDIA driver that a CUDA version needs
-variables           which environment variables are sent with a run, and which of them are secrets
 secrets             detecting secrets, and redacting them in text
 node/               the node's side: the environments it has built, and the process that builds a missing one
 """

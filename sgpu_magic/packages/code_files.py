@@ -213,6 +213,17 @@ def _rules_in(directory: str, file: str) -> _Rules | None:
 
 # the earliest time that a zip archive can store
 _TIME = (1980, 1, 1, 0, 0, 0)
+
+
+def archive_entry(name: str, *, executable: bool = False, compression: int = zipfile.ZIP_DEFLATED) -> zipfile.ZipInfo:
+    """Return an entry of a zip archive whose bytes depend only on what is in it, not on dates or owners."""
+    entry = zipfile.ZipInfo(name, _TIME)
+    entry.external_attr = (stat.S_IFREG | (0o755 if executable else 0o644)) << 16
+    entry.compress_type = compression
+    entry.create_system = 3
+    return entry
+
+
 _CHUNK_BYTES = 1 << 20
 # files of this size need a zip64 entry
 _LARGE_BYTES = 1 << 31
@@ -283,9 +294,7 @@ def _write(archive: IO[bytes], files: Iterable[TreeFile]) -> None:
     """Write the files uncompressed: zlib builds compress equal contents to different bytes."""
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as target:
         for file in files:
-            info = zipfile.ZipInfo(file.name, _TIME)
-            info.create_system = 3
-            info.external_attr = (0o100755 if file.executable else 0o100644) << 16
+            info = archive_entry(file.name, executable=file.executable, compression=zipfile.ZIP_STORED)
             # a file removed since the walk counts as removed before this run
             with (
                 contextlib.suppress(FileNotFoundError),

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -158,6 +158,12 @@ class Snapshot:
 def normalised(name: str) -> str:
     """Return the normalised form of a distribution's name (PEP 503)."""
     return _SEPARATORS.sub("-", name).lower()
+
+
+def some_of(names: Sequence[str], most: int = 8) -> str:
+    """Return the first names as text, with the number of the others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def distribution_name(wheel: Wheel) -> str:

@@ -23,6 +23,7 @@ import msgspec
 
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.packages.code_files import TreeFile, Walk, walk
+from sgpu_magic.packages.snapshot import current_directory
 from sgpu_magic.system.byte_sizes import format_bytes
 
 # never sent: the node has it
@@ -64,7 +65,9 @@ def find_local_code(
         elsewhere: Directories to leave out: projects that are sent as wheels.
         cwd: The kernel's working directory; default: this process's.
     """
-    search = _Search(path, tuple(os.path.realpath(each) + os.sep for each in elsewhere), cwd or _this_directory())
+    search = _Search(
+        path, tuple(os.path.realpath(each) + os.sep for each in elsewhere), cwd or current_directory() or os.sep
+    )
     search.take_imported(sys.modules)
     waiting: list[str] = []
     for source in sources:
@@ -189,13 +192,6 @@ def _listed(paths: object) -> list[str]:
     except (TypeError, KeyError):
         # not a path, or a namespace package whose parent is gone
         return []
-
-
-def _this_directory() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return os.sep
 
 
 def _imports_in_text(text: str) -> set[str]:

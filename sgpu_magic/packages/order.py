@@ -26,6 +26,7 @@ from sgpu_magic.packages.distributions import (
     is_from_node,
     normalised,
     own_python,
+    some_of,
 )
 from sgpu_magic.packages.lock import Lock
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
@@ -41,7 +42,6 @@ NONE = "none"
 _INSTALLERS = {"pip", "setuptools", "wheel", "uv"}
 # sgpu-magic's requirements that its ranks import
 _RANKS_NEED = ("cloudpickle", "dill", "ipython", "mlflow-skinny", "msgspec", "numpy", "platformdirs", "sqlalchemy")
-_MOST_NAMED = 8
 
 
 class Ordered(msgspec.Struct, frozen=True):
@@ -168,7 +168,7 @@ def _from_base(base: BaseList, torch_mine: bool, allow_build: bool) -> Ordered:
     made = _environment(base.name, base.pins(allow_build=allow_build), torch_mine, allow_build)
     left_out = sorted({**base.left_out, **({} if allow_build else {n: v for n, v in base.wheels.items() if not v})})
     other = {name: version for name, version in base.wheels.items() if version and not allow_build}
-    notes = [f"left out of environment {base.name}, as no package index has them for this Python: {_listed(left_out)}"]
+    notes = [f"left out of environment {base.name}, as no package index has them for this Python: {some_of(left_out)}"]
     if other:
         pairs = ", ".join(f"{name} {version} for {base.public[name]}" for name, version in sorted(other.items()))
         notes.append(f"environment {base.name} has versions that need no build: {pairs}")
@@ -282,8 +282,3 @@ def _unknown(settings: Settings, name: str) -> str:
     is_file = "/" in name or name.endswith((".txt", ".toml"))
     what = f"there is no such file ({os.path.abspath(name)[:300]})" if is_file else "there is no such environment"
     return f"--env-version is {name[:200]!r}, and {what}. {there}; a requirements file's path works too."
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

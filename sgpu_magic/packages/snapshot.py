@@ -120,17 +120,17 @@ def _others(path: list[str]) -> frozenset[str]:
     The notebook's own folder is left out: it changes with every save, and an editable install there changes a site
     directory too.
     """
-    here = {"", _current_directory()}
+    here = {"", current_directory()}
     return frozenset(
         entry for entry in path if entry not in here and not entry.endswith(_SITE_FOLDERS) and _infos(entry)
     )
 
 
-def _current_directory() -> str:
+def current_directory() -> str:
+    """Return this process's working directory, "" if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
-        # the working directory was removed
         return ""
 
 
@@ -149,7 +149,7 @@ def _entries(path: list[str]) -> Iterator[str]:
     seen = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     for entry in path:
         try:
-            real = os.path.realpath(entry or _current_directory())
+            real = os.path.realpath(entry or current_directory())
         except OSError:
             continue
         is_vendored = os.path.isfile(os.path.join(os.path.dirname(real), "__init__.py"))

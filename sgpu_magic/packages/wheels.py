@@ -23,7 +23,7 @@ from pathlib import Path
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.files.whole_file import sha256_of
-from sgpu_magic.packages.code_files import walk
+from sgpu_magic.packages.code_files import archive_entry, walk
 from sgpu_magic.packages.distributions import INSTALLERS_OWN, Distribution, has_project_file
 from sgpu_magic.packages.uv_command import call_uv
 from sgpu_magic.wire.attachments import Wheel
@@ -100,7 +100,6 @@ def remove_old_wheels(root: Path, before: float) -> None:
 
 # Installed files go back to their places in a wheel: scripts to `.data/scripts`, other files outside the site directory
 # to `.data/data`. The same installation always gives the same bytes.
-_EPOCH = (1980, 1, 1, 0, 0, 0)
 _COMPRESSION = 5
 
 
@@ -156,11 +155,10 @@ def _write_wheel(info: Path, folder: Path) -> Path:
             data = path.read_bytes()
             if name.startswith(f"{stem}.data/scripts/"):
                 data = _with_plain_shebang(data)
-            executable = path.stat().st_mode & stat.S_IXUSR
-            wheel.writestr(_entry(name, 0o755 if executable else 0o644), data)
+            wheel.writestr(archive_entry(name, executable=bool(path.stat().st_mode & stat.S_IXUSR)), data)
             rows.writerow((name, f"sha256={_record_hash(data)}", len(data)))
         rows.writerow((f"{info.name}/RECORD", "", ""))
-        wheel.writestr(_entry(f"{info.name}/RECORD", 0o644), record.getvalue())
+        wheel.writestr(archive_entry(f"{info.name}/RECORD"), record.getvalue())
     return file
 
 
@@ -219,14 +217,6 @@ def _with_plain_shebang(data: bytes) -> bytes:
 
 def _record_hash(data: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-
-
-def _entry(name: str, mode: int) -> zipfile.ZipInfo:
-    entry = zipfile.ZipInfo(name, _EPOCH)
-    entry.external_attr = (stat.S_IFREG | mode) << 16
-    entry.compress_type = zipfile.ZIP_DEFLATED
-    entry.create_system = 3
-    return entry
 
 
 # ---------------------------------------------------------------- from editable projects, cached by their files

@@ -1,4 +1,8 @@
-"""A kernel's state for a panel, or as text when no panel can be shown: its choice, packages and sessions."""
+"""What a panel asks a kernel and is told of it, also as text when no panel can be shown: choice, packages, sessions.
+
+Requests arrive on the control channel (`sgpu_request` with the model id `PANEL`) or as a widget's messages. Their
+TypeScript twins are generated: `labextension/src/panel/records.ts`.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +24,106 @@ from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import name_of, version_of
 from sgpu_magic.packages.snapshot import Change, changes, versions
 from sgpu_magic.panel.pool_state import as_sentence
-from sgpu_magic.panel.schema import BaseChoice, KernelPicture, PackageLine, SessionPicture
-from sgpu_magic.runs.choice import default_choice
+from sgpu_magic.panel.schema import BaseChoice, KernelPicture, PackageLine, PlanPicture, SessionPicture
 from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
-from sgpu_magic.runs.choice.schema import VERSION, Choice, label_of, words_of
-from sgpu_magic.runs.environment_report import report, since_connected, stale_words
+from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, label_of, words_of
+from sgpu_magic.runs.environments import report, since_connected, stale_words
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.views.live.schema import Message
 from sgpu_magic.views.pool_tables import environment_text, status_text
 from sgpu_magic.views.units import count_of
 
-OWN_PACKAGES = "this notebook's packages"
+PANEL = "panel"
+"""The model id of requests that belong to no run's view."""
+
+
+class AskKernel(Message, frozen=True, tag_field="kind", tag="kernel"):
+    """Ask for the notebook's state.
+
+    Args:
+        kept: The choice in the notebook's metadata, in effect from now on; None when there is none.
+    """
+
+    n: int
+    kept: KeptChoice | None = None
+
+
+class AskPlan(Message, frozen=True, tag_field="kind", tag="plan"):
+    """Ask what applying this choice would do.
+
+    Args:
+        connect: Include connecting a session afterwards.
+    """
+
+    n: int
+    choice: Choice
+    connect: bool = False
+
+
+class AskApply(Message, frozen=True, tag_field="kind", tag="apply"):
+    """Apply the user's choice, or confirm the notebook's: install packages, and connect if asked.
+
+    Args:
+        connect: Connect a session afterwards, or restart the current one.
+        confirmed: The user has accepted that something will be lost.
+    """
+
+    n: int
+    choice: Choice
+    connect: bool = False
+    confirmed: bool = False
+
+
+class AskDisconnect(Message, frozen=True, tag_field="kind", tag="disconnect"):
+    """End a session; "" for the current one."""
+
+    n: int
+    name: str = ""
+
+
+KernelQuestion = AskKernel | AskPlan | AskApply | AskDisconnect
+
+
+class KernelAnswer(Message, frozen=True, tag_field="kind", tag="kernel-answer"):
+    """The notebook's state after the request.
+
+    Args:
+        kept: The choice to write to the notebook's metadata; None leaves it as it is.
+        said: A sentence about what happened; "" for nothing.
+        installing: Packages are being installed; ask again.
+    """
+
+    n: int
+    picture: KernelPicture
+    kept: KeptChoice | None = None
+    said: str = ""
+    installing: bool = False
+
+
+class PlanAnswer(Message, frozen=True, tag_field="kind", tag="plan-answer"):
+    """What applying the choice would do."""
+
+    n: int
+    plan: PlanPicture
+
+
+class PanelRefusal(Message, frozen=True, tag_field="kind", tag="panel-refusal"):
+    """The request was refused; `text` is a paragraph that says why and what to do."""
+
+    n: int
+    text: str
+
+
+KernelReply = KernelAnswer | PlanAnswer | PanelRefusal
+
+
+# ---------------------------------------------------------------- the state
+
+_OWN_PACKAGES = "this notebook's packages"
 _PUBLISHED = {"4": "Databricks serverless GPU", "ai-4": "Databricks serverless GPU with AI libraries"}
 _MOST_DIFFERENCES = 60
 _MOST_NOTES = 6
@@ -75,7 +166,7 @@ class KernelPictures:
         else:
             notes += [*stale_words(now), *self._broken(now)]
         notes += since_connected(now, [session for session in registry.all_sessions() if not session.has_ended])
-        pool = default_choice.pool_name(self._place)
+        pool = placing.pool_name(self._place)
         return KernelPicture(
             version=VERSION,
             package_version=__version__,
@@ -158,7 +249,7 @@ def _line(change: Change) -> PackageLine:
 def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoice, ...]:
     """Return this notebook's packages, the published bases, the saved environments, and the chosen one."""
     own = _about(own_python(), len(now.distributions))
-    found = [BaseChoice(name="", label=_label(OWN_PACKAGES, "", own_python()), about=own)]
+    found = [BaseChoice(name="", label=_label(_OWN_PACKAGES, "", own_python()), about=own)]
     for name in BASE_NAMES:
         base = base_list(name)
         label = _label(name, _PUBLISHED[name], base.python_minor)
@@ -222,13 +313,13 @@ _NO_POOL = "no pool is running; the first run starts it."
 
 def panel_text(place: Workplace) -> str:
     """Return the pool, the notebook's choice and its packages as text. Starts no pool."""
-    name = default_choice.pool_name(place)
+    name = placing.pool_name(place)
     try:
         looked_at = place.pools.named(name)
         status = looked_at.status(recent=5, start=False, timeout_s=PATIENCE_S)
         pool = _NO_POOL if status is None else status_text(status, notice=looked_at.notice)
     except SgpuError as error:
         pool = error.message
-    choice = default_choice.held_words(place.choice.now(), name) or _NO_CHOICE
+    choice = placing.held_words(place.choice.now(), name) or _NO_CHOICE
     packages = environment_text(report(place.current_settings(), registry.all_sessions()))
     return "\n\n".join((pool.rstrip(), choice, packages.rstrip()))

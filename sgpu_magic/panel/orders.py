@@ -1,23 +1,71 @@
-"""Commands that a page or a widget sends to pools: watch a pool, start it, cancel a run in it."""
+"""Commands that a page or a widget sends to pools: watch a pool, start it, cancel a run in it.
+
+The TypeScript twins of the records are generated: `labextension/src/panel/records.ts`.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import closing
 
+import msgspec
+
 from sgpu_magic.client import ledger
-from sgpu_magic.client.local_pool import find_pool, start_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_pools, unknown_pool
+from sgpu_magic.client.this_machine import find_pool, start_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
-from sgpu_magic.panel.messages import CancelRun, PanelOrder, Rest, Said, StartPool, Told, Watch
 from sgpu_magic.panel.pool_state import as_sentence
+from sgpu_magic.panel.schema import PanelTold
 from sgpu_magic.panel.watch import ListWatcher, PoolWatcher, Watchers
+from sgpu_magic.views.live.schema import Message
 from sgpu_magic.views.run_notes import stop_words
 from sgpu_magic.wire.record import is_valid_id, short
 
-STARTED = "The pool is running."
+
+class Watch(Message, frozen=True, tag_field="kind", tag="watch"):
+    """Send updates about this pool instead of any other, starting with its whole state; "" for the default pool."""
+
+    pool: str = ""
+
+
+class Rest(Message, frozen=True, tag_field="kind", tag="rest"):
+    """The page is hidden: send no updates until the next `Watch`."""
+
+
+class StartPool(Message, frozen=True, tag_field="kind", tag="start-pool"):
+    """Start this pool."""
+
+    pool: str = ""
+
+
+class CancelRun(Message, frozen=True, tag_field="kind", tag="cancel-run"):
+    """Stop a run."""
+
+    run_id: str
+    pool: str = ""
+
+
+PanelOrder = Watch | Rest | StartPool | CancelRun
+
+
+class Said(Message, frozen=True, tag_field="kind", tag="said"):
+    """A sentence about the outcome of a command.
+
+    Args:
+        ok: The command succeeded.
+    """
+
+    text: str
+    ok: bool
+
+
+Told = PanelTold | Said
+
+orders = msgspec.json.Decoder(PanelOrder)
 
 
 class Page:
@@ -48,16 +96,39 @@ class Page:
                 self._watch(pool)
                 return None
             case Rest():
-                self._rest()
+                self.rest()
                 return None
             case StartPool() | CancelRun():
                 return obey_once(self._watchers, order)
+
+    def obeyed(self, message: object) -> Said | None:
+        """Carry out a command that is given as JSON, as `obey`; errors become its outcome."""
+        try:
+            return self.obey(msgspec.convert(message, PanelOrder))
+        except msgspec.ValidationError as error:
+            return Said(text=f"This request is not valid: {error}.", ok=False)
+        except Exception as error:  # noqa: BLE001  a thread's top, and a page that waits
+            traceback.print_exc(file=sys.__stderr__)
+            return Said(text=f"The request failed: {type(error).__name__}: {error}", ok=False)
+
+    @property
+    def is_watching(self) -> bool:
+        """It gets updates."""
+        return self._watched is not None
+
+    def rest(self) -> None:
+        """Stop the updates until the next `Watch`."""
+        with self._lock:
+            self._leave()
+            listed, self._listed = self._listed, None
+            if listed is not None:
+                listed.remove(self)
 
     def close(self) -> None:
         """Stop watching for good."""
         with self._lock:
             self._closed = True
-        self._rest()
+        self.rest()
 
     def _watch(self, pool: str) -> None:
         with self._lock:
@@ -69,13 +140,6 @@ class Page:
             self._listed = self._watchers.watch_list(self, self._tell)
             # a page that watches this pool already gets the whole state again
             self._watched = self._watchers.watch(pool, self, self._tell)
-
-    def _rest(self) -> None:
-        with self._lock:
-            self._leave()
-            listed, self._listed = self._listed, None
-            if listed is not None:
-                listed.remove(self)
 
     def _leave(self) -> None:
         watched, self._watched = self._watched, None
@@ -116,7 +180,7 @@ def _start(settings: Settings, pool: str) -> str:
     with closing(Pool(settings)) as asked:
         # a pool of another version is replaced when it is idle
         asked.status(1, start=True)
-    return STARTED
+    return "The pool is running."
 
 
 def _cancel(settings: Settings, pool: str, run_id: str) -> str:

@@ -1,4 +1,4 @@
-"""Checks and holds submitted runs, passes them to the scheduler, prepares their packages and keeps what describes them.
+"""Submitted runs: checked, held, passed to the scheduler; their packages, prepared and described while they wait.
 
 `unfit` and `unstartable` say what no pool accepts, whatever is free. They are pure.
 

@@ -24,8 +24,7 @@ from jupyter_server.utils import url_path_join
 from tornado import web
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
-from sgpu_magic.panel.messages import PanelOrder, Rest, Said, Told, Watch, orders
-from sgpu_magic.panel.orders import Page, obey_once
+from sgpu_magic.panel.orders import Page, PanelOrder, Rest, Said, Told, Watch, obey_once, orders
 from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunRow, RunsTold
 from sgpu_magic.panel.watch import Watchers, whole
 from sgpu_magic.server.run_handlers import RESOURCE, THREADS, answer, in_thread

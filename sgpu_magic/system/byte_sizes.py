@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 from collections.abc import Iterator
@@ -159,7 +160,7 @@ def disk_room(path: Path) -> DiskRoom:
     while not path.exists() and path != path.parent:
         path = path.parent
     status = os.statvfs(path)
-    mount, kind = mount_of(path)
+    mount, kind = _mount_of(path, os.stat(path).st_dev)
     blocks, inodes = status.f_bavail, status.f_favail
     if os.geteuid() == 0:
         # root may use the blocks reserved for it, but not those of ext4 itself (ext4_calculate_resv_clusters)
@@ -169,6 +170,12 @@ def disk_room(path: Path) -> DiskRoom:
     limited = status.f_files > 0
     writable = os.access(path, os.W_OK | os.X_OK)
     return DiskRoom(path, mount, kind, blocks * status.f_frsize, inodes if limited else None, writable)
+
+
+@functools.lru_cache(maxsize=16)
+def _mount_of(path: Path, device: int) -> tuple[str, str]:
+    """`mount_of`, read once for each device: the table has a hundred lines on some machines."""
+    return mount_of(path)
 
 
 def mount_of(path: Path, mounts: Path = Path("/proc/mounts")) -> tuple[str, str]:

@@ -2,9 +2,8 @@
 
 __main__         the process that writes one pool's runs to one MLflow store, or sends the runs of `sgpu sync`
 writer_queue     the runs of one store, and the schedule of their steps
-writer           writes one run to its store, step by step
+writer           writes one run to its store, step by step, with the files of its directory as artifacts
 runs             converts a run's events to MLflow's params, tags, metrics and system metrics
-artifacts        the files of a run's directory that are logged as artifacts
 client           the writer's client of an MLflow store
 store            the default store: SQLite and a directory of artifacts
 progress         `tracking.json`: how far a run's events have been written

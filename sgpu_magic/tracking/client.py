@@ -21,7 +21,6 @@ from mlflow.exceptions import MlflowException
 from sgpu_magic.config import Settings
 from sgpu_magic.packages.secrets import find_secrets, without_secrets
 from sgpu_magic.tracking import store
-from sgpu_magic.tracking.artifacts import OWN_NAMES
 from sgpu_magic.tracking.progress import without_user
 from sgpu_magic.tracking.runs import LOGGED_TAG, RUN_TAG, Batch
 from sgpu_magic.wire.record import is_valid_id
@@ -32,6 +31,11 @@ _METRICS, _NAMES = 800, 50
 _OLD_PARAM_LENGTH = 250
 _DELETED = "must be in the 'active' state"
 _TEXT_LENGTH = 400
+
+PLAIN_FILES = ("cell.py", "requirements.txt", "pylock.toml")
+"""Files of a run's directory that are logged to MLflow as they are."""
+OWN_NAMES = frozenset((*PLAIN_FILES, "run.json", "run.html", "logs", "profile"))
+"""Names of sgpu-magic's own files at the top of a run's artifacts; all others are the user's."""
 
 
 class StoreTroubled(Exception):

@@ -64,9 +64,9 @@ def begin(
     # in the notebook this names the parent of the run
     os.environ.pop("MLFLOW_RUN_ID", None)
     module = sys.modules.get("mlflow")
-    if module is None:
-        _watch_import()
-    elif not getattr(getattr(module, "__spec__", None), "_initializing", False):
+    if module is None and _watch not in sys.meta_path:
+        sys.meta_path.insert(0, _watch)
+    elif module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
         _change(module)
 
 
@@ -113,11 +113,6 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 _watch = _Watch()
-
-
-def _watch_import() -> None:
-    if _watch not in sys.meta_path:
-        sys.meta_path.insert(0, _watch)
 
 
 def _change_after(loader: importlib.abc.Loader) -> None:

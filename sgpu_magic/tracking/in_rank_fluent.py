@@ -189,10 +189,6 @@ def _stack() -> list[Any]:
     return stack
 
 
-def _has_only_this(stack: list[Any]) -> bool:
-    return all(isinstance(run, RunHere) for run in stack)
-
-
 # ------------------------------------------------------------ replacements; the first argument is the original
 
 
@@ -216,7 +212,7 @@ def _start_run(
         "description": description,
         "log_system_metrics": log_system_metrics,
     }
-    if cell is None or not (nested or _has_only_this(stack)):
+    if cell is None or not (nested or all(isinstance(run, RunHere) for run in stack)):
         return original(run_id, experiment_id, nested=nested, parent_run_id=parent_run_id, **options)
     if run_id and not cell.is_this(run_id):
         # MLflow refuses a second active run unless it is nested

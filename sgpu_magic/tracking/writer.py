@@ -6,9 +6,12 @@ that may have been created without an answer before it creates another.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
+from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 
 import msgspec
@@ -17,10 +20,12 @@ from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.files.whole_file import locked
 from sgpu_magic.tracking import progress
-from sgpu_magic.tracking.artifacts import MAX_BYTES, files_of
-from sgpu_magic.tracking.client import Gone, Rejected, Store, StoreTroubled
+from sgpu_magic.tracking.client import PLAIN_FILES, Gone, Rejected, Store, StoreTroubled
 from sgpu_magic.tracking.runs import NAME_TAG, PARENT_TAG, Batch, RunFold, closing_tags, opening_tags, status_of
-from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.html import render_html
+from sgpu_magic.views.run_notes import run_name
+from sgpu_magic.wire.events import RunEnded, Submitted
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
@@ -243,3 +248,95 @@ class RunWriter:
     def _keep(self, **changes: object) -> None:
         self.progress = msgspec.structs.replace(self.progress, **changes)
         progress.save(self.directory, self.progress)
+
+
+# ---------------------------------------------------------------- artifacts
+
+# The files of a run's directory that are logged to MLflow:
+#
+#     cell.py  requirements.txt  pylock.toml  run.json  run.html
+#     logs/rank-0.log ...     profile/...     and artifacts that the ranks could not log (`artifacts/`), at their paths
+#
+# Never the payload, the run's key or its results.
+
+MAX_BYTES = 200_000_000
+"""Larger files are not logged."""
+
+_OWN = "artifacts"
+# fields of run.json that only make sense on this machine
+_LEFT_OUT = ("payload_layout",)
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
+<body style="font-family:system-ui,sans-serif;margin:16px">
+{body}
+</body></html>
+"""
+
+
+class ArtifactFile(msgspec.Struct, frozen=True):
+    """A file to log.
+
+    Args:
+        path: Path on disk.
+        folder: Folder among the artifacts, "" for the top.
+    """
+
+    path: Path
+    folder: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its path among the artifacts."""
+        return f"{self.folder}/{self.path.name}" if self.folder else self.path.name
+
+
+def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[ArtifactFile]:
+    """Yield the files to log. Generated files are written just before they are yielded.
+
+    Args:
+        directory: The run's directory.
+        scratch: An empty directory for generated files.
+        pool: The pool's name, shown in `run.html`.
+    """
+    for name in PLAIN_FILES:
+        if (directory / name).is_file():
+            yield ArtifactFile(directory / name)
+    if _write_record(directory / "run.json", scratch / "run.json"):
+        yield ArtifactFile(scratch / "run.json")
+    if _write_page(directory, scratch / "run.html", pool):
+        yield ArtifactFile(scratch / "run.html")
+    # skip empty logs, of ranks that printed nothing
+    logs = [path for path in sorted(directory.glob("rank-*.log")) if path.stat().st_size]
+    yield from (ArtifactFile(path, "logs") for path in logs)
+    for top, prefix in ((directory / "profile", "profile"), (directory / _OWN, "")):
+        for folder, _, names in os.walk(top):
+            inner = Path(folder).relative_to(top).as_posix()
+            place = "/".join(part for part in (prefix, inner) if part not in ("", "."))
+            yield from (ArtifactFile(Path(folder, name), place) for name in sorted(names) if not name.startswith("."))
+
+
+def _write_record(source: Path, target: Path) -> bool:
+    """Copy `run.json` without fields of this machine. Returns False if there is none."""
+    try:
+        record = msgspec.json.decode(source.read_bytes(), type=dict[str, msgspec.Raw])
+    except (OSError, msgspec.DecodeError):
+        return False
+    kept = {name: value for name, value in record.items() if name not in _LEFT_OUT}
+    target.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2))
+    return True
+
+
+def _write_page(directory: Path, target: Path, pool: str) -> bool:
+    """Render the run's final view as HTML, as its notebook shows it. Returns False if the event log has no run."""
+    view: RunView | None = None
+    with contextlib.suppress(OSError, ValueError):
+        for event, _ in EventFile(directory).new_events():
+            if view is None and isinstance(event.body, Submitted):
+                view = RunView(event.body.spec, pool=pool)
+            if view is not None:
+                view.apply(event)
+    if view is None:
+        return False
+    body = render_html(view)
+    target.write_text(_PAGE.format(title=escape(run_name(view.spec)), body=body), encoding="utf-8")
+    return True

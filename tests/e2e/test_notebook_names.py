@@ -157,7 +157,7 @@ def test_an_error_in_another_notebook_is_shown_once_with_its_line(notebook: Kern
     assert "fails.py, cell 2" in reply.traceback
     assert "setup.py, cell 4" in reply.traceback
     assert "return x / factor" in reply.traceback
-    assert "other_notebooks" not in reply.traceback
+    assert "execution.py" not in reply.traceback
     (notebook.home.work / "loop.py").write_text(f"{SOURCE}# MAGIC %run ./loop\n")
     assert "in a cycle: loop.py -> loop.py" in notebook.run("%run ./loop").traceback
 

@@ -24,8 +24,7 @@ from server_kernels import RunningCell, ServerKernel, loaded_kernel
 from waiting import eventually
 
 from sgpu_magic.config import Settings
-from sgpu_magic.panel.messages import CancelRun, Rest, Said, StartPool, Told, Watch
-from sgpu_magic.panel.orders import STARTED, Page
+from sgpu_magic.panel.orders import CancelRun, Page, Rest, Said, StartPool, Told, Watch
 from sgpu_magic.panel.poll_pool import PoolLook, Seen
 from sgpu_magic.panel.pool_state import away_picture
 from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunsTold
@@ -416,7 +415,7 @@ def test_a_killed_pool_is_lost_and_started_again_by_the_page(new_home: Callable[
         assert (picture["remedy"], picture["remedy_words"]) == ("start", "Start the pool")
         assert home.pool_pid() is None, "looking has started a pool"
         page.order("start-pool")
-        assert page.until_said()["text"] == STARTED
+        assert page.until_said()["text"] == "The pool is running."
         page.until_state("up")
         pid = home.pool_pid()
         assert pid is not None
@@ -604,7 +603,7 @@ def test_a_thousand_runs_are_asked_for_once(watchers: tuple[Home, Watchers], mon
     monkeypatch.setattr(Pool, "status", counted)
     told = Heard()
     page = Page(made, told)
-    assert page.obey(StartPool()) == Said(text=STARTED, ok=True)
+    assert page.obey(StartPool()) == Said(text="The pool is running.", ok=True)
     asked.clear()
     page.obey(Watch())
     eventually(lambda: len(asked) > 5, 10)
@@ -626,9 +625,9 @@ def test_a_pool_of_another_version_is_told_with_its_runs(
     written(home, 3)
     told = Heard()
     page = Page(made, told)
-    assert page.obey(StartPool()) == Said(text=STARTED, ok=True)
+    assert page.obey(StartPool()) == Said(text="The pool is running.", ok=True)
     with monkeypatch.context() as newer:
-        newer.setattr("sgpu_magic.client.this_process.PROTOCOL_VERSION", 99)
+        newer.setattr("sgpu_magic.client.this_machine.PROTOCOL_VERSION", 99)
         newer.setattr("sgpu_magic.client.connection.PROTOCOL_VERSION", 99)
         page.obey(Watch())
         picture = eventually(lambda: (one := told.last(PoolTold)) and one.picture, 10)

@@ -19,7 +19,7 @@ from waiting import eventually
 
 from sgpu_magic.cli.runs import runs_table
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.client.this_process import this_owner
+from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.errors import CapacityError, SessionError, UsageError
 from sgpu_magic.system.byte_sizes import RUN_BYTES, RUN_INODES
 from sgpu_magic.wire.events import (

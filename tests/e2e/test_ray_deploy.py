@@ -17,10 +17,10 @@ from ray_head import RayHead
 from served_pools import SGPU, RemoteUser
 from waiting import eventually
 
+from sgpu_magic.cli.serving import job_options
 from sgpu_magic.client.pools_file import PoolEntry, add_pool
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.nodes.ray.deploy import job_options
-from sgpu_magic.nodes.ray.jobs_api import JobsApi
+from sgpu_magic.nodes.ray.deploy import JobsApi
 from sgpu_magic.wire.events import RanksStarted
 from sgpu_magic.wire.states import RunState
 

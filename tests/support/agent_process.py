@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import planted_faults
 
-from sgpu_magic.client.this_process import this_context, this_interpreter, this_owner
+from sgpu_magic.client.this_machine import this_context, this_interpreter, this_owner
 from sgpu_magic.config import Settings
 from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.system.message_stream import Link

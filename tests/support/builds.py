@@ -16,7 +16,6 @@ from small_index import SmallIndex
 from waiting import eventually
 
 from sgpu_magic.packages.node.base_layer import layer_tag
-from sgpu_magic.packages.node.builder import folder_name
 from sgpu_magic.packages.node.refusals import own_platform, own_python
 from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, BuildReady, BuildRefused, Store, decode_news, encode
 from sgpu_magic.wire.attachments import Environment
@@ -46,7 +45,7 @@ class Nodes:
         self.store = Store(self.root)
 
     def name(self, environment: Environment) -> str:
-        return folder_name(environment, layer_tag())
+        return f"{environment.digest}-{layer_tag()}"
 
     def begin(self, environment: Environment, **options: Any) -> Build:
         """Start a build; the options go into the order."""

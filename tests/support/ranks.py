@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sgpu_magic.agent.ranks.rank_process import StackFile
 from sgpu_magic.agent.ranks.stop import connections_between
-from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.payload import pack, unpack
 from sgpu_magic.system.message_stream import Link
 from sgpu_magic.wire import codec

@@ -171,7 +171,7 @@ for line in sys.stdin:
 def _rays() -> list[str]:
     """Return descendants of this process that must not outlive a cluster, such as raylets."""
     table = process_table()
-    names = ("raylet", "gcs_server", "ray::", "sgpu_magic.agent", "go_between")
+    names = ("raylet", "gcs_server", "ray::", "sgpu_magic.agent", "on_node.py")
     return [str(table[pid]) for pid in _ray_pids() if pid in table and any(name in str(table[pid]) for name in names)]
 
 

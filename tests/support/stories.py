@@ -9,10 +9,10 @@ import msgspec
 
 from sgpu_magic.config import host_name
 from sgpu_magic.views import ansi
+from sgpu_magic.views.bundle import render_segment_text
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.output import ShownDisplay, TextSegment, segments
 from sgpu_magic.views.output_buffer import LineItem, display_text
-from sgpu_magic.views.text import render_segment_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload

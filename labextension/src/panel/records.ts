@@ -3,7 +3,8 @@
  *
  * - `sgpu_magic.runs.choice.schema`
  * - `sgpu_magic.panel.schema`
- * - `sgpu_magic.panel.messages`
+ * - `sgpu_magic.panel.kernel_state`
+ * - `sgpu_magic.panel.orders`
  *
  * Written by `scripts/front_end_records.py`.
  */

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.rank_output import RankOutput
-from sgpu_magic.agent.ranks.rank_process import RankProcess
+from sgpu_magic.agent.ranks.rank_process import RankProcess, StackFile
 from sgpu_magic.agent.ranks.zygotes import Zygote
-from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
@@ -28,7 +27,7 @@ from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.states import FailureKind
 
 if TYPE_CHECKING:
-    from sgpu_magic.agent.runs.fresh import FreshRun
+    from sgpu_magic.agent.runs.execution_kinds import FreshRun
     from sgpu_magic.agent.runs.session import Session
 
 

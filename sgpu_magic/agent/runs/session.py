@@ -14,12 +14,12 @@ from sgpu_magic.agent.failures import ExitDiagnosis
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.orders import prepare
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
+from sgpu_magic.agent.runs.execution_kinds import SessionCell, Told
 from sgpu_magic.agent.runs.node_run import Attempt, CommReports, NodeRun, Questions, Surroundings, show
-from sgpu_magic.agent.runs.session_cell import SessionCell, Told
 from sgpu_magic.agent.runs.session_repair import SessionLogs, SessionNews, SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
-from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Noted, RanksStarted, RunEnded
 from sgpu_magic.wire.rank import (

@@ -19,8 +19,7 @@ from sgpu_magic.cli.headless.formats import NOTEBOOK, submits_runs
 from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, Job, declared, has_tag, source_of
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
-from sgpu_magic.options.defaults import as_words
-from sgpu_magic.options.notebook_job import NotebookExit
+from sgpu_magic.options.notebook_job import NotebookExit, as_words
 from sgpu_magic.payload.notebook_text import uses_databricks_names
 from sgpu_magic.views import ansi
 
@@ -69,24 +68,20 @@ def prepared(notebook: Any, job: Job) -> list[str]:
 def as_cell(source: str, job: Job) -> str:
     """Return a script as a cell that runs on the ranks, or in the kernel if the script submits runs itself."""
     text = f"{source.rstrip()}\n"
-    if not runs_on_pool(source, job):
+    on_pool = job.cells == "ranks" or (job.cells == "auto" and not submits_runs(source))
+    if not on_pool:
         return text
     again = f" --retries {job.restarts} --retry-on any" if job.restarts else ""
     return f"%%distributed --name {shlex.quote(job.module or job.source.name)}{again}\n{text}"
 
 
-def runs_on_pool(source: str, job: Job) -> bool:
-    """Whether a script runs on the ranks."""
-    return job.cells == "ranks" or (job.cells == "auto" and not submits_runs(source))
-
-
 def kernel_lines(job: Job) -> list[str]:
-    """Return the options that make a kernel execute a script's cell as `python script` would: see `script_shell`."""
+    """Return the options that make a kernel execute a script's cell as `python script` would."""
     # `python -m` looks in the working directory
     folder = job.folder if job.module else job.source.parent
     arguments = f"{str(job.source)!r}, {str(folder)!r}, {[job.as_written, *job.arguments]!r}"
     # an expression: the script finds no name that it did not define
-    imported = "__import__('sgpu_magic.cli.headless.script_shell', fromlist=['_'])"
+    imported = "__import__('sgpu_magic.cli.headless', fromlist=['_'])"
     return [f"--IPKernelApp.exec_lines={imported}.run_as_script(get_ipython(), {arguments})"]
 
 

@@ -5,14 +5,11 @@ leases          translates between scheduler and Ray: inventory, lease requests,
 agent_listener  the socket that agents connect to, with the keys of both ends and its port
 driver          messages between the engine and the driver process (the Ray client), and the agents it starts
 __main__        the driver process
-cluster         Ray calls of the driver process: nodes, agent actors, the nodes and GPUs of a placement group
-groups          Ray's modules, untyped, and Ray calls for placement groups
-on_node         Ray tasks and the actor class that run on nodes; pickled by value, so without imports of this package
+cluster         Ray calls of the driver process: nodes, agent actors, placement groups
+on_node         what Ray runs on nodes, without imports of this package: tasks, an actor class, the agent's parent
 agent_actor     the body of the Ray actor that holds a node's agent
 uplink          the agent process and its link to the pool: the messages of both ends, and the node's end
-go_between      a script that runs as the process between Ray's worker and the agent
-jobs_api        Ray's Jobs API over HTTP; does not need Ray
-deploy          runs a pool service as a Ray job
+deploy          runs a pool service as a Ray job, over Ray's Jobs API; does not need Ray
 
-Only `groups` imports Ray, for `__main__`, `cluster` and `agent_actor`.
+Only `cluster` imports Ray, also for `__main__` and `agent_actor`.
 """

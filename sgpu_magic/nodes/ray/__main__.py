@@ -18,7 +18,8 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from sgpu_magic.nodes.ray import cluster, groups
+from sgpu_magic.nodes.ray import cluster
+from sgpu_magic.nodes.ray.cluster import RayError
 from sgpu_magic.nodes.ray.driver import (
     AgentFailed,
     AskLease,
@@ -38,7 +39,6 @@ from sgpu_magic.nodes.ray.driver import (
     Watch,
     to_cluster,
 )
-from sgpu_magic.nodes.ray.groups import RayError
 from sgpu_magic.system.message_stream import MessageStream
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ class ClusterProcess:
             async with asyncio.timeout(_LIMIT_S):
                 address = await self._call(cluster.connect, self._address, self._namespace)
                 agents = await self._call(cluster.agent_nodes, self._namespace)
-                leases = tuple(await self._call(groups.groups_named, self._prefix))
+                leases = tuple(await self._call(cluster.groups_named, self._prefix))
         except _RAYS as error:
             self._lost(error)
             return
@@ -196,20 +196,20 @@ class ClusterProcess:
     async def _lease(self, order: AskLease) -> None:
         try:
             async with self._turn(order.run_id):
-                group = await self._call(groups.find_or_make, order, self._name(order.run_id))
+                group = await self._call(cluster.find_or_make, order, self._name(order.run_id))
             began, wait_s, told = self._loop.time(), _FIRST_LOOK_S, ""
             while self._asked.get(order.run_id) is order:
-                state = await self._call(groups.state_of, group)
+                state = await self._call(cluster.state_of, group)
                 soon = self._loop.time() - began < _SOON_S
-                if state == groups.THERE:
+                if state == cluster.THERE:
                     await self._granted(order, group)
                     return
-                if state == groups.GONE:
+                if state == cluster.GONE:
                     if not soon:
                         raise RuntimeError("its placement group was removed")
                     # the group that was found is that of an earlier attempt
                     async with self._turn(order.run_id):
-                        group = await self._call(groups.find_or_make, order, self._name(order.run_id))
+                        group = await self._call(cluster.find_or_make, order, self._name(order.run_id))
                 elif not soon and state != told and self._asked.get(order.run_id) is order:
                     told = state
                     self._say(LeaseWaits(run_id=order.run_id))
@@ -225,7 +225,7 @@ class ClusterProcess:
             if order.run_id not in self._asked:
                 await self._drop(order.run_id)
 
-    async def _granted(self, order: AskLease, group: groups.Group) -> None:
+    async def _granted(self, order: AskLease, group: cluster.Group) -> None:
         parts = await self._call(cluster.parts_of, group, order)
         if self._asked.get(order.run_id) is order:
             # the group belongs to the engine from now on: it outlives this process
@@ -236,7 +236,7 @@ class ClusterProcess:
         # a newer request for the run is not affected: it waits for its turn
         try:
             async with self._turn(run_id):
-                await self._call(groups.remove, self._name(run_id))
+                await self._call(cluster.remove, self._name(run_id))
         except _RAYS as error:
             self._lost(error)
 
@@ -259,8 +259,8 @@ class ClusterProcess:
         self._asked.clear()
         try:
             await self._call(cluster.end_agents, await self._call(cluster.agent_nodes, self._namespace))
-            for run_id in await self._call(groups.groups_named, self._prefix):
-                await self._call(groups.remove, self._name(run_id))
+            for run_id in await self._call(cluster.groups_named, self._prefix):
+                await self._call(cluster.remove, self._name(run_id))
         finally:
             self._finish()
 

@@ -1,29 +1,37 @@
-"""The cluster through Ray's API: nodes, actors, and the parts of placement groups. All calls may block."""
+"""The cluster through Ray's API: nodes, agent actors, and placement groups, which hold the devices of runs.
+
+Ray's modules are untyped here, as their own type hints are incomplete: tests check their uses. All calls may block;
+make none in an event loop's thread.
+"""
 
 from __future__ import annotations
 
+import importlib
 import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
+from ray.exceptions import RayError as RayError
 
 from sgpu_magic.nodes.ray import on_node
 from sgpu_magic.nodes.ray.driver import AskLease, LeasePart, NodeFacts, StartAgent, package_archive
-from sgpu_magic.nodes.ray.groups import (
-    RayError,
-    accelerators,
-    autoscaler_status,
-    groups_named,
-    placement_groups,
-    ray,
-    state,
-    strategies,
-)
 
+ray: Any = importlib.import_module("ray")
+placement_groups: Any = importlib.import_module("ray.util.placement_group")
+strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
+accelerators: Any = importlib.import_module("ray.util.accelerators")
+# the only source of each node's free resources that does not need the dashboard
+state: Any = importlib.import_module("ray._private.state")
+
+# a `PlacementGroup`
+Group = Any
+
+THERE = "CREATED"
+GONE = "REMOVED"
 _TYPE_LABEL = "ray.io/accelerator-type"
 _TYPE_RESOURCE = "accelerator_type:"
 _TYPE_NAME = re.compile(r"[A-Z][A-Z0-9-]{1,15}")
@@ -125,14 +133,16 @@ def look_at(node: NodeFacts) -> NodeFacts:
     try:
         told: Mapping[str, Any] = ray.get(task.remote(), timeout=_START_S)
     except RayError as error:
-        return msgspec.structs.replace(node, problem=_first_line(error))
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        return msgspec.structs.replace(node, problem=first[:300])
     return msgspec.convert({**msgspec.structs.asdict(node), **told, "probed": True, "problem": ""}, NodeFacts)
 
 
 def coming() -> str:
     """The nodes that an autoscaler is adding, as a sentence without a full stop; "" if there are none."""
     try:
-        status = autoscaler_status()
+        sdk: Any = importlib.import_module("ray.autoscaler.v2.sdk")
+        status = sdk.get_cluster_status(str(ray.get_runtime_context().gcs_address), timeout=2)
     except (RayError, RuntimeError, ValueError, OSError):
         return ""
     failed: Sequence[Any] = status.failed_launches
@@ -176,7 +186,7 @@ def start_agent(order: StartAgent) -> None:
     """
     deadline = time.monotonic() + _START_S
     while True:
-        was_there = _agent(order.order.node) is not None
+        was_there = _found(ray.get_actor, f"{_AGENT}{order.order.node}") is not None
         try:
             if _start(order):
                 return
@@ -187,13 +197,6 @@ def start_agent(order: StartAgent) -> None:
         if time.monotonic() > deadline:
             ray.kill(ray.get_actor(f"{_AGENT}{order.order.node}"))
         time.sleep(_AGAIN_S)
-
-
-def _agent(node: str) -> Any:
-    try:
-        return ray.get_actor(f"{_AGENT}{node}")
-    except ValueError:
-        return None
 
 
 def _start(order: StartAgent) -> bool:
@@ -214,7 +217,7 @@ def _start(order: StartAgent) -> bool:
 
 def end_agents(nodes: Iterable[str]) -> None:
     """End the agent actors of these nodes in parallel, with their agents; kill those that do not end in time."""
-    found = [agent for node in nodes if (agent := _agent(node)) is not None]
+    found = [agent for node in nodes if (agent := _found(ray.get_actor, f"{_AGENT}{node}")) is not None]
     waiting = [agent.end.remote() for agent in found]
     if waiting:
         # an actor exits by itself when its agent has exited; otherwise it is killed below
@@ -223,11 +226,62 @@ def end_agents(nodes: Iterable[str]) -> None:
         ray.kill(agent)
 
 
-def _first_line(error: RayError) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+# ---------------------------------------------------------------- placement groups
 
 
-# ---------------------------------------------------------------- leases
+def find_or_make(order: AskLease, name: str) -> Group:
+    """Return the run's group: the one of this name, or a new one. It is detached: it stays until it is removed.
+
+    Raises:
+        ValueError: Ray refuses the request.
+    """
+    found = _found(ray.util.get_placement_group, name)
+    if found is not None and state_of(found) != GONE:
+        return found
+    # one bundle per rank, or one per node if a number of nodes was requested
+    count, size = (order.nodes, order.ranks // order.nodes) if order.nodes else (order.ranks, 1)
+    one: dict[str, float] = {"CPU": float(size)}
+    if order.gpus:
+        one = {"GPU": float(size)} | ({"CPU": order.cpus * size} if order.cpus else {})
+    return placement_groups.placement_group(
+        [{**one, **order.resources} for _ in range(count)],
+        strategy="STRICT_SPREAD" if order.nodes > 1 else order.strategy,
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=[dict(order.labels) for _ in range(count)] if order.labels else None,
+    )
+
+
+def state_of(group: Group) -> str:
+    """Ray's state of a group: `CREATED`, `PENDING`, `INFEASIBLE`, `REMOVED` ..."""
+    row: Mapping[str, Any] = placement_groups.placement_group_table(group)
+    state = str(row.get("state", GONE))
+    if state == "PENDING" and row.get("stats", {}).get("scheduling_state") == "INFEASIBLE":
+        return "INFEASIBLE"
+    return state
+
+
+def remove(name: str) -> None:
+    if (group := _found(ray.util.get_placement_group, name)) is not None:
+        placement_groups.remove_placement_group(group)
+
+
+def groups_named(prefix: str) -> dict[str, Mapping[str, Any]]:
+    """Ray's table rows of all groups with this prefix that are not removed, by the rest of the name."""
+    table: Mapping[str, Mapping[str, Any]] = placement_groups.placement_group_table()
+    return {
+        str(row["name"]).removeprefix(prefix): row
+        for row in table.values()
+        if str(row.get("name", "")).startswith(prefix) and row.get("state") != GONE
+    }
+
+
+def remove_groups_on(node: str, prefix: str) -> None:
+    """Remove the pool's groups that have a part on this node, and those that are still pending."""
+    for run_id, row in groups_named(prefix).items():
+        where = set(row["bundles_to_node_id"].values())
+        if node in where or where <= {""}:
+            remove(f"{prefix}{run_id}")
 
 
 def parts_of(group: Any, order: AskLease) -> tuple[LeasePart, ...]:
@@ -278,3 +332,11 @@ def _gpus_of(group: Any, by_node: Mapping[str, Sequence[int]], size: int) -> dic
 
 def _by_number(gpu: str) -> tuple[int, str]:
     return (int(gpu), "") if gpu.isdigit() else (1 << 30, gpu)
+
+
+def _found(get: Callable[[str], Any], name: str) -> Any:
+    """Return what Ray has under a name, None if there is nothing."""
+    try:
+        return get(name)
+    except ValueError:
+        return None

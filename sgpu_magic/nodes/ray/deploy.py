@@ -1,20 +1,29 @@
-"""`sgpu pool deploy` and `undeploy`: a pool service as a job on a Ray cluster, over its Jobs API, without local Ray."""
+"""A pool service as a job on a Ray cluster, over Ray's Jobs API, for machines without Ray.
+
+Token and certificates are looked up as Ray does.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
+import os
 import re
 import secrets
+import ssl
 import time
-from collections.abc import Mapping, Sequence
-from typing import cast
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar, cast
 
 import msgspec
 
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.nodes.ray.driver import package_archive
-from sgpu_magic.nodes.ray.jobs_api import Job, JobsApi
 from sgpu_magic.system.secure_sockets import reached_at
 
 DEPLOYED = "SGPU_DEPLOYED"
@@ -25,7 +34,6 @@ POOL = "sgpu-pool"
 _STOP_WAIT_S = 60
 _POLL_S = 0.25
 _START_S = 180.0
-_OPTION = re.compile(r"--(?P<name>runtime-env-json|entrypoint-(?:num-cpus|num-gpus|memory|resources)|metadata-json)")
 _WORDS = re.compile(r"pool \S+ · engine ray · (?P<address>tcp://\S+) · .*--key '(?P<key>[^']{40})'")
 
 
@@ -43,42 +51,19 @@ class Deployment(msgspec.Struct, frozen=True):
     clients: tuple[tuple[str, str, bool], ...] = ()
 
 
-def job_options(words: Sequence[str]) -> dict[str, object]:
-    """Parse the options after `--`, which are those of `ray job submit`, into fields of Ray's request.
-
-    Raises:
-        UsageError: An option is unknown or has an invalid value.
-    """
-    fields: dict[str, object] = {}
-    rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    while rest:
-        match = _OPTION.fullmatch(rest[0])
-        if match is None or len(rest) < 2:
-            raise UsageError(
-                f"{rest[0]!r} is not an option of the job. After --, use --runtime-env-json, --metadata-json, "
-                "--entrypoint-num-cpus, --entrypoint-num-gpus, --entrypoint-memory and --entrypoint-resources, each "
-                "with a value, as for `ray job submit`."
-            )
-        name, text = match["name"].removesuffix("-json").replace("-", "_"), rest[1]
-        rest = rest[2:]
-        try:
-            value: object = json.loads(text)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict if name in ("runtime_env", "metadata", "entrypoint_resources") else int | float):
-            raise UsageError(f"--{match['name']} takes JSON, not {text[:80]!r}.")
-        fields[name] = value
-    return fields
-
-
-def deploy(api: JobsApi, what: Deployment, variables: Mapping[str, str], options: Mapping[str, object]) -> str:
-    """Start the pool in the cluster, wait until clients can connect, and return a message for the user.
+def deploy(
+    api: JobsApi, what: Deployment, variables: Mapping[str, str], options: Mapping[str, object]
+) -> tuple[str, str]:
+    """Start the pool in the cluster, and wait until clients can connect.
 
     Args:
         api: The cluster's Jobs API.
         what: The pool.
         variables: Its settings as environment variables, `SGPU_...`.
-        options: Additional fields of Ray's request, from `job_options`.
+        options: Additional fields of Ray's request.
+
+    Returns:
+        The address at which clients reach it, and its public key.
 
     Raises:
         PoolError: The cluster refuses, a pool of this name runs already, or the pool does not start.
@@ -94,7 +79,8 @@ def deploy(api: JobsApi, what: Deployment, variables: Mapping[str, str], options
     package = api.upload(f"_ray_pkg_{hashlib.blake2b(archive, digest_size=16).hexdigest()}.zip", archive)
     job = f"sgpu-{what.name}-{secrets.token_hex(4)}"
     api.submit(_request(job, what, package, variables, options))
-    return _told(api, what, _words(api, job))
+    listening = _words(api, job)
+    return reached_at(listening["address"], api.host), listening["key"]
 
 
 def undeploy(api: JobsApi, name: str) -> str:
@@ -170,15 +156,185 @@ def _words(api: JobsApi, name: str) -> re.Match[str]:
         time.sleep(_POLL_S)
 
 
-def _told(api: JobsApi, what: Deployment, match: re.Match[str]) -> str:
-    reached = reached_at(match["address"], api.host)
-    names = sorted({name for name, _, _ in what.clients})
-    admitted = (
-        f"authorized users: {', '.join(names)}" if names else "no user is authorized yet: use `sgpu pool authorize`"
-    )
-    return (
-        f"pool {what.name} · {reached} · {admitted}\n"
-        f"add it with: sgpu pool add {what.name} {reached} --key '{match['key']}'\n"
-        "all its ranks run as the one OS user of the Ray cluster: every user of this pool can read and change the "
-        "files and memory of others' runs there. For users who must not, run a pool on a cluster of their own."
-    )
+# ---------------------------------------------------------------- Ray's Jobs API
+
+# a reachable head node answers in milliseconds
+_FIRST_S = 5.0
+_ANSWER_S = 60.0
+_AGAIN_S = 1.0
+_NOT_YET = "No available agent"
+_HEADERS = dict[str, str]
+T = TypeVar("T")
+
+
+class Job(msgspec.Struct, frozen=True):
+    """Some fields of Ray's description of a job.
+
+    Args:
+        status: `PENDING`, `RUNNING`, `STOPPED`, `SUCCEEDED` or `FAILED`.
+        submission_id: The job's name, None for drivers that were not submitted as jobs.
+        message: Ray's message about the status.
+        metadata: The metadata given at submission.
+    """
+
+    status: str
+    submission_id: str | None = None
+    message: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
+
+
+class _Logs(msgspec.Struct, frozen=True):
+    logs: str = ""
+
+
+class JobsApi:
+    """A client of one cluster. Every method may raise `PoolError`: the cluster can't be reached, or refuses.
+
+    Args:
+        address: The address of Ray's dashboard, `http://head:8265` or `https://...`.
+        environ: The environment with Ray's variables; None for that of this process.
+
+    Raises:
+        UsageError: The address or one of the variables is invalid.
+    """
+
+    def __init__(self, address: str, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        parts = urllib.parse.urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"--ray takes the address of Ray's dashboard, http://HEAD:8265, not {address[:80]!r}.")
+        self.address = address.rstrip("/")
+        self.host = parts.hostname
+        self._headers = _headers(environ)
+        handlers: list[urllib.request.BaseHandler] = []
+        if parts.scheme == "https":
+            handlers.append(urllib.request.HTTPSHandler(context=_tls(environ)))
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def check(self) -> None:
+        """Make a small request that needs the token, so that a wrong token is reported at once."""
+        self._ask("GET", "/api/version", timeout_s=_FIRST_S)
+
+    def upload(self, name: str, data: bytes) -> str:
+        """Upload a package to the cluster, unless it has it already, and return its URI."""
+        path = f"/api/packages/gcs/{name}"
+        if self._ask("GET", path, missing=True) is None:
+            self._ask("PUT", path, data)
+        return f"gcs://{name}"
+
+    def submit(self, request: Mapping[str, object]) -> None:
+        """Submit a job: the fields of Ray's `JobSubmitRequest`. Retries for 60 s while a new cluster accepts none."""
+        deadline = time.monotonic() + _ANSWER_S
+        while True:
+            try:
+                self._ask("POST", "/api/jobs/", json.dumps(request).encode())
+                return
+            except PoolError as error:
+                if _NOT_YET not in error.message or time.monotonic() > deadline:
+                    raise
+            time.sleep(_AGAIN_S)
+
+    def jobs(self) -> list[Job]:
+        return self._decoded(self._ask("GET", "/api/jobs/"), list[Job])
+
+    def job(self, name: str) -> Job:
+        return self._decoded(self._ask("GET", f"/api/jobs/{name}"), Job)
+
+    def logs(self, name: str) -> str:
+        """The job's output; "" while there is none."""
+        found = self._ask("GET", f"/api/jobs/{name}/logs", missing=True)
+        return "" if found is None else self._decoded(found, _Logs).logs
+
+    def stop(self, name: str) -> None:
+        self._ask("POST", f"/api/jobs/{name}/stop")
+
+    # ------------------------------------------------------------ within
+
+    def _decoded(self, data: bytes | None, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(data or b"", type=kind)
+        except msgspec.DecodeError:
+            raise PoolError(f"{self.address} does not answer like Ray's dashboard. Is the address right?") from None
+
+    def _ask(
+        self, method: str, path: str, data: bytes | None = None, *, missing: bool = False, timeout_s: float = _ANSWER_S
+    ) -> bytes | None:
+        request = urllib.request.Request(self.address + path, data, self._headers, method=method)
+        if data is not None:
+            request.add_header("Content-Type", "application/json" if method == "POST" else "application/octet-stream")
+        try:
+            with self._opener.open(request, timeout=timeout_s) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                if missing and error.code == http.HTTPStatus.NOT_FOUND:
+                    return None
+                said = error.read(2000).decode(errors="replace").strip()
+            raise self._refused(error.code, said) from None
+        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+            reason = getattr(error, "reason", "") or error
+            raise PoolError(
+                f"Ray's dashboard at {self.address} can't be reached: {reason}. Is the head node up, is the dashboard "
+                "running (`ray start --head --dashboard-host 0.0.0.0`), and can this machine reach its port?"
+            ) from None
+
+    def _refused(self, status: int, said: str) -> PoolError:
+        if status == http.HTTPStatus.UNAUTHORIZED:
+            return PoolError(
+                f"the Ray cluster at {self.address} requires its token, and none is set here. Set RAY_AUTH_TOKEN, or "
+                "RAY_AUTH_TOKEN_PATH, or write it to ~/.ray/auth_token."
+            )
+        if status == http.HTTPStatus.FORBIDDEN:
+            return PoolError(
+                f"the Ray cluster at {self.address} rejected the token that is set here (RAY_AUTH_TOKEN, "
+                "RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token, in this order): it is not the cluster's."
+            )
+        words = said.splitlines()[-1] if said else "no message"
+        return PoolError(f"Ray's dashboard at {self.address} refused the request (HTTP {status}): {words[:500]}")
+
+
+def _headers(environ: Mapping[str, str]) -> dict[str, str]:
+    try:
+        headers = msgspec.json.decode(environ.get("RAY_JOB_HEADERS") or "{}", type=_HEADERS)
+    except msgspec.DecodeError:
+        raise UsageError("the variable RAY_JOB_HEADERS is not a JSON object of strings.") from None
+    token = _token(environ)
+    if token and not any(name.lower() == "authorization" for name in headers):
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
+
+
+def _token(environ: Mapping[str, str]) -> str:
+    if environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
+        return ""
+    if token := environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token
+    named = environ.get("RAY_AUTH_TOKEN_PATH", "")
+    path = Path(named) if named else Path(environ.get("HOME", "~")).expanduser() / ".ray" / "auth_token"
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        if named:
+            raise UsageError(f"RAY_AUTH_TOKEN_PATH names {named}, and there is no such file.") from None
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"Ray's token can't be read from {path}: {error}.") from None
+
+
+def _tls(environ: Mapping[str, str]) -> ssl.SSLContext:
+    """A TLS context that verifies the head by the system's certificates and Ray's `RAY_TLS_CA_CERT`."""
+    context = ssl.create_default_context()
+    try:
+        if authority := environ.get("RAY_TLS_CA_CERT"):
+            context.load_verify_locations(authority)
+        if certificate := environ.get("RAY_TLS_SERVER_CERT"):
+            context.load_cert_chain(certificate, environ.get("RAY_TLS_SERVER_KEY"))
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(
+            f"a file that RAY_TLS_CA_CERT, RAY_TLS_SERVER_CERT or RAY_TLS_SERVER_KEY names can't be read: {error}."
+        ) from None
+    return context

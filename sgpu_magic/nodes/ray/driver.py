@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.nodes.ray.uplink import AgentOrder
+from sgpu_magic.packages.code_files import archive_entry
 from sgpu_magic.system import child_process
 from sgpu_magic.wire.record import Record
 
@@ -324,19 +325,14 @@ class NodeAgents:
 
 
 _NOT_SHIPPED = ("labextension", "__pycache__")
-# the date of every file in the archive, so that the same package gives the same archive, byte for byte
-_THEN = (1980, 1, 1, 0, 0, 0)
 
 
 def package_archive() -> bytes:
-    """Return this package as a zip archive with `sgpu_magic/` at its top."""
+    """Return this package as a zip archive with `sgpu_magic/` at its top: the same bytes for the same package."""
     here = Path(__file__).parents[2]
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(here.rglob("*")):
             if path.is_file() and not any(part in _NOT_SHIPPED for part in path.relative_to(here).parts):
-                info = zipfile.ZipInfo(str(path.relative_to(here.parent)), _THEN)
-                info.compress_type = zipfile.ZIP_DEFLATED
-                info.external_attr = 0o644 << 16
-                archive.writestr(info, path.read_bytes())
+                archive.writestr(archive_entry(str(path.relative_to(here.parent))), path.read_bytes())
     return data.getvalue()

@@ -1,16 +1,24 @@
-"""Ray tasks and the actor class that run on nodes. They are pickled by value: nodes need no sgpu-magic installed."""
+"""What Ray runs on nodes, where sgpu-magic need not be installed: tasks and the actor class, pickled by value.
+
+`python on_node.py <fd> <lifeline>` is the process between Ray's worker and the agent. A worker that loses its raylet
+kills its direct children only (`RAY_kill_child_processes_on_worker_exit`). As a grandchild the agent survives, sees its
+lifeline close, ends its ranks and removes its files. This process runs as long as the agent and should stay small: the
+module imports nothing of this package.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import importlib
+import os
+import sys
+from typing import Any, NoReturn
 
 
 def look() -> dict[str, Any]:
     """Probe the node: return the fields of `NodeFacts` from `devices` on, except `problem`, as plain values."""
-    import importlib
     import importlib.metadata
     import importlib.util
-    import os
 
     # what a node's agent needs besides the standard library; this package itself is shipped
     needed = ("blake3", "msgspec", "zmq", "platformdirs", "packaging", "pathspec", "psutil", "uv", "cloudpickle")
@@ -50,8 +58,6 @@ def look() -> dict[str, Any]:
 
 def own_gpus() -> list[str]:
     """Return the GPUs that Ray has assigned to this task, by Ray's ids."""
-    import importlib
-
     ray: Any = importlib.import_module("ray")
     return [str(one) for one in ray.get_runtime_context().get_accelerator_ids().get("GPU", [])]
 
@@ -65,7 +71,6 @@ class NodeAgent:
     """
 
     def __init__(self, order: bytes, package: bytes | None) -> None:
-        import sys
         import tempfile
         import zipfile
         from io import BytesIO
@@ -76,14 +81,38 @@ class NodeAgent:
             with zipfile.ZipFile(BytesIO(package)) as archive:
                 archive.extractall(unpacked)
             sys.path.insert(0, unpacked)
-        from sgpu_magic.nodes.ray.agent_actor import Holder
-
-        self._holder = Holder(order, unpacked)
+        actor: Any = importlib.import_module("sgpu_magic.nodes.ray.agent_actor")
+        self._holder = actor.Holder(order, unpacked)
 
     def ready(self) -> bool:
         """Whether the agent runs; otherwise the actor is about to exit."""
-        return self._holder.is_there
+        return bool(self._holder.is_there)
 
     def end(self) -> None:
         """End the agent and its ranks, and wait until it has exited."""
         self._holder.end()
+
+
+def main() -> NoReturn:
+    """Start the agent as a child process, and exit as it does."""
+    import resource
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.execv(sys.executable, [sys.executable, "-m", "sgpu_magic.agent", *sys.argv[1:3]])
+        finally:
+            os._exit(127)
+    # the ends of the agent's socket and pipe close with the agent
+    os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code < 0:
+        # die by the agent's signal, without a core dump, which would be of the wrong process
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            os.kill(os.getpid(), -code)
+    os._exit(abs(code))
+
+
+if __name__ == "__main__":
+    main()

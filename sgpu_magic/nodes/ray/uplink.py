@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.ray import go_between
+from sgpu_magic.nodes.ray import on_node
 from sgpu_magic.system import child_process
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import signal_name
@@ -326,7 +326,7 @@ def _start(settings: Settings, lock: int) -> tuple[socket.socket, int, subproces
     here = str(Path(__file__).parents[3])
     path = os.pathsep.join(dict.fromkeys([here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]))
     ours, child = child_process.start(
-        [sys.executable, "-I", "-S", go_between.__file__],
+        [sys.executable, "-I", "-S", on_node.__file__],
         [str(hears)],
         environ={**environ, "PYTHONPATH": path},
         log=Path(settings.state_path, "agent.log"),

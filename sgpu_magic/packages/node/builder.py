@@ -276,11 +276,6 @@ class _Layer:
         self._linked = set(layer)
 
 
-def folder_name(environment: Environment, tag: str) -> str:
-    """Return the folder name of an environment on a node whose base layer has this tag."""
-    return f"{environment.digest}-{tag}"
-
-
 def _site_packages(venv: Path) -> Path:
     return venv / "lib" / f"python{own_python()}" / "site-packages"
 

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from sgpu_magic.files.whole_file import write_whole
-from sgpu_magic.packages.distributions import normalised, own_platform, own_python
+from sgpu_magic.packages.distributions import normalised, own_platform, own_python, some_of
 from sgpu_magic.packages.requirement_files import name_of, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import UvFailed
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.attachments import Environment
 
-_NAMED = 8
 _NO_WHEEL = re.compile(r"Wheels are required for `([^`]+)`|Because ([\w.-]+==\S+) has no (?:usable )?wheels")
 _NO_SPACE = ("No space left on device", "os error 28", "Disk quota exceeded")
 _UNREACHABLE = ("Failed to fetch", "error sending request", "dns error", "network was disabled")
@@ -53,7 +52,7 @@ def refuse_unfit(environment: Environment) -> None:
         )
     if environment.conda:
         raise BuildFailed(
-            f"conda has installed some of the notebook's packages ({_some(environment.conda)}), and the node {host} "
+            f"conda has installed some of the notebook's packages ({some_of(environment.conda)}), and the node {host} "
             "can't get these from a registry of wheels. Install them with pip in the notebook's environment, choose "
             "other packages with --env-version, or a pool on the notebook's own machine."
         )
@@ -137,7 +136,7 @@ def of_disk(root: Path) -> BuildFailed:
 
 
 def _not_built(host: str, names: list[str]) -> BuildFailed:
-    which = f" ({_some(names)})" if names else ""
+    which = f" ({some_of(list(map(without_url_credentials, names)))})" if names else ""
     return BuildFailed(
         f"some of the run's packages{which} have no wheel for Python {own_python()} on {own_platform()}, and the node "
         f"{host} builds nothing from source by default. --allow-build permits it, if the node has the compilers; "
@@ -152,12 +151,6 @@ def _is_source(line: str) -> bool:
     name, at, url = line.partition("@")
     location = (url if at else name).strip().partition("#")[0].partition(" ")[0]
     return "://" in location and not location.endswith(".whl")
-
-
-def _some(names: tuple[str, ...] | list[str]) -> str:
-    shown = ", ".join(without_url_credentials(name) for name in names[:_NAMED])
-    more = len(names) - _NAMED
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 # ---------------------------------------------------------------- download size

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 
 from sgpu_magic.packages.node.base_layer import layer_tag
-from sgpu_magic.packages.node.builder import folder_name
 from sgpu_magic.packages.node.store import BuildOrder, BuildReady, BuildRefused, Store, decode_news, encode
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv, uv_path
 from sgpu_magic.wire.attachments import Environment
@@ -40,7 +39,7 @@ class _Node:
         self.lock.write_text("\n".join(self.lines))
         digest = hashlib.sha256(lock.encode()).hexdigest()[:32]
         self.environment = Environment(digest=digest, requirements=self.lines, packages=len(self.lines))
-        self.name = folder_name(self.environment, layer_tag())
+        self.name = f"{self.environment.digest}-{layer_tag()}"
         self.store = Store(self.root)
 
     def cold(self, sample: Callable[[], float]) -> float:
@@ -81,7 +80,7 @@ class _Node:
     def again(self) -> float:
         """Seconds to find what is there, as an agent does."""
         before = time.perf_counter()
-        found = self.store.open(folder_name(self.environment, layer_tag()))
+        found = self.store.open(f"{self.environment.digest}-{layer_tag()}")
         seconds = time.perf_counter() - before
         if found is None:
             raise MeasurementFailed("it is not there")

@@ -38,7 +38,7 @@ from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState
 
 if TYPE_CHECKING:
-    from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
+    from sgpu_magic.agent.launch import StandbyGroups
     from sgpu_magic.agent.runs.node_run import NodeRun
 
 RUN = "0123abcd"

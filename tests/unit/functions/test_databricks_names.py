@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.functions.compat.notebook.dbutils import Secrets, Widgets, variable_of
+from sgpu_magic.functions.compat.notebook.execution import RunMagic, find_notebook, forget_replaced
 from sgpu_magic.functions.compat.notebook.file_system import FileSystem, run_line
-from sgpu_magic.functions.compat.notebook.names import CellMagics
-from sgpu_magic.functions.compat.notebook.other_notebooks import RunMagic, find_notebook
-from sgpu_magic.functions.compat.notebook.restart import forget_replaced
-from sgpu_magic.functions.compat.notebook.secret_values import Secrets, variable_of
-from sgpu_magic.functions.compat.notebook.spark import Spark, run_sql
-from sgpu_magic.functions.compat.notebook.widgets import Widgets
+from sgpu_magic.functions.compat.notebook.names import CellMagics, Spark, run_sql
 from sgpu_magic.options import notebook_job
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.snapshot import read_snapshot
@@ -85,14 +82,14 @@ def test_a_widget_that_is_wrong_says_what_would_be_right(ask: Callable[[Widgets]
 
 def test_parameters_reach_widgets_as_text(monkeypatch: pytest.MonkeyPatch):
     given = {"lr": 0.1, "name": "a b", "flag": True, "nothing": None, "layers": [64, 32], "more": {"a": 1}}
-    monkeypatch.setenv(notebook_job.VARIABLE, notebook_job.as_variable(given))
+    monkeypatch.setenv(notebook_job.PARAMETERS_VARIABLE, notebook_job.parameters_as_variable(given))
     assert notebook_job.parameters_of_process() == {
         "lr": "0.1", "name": "a b", "flag": "True", "nothing": "None", "layers": "[64,32]", "more": '{"a":1}',
     }  # fmt: skip
-    monkeypatch.setenv(notebook_job.VARIABLE, "{")
+    monkeypatch.setenv(notebook_job.PARAMETERS_VARIABLE, "{")
     with pytest.raises(UsageError, match="SGPU_JOB_PARAMETERS can't be read"):
         notebook_job.parameters_of_process()
-    monkeypatch.delenv(notebook_job.VARIABLE)
+    monkeypatch.delenv(notebook_job.PARAMETERS_VARIABLE)
     assert notebook_job.parameters_of_process() == {}
 
 

@@ -12,7 +12,7 @@ import pytest
 from lazy_modules import torch
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.compat.volumes import located
+from sgpu_magic.functions.compat.notebook.file_system import located
 
 FILES = [f"{number}.txt" for number in range(7)]
 

@@ -90,7 +90,7 @@ def imports_in(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def test_what_a_server_takes_of_the_panel_knows_no_kernel():
     served = {
-        "schema", "messages", "device_rows", "pool_state", "past_runs", "poll_pool", "watch", "orders",
+        "schema", "device_rows", "pool_state", "past_runs", "poll_pool", "watch", "orders",
     }  # fmt: skip
     widgets = {"live_views", "rank_widgets", "comm", "widgets"}
     wrong: list[str] = []

@@ -79,7 +79,7 @@ class Node:
     def between(self) -> int:
         """The process between the uplink and the agent."""
         own = [process for process in process_table().values() if process.parent == os.getpid()]
-        (pid,) = [process.pid for process in own if "go_between.py" in process.command]
+        (pid,) = [process.pid for process in own if "on_node.py" in process.command]
         return pid
 
     @property

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from sgpu_magic.agent.inputs.launch_inputs import CodeBundles, CodeUnusable
+from sgpu_magic.agent.node_context import CodeBundles, CodeUnusable
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.packages.code_files import Bundles
 from sgpu_magic.packages.local_code import LocalCode, check_size, find_local_code, imports_of
-from sgpu_magic.packages.travel_checks import check_references
+from sgpu_magic.packages.travel import check_references
 from sgpu_magic.wire.attachments import CodeBundle, Environment
 
 

@@ -24,7 +24,7 @@ from sgpu_magic.packages.mismatches import (
 )
 from sgpu_magic.packages.named_environments import base_list
 from sgpu_magic.packages.snapshot import changes, process_began_at, read_snapshot, stale_modules, versions
-from sgpu_magic.packages.travel_checks import check_before_travel
+from sgpu_magic.packages.travel import check_before_travel
 from sgpu_magic.packages.uv_command import index_variables, uv_path
 from sgpu_magic.wire.attachments import Environment
 
@@ -300,7 +300,7 @@ def test_what_was_found_in_the_background_is_told_once(site: Site):
     site.install("numpy", "2.1.3", pure=False).install("pandas", "1.5.3", pure=False)
     script = (
         "import sys\n"
-        "from sgpu_magic.packages import travel_checks as known\n"
+        "from sgpu_magic.packages import travel as known\n"
         "assert 'packaging' not in sys.modules\n"
         "from sgpu_magic.packages.snapshot import read_snapshot\n"
         "print(known.mismatch_news())\n"

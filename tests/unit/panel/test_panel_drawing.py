@@ -12,7 +12,7 @@ import pytest
 from sgpu_magic.client.ledger import Use
 from sgpu_magic.client.pool_choosing import Money
 from sgpu_magic.panel.device_rows import Durations
-from sgpu_magic.panel.messages import Said
+from sgpu_magic.panel.orders import Said
 from sgpu_magic.panel.past_runs import RunFilesOfPool, SimulatedUse, month_began, month_line, month_sums
 from sgpu_magic.panel.pool_state import NO_GPU, RunFiles, pool_choices, pool_picture, run_row
 from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunParameter, RunRow, RunsTold

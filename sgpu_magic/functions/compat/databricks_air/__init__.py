@@ -1,6 +1,6 @@
 """The names of `databricks.air`, the documented successor of `serverless_gpu`, implemented with `sgpu_magic`.
 
-data   files of a volume for training, and checkpoints there
+`data`, which has the names of `serverless_gpu.data`, comes from the finder in `sgpu_magic.functions.compat`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,25 @@
 """The names that a Databricks notebook has without defining them, for the extension `sgpu_magic.compat`.
 
-names            puts `dbutils` and the other names and magics into a shell, and removes them
-utility          base class of `dbutils` and its parts
-widgets          `dbutils.widgets`
-file_system      `dbutils.fs` and `%fs`
-secret_values    `dbutils.secrets`
-restart          `dbutils.library.restartPython()` and `%restart_python`
-other_notebooks  `dbutils.notebook` and `%run` of another notebook
-spark            `spark` and `%sql`
-html_display     `displayHTML`
+names        puts `dbutils`, `spark` and the other names and magics into a shell, and removes them
+dbutils      base class of `dbutils` and its parts; `dbutils.widgets` and `dbutils.secrets`
+file_system  `dbutils.fs` and `%fs`; where `/Volumes/...` and `dbfs:/...` are on this machine
+execution    running, ending and restarting notebooks: `dbutils.notebook`, `%run`, `dbutils.library`
 
-The shell is the one that the extension receives; nothing here imports IPython.
+The shell is the one that the extension receives; nothing here imports IPython. Ranks import this package alone, for
+`displayHTML`.
 """
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+
+
+def displayHTML(html: object) -> None:
+    """Show HTML below the cell, on ranks too."""
+    display: Callable[..., object] | None = vars(builtins).get("display")
+    if display is None:
+        # no IPython shell runs this code
+        print(html)  # noqa: T201
+    else:
+        display({"text/html": str(html), "text/plain": "<HTML>"}, raw=True)

@@ -1,4 +1,4 @@
-"""`dbutils.fs` and `%fs`, on files of this machine.
+"""`dbutils.fs` and `%fs`, and where `/Volumes/...` and `dbfs:/...` are on this machine.
 
 A path without a scheme is one of DBFS or of a volume, as in Databricks: both are in the setting `volumes_dir`.
 `file:/...` is a path of this machine.
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.compat.notebook.utility import Utility
-from sgpu_magic.functions.compat.volumes import located
+from sgpu_magic.functions.compat.notebook.dbutils import Utility
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _LOCAL = ("dbfs", "file")
@@ -188,3 +188,46 @@ def _info(folder: str, entry: Path) -> FileInfo:
     return FileInfo(
         f"{folder.rstrip('/')}/{entry.name}{slash}", f"{entry.name}{slash}", size, int(status.st_mtime * 1000)
     )
+
+
+# ---------------------------------------------------------------- where Databricks' paths are on this machine
+
+_VOLUMES = "/Volumes"
+_DBFS = "/dbfs"
+_FILE = "file:"
+
+
+def located(path: str | os.PathLike[str]) -> str:
+    """Return the path on this machine of a path as Databricks writes it; other paths and URLs unchanged.
+
+    `/Volumes/main/default/data` is the folder `Volumes/main/default/data` in `volumes_dir`, `dbfs:/tmp/x` and
+    `/dbfs/tmp/x` are `dbfs/tmp/x` there, and `dbfs:/Volumes/...` is the volume. A folder `/Volumes` or `/dbfs` that
+    exists on this machine takes precedence.
+
+    Args:
+        path: The path or URL.
+
+    Raises:
+        UsageError: It is such a path, and `volumes_dir` is not set.
+    """
+    text = os.fspath(path)
+    if text.startswith(_FILE):
+        return "/" + text.removeprefix(_FILE).lstrip("/")
+    if text.startswith("dbfs:"):
+        text = "/" + text.removeprefix("dbfs:").lstrip("/")
+        text = text if _is_below(text, _VOLUMES) else f"{_DBFS}{text}"
+    for root in (_VOLUMES, _DBFS):
+        if _is_below(text, root) and not os.path.isdir(root):
+            directory = load_settings().volumes_dir
+            if not directory:
+                raise UsageError(
+                    f"{os.fspath(path)} is in Databricks' storage, which this machine does not have. Put the files "
+                    f"into a folder of your own and name it in the setting volumes_dir (SGPU_VOLUMES_DIR): {text} is "
+                    f"then VOLUMES_DIR{text}."
+                )
+            return str(Path(directory).expanduser()) + text
+    return text
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from sgpu_magic import runtime
-from sgpu_magic.functions.compat.volumes import located
+from sgpu_magic.functions.compat.notebook.file_system import located
 
 __all__ = ["Checkpointable", "DataLoader", "UCVolumeDataset", "UCVolumeReader", "UCVolumeWriter"]
 

@@ -1,0 +1,221 @@
+"""Descriptions of environments: the files that a run's directory gets of one, and the report of `%sgpu_env`."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sgpu_magic.config import Settings, load_settings
+from sgpu_magic.errors import UsageError
+from sgpu_magic.options.asked import OWN_PACKAGES
+from sgpu_magic.packages import named_environments, snapshot
+from sgpu_magic.packages.distributions import Kind, Snapshot, normalised
+from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock, lock_order, make_lock
+from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
+from sgpu_magic.packages.snapshot import changes, process_began_at, stale_modules, versions
+from sgpu_magic.views.pool_tables import EnvironmentReport
+from sgpu_magic.views.units import Row
+from sgpu_magic.wire.attachments import Environment
+
+if TYPE_CHECKING:
+    from sgpu_magic.packages.mismatches import Package
+    from sgpu_magic.runs.sessions.session import Session
+
+# below the state directory
+WHEELS = "wheels"
+_LOCKS = "locks"
+_WHEELS_STAY_S = 60 * 24 * 3600.0
+# after a failure, the index is not asked again for this long: a dead network would delay each run
+_FAILED_STAYS_S = 600.0
+_failed: dict[str, tuple[float, Lock]] = {}
+
+
+class Ask(enum.Enum):
+    """How a lock file is requested."""
+
+    # only an existing one
+    KEPT = enum.auto()
+    # made if needed, at low priority in the background
+    GENTLY = enum.auto()
+    # made if needed, while the caller waits
+    NOW = enum.auto()
+
+
+class Described(msgspec.Struct, frozen=True):
+    """An environment whose description files are sent to a pool.
+
+    Args:
+        made_of: A snapshot of this process's packages, or an environment that a node builds.
+    """
+
+    made_of: Snapshot | Environment
+
+    @property
+    def digest(self) -> str:
+        return self.made_of.digest
+
+    def requirements(self, lock: Lock | None) -> str:
+        """Return the text of `requirements.txt`, with the details of the lock file."""
+        # imported here: only needed to write these texts
+        from sgpu_magic.packages.requirement_files import environment_requirements, snapshot_requirements
+
+        if isinstance(self.made_of, Environment):
+            return environment_requirements(self.made_of, lock)
+        return snapshot_requirements(self.made_of, lock)
+
+    def lock_of(self, ask: Ask) -> Lock | None:
+        """Return the environment's lock file; None if there is none, or the settings disable lock files."""
+        settings = load_settings()
+        if not settings.lock_environments:
+            return None
+        root = settings.state_path / _LOCKS
+        key = f"{self.digest}-order" if isinstance(self.made_of, Environment) else self.digest
+        lock = kept_lock(root, key)
+        if lock is None and ask is not Ask.KEPT:
+            failed_at, lock = _failed.get(key, (-_FAILED_STAYS_S, None))
+            if lock is not None and time.monotonic() - failed_at < _FAILED_STAYS_S:
+                return lock
+            lock = self._make_lock(settings, gently=ask is Ask.GENTLY)
+            if lock.problem:
+                _failed[key] = (time.monotonic(), lock)
+            else:
+                keep_lock(root, key, lock)
+        return lock
+
+    def _make_lock(self, settings: Settings, *, gently: bool) -> Lock:
+        # imported here: a kernel does not need these at its start
+        from sgpu_magic.packages.uv_command import index_variables
+        from sgpu_magic.packages.wheels import remove_old_wheels
+
+        variables = index_variables(settings.index_url)
+        if isinstance(self.made_of, Environment):
+            return lock_order(self.made_of, sys.executable, variables, gently=gently)
+        wheels = settings.state_path / WHEELS
+        remove_old_wheels(wheels, time.time() - _WHEELS_STAY_S)
+        return make_lock(self.made_of, wheels, variables, gently=gently)
+
+
+# ---------------------------------------------------------------- the report of %sgpu_env
+
+_KINDS = {
+    Kind.REGISTRY: "from an index",
+    Kind.VCS: "from a repository",
+    Kind.ARCHIVE: "from an archive",
+    Kind.EDITABLE: "editable",
+    Kind.PROJECT: "from a local project",
+    Kind.WHEEL: "from a local wheel",
+    Kind.CONDA: "from conda",
+    Kind.SYSTEM: "the system's",
+}
+_MOST_CHANGES = 6
+
+
+def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "") -> EnvironmentReport:
+    """Report this process's packages.
+
+    Args:
+        settings: Settings, with the default environment and the directory of saved ones.
+        sessions: The connected sessions.
+        compared_to: Name of a base or saved environment, or a file, to compare with; "" for no comparison.
+
+    Raises:
+        UsageError: There is no such environment or file.
+    """
+    # imported here, as below: a kernel does not need these at its start
+    from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
+
+    now = snapshot.take_snapshot()
+    installed = packages_of(now)
+    kinds = Counter(found.kind for found in now.distributions)
+    told = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in kinds.most_common())
+    lines = [f"packages: {told}"]
+    if settings.env_version not in OWN_PACKAGES:
+        lines.append(f"runs have the packages of {settings.env_version} (setting env_version)")
+    if saved := named_environments.saved_names(settings):
+        lines.append(f"saved: {', '.join(saved)}")
+    return EnvironmentReport(
+        title=f"Python {'.'.join(map(str, sys.version_info[:3]))}",
+        facts=(
+            f"{len(now.distributions)} packages",
+            _torch_words(installed.get("torch")),
+            f"digest {now.digest[:8]}",
+            sys.prefix,
+        ),
+        lines=tuple(lines),
+        pending=(*stale_words(now), *since_connected(now, sessions)),
+        broken=tuple(found.sentence for found in find_mismatches(installed, now.shadowed, driver=driver_version())),
+        compared_to=compared_to,
+        differences=_differences(settings, now, compared_to) if compared_to else (),
+    )
+
+
+def _torch_words(torch: Package | None) -> str:
+    if torch is None:
+        return "no torch"
+    return f"torch {torch.version}" + (f" (CUDA {torch.cuda})" if torch.cuda else " (no CUDA)")
+
+
+def stale_words(now: Snapshot) -> list[str]:
+    """Return a sentence for each package that this process has loaded in another version than the installed one."""
+    first = snapshot.first_snapshot() or now
+    modules = dict(sys.modules)
+    return [found.words for found in stale_modules(first, now, modules, process_began_at())]
+
+
+def since_connected(now: Snapshot, sessions: Iterable[Session]) -> list[str]:
+    """Return a sentence for each session that was connected before packages changed: its ranks keep loaded modules."""
+    lines: list[str] = []
+    for session in sessions:
+        if session.spec.environment_label:
+            # the session has its own packages, which do not change here
+            continue
+        found = changes(versions(session.packages), versions(now))
+        if found:
+            words = [change.words for change in found[:_MOST_CHANGES]]
+            words += [f"{len(found) - _MOST_CHANGES} more"] if len(found) > _MOST_CHANGES else []
+            lines.append(
+                f"since session {session.name} was connected: {', '.join(words)}. Modules that its ranks have imported "
+                "stay as they were: %sgpu_restart restarts its ranks."
+            )
+    return lines
+
+
+def _differences(settings: Settings, now: Snapshot, name: str) -> tuple[Row, ...]:
+    there, remarks = _versions_of(settings, name)
+    here = versions(now)
+    python = remarks.pop("", "")
+    rows = [
+        (change.name, change.before or "-", change.now or "-", remarks.get(change.name, ""))
+        for change in changes(here, there)
+    ]
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (*([("Python", minor, python, "")] if python and python != minor else []), *rows)
+
+
+def _versions_of(settings: Settings, name: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return versions and remarks by normalised name; the remark of "" is Python's minor version."""
+    from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
+
+    if name in BASE_NAMES:
+        base = base_list(name)
+        listed = {**base.public, **base.left_out}
+        remarks = {normalised(each): "the operating system's" for each in base.system}
+        remarks |= {normalised(each): "in no index" for each in base.private}
+        return {normalised(each): version for each, version in listed.items()}, {**remarks, "": base.python_minor}
+    kept = named_environments.load(settings, name)
+    if kept is not None:
+        lines, python = (*kept.requirements, *kept.needed), kept.python
+    elif Path(name).expanduser().is_file():
+        found = read_file(Path(name).expanduser())
+        lines, python = found.lines, found.python
+    else:
+        known = ", ".join([*BASE_NAMES, *named_environments.saved_names(settings)])
+        raise UsageError(f"--diff {name!r}: there is no such environment or file. There are: {known}.")
+    return {normalised(name_of(line)): version_of(line) or "any" for line in lines}, {"": python}

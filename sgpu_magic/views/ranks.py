@@ -1,0 +1,312 @@
+"""The ranks of a run, each with its state, usage and last line: as cards of the live view, and as static HTML."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter, deque
+from collections.abc import Iterable
+from html import escape
+from pathlib import PurePath
+from weakref import WeakKeyDictionary
+
+from sgpu_magic.views import ansi
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe, sparkline
+from sgpu_magic.views.live.bars import bar_of, without_bar
+from sgpu_magic.views.live.schema import Curve, RankCard, Tone
+from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting, html_limit
+from sgpu_magic.views.run_notes import died_of, error_line, last_part, restart_command
+from sgpu_magic.views.summary_words import curve_text, is_low, measured_lines, whole_text
+from sgpu_magic.views.units import count_of
+from sgpu_magic.views.usage import Drawn, detail_lines, use_text
+from sgpu_magic.views.words import BEFORE_RANKS, new_host
+from sgpu_magic.wire.rank_events import Failure, RankSample
+from sgpu_magic.wire.states import FailureKind, RunState
+
+_MAX_LAST_CHARS = 160
+_MAX_SEEN_CHARS = 1000
+_MAX_LABEL_CHARS = 80
+
+
+def rank_cards(view: RunView) -> tuple[RankCard, ...]:
+    """Return a card for each rank; none before the ranks are being started."""
+    never_started = view.lease is None and not view.rank_failures
+    is_there = view.spec.in_session and view.state is not RunState.QUEUED
+    if (view.state in BEFORE_RANKS and not is_there) or never_started:
+        return ()
+    failures = {failure.rank: failure for failure in reversed(view.others) if failure.rank is not None}
+    failures |= {rank: failure for rank, failure in view.rank_failures.items() if rank >= 0}
+    if view.failure is not None and view.failure.rank is not None and view.state is not RunState.SUCCEEDED:
+        failures[view.failure.rank] = view.failure
+    said = view.output.last_lines
+    return tuple(
+        _card(view, at, failures.get(rank), ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]))
+        for at, rank in enumerate(view.rank_numbers)
+    )
+
+
+def _card(view: RunView, at: int, failure: Failure | None, last: str) -> RankCard:
+    rank = view.rank_numbers[at]
+    state, tone = _state(view, rank, failure)
+    usage = view.usage.ranks.get(rank)
+    latest = usage.latest if usage is not None else None
+    return RankCard(
+        rank=rank,
+        state=state,
+        tone=tone,
+        label=ansi.plain(_label(view, rank))[:_MAX_LABEL_CHARS],
+        last=_last(rank, state, failure, without_bar(last) or _place(state, latest))[:_MAX_LAST_CHARS],
+        bar=bar_of(last) if state == "running" else None,
+        use=use_text(latest) if latest is not None else "",
+        details=tuple(ansi.plain(line)[:200] for line in detail_lines(latest)) if latest is not None else (),
+        curves=tuple(map(_curve, usage.curves())) if usage is not None else (),
+        idle=ansi.plain(usage.idle_text)[:200] if usage is not None else "",
+        host=new_host(view, view.rank_numbers, at),
+    )
+
+
+def _label(view: RunView, rank: int) -> str:
+    """Return the rank's device, "" when it has none."""
+    return view.labels[rank] if rank < len(view.labels) else ""
+
+
+def _state(view: RunView, rank: int, failure: Failure | None) -> tuple[str, Tone]:
+    if view.session is not None and not view.is_final:
+        if rank in view.session.dead:
+            return "dead", "bad"
+        if view.state is RunState.RUNNING:
+            return "alive", "good"
+    if view.state is RunState.SUCCEEDED:
+        return "done", "good"
+    if failure is not None:
+        if failure.is_consequence:
+            return "released", "plain"
+        if last_part(failure.type_name) == "KeyboardInterrupt":
+            # the stop path interrupts ranks that are not blocked in a collective
+            return "ended", "plain"
+        return "failed", "bad"
+    if view.is_final:
+        return "ended", "plain"
+    return ("waiting", "plain") if view.state is RunState.STARTING else ("running", "busy")
+
+
+def _last(rank: int, state: str, failure: Failure | None, last: str) -> str:
+    """Return the rank's last line, or its failure or restart command, which take precedence."""
+    if state == "dead":
+        return restart_command((rank,))
+    if failure is None or state != "failed":
+        return last
+    silent = failure.kind is FailureKind.WORKER_DIED and not failure.message
+    return ansi.plain(died_of(failure) if silent else error_line(failure))
+
+
+def _place(state: str, latest: RankSample | None) -> str:
+    """Return `at line 3: import torch` for a rank that runs and has printed nothing."""
+    return f"at {ansi.plain(latest.line)}" if state == "running" and latest is not None and latest.line else ""
+
+
+def _curve(drawn: Drawn) -> Curve:
+    return Curve(
+        name=drawn.name,
+        unit=drawn.unit,
+        values=drawn.series.values,
+        began_s=round(drawn.series.began_s, 1),
+        step_s=drawn.series.step_s,
+        top=drawn.top,
+    )
+
+
+# ---------------------------------------------------------------- as static HTML
+
+MAX_RANKS = 64
+_MAX_LIVE_CHARS = 160
+_SHARE = 0.6
+_MAX_LINES = 20
+_MAX_LINE_CHARS = 400
+# with fewer lines than this, listing the lines of each rank is not worthwhile
+_MANY_LINES = 20
+
+_drawn: WeakKeyDictionary[RunView, tuple[int, str]] = WeakKeyDictionary()
+
+
+def live_ranks_html(view: RunView) -> str:
+    """Return the grid of ranks with each rank's usage and last line."""
+    said, usage = view.output.last_lines, view.usage.ranks
+    dead = view.session.dead if view.session is not None else ()
+    if view.state is not RunState.RUNNING or not (said or view.rank_failures or usage or dead):
+        return ""
+    ranks = view.rank_numbers
+    columns = next((number for number in (4, 3, 2) if len(ranks) % number == 0), min(len(ranks), 4))
+    cells: list[str] = []
+    for at, rank in enumerate(ranks[:MAX_RANKS]):
+        cells.append(_host_row(new_host(view, ranks, at)))
+        latest = usage[rank].latest if rank in usage else None
+        label = use_text(latest) if latest is not None else _label(view, rank)
+        label = f" {escape(label)}"
+        failure = view.rank_failures.get(rank)
+        if rank in dead:
+            label, last = " ✕ dead", restart_command((rank,))
+        elif failure is not None:
+            label, last = f" ✕ {escape(last_part(failure.type_name) or failure.kind)}", failure.message
+        else:
+            last = said.get(rank, "")
+        colour = f";color:{BAD}" if failure or rank in dead else ""
+        cells.append(
+            f'<div style="padding:3px 12px 4px;min-width:0;box-shadow:0 0 0 .5px {LINE}">'
+            f'<b style="font-weight:600;font-size:12px{colour}">rank {rank}</b>'
+            f'<span style="font-size:12px;{SOFT}">{label}</span>'
+            f'<div style="{MONO};font-size:11.5px;{SOFT};white-space:nowrap;overflow:hidden;'
+            f'text-overflow:ellipsis;min-height:1.45em">{safe(ansi.plain(last)[:_MAX_LIVE_CHARS])}</div></div>'
+        )
+    if (rest := len(ranks) - MAX_RANKS) > 0:
+        cells.append(f'<div style="padding:3px 12px">and {count_of(rest, "more rank")}</div>')
+    return (
+        f'<div style="display:grid;grid-template-columns:repeat({columns},minmax(0,1fr));'
+        f'border-bottom:1px solid {LINE}">{"".join(cells)}</div>'
+    )
+
+
+def ended_ranks_html(view: RunView) -> str:
+    """Return one `<details>` for each rank of an ended run, in at most 60 % of the bytes of its HTML.
+
+    They are brief if there are too many ranks. Returns "" for one rank, and without measured usage when there are only
+    few lines.
+    """
+    known = _drawn.get(view)
+    if known is None or known[0] != view.version:
+        known = _drawn[view] = (view.version, _ended(view))
+    return known[1]
+
+
+def _ended(view: RunView) -> str:
+    measured = any(usage.latest is not None for usage in view.usage.ranks.values())
+    if not view.is_final or len(view.rank_numbers) == 1 or not (measured or view.output.total_lines > _MANY_LINES):
+        return ""
+    limit = int(html_limit(view.output_limit) * _SHARE)
+    shows = Counter(item.rank for item in view.items if isinstance(item, DisplayItem))
+    parts = {rank: _Parts(view, rank, shows[rank]) for rank in _most_urgent(view)}
+    if sum(part.size for part in parts.values()) > limit:
+        parts = {rank: _Parts(view, rank, shows[rank], is_brief=True) for rank in parts}
+    fitting = count_fitting((part.size for part in parts.values()), limit)
+    kept = dict(list(parts.items())[:fitting])
+    rest = len(view.rank_numbers) - len(kept)
+    room = (limit - sum(part.size for part in kept.values())) // max(len(kept), 1)
+    lines = _last_lines(view, kept, room)
+    listed = sorted(kept)
+    drawn = "".join(
+        _host_row(new_host(view, listed, at)) + kept[rank].drawn(lines[rank]) for at, rank in enumerate(listed)
+    )
+    if rest:
+        command = f"sgpu logs {view.short_id} --rank N"
+        what = f"and {count_of(rest, 'more rank')}" if kept else count_of(rest, "rank")
+        drawn += f'<div style="padding:3px 12px;font-size:12px;{SOFT}">{what}: {command}</div>'
+    return f'<div style="border-top:1px solid {LINE};padding:2px 0">{drawn}</div>'
+
+
+def _host_row(host: str) -> str:
+    """Return a row with the name of the node of the ranks below it."""
+    if not host:
+        return ""
+    return f'<div style="grid-column:1/-1;padding:3px 12px 1px;font-size:11.5px;{FAINT}">{escape(host)}</div>'
+
+
+def _most_urgent(view: RunView) -> list[int]:
+    """Return the ranks in order of importance: the culprit, other failed or idle ranks, then by number."""
+    culprit = view.failure.rank if view.failure is not None else None
+    outstanding = {rank for rank, usage in view.usage.ranks.items() if is_low(usage)}
+    outstanding |= {other.rank for other in view.others if other.rank is not None and not other.is_consequence}
+    order = sorted(view.rank_numbers, key=lambda rank: (rank != culprit, rank not in outstanding, rank))
+    return order[:MAX_RANKS]
+
+
+class _Parts:
+    """The parts of one rank's entry, except its lines.
+
+    Args:
+        view: The run.
+        rank: The rank.
+        shows: Number of its displays.
+        is_brief: Leave out its curve and what was measured.
+    """
+
+    def __init__(self, view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> None:
+        usage = view.usage.ranks.get(rank)
+        state, colour = _ended_as(view, rank)
+        label = _label(view, rank)
+        count = view.output.rank_lines.get(rank, 0)
+        use = escape(whole_text(usage)) if usage is not None else ""
+        said = [state, use, count_of(count, "line") if count else ""]
+        curve = ""
+        if usage is not None and not is_brief and (curves := usage.curves()):
+            first = curves[0]
+            stroke = WARN if is_low(usage) else ACCENT
+            if not first.is_flat_zero:
+                curve = " " + sparkline(first.series.values, first.top, f"({curve_text(first)})", stroke)
+        # the marker that opens it stays on its line
+        beside = "calc(100% - 1.5em)"
+        self._head = (
+            f'<details style="font-size:12px"><summary style="cursor:pointer;padding:3px 12px">'
+            f'<span style="display:inline-block;min-width:min(23em,{beside});max-width:{beside}">'
+            f'<b style="font-weight:600{colour}">rank {rank}</b>'
+            f"{''.join(f' · {part}' for part in said if part)}</span>{curve}</summary>"
+        )
+        told = [f"on {label}"] if label else []
+        told += measured_lines(usage) if usage is not None and not is_brief else []
+        told += [count_of(shows, "display")] if shows else []
+        self._foot = "".join(f"<div>{safe(line)}</div>" for line in told)
+        self._foot += f'<div style="overflow-wrap:anywhere">{escape(_log(view, rank))}</div>'
+        self._count = count
+        self.size = len(self._drawn("").encode())
+
+    def drawn(self, lines: list[str]) -> str:
+        if not lines:
+            return self._drawn("")
+        left_out = self._count - len(lines)
+        newline = "\n"
+        before = f'<span style="{FAINT}">... {count_of(left_out, "line")} before</span>\n' if left_out > 0 else ""
+        return self._drawn(f'<pre style="{PRE};padding:4px 0">{before}{newline.join(lines)}</pre>')
+
+    def _drawn(self, lines: str) -> str:
+        inside = (
+            f'<div style="padding:2px 12px 6px 28px;background:{PANEL}">{lines}<div style="{SOFT}">{self._foot}</div>'
+        )
+        return f"{self._head}{inside}</div></details>"
+
+
+def _ended_as(view: RunView, rank: int) -> tuple[str, str]:
+    """Return how the rank ended, "" if as the run did, and the style of its name."""
+    if view.failure is not None and view.failure.rank == rank:
+        return f'<span style="color:{BAD}">✕ failed</span>', f";color:{BAD}"
+    other = next((other for other in view.others if other.rank == rank), None)
+    if other is None:
+        return "", ""
+    return ("released", "") if other.is_consequence else (f'<span style="color:{BAD}">✕ failed</span>', "")
+
+
+def _log(view: RunView, rank: int) -> str:
+    """Return where the rank's whole log is."""
+    command = f"sgpu logs {view.short_id} --rank {rank}"
+    if not view.directory:
+        return f"whole log: {command}"
+    return f"whole log: {command} · {shlex.quote(str(PurePath(view.directory) / f'rank-{rank}.log'))}"
+
+
+def _last_lines(view: RunView, ranks: Iterable[int], room: int) -> dict[int, list[str]]:
+    """Return the last lines of each rank as HTML, at most `room` bytes per rank."""
+    newest: dict[int, deque[str]] = {rank: deque(maxlen=_MAX_LINES) for rank in ranks}
+    for item in view.items:
+        if isinstance(item, LineItem) and item.rank in newest:
+            newest[item.rank].append(item.text)
+    found: dict[int, list[str]] = {}
+    for rank, texts in newest.items():
+        lines = [_line(text) for text in texts]
+        # leave 200 bytes for the line about dropped lines
+        fitting = count_fitting((len(line.encode()) + 1 for line in reversed(lines)), room - 200)
+        found[rank] = lines[len(lines) - fitting :]
+    return found
+
+
+def _line(text: str) -> str:
+    if len(text) > _MAX_LINE_CHARS:
+        return escape(ansi.plain(text)[:_MAX_LINE_CHARS], quote=False) + " ..."
+    return ansi.to_html(text)
