@@ -23,7 +23,7 @@ from sgpu_magic import errors
 from sgpu_magic.cli.main import command_parser
 from sgpu_magic.config import Settings
 from sgpu_magic.options.argparse_form import LINE_PARSERS, RAY, parser
-from sgpu_magic.wire import client, events, files, node, rank, tracking, zygote
+from sgpu_magic.wire import client, events, files, node, rank, tracking
 
 ROOT = Path(__file__).resolve().parents[1]
 HELP = ROOT / "sgpu_magic" / "views" / "help"
@@ -39,8 +39,8 @@ LINKS = {
     ),
     "Pool service to agent": ("A Unix socket on one machine, ZeroMQ with CURVE keys to a Ray node.", node.ToAgent),
     "Agent to pool service": ("The same link.", node.FromAgent),
-    "Agent to zygote": ("A Unix socket.", zygote.ToZygote),
-    "Zygote to agent": ("The same link.", zygote.FromZygote),
+    "Agent to zygote": ("A Unix socket.", rank.ToZygote),
+    "Zygote to agent": ("The same link.", rank.FromZygote),
     "Agent to rank": ("A Unix socket.", rank.ToRank),
     "Rank to agent": ("The same link.", rank.FromRank),
     "Pool service to tracking process": ("A Unix socket.", tracking.ToTracker),

@@ -29,9 +29,9 @@ VOLATILE = re.compile(
 def as_program(arguments: list[str], *, seeded: bool, cuda: bool) -> None:
     """Run the program in this process, a rank, as `python PROGRAM` does."""
     if cuda:
-        from sgpu_magic.worker.process import cuda_in_children
+        from sgpu_magic.worker.process import patches
 
-        cuda_in_children.map_cuda(int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+        patches.map_cuda(int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     sys.argv = arguments
     sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
     if not seeded:

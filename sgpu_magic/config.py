@@ -21,8 +21,7 @@ import msgspec
 from platformdirs import user_config_path, user_state_path
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.wire.costs import is_currency, prices_text, read_prices
-from sgpu_magic.wire.user_limits import read_priorities, read_quotas
+from sgpu_magic.wire.costs import is_currency, prices_text, read_prices, read_priorities, read_quotas
 
 # what a remedy adds that changes where a pool lives, which a kernel reads when it loads the extension
 SET_IN_NOTEBOOK = "(in a notebook with %env, then %reload_ext sgpu_magic)"

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, ClassVar
 from sgpu_magic.wire.states import FailureKind
 
 if TYPE_CHECKING:
-    from sgpu_magic.wire.failures import Failure
+    from sgpu_magic.wire.rank_events import Failure
 
 OUT_OF_MEMORY = "memory"
 """Help page for failed allocations, whatever the exception's type."""

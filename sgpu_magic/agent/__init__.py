@@ -7,12 +7,13 @@ service       dispatches the pool's messages
 survive       survives restarts of the pool service: announces itself, waits for the next service, accepts it
 reports       events for the pool, numbered per run and kept until the pool confirms that they are on disk
 run_registry  the runs that the agent holds
-launch        turns a launch into ranks: fetches inputs first, then maps the kernel's context to this node
+launch        turns a launch into ranks: those of a standby group, or new ones; prepares inputs first
+node_context  the kernel's context on this node: directory, path, variables, and its local code
+blobs         fetches blobs from the pool's store, and assembles uploaded folders and files from them
 environments  the environments that runs need, and the processes that build them
 failures      failures and exits of ranks, redaction of secrets, and the root cause
 faults        limits an exception in a callback to the run it serves; background work
 
-inputs/          files and data that the notebook sent along, fetched to this node
 runs/            a run and its state besides its ranks
 ranks/           rank processes: forking, orders, messages, stopping
 watch/           stacks, stalls, CPU and GPU usage, devices

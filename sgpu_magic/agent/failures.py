@@ -12,18 +12,21 @@ import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.agent.ranks.group import RunRanks
-from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.packages.secrets import Blanker, find_secrets
 from sgpu_magic.system.byte_sizes import memory_groups, memory_limit, number_in
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.rank_events import Failure, RankStack
 from sgpu_magic.wire.run import RankResult
 from sgpu_magic.wire.states import FailureKind, RunState
+
+if TYPE_CHECKING:
+    from sgpu_magic.agent.ranks.group import RunRanks
+    from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 
 # the key of a failure that no rank caused
 _WHOLE_RUN = -1
@@ -34,9 +37,7 @@ def find_root_cause(failures: Iterable[Failure]) -> tuple[Failure, tuple[Failure
     by_time = sorted(failures, key=lambda failure: (failure.is_consequence, failure.at))
     if not by_time:
         return None
-    culprit = by_time[0]
-    others = sorted((failure for failure in by_time[1:]), key=lambda failure: failure.at)
-    return culprit, tuple(others)
+    return by_time[0], tuple(sorted(by_time[1:], key=lambda failure: failure.at))
 
 
 def without_secrets(
@@ -53,12 +54,9 @@ def without_secrets(
         environ: The ranks' environment variables.
     """
     blanker = Blanker(environ[name] for name in find_secrets(environ))
-    exception = failure.exception
-    if any(blanker.is_in(frame) for frame in frames):
-        exception, frames = None, ()
-    type_name = blanker.clear(failure.type_name)
-    if type_name != failure.type_name:
-        # the pickled exception contains the class name too
+    exception, type_name = failure.exception, blanker.clear(failure.type_name)
+    # the pickled exception contains the class name too
+    if type_name != failure.type_name or any(blanker.is_in(frame) for frame in frames):
         exception, frames = None, ()
     cleared = msgspec.structs.replace(
         failure,
@@ -94,8 +92,8 @@ class ReportsOfRanks:
         """Whether the rank's cell completed and the rank has not failed since."""
         return rank in self._results and rank not in self._failures
 
-    def has_failed(self, rank: int | None) -> bool:
-        return (_WHOLE_RUN if rank is None else rank) in self._failures
+    def has_failed(self, rank: int) -> bool:
+        return rank in self._failures
 
     @property
     def complete(self) -> bool:

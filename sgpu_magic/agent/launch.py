@@ -1,33 +1,33 @@
-"""Turns a launch into ranks. Packages and code that need preparation are prepared first.
+"""Turns a launch into ranks: those of a standby group, or new ones.
 
-`place_here` maps the kernel's context (working directory, `sys.path`, variables) to this node. The context stays as it
-is where the node sees the kernel's files and runs its Python. Otherwise the built Python's packages replace the
-kernel's, code bundles replace its local code, and a directory of the run replaces its working directory.
+Packages and code that need preparation are prepared first. Standby groups are kept for the next run and for each
+session.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
+import asyncio
 import socket
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.inputs.launch_inputs import CodeUnusable, LaunchInputs, travels_by_blobs
-from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
+from sgpu_magic.agent.node_context import CodeUnusable, built_interpreter, place_here
+from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.ranks.orders import device_of, prepare
+from sgpu_magic.agent.ranks.zygotes import Zygotes
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs.fresh import FreshRun
+from sgpu_magic.agent.runs.execution_kinds import FreshRun
 from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
-from sgpu_magic.agent.runs.preparing import PreparingRun
+from sgpu_magic.agent.runs.preparing import LaunchInputs, PreparingRun, travels_by_blobs
 from sgpu_magic.agent.runs.session import Session, SessionRefuses
+from sgpu_magic.config import Settings
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.node import Launch
-from sgpu_magic.wire.run import Interpreter, RankContext
+from sgpu_magic.wire.run import Interpreter
 from sgpu_magic.wire.states import FailureKind, RunKind
 
 
@@ -151,7 +151,7 @@ class Launches(msgspec.Struct, frozen=True):
         if built is None or placed.environment is None:
             return placed
         name = self.environments.name(placed.environment)
-        return replace(placed, interpreter=_interpreter(name, built, placed))
+        return replace(placed, interpreter=built_interpreter(name, built, placed))
 
     def _placed_in(self, session: Session, launch: Launch) -> Launch:
         """Give a cell the context of its session."""
@@ -165,143 +165,154 @@ class Launches(msgspec.Struct, frozen=True):
         return self.inputs.uploaded.placed(place_here(launch, built, code))
 
 
-# ---------------------------------------------------------------- the kernel's context on this node
+# ---------------------------------------------------------------- standby groups
 
 
-# variables of the kernel's Python, which do not apply to a built one
-_KERNELS_PYTHON = ("PYTHON", "CONDA_", "_CE_", "MAMBA_", "PYENV_", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "UV_PROJECT")
-# harmless exceptions that users set on purpose
-_CHOICES = frozenset({
-    "PYTHONUNBUFFERED", "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE",
-    "PYTHONIOENCODING", "PYTHONUTF8", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONBREAKPOINT",
-})  # fmt: skip
-# a zygote needs these to start, besides the variables that the kernel's zygote would have
-_ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV")
-# `site-packages`, and Debian's `dist-packages`
-_PACKAGES = "-packages"
-# the agent's own variables, which ranks do not inherit
-_AGENTS_OWN = ("SGPU_", "JPY_", "PYTHONSAFEPATH", "KERNEL_")
+# above this size, ranks of a standby group join late, since gloo's loops cost CPU while they wait
+_JOIN_EARLY_MAX = 8
 
 
-def place_here(launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
-    """Return the launch with its context mapped to this node. Idempotent.
+class StandbyGroups:
+    """The node's zygotes and its standby groups: one for runs, and one for each session's fresh runs.
 
     Args:
-        launch: The launch as the client sent it.
-        built: The Python built for the launch; None to use the kernel's.
-        code: Folders of local code on this node, by the kernel's `sys.path` entry.
+        settings: The pool's settings.
 
-    Raises:
-        OSError: The run's directory can't be written.
+    Attributes:
+        zygotes: The node's zygotes.
     """
-    context = launch.context
-    if built is None and not code and not context.elsewhere:
-        return launch
-    home = _home(launch)
-    path = _path(context, built, code, home)
-    cwd = context.cwd
-    if context.elsewhere:
-        cwd = os.path.join(home, "work")
-        os.makedirs(cwd, mode=0o700, exist_ok=True)
-    environ = _environ(launch, built)
-    placed = replace(context, cwd=cwd, sys_path=path, environ=environ, installed=())
-    return replace(launch, context=placed)
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self.zygotes = Zygotes(settings.state_path / "logs", settings.zygote_idle_s)
+        # by session; "" is for runs with their own lease
+        self._standbys: dict[str, Group] = {}
+        self._last_on_gpus = False
+        self._departing: list[Group] = []
+
+    def take(self, launch: Launch) -> tuple[Group, str]:
+        """Return a group for the run, forked or being forked, and how it was started: `standby`, `zygote` or `cold`.
+
+        Raises:
+            OSError: The interpreter can't be executed.
+        """
+        interpreter, ranks, on_gpus = launch.interpreter, launch.spec.placement.ranks, device_of(launch) == "cuda"
+        session, part = launch.spec.session, launch.part
+        if part is None:
+            for key in (session, "") if session else ("",):
+                standby = self._standbys.get(key)
+                fits = standby is not None and _fits(standby, interpreter, ranks, on_gpus)
+                if standby is not None and fits and not standby.has_dead_rank():
+                    del self._standbys[key]
+                    return standby, "standby"
+            self._drop_standby(session)
+        warm = "zygote" if self.zygotes.get(interpreter).ready else "cold"
+        if part is not None:
+            # standby ranks have already joined each other and can't be part of a larger group
+            return self._make(interpreter, part.ranks, False, first_rank=part.first_rank, world_size=ranks), warm
+        return self._make(interpreter, ranks, not on_gpus), warm
+
+    def dismiss(self, group: Group) -> None:
+        """End a group without a run."""
+        group.dismiss()
+        self._departing.append(group)
+
+    def warm(self, interpreter: Interpreter, ranks: int) -> None:
+        """Start this interpreter's zygote, and a standby group of `ranks` (0 for none)."""
+        try:
+            self.zygotes.get(interpreter)
+        except OSError:
+            # reported when a run needs it
+            return
+        if ranks:
+            self._replenish("", interpreter, ranks, self._last_on_gpus)
+
+    def replenish_after(self, launch: Launch) -> None:
+        """Keep a standby group like this run's for the next run."""
+        if launch.part is not None:
+            return
+        self._last_on_gpus = device_of(launch) == "cuda"
+        self._replenish("", launch.interpreter, launch.spec.placement.ranks, self._last_on_gpus)
+
+    def keep_for_session(self, session: Launch) -> None:
+        """Keep a standby group for the session's fresh runs; on GPUs it creates its CUDA contexts.
+
+        Args:
+            session: The session's own launch.
+        """
+        key, on_gpus = session.spec.run_id, device_of(session) == "cuda"
+        self._replenish(key, session.interpreter, session.spec.placement.ranks, on_gpus)
+        group = self._standbys.get(key)
+        if group is not None and on_gpus and not group.master_port:
+            try:
+                prepare(session, group, range(len(group.ranks)), stays=False)
+            except OSError:
+                self._drop_standby(key)
+
+    def session_over(self, run_id: str) -> None:
+        """Drop the standby group of a session that ends."""
+        self._drop_standby(run_id)
+
+    def tend(self) -> None:
+        """Drop broken and idle standby groups, free groups whose ranks have exited, and retire zygotes."""
+        for key, standby in list(self._standbys.items()):
+            is_idle = not key and self._loop.time() - standby.wanted_at > self._settings.standby_idle_s
+            if standby.broken or is_idle:
+                self._drop_standby(key)
+        for group in [group for group in self._departing if group.is_dead()]:
+            group.close()
+            self._departing.remove(group)
+        self.zygotes.retire()
+
+    def close(self) -> None:
+        """End every zygote and all its ranks."""
+        self.zygotes.close()
+
+    def _make(
+        self,
+        interpreter: Interpreter,
+        ranks: int,
+        join_early: bool,
+        *,
+        rehearse: bool = False,
+        first_rank: int = 0,
+        world_size: int | None = None,
+    ) -> Group:
+        return Group(
+            self.zygotes.get(interpreter),
+            ranks,
+            join_early,
+            self._settings.output_limit,
+            self._settings.runtime_path,
+            rehearse=rehearse,
+            first_rank=first_rank,
+            world_size=world_size,
+        )
+
+    def _replenish(self, key: str, interpreter: Interpreter, ranks: int, on_gpus: bool) -> None:
+        if not self._settings.standby:
+            return
+        standby = self._standbys.get(key)
+        if standby is not None:
+            if _fits(standby, interpreter, ranks, on_gpus):
+                standby.wanted_at = self._loop.time()
+                return
+            self._drop_standby(key)
+        try:
+            join_early = ranks <= _JOIN_EARLY_MAX and not on_gpus
+            self._standbys[key] = self._make(interpreter, ranks, join_early, rehearse=join_early)
+        except OSError:
+            return
+
+    def _drop_standby(self, key: str) -> None:
+        standby = self._standbys.pop(key, None)
+        if standby is not None:
+            self.dismiss(standby)
 
 
-def _home(launch: Launch) -> str:
-    """Return the directory of the ranks' owner; cells of a session share the session's."""
-    if launch.spec.in_session:
-        return os.path.join(os.path.dirname(launch.run_dir), launch.spec.session)
-    return launch.run_dir
-
-
-def _path(context: RankContext, built: Built | None, code: Mapping[str, str], home: str) -> tuple[str, ...]:
-    links = os.path.join(home, "code")
-    path: list[str] = []
-    for entry in context.sys_path:
-        if built is not None and entry in built.sys_path:
-            path.append(entry)
-        elif built is not None and entry in context.installed:
-            # the notebook's folder comes between the two: it shadows packages, but not the standard library
-            of_packages = _PACKAGES in entry
-            path += (own for own in built.sys_path if _is_of_packages(own, built) == of_packages)
-        elif entry in code:
-            path.append(_linked(links, entry, code[entry]))
-        elif not context.elsewhere or entry in context.installed or entry.startswith(links + os.sep):
-            path.append(entry)
-        elif os.path.islink(link := _link(links, entry)):
-            # made by an earlier cell of the session
-            path.append(link)
-    if built is not None:
-        path += built.sys_path
-    return tuple(dict.fromkeys(path))
-
-
-def _is_of_packages(entry: str, built: Built) -> bool:
-    return entry.startswith(os.path.dirname(built.prefix) + os.sep)
-
-
-def _link(links: str, entry: str) -> str:
-    return os.path.join(links, hashlib.sha256(os.fsencode(entry)).hexdigest()[:8])
-
-
-def _linked(links: str, entry: str, folder: str) -> str:
-    """Point a link with a stable name to the folder: a session's ranks then see an edited module as a changed file."""
-    link = _link(links, entry)
-    try:
-        if os.readlink(link) == folder:
-            return link
-    except OSError:
-        os.makedirs(links, mode=0o700, exist_ok=True)
-    temporary = f"{link}.part"
-    Path(temporary).unlink(missing_ok=True)
-    os.symlink(folder, temporary)
-    os.replace(temporary, link)
-    return link
-
-
-def _environ(launch: Launch, built: Built | None) -> dict[str, str]:
-    context, given = launch.context, frozenset(launch.spec.env_names)
-    environ = dict(context.environ)
-    if built is not None:
-        environ = {name: value for name, value in environ.items() if name in given or not _is_kernels(name)}
-    if context.elsewhere:
-        here = {n: v for n, v in os.environ.items() if not n.startswith(_AGENTS_OWN) and not _is_kernels(n)}
-        environ = here | environ
-    if built is not None:
-        programs = os.path.join(built.prefix, "bin")
-        environ["VIRTUAL_ENV"] = built.prefix
-        if "PATH" not in given:
-            environ["PATH"] = os.pathsep.join(_without_kernels(environ.get("PATH", os.defpath), context, programs))
-    return environ
-
-
-def _interpreter(name: str, built: Built, placed: Launch) -> Interpreter:
-    """Return the built Python as an interpreter with its own zygote.
-
-    Args:
-        name: The environment's name on this node.
-        built: The built Python.
-        placed: The launch with its context mapped to this node.
-    """
-    environ = placed.context.environ
-    names = [*placed.interpreter.variables, *_ALWAYS]
-    variables = {name: environ[name] for name in names if name in environ}
-    digest = hashlib.blake2b(digest_size=4)
-    for item in sorted(variables.items()):
-        digest.update(repr(item).encode())
-    return Interpreter(executable=built.executable, key=f"{name}-{digest.hexdigest()}", variables=variables)
-
-
-def _is_kernels(name: str) -> bool:
-    return name.startswith(_KERNELS_PYTHON) and name not in _CHOICES
-
-
-def _without_kernels(path: str, context: RankContext, programs: str) -> Iterable[str]:
-    """Put the built environment's programs first in `PATH` and drop those of the kernel's environment."""
-    own = context.environ.get("VIRTUAL_ENV") or context.environ.get("CONDA_PREFIX")
-    left_out = {programs, os.path.join(own, "bin")} if own and own != os.path.dirname(programs) else {programs}
-    yield programs
-    for entry in path.split(os.pathsep):
-        if entry and entry not in left_out:
-            yield entry
+def _fits(group: Group, interpreter: Interpreter, ranks: int, on_gpus: bool) -> bool:
+    if group.broken or group.zygote.interpreter.key != interpreter.key or len(group.ranks) != ranks:
+        return False
+    # a group that has joined uses gloo; NCCL would initialize CUDA before the ranks know their devices
+    return not (on_gpus and group.join_early)

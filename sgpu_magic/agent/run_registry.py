@@ -11,22 +11,24 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks import run_processes
-from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.execution import Execution
-from sgpu_magic.agent.runs.fresh import FreshRun
+from sgpu_magic.agent.runs.execution_kinds import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import Session
 from sgpu_magic.wire.codec import UnreadableLaunch
 from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import FailureKind, RunState
+
+if TYPE_CHECKING:
+    from sgpu_magic.agent.launch import StandbyGroups
 
 T = TypeVar("T")
 _REPLENISH_DELAY_S = 0.15

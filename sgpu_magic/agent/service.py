@@ -11,21 +11,18 @@ from collections.abc import Sequence
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs
-from sgpu_magic.agent.launch import Launches
+from sgpu_magic.agent.launch import Launches, StandbyGroups
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.run_processes import RunPorts
-from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs import ray_place
-from sgpu_magic.agent.runs.fresh import FreshRun
+from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.agent.runs.preparing import PreparingRun
+from sgpu_magic.agent.runs.preparing import LaunchInputs, PreparingRun
+from sgpu_magic.agent.runs.run_files import remove_ray_directories
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
-from sgpu_magic.agent.runs.session_cell import SessionCell
 from sgpu_magic.agent.survive import Introduction, Orphaned, ServiceSocket, Successor
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
@@ -65,8 +62,8 @@ from sgpu_magic.wire.node import (
     WarmZygote,
 )
 from sgpu_magic.wire.pool_status import agent_socket_file, lock_file
-from sgpu_magic.wire.rank import RankAnswer
 from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.run import RankAnswer
 
 _HOUSEKEEPING_S = 5.0
 # pauses after failed introductions
@@ -329,7 +326,7 @@ class Agent:
             if not isinstance(run, SessionCell):
                 with faults.guarded(None):
                     run_processes.kill_leftovers(run.run_id, set(run.pids))
-                    ray_place.remove(run.run_id, self._settings)
+                    remove_ray_directories(run.run_id, self._settings)
         for part in (self._groups, self._environments, self._copier, self._far, self._sampling, self._inputs.code):
             with faults.guarded(None):
                 part.close()

@@ -22,11 +22,11 @@ import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.faults import call_in_background
-from sgpu_magic.agent.ranks.standby_groups import StandbyGroups
+from sgpu_magic.agent.launch import StandbyGroups
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs import ray_place
 from sgpu_magic.agent.runs.node_run import NodeRun
+from sgpu_magic.agent.runs.run_files import sweep_ray_directories
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.inventory import take_inventory
 from sgpu_magic.config import Settings
@@ -63,7 +63,7 @@ class Introduction(msgspec.Struct, frozen=True):
 
     async def ready(self) -> None:
         """Send the agent's first message to a service, as soon as the driver has listed the devices."""
-        ray_place.sweep(self.settings, [run.run_id for run in self.runs.all()])
+        sweep_ray_directories(self.settings, [run.run_id for run in self.runs.all()])
         inventory = await self._take()
         held: list[HeldRun] = []
         locks: list[int] = []

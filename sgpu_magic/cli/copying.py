@@ -19,7 +19,7 @@ import msgspec
 
 from sgpu_magic.cli.main import Parser, note
 from sgpu_magic.client.find_run import FilesHere, FilesOfRun, files_of
-from sgpu_magic.client.this_process import this_umask
+from sgpu_magic.client.this_machine import this_umask
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.files.safe_paths import BadName, open_below, parts_of, replace_below

@@ -22,12 +22,11 @@ from sgpu_magic import __version__
 from sgpu_magic.cli import machine_checks, python_checks
 from sgpu_magic.cli.machine_checks import Finding, Level, ok, problem, warning
 from sgpu_magic.cli.main import Parser
-from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import has_words
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import pools_path, read_pools
-from sgpu_magic.client.this_process import own_key_path
+from sgpu_magic.client.this_machine import find_pool, own_key_path
 from sgpu_magic.config import Settings, config_path, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.disk_room import disk_room

@@ -139,20 +139,25 @@ def memory_files() -> Iterator[Finding]:
 def encryption() -> Iterator[Finding]:
     """Check how fast ZeroMQ encrypts, which limits transfers to pools on other machines. Takes less than a second."""
     rate = _encrypted_per_s()
+    if not rate:
+        yield warning(
+            "encryption", "no encrypted message arrived within 5 s", "Run it again when the machine is less busy."
+        )
+        return
     text = f"{format_bytes(int(rate))} a second at most to a pool on another machine"
     if rate >= _SLOW_ENCRYPTION:
         yield ok("encryption", text)
         return
     yield warning(
         "encryption",
-        f"{text}: the libsodium in pyzmq's wheel lacks optimizations",
+        f"{text}: the machine is busy, or the libsodium in pyzmq's wheel lacks optimizations, as in most releases",
         "If you send large variables, build pyzmq with the system's ZeroMQ (on Debian and Ubuntu the package "
         "libzmq3-dev): pip install --force-reinstall --no-deps --no-binary pyzmq pyzmq",
     )
 
 
 def _encrypted_per_s() -> float:
-    """Return bytes per second from one encrypted socket to another."""
+    """Return bytes per second from one encrypted socket to another, 0 if a message took longer than 5 s."""
     keys, own = new_key_pair(), new_key_pair()
     # a context each: their threads encrypt and decrypt
     with (

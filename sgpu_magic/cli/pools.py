@@ -8,11 +8,11 @@ from contextlib import closing
 from typing import Any
 
 from sgpu_magic.cli.main import Parser
-from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import Money, counts, has_words, money_of
 from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, pools_path, read_pools, remove_pool
+from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings, host_name, load_settings
 from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.runs import pools_status

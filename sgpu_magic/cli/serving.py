@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import msgspec
 
-from sgpu_magic.client.this_process import own_key_path
+from sgpu_magic.client.this_machine import own_key_path
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
 from sgpu_magic.nodes.ray.deploy import DEPLOYED, Deployment, JobsApi, deploy, undeploy

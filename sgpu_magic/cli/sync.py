@@ -18,7 +18,7 @@ import msgspec
 from sgpu_magic.cli.main import Parser
 from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import find_directory
-from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import read_spec

@@ -4,8 +4,7 @@ pool            the API of one pool
 pools           all pools of one process
 pools_file      the list of pools, `pools.toml`: reading, adding, removing
 pool_choosing   which pool a run goes to
-local_pool      finds and starts the local pool, and waits for its exit
-this_process    describes this process to the pool and the ranks; current settings
+this_machine    describes this process to the pool and the ranks; finds and starts the local pool; current settings
 connection      one connection per pool: made on first use, remade when the pool dies
 link            the thread that owns the socket; routes replies and events
 wires           queues to and from that thread; transport to the local pool's socket

@@ -9,16 +9,24 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from sgpu_magic.client.link import PoolLink, PoolLost
-from sgpu_magic.client.local_pool import find_pool, start_pool, stated_settings, wait_for_exit
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_wire import RemoteWire
-from sgpu_magic.client.this_process import own_key_path, own_keys, this_hello, this_interpreter
+from sgpu_magic.client.this_machine import (
+    find_pool,
+    own_key_path,
+    start_pool,
+    stated_settings,
+    this_hello,
+    this_interpreter,
+    wait_for_exit,
+)
 from sgpu_magic.client.wires import A, LocalWire
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
-from sgpu_magic.system.secure_sockets import Endpoint
+from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, read_key_pair
 from sgpu_magic.wire.client import Accepted, AskStacks, Attach, Goodbye, StopPool, Warm
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, PoolAddress, PoolStatus, socket_file
 from sgpu_magic.wire.record import Record, short
@@ -219,7 +227,7 @@ class FarConnection(Connection):
         wire = RemoteWire(
             name,
             Endpoint(self._entry.address, self._entry.key),
-            own_keys(self._key_path, name),
+            _own_keys(self._key_path, name),
             this_hello(instance=secrets.token_hex(16)),
             self._settings.link_timeout_s,
         )
@@ -305,3 +313,23 @@ def _stopped_unless_used(link: PoolLink) -> list[str]:
         going = [f"run {short(run.run_id)} ({run.name})" for run in runs if not run.state.is_final]
         return going or ["ranks of runs that have ended"]
     return []
+
+
+def _own_keys(path: Path, pool: str) -> KeyPair:
+    """Read the user's key pair.
+
+    Args:
+        path: The key file.
+        pool: Name of the pool that the key is for, used in the error message.
+
+    Raises:
+        PoolError: There is no key.
+        UsageError: The file can't be trusted.
+    """
+    try:
+        return read_key_pair(path)
+    except FileNotFoundError:
+        raise PoolError(
+            f"the pool {pool} admits listed keys only, and you have no key on this machine ({path}). Create one with "
+            "`sgpu pool keygen` and send the public half, which it prints, to the pool's operator."
+        ) from None

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.client import ledger
-from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.mirror import Mirror, mirror_path
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL, read_pools
+from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.safe_paths import list_below, open_below
@@ -61,7 +61,8 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = Fa
     if len({row.run_id for _, row in matching}) == 1:
         return pools.of(matching[0][0])
     if matching:
-        raise RunUnknown(_ambiguous(run, matching))
+        ids = [f"{row.run_id if len(run) >= 4 else short(row.run_id)} ({name})" for name, row in matching]
+        raise RunUnknown(_ambiguous(run, ids))
     older = _pool_of_an_older(pools, answers, run) if not going_on else None
     if older is not None:
         return older
@@ -90,17 +91,20 @@ def pool_of(settings: Settings, run: str, wish: str, *, going_on: bool = False) 
         yield pool_with(pools, settings, prefix, going_on=going_on, start=False)
 
 
-def check_prefix(text: str) -> str:
+def check_prefix(text: str, listed: str = ", as `sgpu runs` lists them", option: str = "") -> str:
     """Return `text` normalized as the beginning of a run id.
+
+    Args:
+        text: The digits as they were given.
+        listed: Where the user finds them, for the error message.
+        option: What they were given to, likewise; with `: ` at its end.
 
     Raises:
         UsageError: It can't be the beginning of an id.
     """
     prefix = text.strip().lower()
     if _PREFIX.fullmatch(prefix) is None:
-        raise UsageError(
-            f"{text[:40]!r} is not a run's id: give its first digits (0-9, a-f), as `sgpu runs` lists them."
-        )
+        raise UsageError(f"{option}{text[:40]!r} is not a run's id: give its first digits (0-9, a-f){listed}.")
     return prefix
 
 
@@ -123,8 +127,7 @@ def find_directory(settings: Settings, text: str) -> str:
             f"their directories are in {settings.runs_path}."
         )
     if len(found) > 1:
-        listed = ", ".join(found[:_MOST_LISTED]) + (", ..." if len(found) > _MOST_LISTED else "")
-        raise UsageError(f"{prefix!r} matches {len(found)} runs: {listed}. Give more digits.")
+        raise UsageError(_ambiguous(prefix, found))
     return found[0]
 
 
@@ -151,12 +154,9 @@ def _pool_of_an_older(pools: Pools, answers: Sequence[Asked], run: str) -> Pool 
     return None
 
 
-def _ambiguous(run: str, matching: Sequence[tuple[str, RunSummary]]) -> str:
-    listed = ", ".join(
-        f"{row.run_id if len(run) >= 4 else short(row.run_id)} ({name})" for name, row in matching[:_MOST_LISTED]
-    )
-    more = ", ..." if len(matching) > _MOST_LISTED else ""
-    return f"{run!r} matches {len(matching)} runs: {listed}{more}. Give more digits."
+def _ambiguous(run: str, ids: Sequence[str]) -> str:
+    listed = ", ".join(ids[:_MOST_LISTED]) + (", ..." if len(ids) > _MOST_LISTED else "")
+    return f"{run!r} matches {len(ids)} runs: {listed}. Give more digits."
 
 
 def _nowhere(run: str, answers: Sequence[Asked], *, going_on: bool) -> str:

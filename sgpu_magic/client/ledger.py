@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.wire.costs import HOUR_S, Prices, cost_so_far, gpu_s_so_far, idle_seconds, read_prices

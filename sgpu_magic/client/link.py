@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic import errors
-from sgpu_magic.client.this_process import this_hello
+from sgpu_magic.client.this_machine import this_hello
 from sgpu_magic.client.wires import Answer, EventQueue, FilePart, LocalWire, Outgoing, Parcel, Reply
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES

@@ -12,7 +12,7 @@ from sgpu_magic.client.mirror import note_end
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Run
 from sgpu_magic.client.submitter import Attachments, PayloadMemory, Submitter
-from sgpu_magic.client.this_process import CurrentSettings
+from sgpu_magic.client.this_machine import CurrentSettings
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
@@ -33,8 +33,7 @@ from sgpu_magic.wire.client import (
     Warm,
 )
 from sgpu_magic.wire.pool_status import AskStatus, PoolStatus
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
-from sgpu_magic.wire.run import Interpreter, RunSpec
+from sgpu_magic.wire.run import Interpreter, RankAnswer, RankQuestion, RunSpec
 from sgpu_magic.wire.states import RunState
 
 # the replacement processes join a process group: the same limit as for a session's start when a rank is missing

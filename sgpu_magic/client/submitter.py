@@ -18,7 +18,7 @@ from sgpu_magic.client.connection import Connection, ask
 from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.mirror import mirror_path, note_sent
 from sgpu_magic.client.run import Run
-from sgpu_magic.client.this_process import this_context, this_interpreter
+from sgpu_magic.client.this_machine import this_context, this_interpreter
 from sgpu_magic.client.upload_files import sent
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunUnknown, SgpuError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def disk_room(path: Path) -> DiskRoom:
     while not path.exists() and path != path.parent:
         path = path.parent
     status = os.statvfs(path)
-    mount, kind = mount_of(path)
+    mount, kind = _mount_of(path, os.stat(path).st_dev)
     blocks, inodes = status.f_bavail, status.f_favail
     if os.geteuid() == 0:
         # root may use the blocks reserved for it, but not those of ext4 itself (ext4_calculate_resv_clusters)
@@ -93,6 +94,12 @@ def remedy(runs_path: Path) -> str:
         "cell again; or stop the pool (`sgpu pool stop`) and set SGPU_STATE_DIR to a directory on another disk "
         f"{SET_IN_NOTEBOOK}."
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _mount_of(path: Path, device: int) -> tuple[str, str]:
+    """`mount_of`, read once for each device: the table has a hundred lines on some machines."""
+    return mount_of(path)
 
 
 def mount_of(path: Path, mounts: Path = Path("/proc/mounts")) -> tuple[str, str]:

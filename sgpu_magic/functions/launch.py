@@ -14,12 +14,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
-from sgpu_magic.options.asked import CallOptions, RunOptions
+from sgpu_magic.options.asked import CallOptions, RunOptions, check_call
 from sgpu_magic.options.table import in_pythons_words
-from sgpu_magic.runs.choice.default_choice import PYTHON_WAYS, placed
 from sgpu_magic.runs.handle import Run
-from sgpu_magic.runs.sessions import fit, run_in
+from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.runs.submit.pack_call import pack_call
+from sgpu_magic.runs.submit.placing import PYTHON_WAYS, placed
 from sgpu_magic.runs.submit.spec import Submission, describe
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import Workplace, workplace
@@ -42,7 +42,7 @@ def run_here(
     with _pinned_to_its_cell(place.shell):
         try:
             if session is not None:
-                fit.check_call(session, options)
+                check_call(session, options)
                 prepared = functools.partial(run_in.prepare_call, session, function, args, kwargs, options)
                 return run_in.run_in(session.checked(), prepared, options.ui).values
             return _bring_back(place, prepare(place, function, args, kwargs, options), options.ui)
@@ -67,7 +67,7 @@ def start(
     session = options.session
     if session is None:
         return submitted(place, prepare(place, function, args, kwargs, options))
-    fit.check_call(session, options)
+    check_call(session, options)
     prepare_call = functools.partial(run_in.prepare_call, session, function, args, kwargs, options)
     return run_in.begin_in(session.checked(), prepare_call)
 
@@ -103,7 +103,7 @@ def prepare(
     with _in_pythons_words():
         place.wanted_pool(options.pool)
     code = pack_call(place, function, args, kwargs, options)
-    session = fit.lending(options) if beside_sessions and not options.ray else None
+    session = registry.lending(options) if beside_sessions and not options.ray else None
     if session is not None:
         return describe(place, code, replace(options, fresh=True), session.lends(options.ranks), session)
     with _in_pythons_words():

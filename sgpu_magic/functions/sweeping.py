@@ -20,7 +20,7 @@ from sgpu_magic.options.asked import CallOptions
 from sgpu_magic.payload.call import name_of
 from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.views.progress import SweepPicture, SweepProgress, failure_line
+from sgpu_magic.views.cell_outputs import SweepPicture, SweepProgress, failure_line
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunState
 

@@ -1,12 +1,9 @@
 """The magics: `%%distributed`, `%sgpu_connect` and others. They parse, submit and show; the work is in `runs`.
 
-run_magics         magics that run cells and inspect runs
-status             the live output of `%sgpu_status`
-session_magics     magics of sessions
-environment_magic  `%sgpu_env`
-cell_hooks         hooks around plain cells: `%sgpu_auto`, rebound names, warm ranks
-launcher_hints     a line for plain cells that start processes with accelerate or Lightning
-completion         completion of options, types and runs; completion and `obj?` answered by a rank
+run_magics      magics that run cells and inspect runs
+session_magics  magics of what cells run in: sessions, and the packages of `%sgpu_env`
+cell_hooks      hooks around plain cells: `%sgpu_auto`, rebound names, warm ranks, launchers of other packages
+completion      completion of options, types and runs; completion and `obj?` answered by a rank
 """
 
 # IPython's own attributes are only partly typed
@@ -21,15 +18,13 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
 from sgpu_magic.magics import completion
-from sgpu_magic.magics.cell_hooks import Assignments, AutoMode, draw_groups, draw_no_groups
+from sgpu_magic.magics.cell_hooks import Assignments, AutoMode, LauncherHints, draw_groups, draw_no_groups
 from sgpu_magic.magics.completion import RankQuestions
-from sgpu_magic.magics.environment_magic import EnvironmentMagics
-from sgpu_magic.magics.launcher_hints import LauncherHints
 from sgpu_magic.magics.run_magics import DistributedMagics
-from sgpu_magic.magics.session_magics import SessionMagics
+from sgpu_magic.magics.session_magics import EnvironmentMagics, SessionMagics
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.choice import default_choice
+from sgpu_magic.runs.submit import placing
 
 _OURS = ("%%distributed", "%%rank", "%%ray_launch")
 
@@ -70,7 +65,7 @@ def load(shell: InteractiveShell) -> None:
     completion.install(shell)
     undo.callback(completion.remove, shell)
     _loaded[id(shell)] = undo
-    if default_choice.pool_name(magics.place) == magics.pool.name:
+    if placing.pool_name(magics.place) == magics.pool.name:
         # not needed if runs go to another pool by default
         magics.pool.warm_in_background()
     packages.of(magics.pool).begin()

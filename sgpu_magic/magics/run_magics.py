@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from argparse import Namespace
 from typing import Any
 
@@ -14,19 +13,20 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from msgspec.structs import replace
 
+from sgpu_magic.client.find_run import check_prefix, recorded_directory
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
-from sgpu_magic.magics.status import StatusBoard
 from sgpu_magic.options import argparse_form
 from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, add_option, add_replay, read_replay, takes
-from sgpu_magic.options.asked import RunOptions
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, placed
+from sgpu_magic.options.asked import RunOptions, check_cell
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.handle import Run
-from sgpu_magic.runs.sessions import fit, registry
+from sgpu_magic.runs.pools_status import StatusBoard
+from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.cell_source import check_outputs, has_code, pack_cell, read_cell
+from sgpu_magic.runs.submit.placing import MAGIC_WAYS, placed
 from sgpu_magic.runs.submit.spec import describe
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import close_workplace, workplace
@@ -35,7 +35,6 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.stacks import stacks_html, stacks_text
 from sgpu_magic.wire.states import RunState
 
-_RUN = re.compile(r"[0-9a-f]{1,8}")
 Launched = RunResult | Run[Any] | None
 """A cell's value: its result, its handle with `--nowait`, None if it was detached."""
 
@@ -70,11 +69,7 @@ def _id_of(magic: str, run: str) -> str:
     Raises:
         UsageError: They can't be the beginning of an id.
     """
-    if run and _RUN.fullmatch(run.lower()) is None:
-        raise UsageError(
-            f"{magic}: {run[:40]!r} is not a run's id: give its first digits (0-9, a-f), as %sgpu_status lists them."
-        )
-    return run.lower()
+    return check_prefix(run, ", as %sgpu_status lists them", f"{magic}: ") if run else ""
 
 
 @magics_class
@@ -129,7 +124,7 @@ class DistributedMagics(Magics):
             return None
         magic_line = f"{magic} {line}".strip()
         session = registry.current(options.session) if options.session != NO_SESSION else None
-        fit.check_cell(session, options, magic)
+        check_cell(session, options, magic)
         self.place.notices.clear()
         if options.here:
             self._run_here(cell_body)
@@ -194,7 +189,6 @@ class DistributedMagics(Magics):
                 "-h` shows the options."
             )
         # imported here: only a replay needs them
-        from sgpu_magic.client.find_run import recorded_directory
         from sgpu_magic.runs.replay.recorded import prepare_replay, read_recorded
 
         options = read_replay(values, values.ui)
@@ -238,7 +232,7 @@ class DistributedMagics(Magics):
         run = _id_of("%sgpu_stacks", values.run)
         answer = self.place.pool_with(run, going_on=True).stacks(run, start=True)
         told = (answer.run_id, answer.stacks, answer.cell)
-        self._publish(stacks_text(*told), {"text/html": stacks_html(*told)})
+        self.place.publish(stacks_text(*told), {"text/html": stacks_html(*told)})
 
     @line_magic
     @takes("Show the devices, the queue and the runs of all pools; or the view of one run or session.", _add_shown)
@@ -258,12 +252,4 @@ class DistributedMagics(Magics):
     def sgpu_help(self, line: str = "") -> None:
         """Show the help page of a topic, such as an error: `%sgpu_help [TOPIC]`; without TOPIC, list all topics."""
         markdown = help_pages.page(line.strip())
-        self._publish(help_pages.plain(markdown), {"text/markdown": markdown})
-
-    def _publish(self, text: str, rich: dict[str, str]) -> None:
-        from IPython.display import publish_display_data
-
-        if self.place.is_notebook:
-            publish_display_data({"text/plain": text, **rich})
-        else:
-            print(text)  # noqa: T201
+        self.place.publish(help_pages.plain(markdown), {"text/markdown": markdown})

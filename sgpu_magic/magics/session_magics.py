@@ -1,4 +1,4 @@
-"""The magics of sessions: connect, disconnect, push, pull, restart, auto."""
+"""The magics of what cells run in: `%sgpu_connect` and others for sessions, `%sgpu_env` for packages."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -10,18 +10,24 @@ from typing import TypeVar
 
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class
+from msgspec.structs import replace
 
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode
 from sgpu_magic.options.argparse_form import Parser, add_option, add_session, read_session, takes
+from sgpu_magic.options.asked import is_same
 from sgpu_magic.options.values import names, outputs_from, parse_ranks
-from sgpu_magic.runs.notebook import cell_number
+from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
+from sgpu_magic.runs import packages
+from sgpu_magic.runs.environments import report
+from sgpu_magic.runs.notebook import cell_number, publish
 from sgpu_magic.runs.sessions import registry, run_in
-from sgpu_magic.runs.sessions.fit import is_same
 from sgpu_magic.runs.sessions.registry import begin
 from sgpu_magic.runs.sessions.run_in import prepare_push
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.workplace import workplace
+from sgpu_magic.views.pool_tables import environment_html, environment_text
 
 T = TypeVar("T")
 
@@ -177,3 +183,99 @@ def _chosen(values: Namespace) -> tuple[Session, tuple[int, ...]]:
     only = None if values.ranks is None else parse_ranks("--ranks", values.ranks)
     session = registry.chosen(values.session)
     return session, session.only(only)
+
+
+def _add_arguments(made: Parser) -> None:
+    made.add_argument("action", nargs="?", metavar="save", help="save the packages under NAME")
+    made.add_argument("name", nargs="?", metavar="NAME", help="name of the environment")
+    made.add_argument(
+        "--diff",
+        default="",
+        metavar="4|ai-4|FILE|NAME",
+        help="also show differences from a base environment, a requirements or pylock file, or a saved environment",
+    )
+    made.add_argument(
+        "--accept",
+        action="store_true",
+        help="confirm choices that somebody else saved in this notebook, so that a bare %%%%distributed uses them",
+    )
+    made.add_argument(
+        "--panel", action="store_true", help="open a panel to choose GPUs and packages, connect, and follow runs"
+    )
+
+
+@magics_class
+class EnvironmentMagics(Magics):
+    """The magic `%sgpu_env`."""
+
+    def __init__(self, shell: InteractiveShell, door: KernelEndpoint) -> None:
+        super().__init__(shell=shell)
+        self._door = door
+
+    @line_magic
+    @takes(
+        "Show the notebook's packages: how many and where from, changes that are not used yet, and what is known to "
+        "break.",
+        _add_arguments,
+        "%sgpu_env save NAME saves them under a name, for --env-version NAME.\n"
+        "%sgpu_env --panel shows the panel of JupyterLab's sidebar below the cell, for other front ends.",
+    )
+    def sgpu_env(self, values: Namespace) -> None:
+        """Show the notebook's packages: `%sgpu_env [--diff 4]`, or save them: `%sgpu_env save NAME`."""
+        if (values.accept or values.panel) and (values.action or values.diff or (values.accept and values.panel)):
+            raise UsageError("%sgpu_env takes --accept and --panel only without other arguments.")
+        match values.action:
+            case None if values.accept:
+                self._accept()
+            case None if values.panel:
+                self._panel()
+            case None:
+                self._show(values.diff)
+            case "save" if values.name and not values.diff:
+                self._save(values.name)
+            case "save":
+                raise UsageError("%sgpu_env save needs a name: %sgpu_env save mine. --env-version mine then uses it.")
+            case _:
+                raise UsageError(f"%sgpu_env has no action {values.action!r}. Use %sgpu_env, --diff BASE or save NAME.")
+
+    def _show(self, compared_to: str) -> None:
+        place = workplace()
+        found = report(place.current_settings(), registry.all_sessions(), compared_to)
+        choice = placing.held_words(place.choice.now(), placing.pool_name(place))
+        if choice:
+            found = replace(found, lines=(choice, *found.lines))
+        place.publish(environment_text(found), {"text/html": environment_html(found)})
+
+    def _accept(self) -> None:
+        # imported here: only accepting installs packages
+        from sgpu_magic.panel.kernel_actions import accept_choice
+
+        print(accept_choice(workplace()))  # noqa: T201
+
+    def _panel(self) -> None:
+        from sgpu_magic.panel.kernel_state import panel_text
+
+        place = workplace()
+        bundle = self._door.show()
+        text = panel_text(place)
+        if bundle is not None:
+            publish({"text/plain": text, **bundle})
+        else:
+            print(text)  # noqa: T201
+
+    def _save(self, name: str) -> None:
+        from sgpu_magic.packages import named_environments
+
+        place = workplace()
+        settings = place.current_settings()
+        named_environments.check_name(name)
+        ordered = packages.of(place.pool).environment()
+        named_environments.save(settings, name, ordered.environment)
+        for note in ordered.notes:
+            print(note)  # noqa: T201
+        kept = ordered.environment
+        count = f"{kept.packages} packages of Python {kept.python}"
+        print(  # noqa: T201
+            f"saved {count} as {name}: %%distributed --env-version {name} runs with them, even if other packages "
+            "are installed here by then."
+        )

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import FromStream
 from sgpu_magic.wire.node import HeldRun, RunEvent, ToAgent
-from sgpu_magic.wire.rank import RankAnswer
+from sgpu_magic.wire.rank_events import RankStack
+from sgpu_magic.wire.run import RankAnswer
 
 
 class EngineListener(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from sgpu_magic.nodes.run_on_nodes import BusyNodes, RunOnNodes, nodes_of
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.files import CHECKPOINTS, RunFile, ToStream
 from sgpu_magic.wire.node import (
     DetachRun,
@@ -32,7 +32,8 @@ from sgpu_magic.wire.node import (
     ToAgent,
     TrackingKnown,
 )
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank_events import Failure, RankStack
+from sgpu_magic.wire.run import RankAnswer, RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
@@ -64,6 +65,8 @@ class EngineRuns:
         self._channels: dict[str, NodeChannel] = {}
         self._busy = BusyNodes(settings.state_path / "busy-nodes.json")
         self._runs: dict[str, RunOnNodes] = {}
+        # in the order of their ends
+        self._over: deque[RunOnNodes] = deque()
         self._placing: dict[str, Launch] = {}
         self._leases: dict[str, Lease] = {}
         self._stacks = JointStacks()
@@ -158,6 +161,7 @@ class EngineRuns:
             never = run.drop_unstarted()
             if len(never) == len(run.nodes):
                 run.over = True
+                self._over.append(run)
                 launch = run.launch
             else:
                 run.order(EndRun(run_id=run_id, state=state, reason=reason))
@@ -262,6 +266,7 @@ class EngineRuns:
                 self._listener.devices_free(run.run_id)
             return
         run.over = True
+        self._over.append(run)
         run_id = run.run_id
         if run.joint.lost:
             # before the run is placed elsewhere
@@ -314,9 +319,10 @@ class EngineRuns:
         """Persist which nodes have runs, and forget the oldest finished runs."""
         if self.come_and_go:
             self._busy.write({node for run in self._runs.values() if not run.over for node in run.nodes})
-        old = [run for run in self._runs.values() if run.over][:-_GONE_KEPT]
-        for run in old:
-            if run.joint.released or len(old) > _UNTOLD_KEPT:
+        while len(self._over) > _GONE_KEPT and (self._over[0].joint.released or len(self._over) > _UNTOLD_KEPT):
+            run = self._over.popleft()
+            if self._runs.get(run.run_id) is run:
+                # otherwise it was restarted
                 del self._runs[run.run_id]
 
 

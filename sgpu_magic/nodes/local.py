@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.agent.ranks import run_processes
-from sgpu_magic.agent.runs import ray_place
+from sgpu_magic.agent.runs.run_files import remove_ray_directories, sweep_ray_directories
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
@@ -155,9 +155,10 @@ class LocalEngine(Engine):
             if not run.launch.spec.in_session:
                 # processes that left their session and were orphaned when the agent died
                 run_processes.kill_leftovers(run.run_id, ())
-                ray_place.remove(run.run_id, self._settings)
+                remove_ray_directories(run.run_id, self._settings)
             run.joint.part_lost(0)
             run.over = True
+            self._over.append(run)
             self._part_silent(run, 0)
         self._channels.pop(HERE, None)
         worked = self._agent_has_worked or time.monotonic() - self._agent_since >= _SHORT_LIFE_S
@@ -271,7 +272,7 @@ class LocalAgent:
             # it was reaped with the rest; `poll` keeps subprocess from reporting a lost child
             self._child.poll()
             # its descendants are dead, and so are its runs
-            ray_place.sweep(self._settings, ())
+            sweep_ray_directories(self._settings, ())
 
 
 def _find(settings: Settings) -> tuple[socket.socket, int] | None:

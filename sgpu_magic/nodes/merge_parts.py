@@ -9,7 +9,7 @@ import msgspec
 from sgpu_magic.agent.failures import find_root_cause
 from sgpu_magic.wire.devices import Device, Inventory, Node
 from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
-from sgpu_magic.wire.failures import Failure, RankStack
+from sgpu_magic.wire.rank_events import Failure, RankStack
 from sgpu_magic.wire.states import RunState
 
 # slowest first: the slowest start of any node counts for the run

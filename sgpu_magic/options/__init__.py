@@ -2,10 +2,9 @@
 
 table          the table of options, and parsing into records
 values         parsers of values: durations, memory, ranks, names, amounts
-asked          records of what cells, calls and sessions request
-defaults       defaults that `sgpu run` sets for the runs of its notebook
+asked          records of what cells, calls and sessions request, and whether a session has it
 argparse_form  command lines: the magics and the `sgpu` command
 python_form    `@distributed`, `map` and `connect`
-notebook_job   parameters that `sgpu run` passes to a notebook's widgets, and the value that ends a notebook
+notebook_job   what `sgpu run` passes to its notebook: defaults of options, parameters for widgets; the final value
 job_form       `job.yaml`, `job.json` and `job.toml`, and how options of `sgpu run` override them
 """

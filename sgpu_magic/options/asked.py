@@ -1,4 +1,4 @@
-"""What cells, calls and sessions request: parsed and checked options in the protocol's terms."""
+"""What cells, calls and sessions request, in the protocol's terms, and whether a connected session has it."""
 
 from __future__ import annotations
 
@@ -167,25 +167,128 @@ class ReplayOptions(RunOptions, frozen=True, kw_only=True):
     here: bool = False
 
 
-def refuse_in_session(session: str, wishes: Wishes, max_cost: float | None, ways: str) -> None:
-    """Reject options that only a whole session can have.
+# ---------------------------------------------------------------- what a session has of it
+
+
+def check_cell(session: Session | None, options: RunOptions, magic: str) -> None:
+    """Reject options of a cell that contradict its session.
 
     Args:
-        session: The session's name.
-        wishes: Options of the cell or call.
-        max_cost: Cost limit of the cell or call.
-        ways: How to get a new lease instead, as the end of a sentence.
+        session: The session that it runs in; None for a new lease.
+        options: The cell's options.
+        magic: The cell's magic: `%%distributed`, `%%rank` or `%%ray_launch`.
 
     Raises:
-        UsageError: Packages or a cost limit were requested.
+        UsageError: An option contradicts the session.
     """
-    if wishes.env_version or wishes.torch_mine or wishes.allow_build:
+    if session is None:
+        if options.only:
+            option = "--ranks" if magic == "%%distributed" else "%%rank"
+            raise UsageError(
+                f"{option} names ranks of a session, and this cell runs in none. Connect first: %sgpu_connect "
+                f"--gpus {max(options.only) + 1}, or leave {option} out."
+            )
+        return
+    has = f"session {session.name} has {session.ranks} rank{'s' * (session.ranks > 1)} on {session.device_type}"
+    ways = "--session none gives the cell a lease of its own"
+    if not options.fresh:
+        ways = f"--ranks runs it on some of them, --fresh in new processes on the session's devices, and {ways}"
+    asks = {
+        "ranks": f", and --gpus {options.ranks} asks for others. Leave --gpus out; {ways}.",
+        "type": f", and --type {options.device_type} asks for others. Leave --type out; {ways}.",
+        "busy": ", and --allow-busy chooses others. Leave it out: %sgpu_connect takes it.",
+        "devices": ", and --min-memory, --nodes and --placement choose others. Leave them out: %sgpu_connect "
+        "takes them.",
+        "pool": f" in the pool {session.pool.name}, and --pool {options.pool} names another. Leave --pool out; {ways}.",
+    }
+    differs = next(iter(misfits(session, options, fewer=options.fresh)), "")
+    if differs in asks:
+        raise UsageError(f"{has}{asks[differs]}")
+    _refuse_in_session(session, options, "give the cell a lease of its own with --session none")
+    if options.detach:
         raise UsageError(
-            f"this runs on the devices of session {session} and uses its packages, so no others can be chosen here. "
-            f"Choose them when you connect the session, or {ways}."
+            f"--detach is not possible in session {session.name}: its ranks end with this notebook, and all that runs "
+            "on their devices. Leave it out, or give the cell a lease of its own with --session none."
         )
-    if max_cost is not None:
+    if (options.retries or options.retry_any) and not options.fresh:
         raise UsageError(
-            f"a run on the devices of session {session} has no cost of its own: it is part of the session's cost. "
+            f"--retries is not possible in session {session.name}: its ranks stay, and the cell is not started again. "
+            "Use --fresh for new processes on its devices, or --session none for a lease of its own."
+        )
+
+
+def check_call(session: Session, options: RunOptions) -> None:
+    """Reject options of a function call that contradict its session.
+
+    Raises:
+        UsageError: An option contradicts the session.
+    """
+    if {"ranks", "type"}.intersection(misfits(session, options)):
+        raise UsageError(
+            f"session {session.name} has {session.ranks} ranks on {session.device_type}, and the options ask for "
+            f"{options.ranks or session.ranks} on {options.device_type or session.device_type}. Leave gpus and "
+            "gpu_type out, or leave session out: then new ranks are started."
+        )
+    _refuse_in_session(session, options, "leave session out")
+    if options.retries:
+        raise UsageError("a run in a session is not retried automatically. Leave retries or session out.")
+
+
+def _refuse_in_session(session: Session, options: RunOptions, ways: str) -> None:
+    """Reject options that only a whole session can have; `ways` ends the sentence on how to get a new lease instead."""
+    differs = misfits(session, options)
+    if "packages" in differs:
+        raise UsageError(
+            f"this runs on the devices of session {session.name} and uses its packages, so no others can be chosen "
+            f"here. Choose them when you connect the session, or {ways}."
+        )
+    if "cost" in differs:
+        raise UsageError(
+            f"a run on the devices of session {session.name} has no cost of its own: it is part of the session's cost. "
             f"Give the limit when you connect the session, or {ways}."
         )
+
+
+def has_devices(session: Session, devices: Devices, pool: str) -> bool:
+    """Whether a session has the requested devices, in the named pool; "" means any pool."""
+    placement = session.spec.placement
+    return (
+        devices.ranks in (None, session.ranks)
+        and devices.device_type in (None, placement.device_type, session.device_type)
+        and devices.min_memory_bytes in (0, placement.min_memory_bytes)
+        and devices.nodes in (0, placement.nodes)
+        and pool in ("", session.pool.name)
+    )
+
+
+def is_same(session: Session, ask: RunOptions) -> bool:
+    """Whether a session matches the options of a connect."""
+    spec = session.spec
+    return (
+        has_devices(session, ask.devices, ask.pool)
+        and ask.idle_s in (None, spec.idle_s or 0)
+        and all(session.variables.get(name) == value for name, value in ask.variables.items())
+        and ask.wishes in (Wishes(), session.wishes)
+        and ask.max_cost in (None, spec.max_cost)
+    )
+
+
+def misfits(session: Session, options: RunOptions, *, fewer: bool = False) -> list[str]:
+    """Return which options the session does not match, in the order of reporting.
+
+    Args:
+        session: The session.
+        options: The requested options.
+        fewer: Accept fewer ranks than the session has.
+    """
+    devices, wishes, ranks = options.devices, options.wishes, options.ranks or session.ranks
+    found = {
+        "ranks": ranks > session.ranks if fewer else ranks != session.ranks,
+        "type": options.device_type not in (None, "any", session.device_type, session.placement.device_type),
+        "busy": devices.allow_busy,
+        "devices": bool(devices.min_memory_bytes or devices.nodes or devices.strategy),
+        "pool": options.pool not in ("", session.pool.name),
+        "packages": bool(wishes.env_version or wishes.torch_mine or wishes.allow_build),
+        "cost": options.max_cost is not None,
+    }
+    return [name for name, differs in found.items() if differs]

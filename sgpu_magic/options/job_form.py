@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.defaults import JobDefaults
+from sgpu_magic.options.notebook_job import JobDefaults
 from sgpu_magic.options.values import (
     MOST_RANKS,
     STRATEGIES,

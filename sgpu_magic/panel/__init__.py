@@ -16,8 +16,7 @@ The notebook's kernel:
 kernel_state     a kernel -> what a panel shows of it, also as text
 plan             what applying a choice would do
 kernel_actions   answers requests: plan, apply, connect; `%sgpu_env --accept`
-kernel_endpoint  where requests reach the kernel, and the threads that answer them
-panel_view       the panel below a cell
+kernel_endpoint  where requests reach the kernel, also from the panel below a cell, and the threads that answer them
 
 The Jupyter server imports the first half. The choice itself is in `runs/choice`, below everything that submits runs.
 """

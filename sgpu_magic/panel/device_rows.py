@@ -10,14 +10,11 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.panel.schema import DevicePicture
-from sgpu_magic.views.pool_words import HOLDING, device_name, outside_words
+from sgpu_magic.views.pool_words import HOLDING, Holders, device_name, is_free, outside_words
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.devices import CPU, Device, Inventory
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.states import RunKind, RunState
-
-Holders = Mapping[str, tuple[RunSummary, int]]
-"""Maps a device's UUID to the run that holds it and the rank that uses it."""
 
 Use = Mapping[str, tuple[float | None, int | None]]
 """Maps a device's UUID to its utilization in percent and the memory in use in bytes; None when unknown."""
@@ -66,11 +63,6 @@ def with_use(inventory: Inventory, use: Use) -> Inventory:
     return replace(inventory, devices=tuple(devices)) if use else inventory
 
 
-def is_free(device: Device, holders: Holders) -> bool:
-    """Whether the pool can grant the device to a run."""
-    return device.uuid not in holders and not device.outside_use
-
-
 def file_name(path: str) -> str:
     """Return a notebook's name without its folders."""
     return PurePath(path).name
@@ -113,8 +105,6 @@ def _node(host: str, devices: Sequence[Device], holders: Holders) -> tuple[int, 
         utilization_pct=sum(busy) / len(busy) if busy else None,
         used_bytes=sum(used) if used else None,
         memory_bytes=sum(device.memory_bytes for device in devices),
-        run_id="",
-        kernel="",
         user=f"{free} of {len(devices)} free",
         free=free == len(devices),
     )

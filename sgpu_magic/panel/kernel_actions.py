@@ -32,11 +32,11 @@ from sgpu_magic.panel.messages import (
 )
 from sgpu_magic.panel.plan import Plan, living, plan
 from sgpu_magic.panel.pool_state import as_sentence
-from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.packages import install
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, words_of
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.workplace import Workplace
 
 T = TypeVar("T")
@@ -188,7 +188,7 @@ class KernelActions:
     def _connect(self, before: Session | None) -> str:
         if before is not None:
             # refuse an impossible session before the old one is ended
-            default_choice.with_choice(self._place, SessionOptions(), default_choice.MAGIC_WAYS)
+            placing.with_choice(self._place, SessionOptions(), placing.MAGIC_WAYS)
             end(before, "the panel connected another session in its place", wait_s=_END_S)
             if not before.has_ended:
                 raise UsageError(
@@ -273,7 +273,7 @@ def accept_choice(place: Workplace) -> str:
     choice = held.choice
     if choice is None:
         raise UsageError(held.problem or "this notebook's metadata asks for nothing, so there is nothing to confirm.")
-    words = words_of(choice, default_choice.pool_name(place))
+    words = words_of(choice, placing.pool_name(place))
     if held.confirmed:
         return f"this notebook asks for {words}; this is already confirmed."
     planned = plan(place, held, choice, connect=False, resolve=False)

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from sgpu_magic import __version__
 from sgpu_magic.runs.notebook import kernel_id, notebook_name
@@ -18,13 +22,17 @@ from sgpu_magic.runs.workplace import Workplace
 
 if TYPE_CHECKING:
     from sgpu_magic.panel.kernel_actions import KernelActions
-    from sgpu_magic.panel.panel_view import PanelView
+    from sgpu_magic.panel.messages import Told
     from sgpu_magic.panel.watch import Watchers
+    from sgpu_magic.views.live.comm import Channels
 
 Send = Callable[[dict[str, Any]], None]
 
 PANEL = "panel"
 """Same as `messages.PANEL`; `messages` is not imported before the first request."""
+
+PATIENCE_S = 90.0
+"""A page that sends nothing for so long is considered closed."""
 
 _BANNER = f"sgpu-magic {__version__} is loaded.\n"
 _DISPLAY = "sgpu-magic"
@@ -88,7 +96,7 @@ class KernelEndpoint:
         if live_views.channels is None or not live_views.is_watched:
             return None
         try:
-            from sgpu_magic.panel.panel_view import PanelView, PanelWidget
+            from sgpu_magic.views.live.widgets import PanelWidget
         except (ImportError, OSError):
             # anywidget is missing or has an unsupported version
             return None
@@ -100,8 +108,7 @@ class KernelEndpoint:
         shell, channels = self._place.shell, live_views.channels
         comms = "subshell" if channels.serve_comms else "blocking"
         widget = PanelWidget(notebook=notebook_name(shell), kernel=kernel_id(shell), comms=comms)
-        lanes = Lane("sgpu-panel-orders"), Lane("sgpu-panel-told")
-        self._views.append(PanelView(widget, channels, self, self._watchers, *lanes))
+        self._views.append(PanelView(widget, channels, self, self._watchers))
         return widget.view_bundle
 
     def close(self) -> None:
@@ -132,6 +139,96 @@ class KernelEndpoint:
         if live_views.is_watched:
             metadata = {"sgpu_magic": {"loaded": loaded}}
             shell.display_pub.publish({}, metadata, transient={"display_id": _DISPLAY}, update=True)
+
+
+class PanelView:
+    """One panel below a cell. The pool is watched while the page keeps sending messages.
+
+    Args:
+        widget: The `PanelWidget`.
+        channels: Deliver its messages.
+        endpoint: Answers its requests.
+        watchers: The kernel's watchers.
+    """
+
+    def __init__(self, widget: Any, channels: Channels, endpoint: KernelEndpoint, watchers: Watchers) -> None:
+        from sgpu_magic.panel.orders import Page
+
+        self._widget = widget
+        self._channels = channels
+        self._endpoint = endpoint
+        self._page = Page(watchers, self._tell)
+        # the first carries out its commands, the second sends its updates
+        self._orders, self._told = Lane("sgpu-panel-orders"), Lane("sgpu-panel-told")
+        self._lock = threading.Lock()
+        self._heard_at = time.monotonic()
+        self._timer: threading.Timer | None = None
+        self._closed = False
+        channels.opened_for(widget, self._take)
+
+    @property
+    def is_closed(self) -> bool:
+        """The panel was closed, here or by the front end."""
+        return self._closed or self._widget.comm is None
+
+    def close(self) -> None:
+        """Close the widget and stop its updates."""
+        with self._lock:
+            self._closed = True
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        self._channels.closed(self._widget)
+        self._page.close()
+        self._orders.close()
+        self._told.close()
+        self._widget.close()
+
+    # ------------------------------------------------------------ messages
+
+    def _take(self, content: object, send: Send) -> None:
+        """Handle a message, in the thread that received it."""
+        self._heard_at = time.monotonic()
+        if not isinstance(content, dict):
+            return
+        message = cast("dict[str, object]", content)
+        if "n" in message:
+            self._endpoint.take(message, send, knows_metadata=False)
+        elif message.get("kind") != "here":
+            self._orders.put(partial(self._obey, message))
+
+    def _obey(self, message: dict[str, object]) -> None:
+        said = self._page.obeyed(message)
+        if self._page.is_watching:
+            self._check_later()
+        if said is not None:
+            self._tell(said)
+
+    def _tell(self, told: Told) -> None:
+        self._told.put(partial(self._send, told))
+
+    def _send(self, told: Told) -> None:
+        if not self.is_closed:
+            self._widget.send(msgspec.to_builtins(told))
+
+    # ------------------------------------------------------------ a closed page
+
+    def _check_later(self) -> None:
+        with self._lock:
+            if self._closed or self._timer is not None:
+                return
+            self._timer = threading.Timer(PATIENCE_S, self._check)
+            self._timer.name = "sgpu-panel-patience"
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _check(self) -> None:
+        with self._lock:
+            self._timer = None
+        if self.is_closed or time.monotonic() - self._heard_at >= PATIENCE_S:
+            self._page.rest()
+        else:
+            self._check_later()
 
 
 class Lane:

@@ -21,13 +21,13 @@ from sgpu_magic.packages.requirement_files import name_of, version_of
 from sgpu_magic.packages.snapshot import Change, changes, versions
 from sgpu_magic.panel.pool_state import as_sentence
 from sgpu_magic.panel.schema import BaseChoice, KernelPicture, PackageLine, SessionPicture
-from sgpu_magic.runs.choice import default_choice
 from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
 from sgpu_magic.runs.choice.schema import VERSION, Choice, label_of, words_of
-from sgpu_magic.runs.environment_report import report, since_connected, stale_words
+from sgpu_magic.runs.environments import report, since_connected, stale_words
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.pool_tables import environment_text, status_text
 from sgpu_magic.views.units import count_of
@@ -75,7 +75,7 @@ class KernelPictures:
         else:
             notes += [*stale_words(now), *self._broken(now)]
         notes += since_connected(now, [session for session in registry.all_sessions() if not session.has_ended])
-        pool = default_choice.pool_name(self._place)
+        pool = placing.pool_name(self._place)
         return KernelPicture(
             version=VERSION,
             package_version=__version__,
@@ -222,13 +222,13 @@ _NO_POOL = "no pool is running; the first run starts it."
 
 def panel_text(place: Workplace) -> str:
     """Return the pool, the notebook's choice and its packages as text. Starts no pool."""
-    name = default_choice.pool_name(place)
+    name = placing.pool_name(place)
     try:
         looked_at = place.pools.named(name)
         status = looked_at.status(recent=5, start=False, timeout_s=PATIENCE_S)
         pool = _NO_POOL if status is None else status_text(status, notice=looked_at.notice)
     except SgpuError as error:
         pool = error.message
-    choice = default_choice.held_words(place.choice.now(), name) or _NO_CHOICE
+    choice = placing.held_words(place.choice.now(), name) or _NO_CHOICE
     packages = environment_text(report(place.current_settings(), registry.all_sessions()))
     return "\n\n".join((pool.rstrip(), choice, packages.rstrip()))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import closing
 
+import msgspec
+
 from sgpu_magic.client import ledger
-from sgpu_magic.client.local_pool import find_pool, start_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_pools, unknown_pool
+from sgpu_magic.client.this_machine import find_pool, start_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.panel.messages import CancelRun, PanelOrder, Rest, Said, StartPool, Told, Watch
@@ -48,16 +52,39 @@ class Page:
                 self._watch(pool)
                 return None
             case Rest():
-                self._rest()
+                self.rest()
                 return None
             case StartPool() | CancelRun():
                 return obey_once(self._watchers, order)
+
+    def obeyed(self, message: object) -> Said | None:
+        """Carry out a command that is given as JSON, as `obey`; errors become its outcome."""
+        try:
+            return self.obey(msgspec.convert(message, PanelOrder))
+        except msgspec.ValidationError as error:
+            return Said(text=f"This request is not valid: {error}.", ok=False)
+        except Exception as error:  # noqa: BLE001  a thread's top, and a page that waits
+            traceback.print_exc(file=sys.__stderr__)
+            return Said(text=f"The request failed: {type(error).__name__}: {error}", ok=False)
+
+    @property
+    def is_watching(self) -> bool:
+        """It gets updates."""
+        return self._watched is not None
+
+    def rest(self) -> None:
+        """Stop the updates until the next `Watch`."""
+        with self._lock:
+            self._leave()
+            listed, self._listed = self._listed, None
+            if listed is not None:
+                listed.remove(self)
 
     def close(self) -> None:
         """Stop watching for good."""
         with self._lock:
             self._closed = True
-        self._rest()
+        self.rest()
 
     def _watch(self, pool: str) -> None:
         with self._lock:
@@ -69,13 +96,6 @@ class Page:
             self._listed = self._watchers.watch_list(self, self._tell)
             # a page that watches this pool already gets the whole state again
             self._watched = self._watchers.watch(pool, self, self._tell)
-
-    def _rest(self) -> None:
-        with self._lock:
-            self._leave()
-            listed, self._listed = self._listed, None
-            if listed is not None:
-                listed.remove(self)
 
     def _leave(self) -> None:
         watched, self._watched = self._watched, None

@@ -178,12 +178,10 @@ class MonthUsage:
 
     Args:
         settings: Settings, for the ledger.
-        clock: Monotonic time in seconds.
     """
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._clock = clock
         self._kept_until = float("-inf")
         self._sums: Use | None = None
 
@@ -194,10 +192,10 @@ class MonthUsage:
             now: Wall-clock time, seconds since the epoch.
             budget: The pool's budget, None without one.
         """
-        began = self._clock()
+        began = time.monotonic()
         if began >= self._kept_until:
             self._sums = self._read(now)
-            took = self._clock() - began
+            took = time.monotonic() - began
             self._kept_until = began + max(KEPT_S, took / _SHARE)
         return "" if self._sums is None else month_line(self._sums, budget)
 

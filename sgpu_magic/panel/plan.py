@@ -10,11 +10,11 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.client.pool_choosing import KINDS, Money, Wanted, counts, money_of, one_of_several
-from sgpu_magic.client.pools import Asked
+from sgpu_magic.client.pools import PATIENCE_S, Asked
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
-from sgpu_magic.options.asked import DEFAULT_NAME, Devices
+from sgpu_magic.options.asked import DEFAULT_NAME, Devices, has_devices
 from sgpu_magic.packages import order, snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
@@ -31,15 +31,14 @@ from sgpu_magic.runs.choice.packages import (
 )
 from sgpu_magic.runs.choice.schema import Choice, label_of, normal, problem_of
 from sgpu_magic.runs.sessions import registry
-from sgpu_magic.runs.sessions.fit import has_devices
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.units import count_of
+from sgpu_magic.views.words import names_text
 from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.pool_status import PoolStatus
 from sgpu_magic.wire.states import RunState
 
-PATIENCE_S = 2.0
 _MOST_NAMED = 5
 _OWN = ("", "none")
 
@@ -74,9 +73,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
     """
     problem = problem_of(choice)
     if problem:
-        return Plan(
-            PlanPicture(sentences=(), loses=False, problem=as_sentence(problem), button=_button(connect, False))
-        )
+        return Plan(PlanPicture(problem=as_sentence(problem), button=_button(connect, False)))
     choice = normal(choice)
     known = held.confirmed and held.choice == choice
     words: list[str] = []
@@ -87,8 +84,8 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
             _check_devices(choice, status, stands_in=bool(place.settings.stand_in))
         added, removed = _packages(place.pool.settings, choice, words, resolve=resolve)
     except SgpuError as error:
-        said, button = tuple(words), _button(connect, known)
-        return Plan(PlanPicture(sentences=said, loses=False, problem=as_sentence(error.message), button=button))
+        problem, button = as_sentence(error.message), _button(connect, known)
+        return Plan(PlanPicture(sentences=tuple(words), problem=problem, button=button))
     current = living(DEFAULT_NAME)
     changed = bool(added or removed)
     restarts: Session | None = None
@@ -104,7 +101,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
     else:
         _left_alone(current, choice, changed, words)
     button = _button(connect, known and not changed)
-    picture = PlanPicture(sentences=tuple(words), loses=loses, problem="", button=button)
+    picture = PlanPicture(sentences=tuple(words), loses=loses, button=button)
     connects = connect and (current is None or restarts is not None)
     return Plan(picture, added, removed, restarts, connects)
 
@@ -324,9 +321,7 @@ def _is_built(settings: Settings, digest: str) -> bool:
 
 
 def _listed(names: Iterable[str]) -> str:
-    ordered = list(names)
-    more = len(ordered) - _MOST_NAMED
-    return ", ".join(ordered[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return names_text(names, _MOST_NAMED)
 
 
 def _many(packages: int) -> str:

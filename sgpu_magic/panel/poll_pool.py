@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.client import ledger
-from sgpu_magic.client.local_pool import find_pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, pools_path, read_pools
+from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError, SgpuError
 from sgpu_magic.panel.device_rows import Durations

@@ -14,12 +14,10 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.panel.device_rows import (
     Durations,
-    Holders,
     Use,
     device_pictures,
     file_name,
     holders_of,
-    is_free,
     queue_of,
     waits,
     with_use,
@@ -27,10 +25,12 @@ from sgpu_magic.panel.device_rows import (
 from sgpu_magic.panel.schema import PoolChoice, PoolPicture, PoolState, Remedy, RunParameter, RunRow, TypePicture
 from sgpu_magic.runs.choice.schema import VERSION
 from sgpu_magic.views.pool_words import (
+    Holders,
     budget_words,
     device_holders,
     failure_line,
     idle_words,
+    is_free,
     problem_words,
 )
 from sgpu_magic.views.run_notes import run_name
@@ -105,9 +105,6 @@ def pool_picture(
         version=VERSION,
         pool=status.pool,
         state="up",
-        sentence="",
-        remedy="",
-        remedy_words="",
         now=now,
         about=f"{status.pool} · {_place_of(status.pool, inventory.host)} · {slots}",
         types=types,
@@ -132,12 +129,7 @@ def away_picture(
         remedy_words=remedy_words,
         now=now,
         about=" · ".join(part for part in (pool, _place_of(pool, "")) if part),
-        types=(),
-        devices=(),
-        cpu_slots=0,
-        cpu_slots_free=0,
         usage=usage,
-        notes=(),
     )
 
 

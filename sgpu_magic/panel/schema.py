@@ -59,7 +59,7 @@ class TypePicture(Message, frozen=True):
     waits_s: tuple[float | None, ...]
 
 
-class DevicePicture(Message, frozen=True):
+class DevicePicture(Message, frozen=True, kw_only=True):
     """One device.
 
     Args:
@@ -83,8 +83,8 @@ class DevicePicture(Message, frozen=True):
     utilization_pct: float | None
     used_bytes: int | None
     memory_bytes: int
-    run_id: str
-    kernel: str
+    run_id: str = ""
+    kernel: str = ""
     user: str
     free: bool
 
@@ -157,7 +157,7 @@ class RunRow(Message, frozen=True):
     parameters: tuple[RunParameter, ...]
 
 
-class PoolPicture(Message, frozen=True):
+class PoolPicture(Message, frozen=True, kw_only=True):
     """A pool without its runs.
 
     Args:
@@ -180,17 +180,17 @@ class PoolPicture(Message, frozen=True):
     version: int
     pool: str
     state: PoolState
-    sentence: str
-    remedy: Remedy
-    remedy_words: str
+    sentence: str = ""
+    remedy: Remedy = ""
+    remedy_words: str = ""
     now: float
     about: str
-    types: tuple[TypePicture, ...]
-    devices: tuple[DevicePicture, ...]
-    cpu_slots: int
-    cpu_slots_free: int
+    types: tuple[TypePicture, ...] = ()
+    devices: tuple[DevicePicture, ...] = ()
+    cpu_slots: int = 0
+    cpu_slots_free: int = 0
     usage: str
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------ updates (websocket, or a widget's messages)
@@ -313,7 +313,7 @@ class KernelPicture(Message, frozen=True):
     notes: tuple[str, ...]
 
 
-class PlanPicture(Message, frozen=True):
+class PlanPicture(Message, frozen=True, kw_only=True):
     """What applying a choice would do.
 
     Args:
@@ -323,7 +323,7 @@ class PlanPicture(Message, frozen=True):
         button: `Apply`, `Apply and connect`, `Connect`.
     """
 
-    sentences: tuple[str, ...]
-    loses: bool
-    problem: str
+    sentences: tuple[str, ...] = ()
+    loses: bool = False
+    problem: str = ""
     button: str

@@ -6,7 +6,7 @@ __main__           starts the local pool
 serving            starts a pool for clients on other machines
 lifecycle          one pool per user and machine: lock, address file, shutdown when idle
 service            assembles the parts
-parts              what all parts of the service share, and how faults are contained
+parts              what all parts of the service share, how faults are contained, how a new service adopts runs
 server             receives clients' messages, sends replies and events
 remote_clients     connections of clients on other machines, and their limits
 clients            authorized and connected clients
@@ -14,16 +14,14 @@ permissions        what a client may ask for, and which run it means
 requests           clients' requests and their replies; the pool's status
 rank_requests      clients' requests to ranks, and streams to their ports
 file_requests      uploads, payloads, and files of runs
-submissions        checks and holds submitted runs, and passes them to the scheduler
+submissions        checks and holds submitted runs; the files that describe their packages
 instructions       executes the scheduler's instructions: starts groups of ranks, and restarts failed ones
 reports            handles the nodes' reports about their runs
-adoption           runs that an earlier service left behind
 active_runs        the active runs, up to their final events
 run_log            a run's numbered and stored events
 billing            records the runs' meters, and computes the pool's budget
 ledger             one row per run; rows of cells in sessions are written with a short delay
 ledger_database    the ledger's file and its schema
-kept_environments  the files that describe runs' packages
 retention          keeps the state directory within its budget
 tracker            which runs are written to MLflow
 tracker_process    the process that writes them

@@ -25,8 +25,8 @@ from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayloa
 from sgpu_magic.wire.client import Accepted, Submit
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import RunEvent
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import FailureKind, RunState

@@ -19,7 +19,7 @@ from sgpu_magic.wire.costs import idle_seconds
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Placed, RunEnded
 from sgpu_magic.wire.pool_status import BudgetState
-from sgpu_magic.wire.states import RunKind, RunState
+from sgpu_magic.wire.states import RunState
 
 
 class IdleMeter:
@@ -94,7 +94,7 @@ class Billing:
 
     def ranks_started(self, run: Run, now: float) -> None:
         """Start a session's idle meter when its ranks have started; pause it when a cell starts in the session."""
-        if run.spec.kind is RunKind.SESSION:
+        if run.is_session:
             self._idle[run.run_id] = IdleMeter(now)
             self._write_idle(run.run_id, now)
         elif run.spec.session in self._idle:
@@ -123,7 +123,7 @@ class Billing:
             return launched, None
         # rows from an earlier version or from before a reboot have only wall-clock times
         clock, idle_clock = self._ledger.clocks(run.run_id)
-        if run.spec.kind is RunKind.SESSION and row.started_at is not None:
+        if run.is_session and row.started_at is not None:
             cells = self._ledger.cell_times(run.run_id)
             if row.idle_s is None or idle_clock is None or idle_clock > now:
                 idle = IdleMeter(now, idle_seconds(row.started_at, wall, cells))
@@ -160,7 +160,7 @@ class Billing:
         currency = "" if due.cost is None else self._tariff.currency
         ended = msgspec.structs.replace(ended, gpu_s=due.gpu_s, cost=due.cost, currency=currency)
         # a session that never started was never idle
-        idle_s = None if run.spec.kind is not RunKind.SESSION else 0.0 if idle is None else idle.seconds(now)
+        idle_s = None if not run.is_session else 0.0 if idle is None else idle.seconds(now)
         return ended, Metered(gpu_s=due.gpu_s, cost=due.cost, idle_s=idle_s)
 
     def _write_idle(self, session: str, now: float) -> None:

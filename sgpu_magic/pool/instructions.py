@@ -12,10 +12,9 @@ import msgspec
 from sgpu_magic.files.content_store import store_name
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.file_requests import needed_blobs
-from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.submissions import Submissions
+from sgpu_magic.pool.submissions import KeptEnvironments, Submissions
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
 from sgpu_magic.wire.devices import Inventory, Lease

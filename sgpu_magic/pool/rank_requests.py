@@ -15,15 +15,15 @@ from sgpu_magic.errors import SessionError, UsageError
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.scheduling.session_rules import named, titled
+from sgpu_magic.pool.scheduling.run import named
+from sgpu_magic.pool.scheduling.words import titled
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
-from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened
-from sgpu_magic.wire.rank import RankAnswer
+from sgpu_magic.wire.rank_events import RankStack
 from sgpu_magic.wire.record import short
-from sgpu_magic.wire.run import CellSource
+from sgpu_magic.wire.run import CellSource, RankAnswer
 from sgpu_magic.wire.states import RunKind, RunState
 
 _REMEDY = "Start another with %sgpu_connect."
@@ -139,7 +139,7 @@ class RankRequests:
 
     def _session(self, run_id: str) -> PoolRun | None:
         run = self._pool.active.get(run_id)
-        return run if run is not None and run.spec.kind is RunKind.SESSION and not run.ended else None
+        return run if run is not None and run.is_session and not run.ended else None
 
     def _why_not_now(self, session: PoolRun, ranks: tuple[int, ...]) -> str:
         name, last = named(session.spec), session.spec.placement.ranks - 1

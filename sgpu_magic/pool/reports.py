@@ -17,9 +17,9 @@ from sgpu_magic.pool.ledger import in_one_line
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.wire.events import EnvironmentMoved, Noted, PayloadReleased, RanksStarted, RunEnded
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import RunEvent
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
+from sgpu_magic.wire.rank_events import Failure
+from sgpu_magic.wire.states import FailureKind, RunState
 
 # events are confirmed to the agent this long after they are on disk
 _CONFIRM_S = 1.0
@@ -97,7 +97,7 @@ class Reports:
         """Return the devices of a run whose processes are gone, unless its group may be restarted on them."""
         if not run.processes_gone or run.may_start_again:
             return
-        if run.spec.kind is RunKind.SESSION and (not run.ended or self._has_fresh_runs(run)):
+        if run.is_session and (not run.ended or self._has_fresh_runs(run)):
             return
         self._pool.engine.give_back(run.run_id)
         if run.ended:
@@ -120,7 +120,7 @@ class Reports:
                 # the agent that would report this may be dead
                 self._pool.active.tell(run, PayloadReleased(kept=False, reason=run.lost_node), time.time())
                 run.payload_over = True
-            if run.spec.kind is RunKind.SESSION:
+            if run.is_session:
                 self._end_cells_of(run)
             self._over(run)
             self._pool.active.ranks_gone(run)
@@ -149,7 +149,7 @@ class Reports:
             if run.ended and self._pool.engine.far:
                 text = f"{why}; the run's files that had not reached the pool yet are lost"
                 self._pool.active.tell(run, Noted(text=text), failure.at)
-            of_session = run.spec.session or run.spec.kind is RunKind.SESSION
+            of_session = run.spec.session or run.is_session
             if not of_session:
                 self._try_again(run, failure)
             if of_session or not run.failed:
@@ -164,7 +164,7 @@ class Reports:
         # before any lease is returned: then waiting runs are placed on the new agent at once, and the next cell would
         # start in a session that still seems to run. Cells before their sessions, whose end would cancel fresh cells
         had_ranks = [run for run in self._pool.active.going if run.placed_at is not None]
-        of_sessions = [run for run in had_ranks if run.spec.session or run.spec.kind is RunKind.SESSION]
+        of_sessions = [run for run in had_ranks if run.spec.session or run.is_session]
         for run in sorted(of_sessions, key=lambda run: not run.spec.session):
             state = self._lose(run, failure)
             self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic(), failure.message))

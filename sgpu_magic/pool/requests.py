@@ -17,14 +17,13 @@ from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.pool.billing import budget_state
 from sgpu_magic.pool.file_requests import FileRequests
-from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.lifecycle import Idleness
 from sgpu_magic.pool.parts import FRESH_S, STATUS_FRESH_S, PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.rank_requests import Forwarding, RankRequests
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.pool.submissions import Submissions, ends_with_notebook
+from sgpu_magic.pool.submissions import KeptEnvironments, Submissions, ends_with_notebook
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.client import (
     Accepted,

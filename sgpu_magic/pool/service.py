@@ -14,14 +14,12 @@ from typing import Any
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
-from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.billing import Billing, budget_of
 from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.instructions import Instructions, Launches
-from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
-from sgpu_magic.pool.parts import FreshInventory, Guard, PoolParts, ServiceFault
+from sgpu_magic.pool.parts import Adoption, FreshInventory, Guard, PoolParts, ServiceFault
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.reports import Reports
@@ -31,16 +29,17 @@ from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.costs import tariff_of
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.pool.submissions import KeptEnvironments
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.client import ClientMessage, Goodbye
+from sgpu_magic.wire.costs import read_limits
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import StreamMessage, StreamOpened
 from sgpu_magic.wire.node import HeldRun, RunEvent
 from sgpu_magic.wire.pool_status import AskStatus, Hello
-from sgpu_magic.wire.rank import RankAnswer
+from sgpu_magic.wire.rank_events import RankStack
+from sgpu_magic.wire.run import RankAnswer
 from sgpu_magic.wire.states import FailureKind, RunState
-from sgpu_magic.wire.user_limits import read_limits
 
 # how long a queued run may not notice that a GPU came free outside the pool; a look takes some 20 ms on each node
 _QUEUE_REFRESH_S = 1.0

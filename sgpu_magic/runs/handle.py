@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -13,9 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
+from sgpu_magic.client.find_run import check_prefix
 from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.client.run import Run as PoolRun
-from sgpu_magic.errors import RunCancelled, UsageError
+from sgpu_magic.errors import RunCancelled
 from sgpu_magic.runs.follow import outcome, run_loop
 from sgpu_magic.runs.follow.run_loop import Ending, Followed
 from sgpu_magic.runs.submit.submit import let_go
@@ -26,7 +26,6 @@ from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunState
 
 R = TypeVar("R")
-_RUN = re.compile(r"[0-9a-f]{1,8}")
 _EVENT_S = 0.25
 
 
@@ -101,10 +100,9 @@ class Run(Future[list[R]], Generic[R]):
             UsageError: `run_id` is not a run id.
             RunUnknown: No run matches, or more than one does.
         """
-        if _RUN.fullmatch(run_id.lower()) is None:
-            raise UsageError(f"{run_id[:40]!r} is not a run's id: give its first digits (0-9, a-f).")
+        prefix = check_prefix(run_id, "")
         place = workplace()
-        run, state = place.attach(run_id.lower())
+        run, state = place.attach(prefix)
         return cls(place, run, state)
 
     # ------------------------------------------------------------ how it stands

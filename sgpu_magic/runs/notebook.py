@@ -1,27 +1,32 @@
-"""Facts about the kernel's notebook and cell, notices below the last cell, and detection of kernel restarts."""
+"""The kernel's notebook: facts about it, its cells and its directory; outputs below cells; detection of restarts."""
 
 from __future__ import annotations
 
+import contextvars
 import inspect
+import math
 import os
 import re
 import secrets
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
 from sgpu_magic.client.pools import Pools
-from sgpu_magic.client.this_process import this_owner
-from sgpu_magic.options import defaults
+from sgpu_magic.client.this_machine import this_owner
+from sgpu_magic.options import notebook_job
+from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.payload.names import FUTURE_FLAGS
 from sgpu_magic.views.html_style import SANS, SOFT
 from sgpu_magic.wire.run import Owner
 
 # a terminal or a log keeps every line, so progress is printed rarely there
 _LINE_EVERY_S = 10.0
+JOIN_S = 2.0
 _DETACH_TIMEOUT_S = 1.0
 # on a restart, a front end interrupts the kernel before it requests the shutdown
 _RESTART_PATIENCE_S = 0.3
@@ -55,7 +60,7 @@ def cell_number(shell: Any) -> int | None:
 def cell_numbers(shell: Any) -> dict[str, int]:
     """Return cell numbers by the file name that IPython gives a cell's code; empty in a program and in a script."""
     numbers: dict[str, int] = getattr(getattr(shell, "compile", None), "_filename_map", {})
-    script = defaults.of_process().script
+    script = notebook_job.of_process().script
     return {file: number for file, number in numbers.items() if file != script} if script else numbers
 
 
@@ -96,7 +101,127 @@ def working_directory() -> str:
         return os.sep
 
 
-# ---------------------------------------------------------------- notices below the last cell
+# ---------------------------------------------------------------- the git repository
+
+
+Tags = tuple[tuple[str, str], ...]
+# a large repository on a network file system takes longer; its state is then not recorded
+_TIMEOUT_S = 2.0
+_FRESH_S = 5.0
+_COMMAND = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
+
+_asking = threading.Lock()
+# by directory: when git was asked, by the monotonic clock, and the tags
+_seen: dict[str, tuple[float, Tags]] = {}
+
+
+def tell_git_state(directory: str, told: Callable[[Tags], None]) -> None:
+    """Call `told` with the state of a repository: at once if it is known, else later from a thread.
+
+    Args:
+        directory: A folder in the repository; without a repository or git, `told` is not called.
+        told: Takes MLflow's tags.
+    """
+
+    def find() -> None:
+        # if many runs are submitted at once, only the first asks git
+        with _asking:
+            tags = _known(directory)
+            if tags is None:
+                tags = git_tags(directory)
+                _seen[directory] = (time.monotonic(), tags)
+        if tags:
+            told(tags)
+
+    known = _known(directory)
+    if known is None:
+        threading.Thread(target=find, name="sgpu-git", daemon=True).start()
+    elif known:
+        told(known)
+
+
+def _known(directory: str) -> Tags | None:
+    """Return the tags found within the last 5 s, None if there are none."""
+    at, tags = _seen.get(directory, (-math.inf, ()))
+    return tags if time.monotonic() - at < _FRESH_S else None
+
+
+def git_tags(directory: str) -> Tags:
+    """Return the repository's commit, branch, uncommitted changes and remote URL as MLflow tags.
+
+    Returns:
+        The tags; empty without git, a repository, or an answer in time.
+    """
+    lines = _git(directory, "status", "--porcelain=v2", "--branch", "--untracked-files=normal")
+    if lines is None:
+        return ()
+    heads = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch.") and " " in line[2:])
+    commit, branch = heads.get("branch.oid", ""), heads.get("branch.head", "")
+    if commit in ("", "(initial)"):
+        return ()
+    tags = [("mlflow.source.git.commit", commit)]
+    if branch and branch != "(detached)":
+        tags.append(("mlflow.source.git.branch", branch))
+    tags.append(("mlflow.source.git.dirty", "true" if any(not line.startswith("#") for line in lines) else "false"))
+    if url := _git(directory, "config", "--get", "remote.origin.url"):
+        tags.append(("mlflow.source.git.repoURL", without_url_credentials(url[0])))
+    return tuple(tags)
+
+
+def _git(directory: str, *arguments: str) -> list[str] | None:
+    """Return git's output lines; None if there is no git, or it fails or takes too long."""
+    try:
+        done = subprocess.run(
+            [*_COMMAND, *arguments],
+            cwd=directory,
+            env={**os.environ, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()
+
+
+# ---------------------------------------------------------------- outputs below cells
+
+
+def publish(data: Mapping[str, object], display_id: str = "", *, update: bool = False) -> None:
+    """Show data by media type below the running cell, or in place of what was shown under `display_id`."""
+    # IPython declares no types here
+    from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
+
+    publish_display_data(dict(data), transient={"display_id": display_id} if display_id else None, update=update)
+
+
+class Background:
+    """A thread whose outputs appear below the cell that started it.
+
+    Args:
+        name: The thread's name.
+        work: The function to run; takes an event that is set to stop it.
+    """
+
+    def __init__(self, name: str, work: Callable[[threading.Event], None]) -> None:
+        self._stopped = threading.Event()
+        # with the cell's context, where ipykernel keeps the cell that outputs belong to
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(work, self._stopped), name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Stop the thread. If it waits for a pool's reply, it ends after the reply and shows nothing more."""
+        self._stopped.set()
+        self._thread.join(JOIN_S)
 
 
 class NoticeBoard:
@@ -123,9 +248,6 @@ class NoticeBoard:
 
     def show(self, text: str) -> None:
         """As `notice`, in the calling thread."""
-        # IPython declares no types here
-        from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
-
         with self._lock:
             if not text and not self._display_id:
                 return
@@ -134,7 +256,7 @@ class NoticeBoard:
             self._display_id = display_id if text else ""
             html = f'<div style="{SANS};font-size:12px;{SOFT}">sgpu: {escape(text)}</div>' if text else ""
             data = {"text/plain": f"sgpu: {text}" if text else "", "text/html": html}
-            publish_display_data(data, transient={"display_id": display_id}, update=update)
+            publish(data, display_id, update=update)
 
 
 class SendingBoard:

@@ -21,7 +21,7 @@ from sgpu_magic.packages import snapshot as snapshots
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.lock import Lock
 from sgpu_magic.packages.travel import look_for_mismatches
-from sgpu_magic.runs.environment_locks import WHEELS, Ask, Described
+from sgpu_magic.runs.environments import WHEELS, Ask, Described
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import KeepEnvironment
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgpu_magic.client import find_run
@@ -16,14 +16,13 @@ from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.options import defaults
+from sgpu_magic.options import notebook_job
 from sgpu_magic.options.asked import Devices
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice.keeper import keeper_of
 from sgpu_magic.runs.follow import outcome
-from sgpu_magic.runs.follow.background import Follower, RunWindows
-from sgpu_magic.runs.follow.run_loop import Followed
-from sgpu_magic.runs.notebook import NoticeBoard, SendingBoard, watch_restarts
+from sgpu_magic.runs.follow.run_loop import Followed, Follower
+from sgpu_magic.runs.notebook import Background, NoticeBoard, SendingBoard, publish, watch_restarts
 from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.submit.spec import Submission
@@ -91,6 +90,13 @@ class Workplace:
             packages.close(pool)
         self.pools.close()
 
+    def publish(self, text: str, rich: Mapping[str, object]) -> None:
+        """Show the text and its other forms, by media type, below the cell; print the text outside of notebooks."""
+        if self.is_notebook:
+            publish({"text/plain": text, **rich})
+        else:
+            print(text)  # noqa: T201
+
     def current_settings(self) -> Settings:
         """Read the settings again, since `%env` may have changed them."""
         return load_settings()
@@ -134,7 +140,7 @@ class Workplace:
             error_follows: Whether the caller raises the run's error.
         """
         if ui == "auto":
-            ui = defaults.of_process().ui or ui
+            ui = notebook_job.of_process().ui or ui
         # headless clients print the error alone
         draws = self.live_views.is_watched and ui in ("auto", "widget")
         view = _view(run, self.current_settings(), error_follows=error_follows and draws)
@@ -192,7 +198,7 @@ class Workplace:
     def widget_of(self, run: Run, state: RunState) -> Any:
         """Return an ipywidget that shows a run that this process attached to, and goes on showing it."""
         # imported here: it takes 50 ms, and only front ends without a Jupyter kernel need it
-        from sgpu_magic.views.live.widget_as_value import WidgetAsValue
+        from sgpu_magic.views.live.widgets import WidgetAsValue
 
         view = _view(run, self.current_settings())
         shown = WidgetAsValue(view, self._buttons(run))
@@ -223,6 +229,48 @@ def _view(run: Run, settings: Settings, *, error_follows: bool = False) -> RunVi
     view = RunView(run.spec, settings.output_limit, pool=run.pool, error_follows=error_follows)
     view.directory = "" if run.mirror is not None else str(run.directory)
     return view
+
+
+class RunWindows:
+    """Views of active runs that no cell waits for."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Background] = {}
+
+    def open(self, followed: Followed, state: RunState, live: bool) -> None:
+        """Show a run without waiting for its end.
+
+        Args:
+            followed: The run, which this process attached to. It is closed here.
+            state: The run's state when this process attached to it.
+            live: Keep the view up to date while the run is active; otherwise show its events so far once.
+        """
+        if live and not state.is_final:
+            self._open = {run_id: window for run_id, window in self._open.items() if window.is_alive}
+            # stop the run's view below an earlier cell, so that there is one thread per run
+            earlier = self._open.pop(followed.run.run_id, None)
+            if earlier is not None:
+                earlier.stop()
+            work = Background("sgpu-view", lambda stopped: _follow(followed, state, stopped))
+            self._open[followed.run.run_id] = work
+        else:
+            try:
+                outcome.replay(followed, state)
+            finally:
+                followed.run.close()
+
+    def close(self) -> None:
+        """Stop updating all views."""
+        windows, self._open = self._open, {}
+        for window in windows.values():
+            window.stop()
+
+
+def _follow(followed: Followed, state: RunState, stopped: threading.Event) -> None:
+    try:
+        outcome.show(followed, state, stopped)
+    finally:
+        followed.run.close()
 
 
 _lock = threading.Lock()

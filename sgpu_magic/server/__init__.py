@@ -1,10 +1,8 @@
 """The Jupyter server extension: serves runs and pools to pages while the notebook's kernel is busy or dead.
 
-runs            runs folded from their events, shared by all pages that show them
+runs            runs folded from their events, shared by all pages that show them, and the outputs of their cells
 run_places      where a run is: in this machine's pool or in a remote one, and the connections to remote pools
-kernel_runs     the runs that a kernel has submitted
-outputs         the final outputs of a run's cell
-run_handlers    HTTP handlers for runs
+run_handlers    HTTP handlers for a kernel's runs
 panel_handlers  the environment panel's websocket and HTTP handlers
 
 The extension reads only run directories and pools of the user that the server runs as.

@@ -6,23 +6,31 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.client.result import RunResult
 from sgpu_magic.config import Settings
+from sgpu_magic.errors import RunCancelled
 from sgpu_magic.files.run_directory import EventFile
-from sgpu_magic.server.outputs import Output, cell_outputs, rich_outputs
 from sgpu_magic.server.run_places import Elsewhere, RunPlace, run_here
+from sgpu_magic.views.bundle import caption_bundle, mime_bundle
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.feed import Answers, Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, NewLines, Question
 from sgpu_magic.views.live.schema import Snapshot
-from sgpu_magic.wire.events import Detached, Event, EventBody, Noted
-from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.rank_events import DisplayPublished, OutputCleared
+from sgpu_magic.views.output import Caption, ShownDisplay, TextSegment, segments
+from sgpu_magic.views.remote_error import run_exception
+from sgpu_magic.views.run_notes import last_part
+from sgpu_magic.wire.events import Detached, Event, EventBody, Noted, RunEnded
+from sgpu_magic.wire.rank_events import DisplayPublished, Failure, OutputCleared
 from sgpu_magic.wire.record import is_valid_id, short
-from sgpu_magic.wire.states import FailureKind
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
+
+Output = dict[str, object]
+"""One output of a cell, in the notebook format."""
 
 IDLE_S = 60.0
 """Seconds after the last request for a run until its follower is dropped; its directory remains."""
@@ -73,7 +81,9 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Follower:
-    """One run, folded from its events. Thread-safe; methods may block.
+    """One run, folded from its events. Thread-safe.
+
+    Methods may block, and raise `RunNotHere` when the run's directory no longer exists.
 
     Args:
         place: Where the run is.
@@ -108,11 +118,7 @@ class Follower:
         return self._view.is_final
 
     def news(self, known: Known) -> News:
-        """Return what a page does not have yet.
-
-        Raises:
-            RunNotHere: The run's directory no longer exists.
-        """
+        """Return what a page does not have yet."""
         with self._lock:
             self._catch_up()
             snapshot = self._snapshot if self._snapshot and self._snapshot.seq > known.drawn else None
@@ -131,31 +137,19 @@ class Follower:
             )
 
     def answer(self, question: Question) -> Answer:
-        """Answer a view's request.
-
-        Raises:
-            RunNotHere: The run's directory no longer exists.
-        """
+        """Answer a view's request."""
         with self._lock:
             self._catch_up()
         return self._answers.answer(question)
 
     def outputs(self) -> list[Output] | None:
-        """Return the final outputs of the run's cell, None while the run is active.
-
-        Raises:
-            RunNotHere: The run's directory no longer exists.
-        """
+        """Return the final outputs of the run's cell, None while the run is active."""
         with self._lock:
             self._catch_up()
             return cell_outputs(self._view, self._place.directory, returns=self._returns) if self.is_final else None
 
     def displays(self) -> list[Output]:
-        """Return what the ranks have displayed so far.
-
-        Raises:
-            RunNotHere: The run's directory no longer exists.
-        """
+        """Return what the ranks have displayed so far."""
         with self._lock:
             self._catch_up()
             return rich_outputs(self._view)
@@ -269,3 +263,78 @@ def _not_here(run_id: str) -> RunNotHere:
         f"this machine has no directory for run {shown}: it is no longer kept, or it belongs to another machine or "
         "user than the Jupyter server's."
     )
+
+
+# ---------------------------------------------------------------- the outputs of a run's cell
+
+
+def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> list[Output]:
+    """Return the outputs of a run's cell in the notebook format, as its kernel would have left them.
+
+    Args:
+        view: The run; it has ended, or no process can be working on it any more.
+        directory: The run's directory.
+        returns: Include the cell's value or error; False for a detached run, whose cell gets neither.
+    """
+    parts = segments(view)
+    outputs: list[Output] = []
+    for at, part in enumerate(parts):
+        if not isinstance(part, TextSegment):
+            outputs.append(_rich(view, part))
+            continue
+        bundle = mime_bundle(view, part, at == 0, at == len(parts) - 1)
+        if bundle["text/html"]:
+            outputs.append(_display(bundle, {}))
+    # the cell that connected a session ended long ago
+    if returns and view.ended is not None and view.session is None:
+        outputs += _last_word(view, view.ended, directory)
+    return outputs
+
+
+def rich_outputs(view: RunView) -> list[Output]:
+    """Return what the ranks have displayed so far, to be shown below a live view."""
+    return [_rich(view, part) for part in segments(view) if not isinstance(part, TextSegment)]
+
+
+def _rich(view: RunView, part: Caption | ShownDisplay) -> Output:
+    if isinstance(part, Caption):
+        return _display(caption_bundle(part), {})
+    return _display(view.models.static(part.item.rank, part.item.bundle), part.item.metadata)
+
+
+def _display(data: dict[str, object], metadata: dict[str, object]) -> Output:
+    return {"output_type": "display_data", "data": data, "metadata": metadata}
+
+
+def _last_word(view: RunView, ended: RunEnded, directory: Path) -> Sequence[Output]:
+    """Return the cell's value or its error."""
+    if ended.state is RunState.SUCCEEDED:
+        if view.spec.kind is not RunKind.CELL:
+            # a function's value is used by the cell's own code
+            return ()
+        # only the values' texts are needed
+        result = RunResult(view.spec, ended, [None] * len(ended.results), directory)
+        value: Output = {"output_type": "execute_result", "data": {"text/plain": repr(result)}, "metadata": {}}
+        return (value | {"execution_count": view.spec.cell.execution_count},)
+    failure = ended.failure
+    if ended.state is RunState.CANCELLED:
+        error = RunCancelled(f"run {short(view.run_id)} was cancelled: {ended.reason}.", run_id=view.run_id)
+        return (_error(error),)
+    if failure is None:
+        return ()
+    raised = run_exception(view, ended, failure)
+    if failure.kind is FailureKind.USER_CODE:
+        return (_error(raised, last_part(failure.type_name), failure.message),)
+    return (_error(raised),)
+
+
+def _error(error: BaseException, name: str = "", value: str | None = None) -> Output:
+    name = name or type(error).__name__
+    draw: Callable[[], list[str]] | None = getattr(error, "_render_traceback_", None)
+    lines = draw() if draw is not None else [f"{name}: {error}"]
+    return {
+        "output_type": "error",
+        "ename": name,
+        "evalue": str(error) if value is None else value,
+        "traceback": lines,
+    }

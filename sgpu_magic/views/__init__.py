@@ -13,25 +13,22 @@ The model in words:
 
 words          state, ranks, location, what was sent and returned
 summary_words  usage and cost of a run, the lines of a session's view, the line of a push or a pull
-failure        a run's failure: its lines, stall, memory
-excerpt        what is shown of a traceback: the cell's own lines and the beginning of the message
-sources        maps frames of a stack to the notebook's lines
-stacks         stacks of the ranks, and which ranks have not reached a collective
+failure        a run's failure: its lines, what held the memory, and both as HTML
+tracebacks     frames by the notebook's lines, and what is always shown of a traceback: the cell's lines, the message
+stacks         stacks of the ranks, which ranks have not reached a collective, and stalls
 pool_words     a pool's devices, nodes, budget and runs
 units          numbers with units and in columns; the clock that views use
 
 Renderers:
 
 ansi           escape sequences to HTML, to colours, or removed
-text           a run as text, also updated in place in a terminal
 html           a run as static HTML
-html_failure   its failure, with a table of memory, as HTML
-html_ranks     its ranks as HTML
+ranks          its ranks: the cards of the live view, and HTML
 html_style     the colours, boxes, tables and curves that HTML views share
 pool_tables    `%sgpu_status` and `%sgpu_env`
-progress       the progress bar of a sweep
-bundle         MIME bundles as saved in the notebook
-publisher      the outputs below a cell during a run
+bundle         a run as text, as MIME bundles and as a record, as saved in the notebook
+publisher      shows an active run: below its cell, in a terminal, or nowhere
+cell_outputs   the outputs below a cell: the parts of a run, the progress of a sweep
 remote_error   the exception that a failed run raises
 help/          the help pages that errors name
 live/          the live view and its requests

@@ -1,4 +1,4 @@
-"""MIME bundles as saved in the notebook: of a run's segment, and of a run that was active when saved."""
+"""What the notebook saves of a run: each segment as text and as a MIME bundle, and the run as a record."""
 
 from __future__ import annotations
 
@@ -6,29 +6,181 @@ import time
 from collections.abc import Sequence
 
 from sgpu_magic.views import ansi
+from sgpu_magic.views.failure import failure_lines
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_segment_html
 from sgpu_magic.views.html_style import BOX, SANS, SOFT, safe
-from sgpu_magic.views.output import Caption, TextSegment
-from sgpu_magic.views.run_notes import error_line
-from sgpu_magic.views.summary_words import usage_record
-from sgpu_magic.views.text import render_segment_text
-from sgpu_magic.views.units import format_elapsed
-from sgpu_magic.views.words import header_line, returned_bytes
+from sgpu_magic.views.output import Caption, TextSegment, share_of
+from sgpu_magic.views.output_buffer import (
+    HEAD_SHARE,
+    GapItem,
+    Item,
+    LineItem,
+    first_and_last,
+    gap_lines,
+    line_bytes,
+    text_limit,
+    trim,
+)
+from sgpu_magic.views.run_notes import error_line, other_lines
+from sgpu_magic.views.stacks import stall_lines
+from sgpu_magic.views.summary_words import (
+    billed_text,
+    busy_text,
+    cost_text,
+    idle_lines,
+    is_quiet,
+    log_files,
+    quiet_line,
+    rank_label,
+    rank_width,
+    session_meta,
+    session_summary,
+    standing_warnings,
+    usage_record,
+)
+from sgpu_magic.views.units import format_elapsed, format_span
+from sgpu_magic.views.words import (
+    attempt_text,
+    failed_line,
+    header_line,
+    packages_text,
+    returned_bytes,
+    returned_text,
+    state_word,
+    tracked_text,
+)
 from sgpu_magic.wire.states import RunKind, RunState
+
+# bytes of a segment's lines, however little is left
+_MIN_BYTES = 500
+_MAX_SENTENCE_CHARS = 1000
+
+
+def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
+    """Return one segment as text: the first has the header and the notes, the last the summary.
+
+    Args:
+        view: The run.
+        segment: One of `segments(view)`.
+        first: It is the first segment.
+        last: It is the last segment.
+        limit: Bytes allowed for a live form, which shows the newest lines.
+    """
+    if is_quiet(view):
+        return quiet_line(view) if first else ""
+    lines: list[str] = []
+    if first:
+        lines.append(header_line(view))
+        lines.extend(
+            f"note: {note}" for note in [*view.notes, *view.past_stall, *standing_warnings(view), *idle_lines(view)]
+        )
+    ending = _ending(view) if last or limit is None else []
+    items: Sequence[Item] = segment.items
+    if limit is None:
+        items = first_and_last(items)
+        room = text_limit(view.output_limit) - sum(map(line_bytes, ending))
+        bound, head_share = max(share_of(view, segment, room), _MIN_BYTES), HEAD_SHARE
+    else:
+        bound, head_share = limit, 0.0
+    width = rank_width(view)
+    sizes = [line_bytes(item.text) if isinstance(item, LineItem) else 0 for item in items]
+    for item in trim(items, sizes, bound, head_share):
+        if isinstance(item, GapItem):
+            lines.extend(gap_lines(item, view.short_id, log_files(view)))
+        elif isinstance(item, LineItem):
+            lines.append(f"{rank_label(item.rank, width)} {ansi.plain(item.text)}")
+    return "\n".join([*lines, *(ending if last else [])])
+
+
+def summary_line(view: RunView) -> str:
+    """Return the run's last line, or `live_line` while it is active."""
+    if not view.is_final:
+        return live_line(view)
+    if is_quiet(view):
+        return quiet_line(view)
+    if view.session is not None and view.failure is None:
+        return session_summary(view)
+    if view.state is RunState.SUCCEEDED:
+        used = (billed_text(view), busy_text(view.usage), returned_text(view))
+        duration = view.times.text()
+        # ranks that were done at once took only their start
+        succeeded = f"succeeded in {duration.removeprefix('start ')}" if duration else "succeeded"
+        return " · ".join([succeeded, *filter(None, used), *_name_words(view)])
+    return " · ".join([failed_line(view, brief=True), *_last_words(view)])
+
+
+def live_line(view: RunView) -> str:
+    """Return one line about an active run: its position in the queue, or its state and time."""
+    if view.left:
+        return view.left
+    if is_quiet(view):
+        return quiet_line(view)
+    run, word = f"run {view.short_id}", state_word(view).text
+    if view.state is RunState.QUEUED:
+        position = f", position {view.position}" if view.position else ""
+        words = (f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
+        return " · ".join(part for part in words if part)
+    elapsed, starting_s = view.elapsed_s(), view.times.starting_s()
+    lasts = view.times.text() if elapsed else format_elapsed(starting_s) if starting_s else ""
+    since = f" for {lasts}" if lasts else ""
+    if view.session is not None:
+        # no "for": the time counts from its start, not from this state
+        since = f" · {format_span(elapsed)}" if elapsed else ""
+    words = (
+        f"{word}{since}",
+        cost_text(view),
+        attempt_text(view),
+        packages_text(view),
+        *session_meta(view),
+        view.reason,
+        run,
+    )
+    return " · ".join(part for part in words if part)
+
+
+def _ending(view: RunView) -> list[str]:
+    if not view.is_final:
+        return [*unfinished_lines(view), *stall_lines(view), summary_line(view)]
+    problems = [
+        f"rank {result.rank}: the last expression's value could not be sent: {result.value_problem}"
+        for result in view.results
+        if result.value_problem
+    ]
+    if view.state is RunState.SUCCEEDED or view.failure is None:
+        return [*problems, summary_line(view)]
+    lines = failure_lines(view)
+    if view.session is not None:
+        return [*lines, " · ".join([*session_meta(view), *_name_words(view)])]
+    last = " · ".join(_last_words(view))
+    if len(lines) == 1 or other_lines(view.others, view.failure.rank)[-1:] == lines[-1:]:
+        lines[-1] += f" · {last}"
+    else:
+        lines.append(last)
+    return lines
+
+
+def unfinished_lines(view: RunView) -> list[str]:
+    """Return the unfinished line of each rank."""
+    width = rank_width(view)
+    return [f"{rank_label(rank, width)} {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
+
+
+def _last_words(view: RunView) -> list[str]:
+    """Return what an unsuccessful run was billed, and its identifiers."""
+    return [*filter(None, [billed_text(view)]), *_name_words(view)]
+
+
+def _name_words(view: RunView) -> list[str]:
+    """Return the run's identifiers in MLflow and here."""
+    return [*filter(None, [tracked_text(view)]), f"run {view.short_id}"]
+
+
+# ---------------------------------------------------------------- MIME bundles
 
 RUN_MIME = "application/vnd.sgpu.run.v1+json"
 RECORD_VERSION = 1
 """Version of the record under `RUN_MIME`; keys can be added without changing it."""
-
-# the record is for programs and is part of every saved output, so it stays small for any number of ranks
-_MAX_USAGE_RANKS = 64
-_MAX_LISTED = 64
-_MAX_SENTENCE_CHARS = 1000
-_OF_RUN = ("run_id", "name", "ranks", "pool", "host", "attempt", "attempts", "directory")
-_OF_LEASE = ("device_type", "ranks", "cpu_slots", "simulated")
-_OF_TRACKED = ("experiment_id", "experiment", "uri", "url")
-_DURATIONS = ("queued_s", "starting_s", "running_s", "total_s")
 
 
 def mime_bundle(
@@ -99,6 +251,17 @@ def _of_session(view: RunView, command: str) -> list[str]:
 def _and_brings(view: RunView) -> str:
     names = [output.name for output in view.spec.outputs] if view.spec.kind is RunKind.CELL else []
     return f" and brings {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else ""
+
+
+# ---------------------------------------------------------------- the record
+
+# the record is for programs and is part of every saved output, so it stays small for any number of ranks
+_MAX_USAGE_RANKS = 64
+_MAX_LISTED = 64
+_OF_RUN = ("run_id", "name", "ranks", "pool", "host", "attempt", "attempts", "directory")
+_OF_LEASE = ("device_type", "ranks", "cpu_slots", "simulated")
+_OF_TRACKED = ("experiment_id", "experiment", "uri", "url")
+_DURATIONS = ("queued_s", "starting_s", "running_s", "total_s")
 
 
 def run_record(view: RunView) -> dict[str, object]:

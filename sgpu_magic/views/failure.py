@@ -1,29 +1,33 @@
-"""How views describe a run's failure: its traceback, where its ranks wait or waited, and what held the memory."""
+"""How views describe a run's failure, as text and HTML: its traceback, its other ranks, what held the memory."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from html import escape
 from typing import Literal
 
-from sgpu_magic.config import host_name
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
-from sgpu_magic.views.excerpt import (
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.html_style import BAD, LINE, MONO, PRE, SOFT, fold, safe, scroll
+from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
+from sgpu_magic.views.output_buffer import html_limit
+from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, other_lines
+from sgpu_magic.views.stacks import ending_stacks, last_python_line
+from sgpu_magic.views.tracebacks import (
     beginning,
-    clipped,
     cut_lines,
     excerpt_of,
     line_of_cell,
     source_of,
     split_traceback,
+    stack_of,
     traceback_body,
 )
-from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
-from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, limit_of, other_lines, timeout_sentence
-from sgpu_magic.views.stacks import group_lines, group_stacks, last_python_line, stall_note, summary, taken, verdict
-from sgpu_magic.views.units import aligned, count_of, format_gb, format_seconds
-from sgpu_magic.wire.failures import Failure, RankMemory, StackFrame, TensorUse
+from sgpu_magic.views.units import aligned, clipped, count_of, format_gb
+from sgpu_magic.views.words import failed_line, failure_sentence
+from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # of the frames, and of the message
@@ -84,14 +88,6 @@ def _place_of_death(view: RunView, failure: Failure) -> list[FailureLine]:
     return [*lines, *(_line(clipped(word), "text") for word in words)]
 
 
-def place(failure: Failure, ranks: int) -> str:
-    """Return `rank 1 of 4 (this machine)`, "" for a failure without a rank."""
-    if failure.rank is None:
-        return ""
-    here = "this machine" if failure.host.split(".")[0] == host_name() else failure.host
-    return f"rank {failure.rank} of {ranks}" + (f" ({here})" if here else "")
-
-
 def _kind(line: str) -> _LineKind:
     if line.startswith("--"):
         return "culprit"
@@ -103,31 +99,6 @@ def _kind(line: str) -> _LineKind:
 
 def _line(text: str, kind: _LineKind) -> FailureLine:
     return FailureLine(text=ansi.plain(text), kind=kind)
-
-
-def stall_lines(view: RunView, *, has_buttons: bool = False) -> list[str]:
-    """Return where the ranks of a stalled run wait; empty for a run that makes progress.
-
-    Args:
-        view: The run.
-        has_buttons: The view has the run's buttons; otherwise a command is named that works while the kernel is busy.
-    """
-    if view.stalled is None or view.is_final or view.left:
-        return []
-    stacks, cell = view.stalled.stacks, view.spec.cell
-    groups = [f"  {ansi.plain(line)}" for line in group_lines(group_stacks(stacks, cell))]
-    everything = "the Stacks button" if has_buttons else f"`sgpu stacks {view.short_id}`"
-    told = [*map(ansi.plain, verdict(stacks, cell)), f"{everything} shows everything"]
-    return [f"no progress for {format_seconds(view.stalled.seconds)}{taken(stacks)}", *groups, " · ".join(told)]
-
-
-def ending_stacks(view: RunView) -> list[str]:
-    """Return where the ranks were when the run ended: several lines after a limit, one line after a stall."""
-    if view.ended is None:
-        return []
-    if view.ended.stacks:
-        return [limit_of(view.failure).then, *summary(view.ended.stacks, view.spec.cell)]
-    return [] if view.stalled is None else [stall_note(view.stalled, view.spec.cell)]
 
 
 def failure_lines(view: RunView) -> list[str]:
@@ -163,41 +134,11 @@ def last_words(view: RunView, failure: Failure) -> list[str]:
     told: list[str] = []
     cell, last_line = view.spec.cell, ansi.plain(view.output.last_lines.get(failure.rank, "")).strip()
     if "last Python line" not in failure.message:
-        frames = failure.stack
-        if not frames and failure.line is not None:
-            file = cell.file or f"<ipython-input-{cell.execution_count or 0}->"
-            frames = (StackFrame(file, failure.line, failure.where),)
-        at = last_python_line(frames, cell)
+        at = last_python_line(stack_of(failure, cell, failure.where), cell)
         told += [f"{_LAST_LINE}: {at}"] if at else []
     if last_line and "last output" not in failure.message:
         told.append(f"its last output: {last_line}")
     return told
-
-
-def failed_line(view: RunView, brief: bool = False) -> str:
-    """Return the first line of a failure, with the error in it when `brief` or when there is no traceback."""
-    # a refused run has no duration
-    after = f" after {duration}" if (duration := view.times.text()) else ""
-    failure = view.failure
-    word = limit_of(failure).word if view.state is RunState.TIMED_OUT else view.state
-    start = f"{view.name} · {word}{after}"
-    if view.state is RunState.CANCELLED or failure is None:
-        return f"{start} · {view.reason}" if view.reason else start
-    if failure.kind is FailureKind.USER_CODE:
-        where = place(failure, view.ranks)
-        return " · ".join(part for part in (start, where, error_line(failure) if brief else "") if part)
-    sentence = failure_sentence(view)
-    return f"{start} · {sentence.split(chr(10), 1)[0] if brief else sentence}"
-
-
-def failure_sentence(view: RunView) -> str:
-    """Return why a run ended, for a failure without a traceback of the user's code."""
-    failure = view.failure
-    if failure is None:
-        return ""
-    if failure.kind is FailureKind.TIMEOUT:
-        return failure.message.strip() or timeout_sentence(view.spec.timeout_s)
-    return death_sentence(failure, view.ranks)
 
 
 def _bounded(lines: list[str]) -> list[str]:
@@ -277,8 +218,7 @@ def _row(rank: int, memory: RankMemory, culprit: bool) -> MemoryCard:
 
 
 def _tensor(use: TensorUse) -> MemoryTensor:
-    name = ansi.plain(use.name) or "(unnamed)"
-    name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]} ..."
+    name = clipped(ansi.plain(use.name) or "(unnamed)", _MAX_NAME)
     shape = f"({', '.join(map(str, use.shape))}{',' if len(use.shape) == 1 else ''})"
     cells = (shape[:_MAX_NAME], ansi.plain(use.dtype)[:_MAX_NAME], format_bytes(use.size_bytes))
     return MemoryTensor(name=name, cells=cells)
@@ -295,3 +235,105 @@ def _bar(shares: Sequence[float]) -> str:
 
 def _indented(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
+
+
+# ---------------------------------------------------------------- as static HTML
+
+_MAX_STACK_CHARS = 8_000
+_MAX_WHOLE_SHARE = 0.2
+_MAX_OTHERS_IN_HTML = 6
+_NAMED = re.compile(r"[A-Za-z][\w.]*:")
+
+
+def failure_html(view: RunView) -> str:
+    """Return the failure with the cell's own lines, "" for a run that has not failed."""
+    failure = view.failure
+    if failure is None or view.state is RunState.SUCCEEDED:
+        return ""
+    block = failure_block(view, failure, _MAX_STACK_CHARS, int(html_limit(view.output_limit) * _MAX_WHOLE_SHARE))
+    lines = "\n".join(_form_line(line, failure.kind) for line in block.lines)
+    whole = ""
+    if block.whole:
+        body = "\n".join(_form_line(line, failure.kind) for line in block.whole)
+        title = "the whole traceback" if failure.traceback_text.strip() else "the whole message"
+        whole = fold(title, scroll(f'<pre style="{PRE};padding:4px 0 0">{body}</pre>', title))
+    style = f"padding:0 12px 4px 9px;font-size:12px;{SOFT}"
+    others = "".join(
+        f'<div style="{style}">{safe(clipped(line))}</div>' for line in ends_of_others(view, _MAX_OTHERS_IN_HTML)
+    )
+    return (
+        f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {BAD}">'
+        f'<pre style="{PRE};padding-left:9px">{lines}</pre>{whole}{_memory_html(block.memory)}{others}</div>'
+    )
+
+
+def _form_line(line: FailureLine, failure: FailureKind) -> str:
+    text = escape(line.text, quote=False)
+    match line.kind:
+        case "title" if failure is FailureKind.USER_CODE:
+            name, _, where = text.partition(" ")
+            return f'<b style="font-weight:600;color:{BAD}">{name}</b> {where}'
+        case "culprit":
+            # the class by which JupyterLab's extension finds the line
+            return f'<span class="sgpu-failure-culprit" style="color:{BAD}">{text}</span>'
+        case "error" if _NAMED.match(text):
+            name, _, rest = text.partition(":")
+            return f'<span style="color:{BAD}">{name}</span>:{rest}'
+        case _:
+            return text
+
+
+# held by tensors, cached by torch's allocator, held by others
+_BAR_OPACITIES = (0.85, 0.45, 0.2)
+_BAR_NAMES = ("used", "reserved, unused", "other processes")
+_TABLE = "border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;font-size:12px"
+_CELL = "padding:1px 14px 1px 0;white-space:nowrap;border:0;background:none;font-variant-numeric:tabular-nums"
+_NUMBERS = range(2, 6)
+
+
+def _memory_html(block: MemoryBlock | None) -> str:
+    """Return the ranks' memory as a table with bars, and the failed rank's largest tensors; "" if not recorded."""
+    if block is None:
+        return ""
+    heads = "".join(
+        _cell(head, at in _NUMBERS, f";font-weight:400;{SOFT}", "th") for at, head in enumerate(block.heads)
+    )
+    rows = ""
+    for row in block.rows:
+        colour = f";color:{BAD};font-weight:600" if row.culprit else ""
+        cells = _cell(f"{row.rank}", False, colour)
+        cells += "".join(_cell(cell, at + 1 in _NUMBERS) for at, cell in enumerate(row.cells))
+        rows += f'<tr style="background:none">{cells}<td style="{_CELL};width:160px">{_bar_html(row.shares)}</td></tr>'
+    more = f'<div style="{SOFT}">{escape(block.more)}</div>' if block.more else ""
+    drawn = (
+        f'<div>{block.title}</div><table style="{_TABLE}"><thead style="border:0"><tr>{heads}<th></th></tr></thead>'
+        f"<tbody>{rows}</tbody></table>{more}"
+    )
+    if block.tensors:
+        named = "".join(map(_tensor_html, block.tensors))
+        drawn += f'<div style="padding-top:4px">{escape(block.largest)}</div>'
+        drawn += f'<table style="{_TABLE}"><tbody>{named}</tbody></table>'
+    box = f"padding:4px 12px 8px 9px;font-size:12px;border-top:1px solid {LINE};overflow-x:auto"
+    return f'<div style="{box}">{drawn}</div>'
+
+
+def _tensor_html(tensor: MemoryTensor) -> str:
+    shape, dtype, size = tensor.cells
+    style = f"{_CELL};{MONO};text-align:left;white-space:normal;overflow-wrap:anywhere"
+    name = f'<td style="{style}">{escape(tensor.name)}</td>'
+    told = _cell(shape, False, f";{SOFT}") + _cell(dtype, False, f";{SOFT}") + _cell(size, True)
+    return f'<tr style="background:none">{name}{told}</tr>'
+
+
+def _cell(text: str, right: bool, style: str = "", tag: str = "td") -> str:
+    align = "right" if right else "left"
+    return f'<{tag} style="{_CELL};text-align:{align}{style}">{escape(text)}</{tag}>'
+
+
+def _bar_html(shares: Sequence[float]) -> str:
+    parts = "".join(
+        f'<div style="width:{share * 100:.1f}%;background:currentColor;opacity:{opacity}" title="{name}"></div>'
+        for share, opacity, name in zip(shares, _BAR_OPACITIES, _BAR_NAMES, strict=True)
+        if share > 0
+    )
+    return f'<div style="display:flex;height:8px;border-radius:2px;overflow:hidden;background:{LINE}">{parts}</div>'

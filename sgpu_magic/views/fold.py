@@ -35,12 +35,12 @@ from sgpu_magic.wire.events import (
     Submitted,
     Tracked,
 )
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.rank_events import (
     CommsMoved,
     DeviceBusy,
     DeviceIdle,
     DisplayPublished,
+    Failure,
     MetricsLogged,
     OutputCleared,
     OutputWritten,

@@ -11,9 +11,8 @@ from html import escape
 from msgspec.structs import replace
 
 from sgpu_magic.views import ansi
+from sgpu_magic.views.failure import failure_html
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.html_failure import failure_html, stall_html
-from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.html_style import (
     ACCENT,
     BAD,
@@ -46,7 +45,9 @@ from sgpu_magic.views.output_buffer import (
     text_bytes,
     trim,
 )
+from sgpu_magic.views.ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.run_notes import other_lines
+from sgpu_magic.views.stacks import stall_html
 from sgpu_magic.views.summary_words import (
     billed_text,
     busy_text,
@@ -64,12 +65,11 @@ from sgpu_magic.views.summary_words import (
 from sgpu_magic.views.units import count_of
 from sgpu_magic.views.words import (
     attempt_text,
-    label_text,
     mark_text,
+    moved_words,
+    next_step,
     packages_text,
     place_words,
-    returned_text,
-    shipped_text,
     state_word,
     tracked_link,
     tracked_text,
@@ -262,17 +262,10 @@ def _footer(view: RunView) -> str:
     parts: list[str] = []
     if view.is_final and view.state is not RunState.SUCCEEDED and view.failure is None:
         parts += other_lines(view.others)[:6]
-    parts += values_left_there(view)
-    if not view.is_final or view.state is RunState.SUCCEEDED:
-        parts += [returned_text(view), shipped_text(view), label_text(view), packages_text(view)]
+    parts += [*values_left_there(view), *moved_words(view), packages_text(view)]
     if not view.is_final and view.output.total_lines:
         parts.append(count_of(view.output.total_lines, "line"))
-    if view.left:
-        parts.append(view.left)
-    elif view.is_final and view.state is RunState.FAILED:
-        parts.append(f"sgpu logs {view.short_id}")
-    else:
-        parts.append(f"run {view.short_id}")
+    parts.append(next_step(view) or f"run {view.short_id}")
     said = [safe(ansi.plain(part)[:1000]) for part in parts if part]
     text = " · ".join([*said[:-1], *_tracked(view), *said[-1:]])
     return (

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.run_notes import run_name
-from sgpu_magic.views.units import Row, count_of, format_seconds, numbers_text
+from sgpu_magic.views.units import Row, clipped, count_of, format_seconds, numbers_text
 from sgpu_magic.wire.costs import format_money
 from sgpu_magic.wire.devices import Device, memory_bytes, memory_text, used_bytes_of, vendor_bytes
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
@@ -26,11 +26,20 @@ _MAX_FAILURE = 100
 _LITTLE_LEFT = 0.8
 
 
-def device_holders(status: PoolStatus) -> dict[str, tuple[RunSummary, int]]:
-    """Return a map from a device's uuid to the run that holds it and the rank that uses it."""
+Holders = Mapping[str, tuple[RunSummary, int]]
+"""Maps a device's UUID to the run that holds it and the rank that uses it."""
+
+
+def device_holders(status: PoolStatus) -> Holders:
+    """Return who holds the pool's devices."""
     # a session holds its devices, whatever runs on them
     holding = sorted((run for run in status.runs if run.state in HOLDING), key=lambda run: not run.session)
     return {uuid: (run, rank) for run in holding for rank, uuid in enumerate(run.uuids)}
+
+
+def is_free(device: Device, holders: Holders) -> bool:
+    """Whether the pool can grant the device to a run."""
+    return device.uuid not in holders and not device.outside_use
 
 
 def device_name(device: Device) -> str:
@@ -77,8 +86,7 @@ def idle_words(status: PoolStatus, now: float) -> list[str]:
 
 def failure_line(run: RunSummary) -> str:
     """Return the first line of a run's failure, at most 100 characters, "" for none."""
-    failure = ansi.plain(run.failure.strip().split("\n", 1)[0])
-    return failure if len(failure) <= _MAX_FAILURE else failure[:_MAX_FAILURE] + " ..."
+    return clipped(ansi.plain(run.failure.strip().split("\n", 1)[0]), _MAX_FAILURE)
 
 
 def _rough(seconds: float) -> str:
@@ -102,7 +110,7 @@ def type_rows(status: PoolStatus) -> list[Row]:
         types.setdefault((device.type, device.simulated), []).append(device)
     rows: list[Row] = []
     for (kind, simulated), devices in sorted(types.items(), key=lambda item: -len(item[1])):
-        free = sum(_is_free(device, holders) for device in devices)
+        free = sum(is_free(device, holders) for device in devices)
         name = kind.upper() + simulated_words(status, simulated)
         counted = (f"{len(devices):,}", f"{free:,}", f"{len(devices) - free:,}")
         rows.append((name, *counted, _sizes(devices), _in_use(devices), _utilization(devices), _held(devices, holders)))
@@ -131,7 +139,7 @@ def _utilization(devices: Iterable[Device]) -> str:
     return f"{min(told)} %" if min(told) == max(told) else f"{min(told)}-{max(told)} %"
 
 
-def _held(devices: Iterable[Device], holders: dict[str, tuple[RunSummary, int]]) -> str:
+def _held(devices: Iterable[Device], holders: Holders) -> str:
     """Return who holds which devices: `7f3a train on 0-3; device 5 in use outside the pool: process 77 uses it`."""
     runs: dict[str, list[int]] = {}
     words: list[str] = []
@@ -183,7 +191,7 @@ def type_words(status: PoolStatus) -> list[str]:
     for device in status.inventory.devices:
         kind = device.type + simulated_words(status, device.simulated)
         total[kind] += 1
-        nodes.setdefault(kind, Counter())[device.node] += _is_free(device, holders)
+        nodes.setdefault(kind, Counter())[device.node] += is_free(device, holders)
     lines: list[str] = []
     for kind, free in nodes.items():
         text = f"{kind}: {sum(free.values()):,} of {total[kind]:,} free on {count_of(len(free), 'node')}"
@@ -231,10 +239,6 @@ def _row(node: _Node, slots: int) -> Row:
     if node.outside:
         runs.append(f"{node.outside} in use outside the pool")
     return node.host, devices, str(node.free) if node.kinds else "-", use, ", ".join(runs)
-
-
-def _is_free(device: Device, holders: dict[str, tuple[RunSummary, int]]) -> bool:
-    return device.uuid not in holders and not device.outside_use
 
 
 def _up_to(most: int, there: int) -> str:

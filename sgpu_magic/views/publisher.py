@@ -1,19 +1,24 @@
-"""Shows an active run in outputs below the cell, or nowhere. `TerminalPublisher` is in `text`."""
+"""Shows an active run in outputs below the cell, in a terminal or another stream, or nowhere."""
 
 from __future__ import annotations
 
-import secrets
+import os
 import sys
-from collections.abc import Callable, Sequence
-from html import escape
-from typing import Protocol, TextIO
+import unicodedata
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple, Protocol, TextIO
 
-from sgpu_magic.views.bundle import caption_bundle, mime_bundle
+from sgpu_magic.views import ansi
+from sgpu_magic.views.bundle import live_line, summary_line, unfinished_lines
+from sgpu_magic.views.cell_outputs import OutputSlots
+from sgpu_magic.views.failure import memory_lines
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.html_style import SANS, SOFT
-from sgpu_magic.views.output import Caption, Part, ShownDisplay, TextSegment, segments
-from sgpu_magic.views.output_buffer import DisplayItem
-from sgpu_magic.views.text import TerminalPublisher
+from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, display_text, gap_lines
+from sgpu_magic.views.stacks import ending_stacks, stall_lines
+from sgpu_magic.views.summary_words import is_quiet, log_files, rank_label, rank_width, standing_warnings
+from sgpu_magic.views.units import count_of
+from sgpu_magic.views.words import header_line
 
 FIRST_AFTER_S = 0.1
 MESSAGE_INTERVAL_S = 0.1
@@ -118,123 +123,171 @@ class Pace:
         self._next_at = now + MESSAGE_INTERVAL_S * max(messages, 1)
 
 
-class OutputSlots:
-    """Publishes a run's parts, each in its own output that is updated by its display id.
+# ---------------------------------------------------------------- a terminal or another stream
+
+REDRAW_S = 0.1
+HEADER_AFTER_S = 0.1
+
+
+class _Line(NamedTuple):
+    """A line to write, whether a rank printed it to its standard output, and the rank; -1 for none."""
+
+    text: str
+    is_output: bool = False
+    rank: int = -1
+
+
+class TerminalPublisher:
+    """Writes a run to a text stream.
+
+    It writes the header once, then finished lines and the text of displays, each with its rank, and the summary last.
+    A run that groups its lines by rank has them written at its end.
+    On a terminal each rank's unfinished line is drawn below and erased again; elsewhere it is written when
+    it is finished.
 
     Args:
         view: The run.
-        bundle: Returns the MIME bundle to publish for a display, given whether the run has ended; by default the
-            static form.
+        stream: A terminal, a file, or a notebook's stdout.
+        errors: Receives the ranks' standard error and messages about the run, so that `stream` gets only the ranks'
+            standard output; None to write everything to `stream`.
     """
 
-    def __init__(self, view: RunView, bundle: Callable[[DisplayItem, bool], dict[str, object]] | None = None) -> None:
+    def __init__(self, view: RunView, stream: TextIO, errors: TextIO | None = None) -> None:
         self._view = view
-        self._bundle = bundle or self._static
-        # the same run may be shown in two cells
-        self._token = secrets.token_hex(4)
-        # the current bundle and metadata of each output
-        self._shown: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
+        self._stream = stream
+        self._errors = errors
+        self._is_terminal = stream.isatty()
+        self._live: list[str] = []
+        self._live_at = 0.0
+        self._began: float | None = None
+        self._has_header = False
+        self._notes = 0
+        # the last lines written about each topic
+        self._said: dict[str, list[str]] = {}
+        self._finished = False
+        self._pending = _fresh_lines(view)
 
-    def draw(self, budget: int | None = None, limit: int | None = None, remark: str = "") -> tuple[int, bool]:
-        """Publish the outputs that have changed.
-
-        Args:
-            budget: Messages allowed; None for no limit.
-            limit: Bytes of HTML allowed for a live form's segment; None for the final form.
-            remark: A sentence below the first text, "" for none.
-
-        Returns:
-            The number of messages, and whether everything was published.
-        """
-        parts = self._fold_strays(segments(self._view))
-        if limit is not None:
-            parts = self._without_bare_end(parts)
-        last_text = max(at for at, part in enumerate(parts) if isinstance(part, TextSegment))
-        sent = 0
-        for at, part in enumerate(parts):
-            if budget is not None and sent >= budget:
-                return sent, False
-            first, last = at == 0, at == last_text
-            if not isinstance(part, TextSegment):
-                sent += self._show_rich(part, final=limit is None)
-            else:
-                # a following display moves the footer to a later segment, so that only one has it at the end
-                bundle = mime_bundle(self._view, part, first, last, limit)
-                if first and remark:
-                    bundle["text/html"] = f'{bundle["text/html"]}<div style="{SOFT};{SANS}">{escape(remark)}</div>'
-                    bundle["text/plain"] = f"{bundle['text/plain']}\n{remark}"
-                if bundle["text/html"] or part.slot in self._shown:
-                    sent += self._show(part.slot, bundle)
-        return sent + self._empty_others(parts), True
-
-    def open(self, bundle: dict[str, object]) -> None:
-        """Publish a live view in the place of the run's first text."""
-        self._show(0, bundle)
-
-    def draw_displays(self, budget: int) -> tuple[int, bool]:
-        """Publish displays and captions, and empty outputs for the text between them, below an open live view.
+    def tick(self, now: float, final: bool = False) -> None:
+        """Write what is new.
 
         Args:
-            budget: Messages allowed.
-
-        Returns:
-            As `draw`.
+            now: Monotonic time in seconds.
+            final: Also write unfinished lines and the summary, as the run has ended. Pass True only once.
         """
-        live, *parts = self._fold_strays([TextSegment(()), *segments(self._view)[1:-1]])
-        sent = 0
-        for part in parts:
-            if sent >= budget:
-                return sent, False
-            if not isinstance(part, TextSegment):
-                sent += self._show_rich(part, final=False)
-            else:
-                sent += self._show(part.slot, {"text/html": "", "text/plain": ""})
-        return sent + self._empty_others([live, *parts]), True
+        if self._finished:
+            return
+        self._began = now if self._began is None else self._began
+        self._finished = final
+        lines = self._new_lines(now - self._began, final)
+        if self._errors is not None:
+            _write_apart(lines, self._stream, self._errors)
+            return
+        live = [] if final or not self._is_terminal else self._live_lines()
+        redraw = bool(lines) or final or (live != self._live and now - self._live_at >= REDRAW_S)
+        if not redraw:
+            return
+        erase = f"\x1b[{len(self._live)}A\r\x1b[J" if self._live else ""
+        text = "".join(f"{line.text}\n" for line in lines)
+        self._stream.write(erase + text + "".join(f"{line}\n" for line in live))
+        self._stream.flush()
+        self._live, self._live_at = live, now
 
-    def _without_bare_end(self, parts: list[Part]) -> list[Part]:
-        """Leave out a last text without lines: the text before it has the footer until the run has ended."""
-        end = parts[-1]
-        is_bare = isinstance(end, TextSegment) and not end.items and end.slot not in self._shown
-        return parts[:-1] if is_bare and len(parts) > 1 else parts
+    def _new_lines(self, waited_s: float, final: bool) -> list[_Line]:
+        view = self._view
+        fresh = self._pending + _fresh_lines(view)
+        self._pending = []
+        if view.spec.grouped:
+            if not final:
+                self._pending, fresh = fresh, []
+            fresh.sort(key=attrgetter("rank"))
+        if is_quiet(view):
+            return [_Line(summary_line(view))] if final else []
+        lines: list[str] = []
+        after: list[str] = []
+        placed = view.lease is not None
+        if not self._has_header and (placed or fresh or final):
+            self._has_header = True
+            lines.append(header_line(view))
+        elif not self._has_header and not self._is_terminal and waited_s >= HEADER_AFTER_S:
+            place = [f"{view.name} · {live_line(view)}"]
+            lines.extend(place if view.waiting_for and self._has_changed("queue", place) else [])
+        if self._has_header:
+            notes = view.notes
+            lines.extend(f"note: {ansi.plain(note)}" for note in notes[self._notes :])
+            self._notes = len(notes)
+            warnings = standing_warnings(view)
+            if self._has_changed("warnings", warnings):
+                lines.extend(f"note: {line}" for line in warnings)
+        draw = ansi.colours_only if self._is_terminal else ansi.plain
+        printed = [line._replace(text=draw(line.text)) for line in fresh]
+        if not final and not self._is_terminal:
+            stall = stall_lines(view)
+            after.extend((stall or ["progress resumed"]) if self._has_changed("stall", stall) else [])
+        if final:
+            if not view.is_final:
+                after.extend(unfinished_lines(view))
+            after.extend(memory_lines(view, view.failure))
+            after.extend(ending_stacks(view))
+            after.append(summary_line(view))
+        return [*map(_Line, lines), *printed, *map(_Line, after)]
 
-    def _fold_strays(self, parts: list[Part]) -> list[Part]:
-        """Merge text that would need a new output above an existing one into the text before it."""
-        there = [at for at, part in enumerate(parts) if part.slot in self._shown]
-        last_shown = there[-1] if there else -1
-        kept: list[Part] = []
-        for at, part in enumerate(parts):
-            stray = at < last_shown and isinstance(part, TextSegment) and part.slot not in self._shown
-            if not stray:
-                kept.append(part)
-                continue
-            before = next((i for i in reversed(range(len(kept))) if isinstance(kept[i], TextSegment)), None)
-            text = kept[before] if before is not None else None
-            if before is not None and isinstance(text, TextSegment) and isinstance(part, TextSegment):
-                kept[before] = TextSegment((*text.items, *part.items), text.slot)
-        return kept
+    def _has_changed(self, about: str, lines: list[str]) -> bool:
+        """Whether the lines about a topic differ from the last ones."""
+        before, self._said[about] = self._said.get(about, []), lines
+        return lines != before
 
-    def _empty_others(self, parts: Sequence[Part]) -> int:
-        """Clear outputs whose part no longer exists; return the number of messages."""
-        wanted = {part.slot for part in parts}
-        return sum(self._show(slot, {"text/plain": ""}) for slot in self._shown.keys() - wanted)
+    def _live_lines(self) -> list[str]:
+        size = _terminal_size(self._stream)
+        view = self._view
+        if not self._has_header:
+            lines = [f"{view.name} · {live_line(view)}"] if view.waiting_for else []
+        else:
+            lines = [*unfinished_lines(view), *stall_lines(view)]
+        room = max(size.lines - 2, 1)
+        if len(lines) > room:
+            lines = [*lines[: room - 1], f"... and {count_of(len(lines) - room + 1, 'more rank')}"]
+        return [_fit(line, size.columns - 1) for line in lines]
 
-    def _static(self, item: DisplayItem, final: bool) -> dict[str, object]:
-        return self._view.models.static(item.rank, item.bundle)
 
-    def _show_rich(self, part: Caption | ShownDisplay, *, final: bool) -> int:
-        if isinstance(part, Caption):
-            return self._show(part.slot, caption_bundle(part))
-        return self._show(part.slot, self._bundle(part.item, final), part.item.metadata)
+def _terminal_size(stream: TextIO) -> os.terminal_size:
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except OSError:  # no file descriptor (io.UnsupportedOperation is an OSError), or not a terminal
+        return os.terminal_size((80, 24))
+    return os.terminal_size((size.columns or 80, size.lines or 24))
 
-    def _show(self, slot: int, data: dict[str, object], metadata: dict[str, object] | None = None) -> int:
-        """Publish or update one output; return the number of messages sent."""
-        # IPython declares no types here
-        from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
 
-        shown, content = self._shown.get(slot), (data, metadata or {})
-        if shown == content:
-            return 0
-        self._shown[slot] = content
-        display_id = f"sgpu-{self._view.run_id}-{self._token}-{slot}"
-        publish_display_data(*content, transient={"display_id": display_id}, update=shown is not None)
-        return 1
+def _fit(line: str, columns: int) -> str:
+    """Cut a line to the terminal's width, as a wrapped line could not be erased again."""
+    line = line.replace("\t", "    ")
+    if line.isascii():
+        return line[:columns]
+    used = 0
+    for at, char in enumerate(line):
+        used += 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        if used > columns:
+            return line[:at]
+    return line
+
+
+def _fresh_lines(view: RunView) -> list[_Line]:
+    """Return the lines finished since the last call, with the prefix `[0] `; displays as their text."""
+    lines: list[_Line] = []
+    width = rank_width(view)
+    for item in view.output.take_items():
+        match item:
+            case LineItem(rank=rank, stream=stream, text=text):
+                lines.append(_Line(f"{rank_label(rank, width)} {text}", stream == "stdout", rank))
+            case DisplayItem(rank=rank):
+                label = rank_label(rank, width)
+                lines.extend(_Line(f"{label} {line}", True, rank) for line in display_text(item).split("\n"))
+            case GapItem():
+                lines.extend(map(_Line, gap_lines(item, view.short_id, log_files(view))))
+    return lines
+
+
+def _write_apart(lines: list[_Line], out: TextIO, errors: TextIO) -> None:
+    for is_output, group in groupby(lines, key=attrgetter("is_output")):
+        stream = out if is_output else errors
+        stream.write("".join(f"{line.text}\n" for line in group))
+        stream.flush()

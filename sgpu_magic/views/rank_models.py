@@ -171,13 +171,14 @@ def _object(text: bytes) -> dict[str, Any]:
     value = json.loads(text)
     level: list[Any] = [value]
     for _ in range(_MOST_DEPTH):
-        level = [inner for each in level for inner in _inside(each)]
+        level = [inner for each in level for inner in inside(each)]
         if not level:
             return _dict(value)
     raise ValueError("nested too deeply")
 
 
-def _inside(value: object) -> Iterable[object]:
+def inside(value: object) -> Iterable[object]:
+    """Return the values in an object or an array of JSON, none for another value."""
     if isinstance(value, dict):
         return cast("State", value).values()
     return cast("list[object]", value) if isinstance(value, list) else ()

@@ -8,14 +8,14 @@ from collections.abc import Container, Iterable, Sequence
 import msgspec
 
 from sgpu_magic import errors
-from sgpu_magic.views.excerpt import clipped, cut_lines, line_of_cell, source_of, traceback_body
 from sgpu_magic.views.failure import last_words
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, other_lines, timeout_sentence
-from sgpu_magic.views.stacks import group_lines, group_stacks, stack_lines, stacks_text, verdict
-from sgpu_magic.views.units import format_ranks, format_seconds
+from sgpu_magic.views.stacks import group_sentences, stack_lines, stacks_text, verdict
+from sgpu_magic.views.tracebacks import cut_lines, line_of_cell, source_of, traceback_body
+from sgpu_magic.views.units import clipped, format_ranks, format_seconds
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import FailureKind
 
@@ -87,7 +87,7 @@ def run_exception(
         attributes["__notes__"] = [*known, note] if isinstance(known, list) else [note]
     else:
         words = last_words(view, failure) if failure.kind is FailureKind.WORKER_DIED else []
-        words += [*map(_one_line, group_lines(group_stacks(stacks, cell))), *verdict(stacks, cell)]
+        words += [*group_sentences(stacks, cell), *verdict(stacks, cell)]
         message = _message(failure, ended.starting_s + ended.running_s, view.ranks, words, more, run)
         raised = errors.BY_KIND[failure.kind](message)
         trace = plain if failure.kind is FailureKind.INTERNAL else ""
@@ -127,10 +127,6 @@ def _dressed(exception: Exception, attributes: dict[str, object]) -> Exception:
             body["_render_traceback_"] = staticmethod(drawing)
         exception.__class__ = type(cls.__name__, (cls,), body)
     return exception
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _message(failure: Failure, seconds: float, ranks: int, words: Sequence[str], more: str, run: str) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from sgpu_magic.system.processes import signal_name
-from sgpu_magic.views.units import format_ranks, format_seconds
-from sgpu_magic.wire.events import AttemptFailed, GroupRenewed, RanksRestarted, SessionMoved
-from sgpu_magic.wire.failures import Failure
+from sgpu_magic.views.units import clipped, format_ranks, format_seconds
+from sgpu_magic.wire.events import WARNING, AttemptFailed, GroupRenewed, RanksRestarted, SessionMoved
 from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.record import short
-from sgpu_magic.wire.run import WARNING, RunSpec
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import BUDGET, COST_LIMIT, FailureKind, RunKind
 
 _MOST_NOTES = 50
@@ -159,14 +159,15 @@ def last_part(type_name: str) -> str:
 
 def error_line(failure: Failure) -> str:
     """Return `ValueError: NaN in batch 118`, one line of at most 300 characters."""
+    return clipped(error_text(failure, failure.message.strip()).split("\n", 1)[0], _MAX_MESSAGE)
+
+
+def error_text(failure: Failure, message: str) -> str:
+    """Return `ValueError: NaN in batch 118`: the type and a form of the failure's message, which may name the type."""
     name = last_part(failure.type_name)
-    message = failure.message.strip()
     if not name or message.startswith((f"{name}:", f"{failure.type_name}:")) or message == name:
-        line = message or name or f"{failure.kind}"
-    else:
-        line = f"{name}: {message}" if message else name
-    line = line.split("\n", 1)[0]
-    return line if len(line) <= _MAX_MESSAGE else line[:_MAX_MESSAGE] + " ..."
+        return message or name or f"{failure.kind}"
+    return f"{name}: {message}" if message else name
 
 
 def died_of(failure: Failure) -> str:

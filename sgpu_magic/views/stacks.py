@@ -6,17 +6,22 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, SOFT, WARN, safe
-from sgpu_magic.views.sources import NO_FUNCTION, Sources, caller_at
+from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
+from sgpu_magic.views.run_notes import limit_of
+from sgpu_magic.views.tracebacks import NO_FUNCTION, Sources, caller_at, cut_lines
 from sgpu_magic.views.units import aligned, format_ranks, format_seconds
-from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
-from sgpu_magic.wire.rank_events import Stalled
+from sgpu_magic.wire.rank_events import Collective, RankStack, StackFrame, Stalled
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import CellSource
+
+if TYPE_CHECKING:
+    from sgpu_magic.views.fold import RunView
 
 # functions of torch.distributed that return when the other ranks have called them too
 _MEETINGS = re.compile(
@@ -25,6 +30,7 @@ _MEETINGS = re.compile(
     r"init_process_group|new_group"
 )
 _MAX_FRAMES = 60
+_MAX_STALL_CHARS = 8_000
 _MAX_GROUPS = 16
 
 
@@ -148,6 +154,11 @@ def group_lines(groups: Sequence[StackGroup]) -> list[str]:
     return [*lines, f"{format_ranks(left_out)} elsewhere"] if left_out else lines
 
 
+def group_sentences(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
+    """Return `group_lines` without columns."""
+    return [" ".join(line.split()) for line in group_lines(group_stacks(stacks, cell))]
+
+
 def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
     """Return which ranks have not reached a collective that others wait in; empty without recorder entries."""
     sources = Sources(cell)
@@ -196,7 +207,7 @@ def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
 
 def stall_note(stalled: Stalled, cell: CellSource) -> str:
     """Return the sentence that keeps a stall after it is over."""
-    groups = "; ".join(" ".join(line.split()) for line in group_lines(group_stacks(stalled.stacks, cell)))
+    groups = "; ".join(group_sentences(stalled.stacks, cell))
     return ansi.plain(f"there was no progress for {format_seconds(stalled.seconds)}{taken(stalled.stacks)}: {groups}")
 
 
@@ -248,6 +259,46 @@ def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
     return (
         f'<div style="{BOX}"><div style="padding:6px 12px;background:{PANEL};'
         f'border-bottom:1px solid {LINE}"><b style="font-weight:600">{safe(head)}</b></div>{rows}</div>'
+    )
+
+
+# ---------------------------------------------------------------- in the view of a run
+
+
+def stall_lines(view: RunView, *, has_buttons: bool = False) -> list[str]:
+    """Return where the ranks of a stalled run wait; empty for a run that makes progress.
+
+    Args:
+        view: The run.
+        has_buttons: The view has the run's buttons; otherwise a command is named that works while the kernel is busy.
+    """
+    if view.stalled is None or view.is_final or view.left:
+        return []
+    stacks, cell = view.stalled.stacks, view.spec.cell
+    groups = [f"  {ansi.plain(line)}" for line in group_lines(group_stacks(stacks, cell))]
+    everything = "the Stacks button" if has_buttons else f"`sgpu stacks {view.short_id}`"
+    told = [*map(ansi.plain, verdict(stacks, cell)), f"{everything} shows everything"]
+    return [f"no progress for {format_seconds(view.stalled.seconds)}{taken(stacks)}", *groups, " · ".join(told)]
+
+
+def ending_stacks(view: RunView) -> list[str]:
+    """Return where the ranks were when the run ended: several lines after a limit, one line after a stall."""
+    if view.ended is None:
+        return []
+    if view.ended.stacks:
+        return [limit_of(view.failure).then, *summary(view.ended.stacks, view.spec.cell)]
+    return [] if view.stalled is None else [stall_note(view.stalled, view.spec.cell)]
+
+
+def stall_html(view: RunView) -> str:
+    """Return where the ranks of a stalled run wait, "" for a run that makes progress."""
+    lines = [escape(line, quote=False) for line in cut_lines(stall_lines(view), _MAX_STALL_CHARS)]
+    if not lines:
+        return ""
+    text = "\n".join([f'<b style="font-weight:600;color:{WARN}">{lines[0]}</b>', *lines[1:]])
+    return (
+        f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {WARN}">'
+        f'<pre style="{PRE};padding-left:9px">{text}</pre></div>'
     )
 
 

@@ -1,4 +1,4 @@
-"""Numbers with units and in columns, the clock that views use, and a run's times by it.
+"""Numbers with units and in columns, clipped texts, the clock that views use, and a run's times by it.
 
 Running costs, durations and remaining times are differences between now and an event's time. Both are given by this
 clock, which advances with the monotonic clock, so a step of the wall clock affects none of them. Exception: for an
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import RunState
 
 TIMES = "\u00d7"  # the multiplication sign of a number of devices
@@ -85,11 +85,11 @@ class RunTimes:
             return self._start_s()
         return max(_or_now(now) - self.placed_at, 0.0)
 
-    def held_s(self, now: float | None = None) -> float:
+    def held_s(self) -> float:
         """Return seconds for which it has had its devices."""
         if self.ended is not None:
             return max(self.ended.total_s - self.ended.queued_s, self.ended.running_s)
-        return self.starting_s(now) + self.running_s(now)
+        return self.starting_s() + self.running_s()
 
     def metered_s(self, now: float | None = None) -> float | None:
         """Return the metered seconds; None before metering and for a cell in a session."""
@@ -195,6 +195,11 @@ def numbers_text(numbers: Iterable[int]) -> str:
             pieces.extend(str(rank) for rank in ordered[at : end + 1])
         at = end + 1
     return ", ".join(pieces)
+
+
+def clipped(text: str, most: int = 200) -> str:
+    """Return the beginning of a text, at most `most` characters."""
+    return text if len(text) <= most else f"{text[:most]} ..."
 
 
 def count_of(number: int, noun: str) -> str:

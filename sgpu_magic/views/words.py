@@ -1,4 +1,4 @@
-"""A run in words: state, name, ranks, nodes, shipped and returned variables, packages and MLflow run."""
+"""A run in words: state, name, ranks, nodes, failure, shipped and returned variables, packages and MLflow run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from itertools import accumulate
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from sgpu_magic.config import host_name
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import Link, Tone
-from sgpu_magic.views.run_notes import limit_of
-from sgpu_magic.views.units import TIMES, count_of, format_seconds
+from sgpu_magic.views.run_notes import death_sentence, error_line, limit_of, timeout_sentence
+from sgpu_magic.views.units import TIMES, clipped, count_of, format_seconds
 from sgpu_magic.wire.attachments import Payload
 from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import RunKind, RunState
+from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 AUTO = "auto"
 """Marks a plain cell that `%sgpu_auto` submitted."""
@@ -224,13 +226,47 @@ def state_word(view: RunView) -> StateWord:
 
 
 def _names(running: tuple[str, ...]) -> str:
-    name = running[0] or "a cell"
-    name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]} ..."
+    name = clipped(running[0] or "a cell", _MAX_NAME)
     return name if len(running) == 1 else f"{name} and {len(running) - 1} more"
 
 
+def failed_line(view: RunView, brief: bool = False) -> str:
+    """Return the first line of a failure, with the error in it when `brief` or when there is no traceback."""
+    # a refused run has no duration
+    after = f" after {duration}" if (duration := view.times.text()) else ""
+    failure = view.failure
+    word = limit_of(failure).word if view.state is RunState.TIMED_OUT else view.state
+    start = f"{view.name} · {word}{after}"
+    if view.state is RunState.CANCELLED or failure is None:
+        return f"{start} · {view.reason}" if view.reason else start
+    if failure.kind is FailureKind.USER_CODE:
+        where = _place(failure, view.ranks)
+        return " · ".join(part for part in (start, where, error_line(failure) if brief else "") if part)
+    sentence = failure_sentence(view)
+    return f"{start} · {sentence.split(chr(10), 1)[0] if brief else sentence}"
+
+
+def failure_sentence(view: RunView) -> str:
+    """Return why a run ended, for a failure without a traceback of the user's code."""
+    failure = view.failure
+    if failure is None:
+        return ""
+    if failure.kind is FailureKind.TIMEOUT:
+        return failure.message.strip() or timeout_sentence(view.spec.timeout_s)
+    return death_sentence(failure, view.ranks)
+
+
+def _place(failure: Failure, ranks: int) -> str:
+    """Return `rank 1 of 4 (this machine)`, "" for a failure without a rank."""
+    if failure.rank is None:
+        return ""
+    here = "this machine" if failure.host.split(".")[0] == host_name() else failure.host
+    return f"rank {failure.rank} of {ranks}" + (f" ({here})" if here else "")
+
+
 _MAX_URL_CHARS = 2000
-_BEFORE_RANKS = (RunState.QUEUED, RunState.PREPARING)
+BEFORE_RANKS = (RunState.QUEUED, RunState.PREPARING)
+"""States in which no rank is being started yet."""
 
 
 def label_text(view: RunView) -> str:
@@ -244,17 +280,30 @@ def packages_text(view: RunView) -> str:
     Returns "" when nothing is installed, and once the ranks have started.
     """
     moved = view.environment
-    if moved is None or view.is_final or view.state not in (*_BEFORE_RANKS, RunState.STARTING):
+    if moved is None or view.is_final or view.state not in (*BEFORE_RANKS, RunState.STARTING):
         return ""
     name = label_text(view) or "packages"
     if moved.ready:
         return f"{name}: ready after {format_seconds(moved.seconds)}" if moved.built else ""
-    if view.state not in _BEFORE_RANKS:
+    if view.state not in BEFORE_RANKS:
         return ""
     count = f"{moved.done} of {count_of(moved.packages, 'package')}" if moved.packages else ""
     step = ", ".join(part for part in (moved.step, count.removesuffix(" packages").removesuffix(" package")) if part)
     said = " · ".join(part for part in (step, format_seconds(moved.seconds), moved.host) if part)
     return f"{name}: {said}"
+
+
+def moved_words(view: RunView) -> list[str]:
+    """Return what was returned and shipped, and the environment; nothing for a run that has not succeeded."""
+    if view.is_final and view.state is not RunState.SUCCEEDED:
+        return []
+    return [returned_text(view), shipped_text(view), label_text(view)]
+
+
+def next_step(view: RunView) -> str:
+    """Return why an active run is not followed here any more, or the command for a failed run's logs; else ""."""
+    logs = f"sgpu logs {view.short_id}" if view.is_final and view.state is RunState.FAILED else ""
+    return view.left or logs
 
 
 def tracked_link(view: RunView) -> Link | None:

@@ -2,7 +2,7 @@
 
 client <-> pool     ClientMessage / PoolMessage     here         ZeroMQ, with raw frames
 pool <-> agent      ToAgent / FromAgent             node         socketpair, with descriptors
-agent <-> zygote    ToZygote / FromZygote           zygote       socketpair, with descriptors
+agent <-> zygote    ToZygote / FromZygote           rank         socketpair, with descriptors
 agent <-> rank      ToRank / FromRank               rank         socketpair, with descriptors
 pool <-> tracker    ToTracker / FromTracker         tracking     socketpair
 
@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
 from sgpu_magic.wire.events import Event
-from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.files import FileReply, FileRequest, FromStream, ToStream
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
-from sgpu_magic.wire.rank_events import CommMessage
+from sgpu_magic.wire.rank_events import CommMessage, RankStack
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.run import CellSource, Interpreter, RankContext, RunSpec
+from sgpu_magic.wire.run import CellSource, Interpreter, RankAnswer, RankContext, RankQuestion, RunSpec
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import Tracking
 

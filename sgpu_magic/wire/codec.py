@@ -1,4 +1,4 @@
-"""Message encoding and framing on a byte stream. No I/O.
+"""Message encoding and framing on a byte stream; formats of a rank's output pipe and stack file. No I/O.
 
 On ZeroMQ, a message is `[msgpack, raw frame, raw frame ...]`. On a stream socket, the same parts follow one header:
 the number of parts (u32), then the size of each part (u64), little-endian.
@@ -11,6 +11,7 @@ decoding.
 from __future__ import annotations
 
 import re
+import signal
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -21,10 +22,9 @@ import msgspec
 from sgpu_magic.wire.client import ClientMessage, PoolMessage
 from sgpu_magic.wire.events import Noted
 from sgpu_magic.wire.node import FromAgent, RunEvent, ToAgent
-from sgpu_magic.wire.rank import FromRank, ToRank
+from sgpu_magic.wire.rank import FromRank, FromZygote, ToRank, ToZygote
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import FromTracker, ToTracker
-from sgpu_magic.wire.zygote import FromZygote, ToZygote
 
 _encoder = msgspec.msgpack.Encoder()
 _U32 = struct.Struct("<I")
@@ -265,3 +265,46 @@ class FrameReader(Generic[M]):
         if max(sizes) > MAX_PART_BYTES:
             raise ValueError(f"a message part of {max(sizes)} bytes: the stream is damaged")
         return sizes
+
+
+# ---------------------------------------------------------------- a rank's output pipe and stack file
+
+# These mark what Python's stderr writes into a rank's common output pipe. They are OSC escape sequences that no
+# terminal knows, so a mark that is not removed stays invisible.
+STDERR_BEGIN = b"\x1b]sgpu;2\x07"
+STDERR_END = b"\x1b]sgpu;1\x07"
+
+# user code and libraries use SIGUSR1 themselves, so it is only the fallback without real-time signals
+STACK_SIGNAL = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
+
+# A rank's stack file, which the agent creates and both sides read. No message could carry its content: the first
+# `AREA_BYTES` are a fixed area that the rank writes while it runs, so that it survives a SIGKILL:
+#
+#     ident of the main thread (8) | valid half: 0 none, 1, 2 (8) | half 1 | half 2
+#
+# Each half holds the length of its text (8) and the text. The rank writes the half that is not valid, then the number
+# of the valid one. Output of faulthandler follows after the area. Both have faulthandler's format:
+# `  File "cell.py", line 3 in train`.
+AREA_BYTES = 16_384
+HEADER = struct.Struct("=QQ")
+LENGTH = struct.Struct("=Q")
+HALF_BYTES = (AREA_BYTES - HEADER.size) // 2
+TEXT_BYTES = HALF_BYTES - LENGTH.size
+
+
+def half_offset(half: int) -> int:
+    """Return the offset of half 1 or 2."""
+    return HEADER.size + (half - 1) * HALF_BYTES
+
+
+def read_area(area: bytes) -> tuple[int, str]:
+    """Return the ident of the rank's main thread (0 if it has not started) and the sampled lines ("" for none)."""
+    if len(area) < AREA_BYTES:
+        return 0, ""
+    ident, half = HEADER.unpack_from(area)
+    if half not in (1, 2):
+        return ident, ""
+    begin = half_offset(half)
+    (size,) = LENGTH.unpack_from(area, begin)
+    begin += LENGTH.size
+    return ident, area[begin : begin + min(size, TEXT_BYTES)].decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Device costs: prices from the settings, billing by the second, formatting of amounts. No I/O, no clock.
+"""The terms of a pool: prices, priorities and quotas in its settings; billing by the second. No I/O, no clock.
 
 Metering of a run or session starts when its ranks are started (STARTING) and stops at its end. It includes all attempts
 and the time between them. Each second that has begun is billed in full. Cells in a session cost nothing themselves:
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 HOUR_S = 3600.0
 _SIGNS = {"USD": "$", "EUR": "€", "GBP": "£", "JPY": "¥", "INR": "₹", "KRW": "₩"}
 _EXAMPLE = "a10=1.20,h100=4.50,team/h100=3.90"
+
+EVERYBODY = "*"
+_PRIORITIES = "alice=10,*=0"
+_QUOTAS = "alice=8,alice:h100=4,*=16"
+
+
+# ---------------------------------------------------------------- prices
 
 
 class Prices(msgspec.Struct, frozen=True):
@@ -50,8 +57,7 @@ def read_prices(text: str) -> Prices:
         ValueError: The text is invalid; the message says why.
     """
     hourly: dict[tuple[str, str], float] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (part.strip() for part in entry.partition("="))
+    for entry, key, equals, value in _entries(text):
         pool, _, kind = key.rpartition("/")
         if not equals or not kind or (not pool and "/" in key):
             raise ValueError(f"{entry[:60]!r} is not a price; write prices like {_EXAMPLE}")
@@ -70,17 +76,24 @@ def prices_text(table: Mapping[str, object]) -> str:
     Raises:
         ValueError: A price is not a number.
     """
-    return ",".join(f"{key}={value}" for key, value in _entries(table))
+    return ",".join(f"{key}={value}" for key, value in _table_entries(table))
 
 
-def _entries(table: Mapping[str, object], pool: str = "") -> Iterable[tuple[str, object]]:
+def _table_entries(table: Mapping[str, object], pool: str = "") -> Iterable[tuple[str, object]]:
     for key, value in table.items():
         if isinstance(value, Mapping) and not pool:
-            yield from _entries({str(name): each for name, each in value.items()}, key)  # pyright: ignore
+            yield from _table_entries({str(name): each for name, each in value.items()}, key)  # pyright: ignore
         elif isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"the price of {key[:60]!r} is {value!r}, not a number")
         else:
             yield (f"{pool}/{key}" if pool else key), value
+
+
+def _entries(text: str) -> Iterable[tuple[str, str, str, str]]:
+    """Yield each entry of a setting such as `a=1,b=2`: its text, its key, the `=` or "", its value."""
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = entry.partition("=")
+        yield entry, key.strip(), equals, value.strip()
 
 
 def _amount(text: str, key: str) -> float:
@@ -111,6 +124,99 @@ def format_money(amount: float, currency: str) -> str:
 def _with_sign(digits: str, currency: str) -> str:
     sign = _SIGNS.get(currency, currency if len(currency) == 1 else "")
     return f"{sign}{digits}" if sign else f"{digits} {currency}".rstrip()
+
+
+# ---------------------------------------------------------------- priorities and quotas
+
+
+class UserLimits(msgspec.Struct, frozen=True):
+    """Limits of the users of one pool.
+
+    Args:
+        priorities: Priority by user, `*` for all others; users not listed have 0. Higher comes first.
+        quotas: Maximum number of devices at once, by user (`*` for all others) and canonical type; type "" is all types
+            of GPU together.
+    """
+
+    priorities: Mapping[str, int] = msgspec.field(default_factory=dict[str, int])
+    quotas: Mapping[tuple[str, str], int] = msgspec.field(default_factory=dict[tuple[str, str], int])
+
+    def priority(self, user: str) -> int:
+        """Return the user's priority, 0 if none is set."""
+        return self.priorities.get(user, self.priorities.get(EVERYBODY, 0))
+
+    def quota(self, user: str, device_type: str = "") -> int | None:
+        """Return how many devices the user may have at once, None for no limit.
+
+        Args:
+            user: The user.
+            device_type: The type; `cpu` for slots, "" for all types of GPU together.
+        """
+        own = self.quotas.get((user, device_type))
+        return self.quotas.get((EVERYBODY, device_type)) if own is None else own
+
+
+def read_priorities(text: str) -> dict[str, int]:
+    """Parse the priorities in a setting: `alice=10,*=0`.
+
+    Raises:
+        ValueError: The text is invalid; the message says why.
+    """
+    found: dict[str, int] = {}
+    for user, value in _limits_in(text, _PRIORITIES):
+        if user in found:
+            raise ValueError(f"{user[:60]!r} has more than one priority")
+        found[user] = _number(value, user, "a priority", least=None)
+    return found
+
+
+def read_quotas(text: str) -> dict[tuple[str, str], int]:
+    """Parse the quotas in a setting: `alice=8,alice:h100=4,*=16`.
+
+    Raises:
+        ValueError: The text is invalid; the message says why.
+    """
+    found: dict[tuple[str, str], int] = {}
+    for key, value in _limits_in(text, _QUOTAS):
+        user, colon, kind = key.partition(":")
+        device_type = canonical_type(kind) if colon else ""
+        if not user or device_type == ANY:
+            raise ValueError(f"{key[:60]!r} does not name a user and type; write quotas like {_QUOTAS}")
+        if (user, device_type) in found:
+            raise ValueError(f"{key[:60]!r} has more than one quota")
+        found[user, device_type] = _number(value, key, "a quota", least=0)
+    return found
+
+
+def read_limits(priorities: str, quotas: str) -> UserLimits:
+    """Parse the two settings.
+
+    Raises:
+        ValueError: One of them is invalid.
+    """
+    return UserLimits(read_priorities(priorities), read_quotas(quotas))
+
+
+def quota_types(device_type: str) -> Iterable[str]:
+    """Return the quota types that apply to a device type: its own, and "" for all GPUs together."""
+    return (CPU,) if device_type == CPU else (device_type, "")
+
+
+def _limits_in(text: str, example: str) -> Iterable[tuple[str, str]]:
+    for entry, key, equals, value in _entries(text):
+        if not equals or not key:
+            raise ValueError(f"{entry[:60]!r} is invalid; write it like {example}")
+        yield key, value
+
+
+def _number(text: str, key: str, what: str, *, least: int | None) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise ValueError(f"{text[:40]!r} is not {what} for {key[:60]!r}; it must be a whole number") from None
+    if least is not None and number < least:
+        raise ValueError(f"{number} is not {what} for {key[:60]!r}; it must be {least} or more")
+    return number
 
 
 # ---------------------------------------------------------------- the meter

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.rank_events import MetricsLogged, RankSaid, RankWatched
+from sgpu_magic.wire.rank_events import Failure, MetricsLogged, RankSaid, RankStack, RankWatched
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import RankResult, RunSpec
 from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import TrackedRun
+
+WARNING = "warning: "
+"""The beginning of a note that asks the user for something; other notes are information."""
+
+
+def as_warning(sentence: str) -> str:
+    """Return the sentence as a note that asks the user for something."""
+    return f"{WARNING}{sentence}"
 
 
 class Submitted(Record, frozen=True, tag="submitted", kw_only=True):

@@ -1,63 +1,13 @@
-"""Messages between an agent and a rank. Descriptors are sent along on the socketpair."""
+"""Messages between an agent and its zygotes and ranks. Descriptors are sent along on the socketpairs."""
 
 from __future__ import annotations
 
 from sgpu_magic.wire.attachments import PackedLayout
-from sgpu_magic.wire.failures import Collective, Failure
-from sgpu_magic.wire.rank_events import CommMessage
+from sgpu_magic.wire.rank_events import Collective, CommMessage, Failure
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.run import CellSource, OutputName, RankContext, RankResult
+from sgpu_magic.wire.run import CellSource, OutputName, PrivateRay, RankAnswer, RankContext, RankQuestion, RankResult
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
-
-# ---------------------------------------------------------------- what an idle rank is asked
-
-
-class RankQuestion(Record, frozen=True, kw_only=True):
-    """A question to an idle rank.
-
-    Args:
-        rank: The rank.
-        what: `complete` (names at `cursor` in `code`), `inspect` (the object there) or `names` (names that its cells
-            have set).
-        code: The code.
-        cursor: Position in `code`, in characters.
-        detail: 0, or 1 to include the source, as in Jupyter's `inspect_request`.
-    """
-
-    rank: int
-    what: str
-    code: str = ""
-    cursor: int = 0
-    detail: int = 0
-
-
-class Match(Record, frozen=True):
-    """One completion: its text and type (`function`, `module`, "" if unknown)."""
-
-    text: str
-    type: str = ""
-
-
-class RankAnswer(Record, frozen=True, kw_only=True):
-    """A rank's answer to `RankQuestion`.
-
-    Args:
-        problem: Why there is no answer, such as that the rank is busy; "" if there is one.
-        matches: For `complete`: the completions.
-        start: Start in `code` of the text that the matches replace, in characters.
-        end: End of that text.
-        bundle: For `inspect`: a MIME bundle as JSON; empty if there is no such object.
-        names: For `names`: names in its namespace that were not there when the rank started.
-    """
-
-    problem: str = ""
-    matches: tuple[Match, ...] = ()
-    start: int = 0
-    end: int = 0
-    bundle: bytes = b""
-    names: tuple[str, ...] = ()
-
 
 # ---------------------------------------------------------------- agent -> rank
 
@@ -92,33 +42,6 @@ class Renew(Record, frozen=True, tag="renew", kw_only=True):
 
     replaced: tuple[int, ...] = ()
     store_path: str = ""
-
-
-class PrivateRay(Record, frozen=True, kw_only=True):
-    """One node's part of a run's private Ray cluster.
-
-    Args:
-        directory: Sockets and logs of Ray's processes. Created for the run with mode 0700 and a short path, because a
-            socket's path is limited to 107 bytes. The agent removes it when the ranks are gone.
-        disk_directory: For large data: spilled objects, and all objects if `/dev/shm` is small.
-        address: Address at which the other nodes reach this one; the loopback address on a single node.
-        gpus: Number of GPUs that Ray may assign on this node.
-        cpus: Number of CPUs that Ray may assign on this node.
-        simulated: The GPUs are simulated: Ray counts them, but code runs on the CPU.
-        object_store_bytes: Maximum memory of Ray's object store on this node.
-        objects_on_disk: `/dev/shm` is too small for the objects.
-        dashboard: Start Ray's dashboard on the head node.
-    """
-
-    directory: str
-    disk_directory: str
-    address: str = "127.0.0.1"
-    gpus: int = 0
-    cpus: int = 1
-    simulated: bool = False
-    object_store_bytes: int = 0
-    objects_on_disk: bool = False
-    dashboard: bool = True
 
 
 class Execute(Record, frozen=True, tag="execute", kw_only=True):
@@ -319,3 +242,71 @@ class MetricsReported(Record, frozen=True, tag="metrics-reported", kw_only=True)
 ShownByCell = Displayed | Cleared | CommsSaid
 CellReport = Joined | Renewed | Raised | Remarked | QuestionAnswered | ShownByCell | Finished | Failed
 FromRank = CellReport | Collectives | AskTracking | MetricsReported
+
+# ---------------------------------------------------------------- agent <-> zygote
+
+
+class Fork(Record, frozen=True, tag="fork", kw_only=True):
+    """Fork one rank of a group.
+
+    Its descriptors are sent along: control socket, output pipe, error pipe, stack file, store file.
+
+    Args:
+        store_path: Path of the store's file on systems without memory files; "" if its descriptor is sent along.
+        join_early: Join the process group before `Execute` arrives.
+        rehearse: Also run a small warm-up cell before it arrives. All ranks of a group do, or none.
+    """
+
+    group_id: str
+    rank: int
+    ranks: int
+    join_early: bool
+    rehearse: bool = False
+    store_path: str = ""
+
+
+class Forked(Record, frozen=True, tag="forked", kw_only=True):
+    """The rank was forked with this pid."""
+
+    group_id: str
+    rank: int
+    pid: int
+
+
+class ForkRefused(Record, frozen=True, tag="fork-refused", kw_only=True):
+    """The rank was not forked: the zygote has more than one thread, or the machine has no process left."""
+
+    group_id: str
+    rank: int
+    message: str
+
+
+class ZygoteReady(Record, frozen=True, tag="zygote-ready", kw_only=True):
+    """The zygote is ready. Stable across versions: its interpreter may have another sgpu-magic than the pool."""
+
+    pid: int
+    torch_version: str
+    protocol_version: int
+
+
+class ZygoteFailed(Record, frozen=True, tag="zygote-failed", kw_only=True):
+    """The interpreter cannot be preloaded. The zygote exits after this message."""
+
+    message: str
+
+
+class Exited(Record, frozen=True, tag="exited", kw_only=True):
+    """A child of the zygote ended.
+
+    Args:
+        status: Exit code, negative for a signal.
+        peak_bytes: Peak memory of the process; 0 if unknown.
+    """
+
+    pid: int
+    status: int
+    peak_bytes: int = 0
+
+
+ToZygote = Fork
+FromZygote = Forked | ForkRefused | ZygoteReady | ZygoteFailed | Exited

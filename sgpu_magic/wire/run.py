@@ -1,4 +1,4 @@
-"""Records of runs: what is submitted, where ranks start, what they return, and the run directory's record."""
+"""Records of runs: what is submitted, where ranks start, what they return and are asked; the run directory's record."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ from sgpu_magic.wire.attachments import PackedLayout, Payload
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.states import RunKind, RunState
-
-WARNING = "warning: "
-"""The beginning of a note that asks the user for something; other notes are information."""
-
-
-def as_warning(sentence: str) -> str:
-    """Return the sentence as a note that asks the user for something."""
-    return f"{WARNING}{sentence}"
 
 
 class OutputName(Record, frozen=True):
@@ -91,6 +83,33 @@ class RankContext(Record, frozen=True, kw_only=True):
     lone_training: bool = True
 
 
+class PrivateRay(Record, frozen=True, kw_only=True):
+    """One node's part of a run's private Ray cluster.
+
+    Args:
+        directory: Sockets and logs of Ray's processes. Created for the run with mode 0700 and a short path, because a
+            socket's path is limited to 107 bytes. The agent removes it when the ranks are gone.
+        disk_directory: For large data: spilled objects, and all objects if `/dev/shm` is small.
+        address: Address at which the other nodes reach this one; the loopback address on a single node.
+        gpus: Number of GPUs that Ray may assign on this node.
+        cpus: Number of CPUs that Ray may assign on this node.
+        simulated: The GPUs are simulated: Ray counts them, but code runs on the CPU.
+        object_store_bytes: Maximum memory of Ray's object store on this node.
+        objects_on_disk: `/dev/shm` is too small for the objects.
+        dashboard: Start Ray's dashboard on the head node.
+    """
+
+    directory: str
+    disk_directory: str
+    address: str = "127.0.0.1"
+    gpus: int = 0
+    cpus: int = 1
+    simulated: bool = False
+    object_store_bytes: int = 0
+    objects_on_disk: bool = False
+    dashboard: bool = True
+
+
 class Owner(Record, frozen=True, kw_only=True):
     """Who submitted a run.
 
@@ -119,7 +138,7 @@ class Shipped(Record, frozen=True, kw_only=True):
         total_bytes: Size of pickle and buffers.
         seconds: Time to capture and pack.
         heavy: (name, bytes) of each name over 100 MB.
-        notes: Further sentences, such as why a pool was chosen; warnings begin with `WARNING`.
+        notes: Further sentences, such as why a pool was chosen; warnings begin with `events.WARNING`.
     """
 
     names: tuple[str, ...] = ()
@@ -231,6 +250,55 @@ class RankResult(Record, frozen=True, kw_only=True):
     seconds: float = 0.0
     lines: int = 0
     output_bytes: int = 0
+
+
+# ---------------------------------------------------------------- what an idle rank is asked
+
+
+class RankQuestion(Record, frozen=True, kw_only=True):
+    """A question to an idle rank.
+
+    Args:
+        rank: The rank.
+        what: `complete` (names at `cursor` in `code`), `inspect` (the object there) or `names` (names that its cells
+            have set).
+        code: The code.
+        cursor: Position in `code`, in characters.
+        detail: 0, or 1 to include the source, as in Jupyter's `inspect_request`.
+    """
+
+    rank: int
+    what: str
+    code: str = ""
+    cursor: int = 0
+    detail: int = 0
+
+
+class Match(Record, frozen=True):
+    """One completion: its text and type (`function`, `module`, "" if unknown)."""
+
+    text: str
+    type: str = ""
+
+
+class RankAnswer(Record, frozen=True, kw_only=True):
+    """A rank's answer to `RankQuestion`.
+
+    Args:
+        problem: Why there is no answer, such as that the rank is busy; "" if there is one.
+        matches: For `complete`: the completions.
+        start: Start in `code` of the text that the matches replace, in characters.
+        end: End of that text.
+        bundle: For `inspect`: a MIME bundle as JSON; empty if there is no such object.
+        names: For `names`: names in its namespace that were not there when the rank started.
+    """
+
+    problem: str = ""
+    matches: tuple[Match, ...] = ()
+    start: int = 0
+    end: int = 0
+    bundle: bytes = b""
+    names: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------- what a run's directory says of it

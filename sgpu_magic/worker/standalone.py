@@ -17,8 +17,8 @@ from sgpu_magic.payload import unpack
 from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunKind
-from sgpu_magic.worker.cell import script
 from sgpu_magic.worker.cell.cell_run import source_of
+from sgpu_magic.worker.cell.shell import enter_script
 
 
 class _Recorded(msgspec.Struct):
@@ -76,7 +76,7 @@ def run(directory: Path) -> None:
     )
     shell.compile.flags |= recorded.spec.cell.future_flags
     if recorded.spec.cell.file:
-        script.enter(recorded.spec.cell, shell.user_ns)
+        enter_script(recorded.spec.cell, shell.user_ns)
     outcome = shell.run_cell(source_of(recorded.spec.cell), store_history=False)
     if outcome.success and recorded.spec.kind is RunKind.CALL:
         # there is no notebook to return it to

@@ -15,8 +15,7 @@ from kernels import Home, Kernel, eventually
 from sgpu_magic.agent.watch.stack_taking import find_py_spy
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.wire.events import EventBody, RunEnded
-from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.rank_events import Resumed, Stalled
+from sgpu_magic.wire.rank_events import RankStack, Resumed, Stalled
 from sgpu_magic.wire.states import RunState
 
 HOME_VARIABLES = {"SGPU_STALL_S": "1"}

@@ -628,7 +628,7 @@ def test_a_pool_of_another_version_is_told_with_its_runs(
     page = Page(made, told)
     assert page.obey(StartPool()) == Said(text=STARTED, ok=True)
     with monkeypatch.context() as newer:
-        newer.setattr("sgpu_magic.client.this_process.PROTOCOL_VERSION", 99)
+        newer.setattr("sgpu_magic.client.this_machine.PROTOCOL_VERSION", 99)
         newer.setattr("sgpu_magic.client.connection.PROTOCOL_VERSION", 99)
         page.obey(Watch())
         picture = eventually(lambda: (one := told.last(PoolTold)) and one.picture, 10)

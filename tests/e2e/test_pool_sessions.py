@@ -19,7 +19,7 @@ from waiting import eventually
 
 from sgpu_magic.cli.runs import runs_table
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.client.this_process import this_owner
+from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.errors import CapacityError, SessionError, UsageError
 from sgpu_magic.files.disk_room import RUN_BYTES, RUN_INODES
 from sgpu_magic.wire.events import (
@@ -32,9 +32,9 @@ from sgpu_magic.wire.events import (
     StateChanged,
     Submitted,
 )
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.record import short
+from sgpu_magic.wire.run import RankAnswer, RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4"}

@@ -11,7 +11,7 @@ from homes import Home
 from pool_client import ClientRun, PoolClient
 from waiting import eventually
 
-from sgpu_magic.client.this_process import this_owner
+from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.views.pool_tables import status_text
 from sgpu_magic.wire.events import QueueMoved, RanksStarted
 from sgpu_magic.wire.rank_events import OutputWritten

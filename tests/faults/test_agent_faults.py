@@ -31,9 +31,8 @@ from process_table import is_alive
 from waiting import eventually
 
 from sgpu_magic.wire.events import RanksStarted, RunEnded
-from sgpu_magic.wire.rank import RankQuestion
 from sgpu_magic.wire.record import new_id
-from sgpu_magic.wire.run import OutputName
+from sgpu_magic.wire.run import OutputName, RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 BESIDE = """

@@ -12,7 +12,8 @@ from kernels import Kernel
 from real_gpus import GB, MIB, number, smi
 from watched_runs import WatchedRun
 
-from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
+from sgpu_magic.agent.watch.gpus import Gpus
+from sgpu_magic.agent.watch.nvml import GpuReading
 from sgpu_magic.views.usage import detail_lines, use_text
 from sgpu_magic.wire.devices import Device
 from sgpu_magic.wire.rank_events import RankSample

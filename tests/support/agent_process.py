@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import planted_faults
 
-from sgpu_magic.client.this_process import this_context, this_interpreter, this_owner
+from sgpu_magic.client.this_machine import this_context, this_interpreter, this_owner
 from sgpu_magic.config import Settings
 from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.system.message_stream import Link
@@ -24,7 +24,6 @@ from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import InlinePayload, Payload
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.events import RanksStarted, RunEnded
-from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.node import (
     AgentReady,
     Answered,
@@ -40,10 +39,9 @@ from sgpu_magic.wire.node import (
     StacksTaken,
     TakeStacks,
 )
-from sgpu_magic.wire.rank import RankAnswer, RankQuestion
-from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.rank_events import OutputWritten, RankStack
 from sgpu_magic.wire.record import Record, new_id
-from sgpu_magic.wire.run import CellSource, RunSpec
+from sgpu_magic.wire.run import CellSource, RankAnswer, RankQuestion, RunSpec
 from sgpu_magic.wire.states import RunKind, RunState
 
 _KEY = bytes(range(32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sgpu_magic.client.this_process import this_owner
+from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.devices import Lease, NodeShare, Placement
 from sgpu_magic.wire.node import Launch

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-import sgpu_magic.magics.environment_magic
 import sgpu_magic.magics.run_magics
 import sgpu_magic.magics.session_magics  # noqa: F401  they register their parsers
 from sgpu_magic.cli.main import command_parser, plain_words

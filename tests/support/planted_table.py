@@ -3,12 +3,12 @@
 FRESH = (
     "service:Agent._launch",
     "launch:Launches._start",
-    "ranks.standby_groups:StandbyGroups.take",
+    "launch:StandbyGroups.take",
     "ranks.group:Group.forked",
     "ranks.group:Group._said",
     "ranks.group:Group._wrote",
-    "runs.fresh:FreshRun.start",
-    "runs.fresh:FreshRun.rank_said",
+    "runs.execution_kinds:FreshRun.start",
+    "runs.execution_kinds:FreshRun.rank_said",
     "runs.execution:Execution._all_there",
     "runs.execution:Execution._take_result",
     "runs.execution:Execution._end",
@@ -25,9 +25,9 @@ WHILE_IT_GOES_ON = ("failures:ExitDiagnosis.begin",)
 # the run's last word was said by then
 AFTER = (
     "ranks.group:Group.exited",
-    "runs.fresh:FreshRun.rank_exited",
-    "runs.fresh:FreshRun._let_leave",
-    "runs.fresh:FreshRun._finish_if_gone",
+    "runs.execution_kinds:FreshRun.rank_exited",
+    "runs.execution_kinds:FreshRun._let_leave",
+    "runs.execution_kinds:FreshRun._finish_if_gone",
     "runs.run_files:RunFiles.ended",
     "reports:Reports.gone",
     "run_registry:RunRegistry.run_gone",
@@ -38,7 +38,7 @@ WATCHING = (
     "watch.sampling:RunSampler.begin",
     "watch.sampling:RunSampler.sample",
     "watch.sampling:Sampling._tick",
-    "ranks.standby_groups:StandbyGroups.tend",
+    "launch:StandbyGroups.tend",
 )
 # and afterwards
 SPARED = (
@@ -53,10 +53,10 @@ FAILING = (
     "ranks.stop:StopPath.end",
 )
 CELLS = (
-    "runs.session_cell:SessionCell.start",
-    "runs.session_cell:SessionCell.rank_said",
-    "runs.session_cell:SessionCell._settle",
-    "runs.session_cell:SessionCell._write_down",
+    "runs.execution_kinds:SessionCell.start",
+    "runs.execution_kinds:SessionCell.rank_said",
+    "runs.execution_kinds:SessionCell._settle",
+    "runs.execution_kinds:SessionCell._write_down",
     "runs.session:Session.execute",
     "runs.session:Session.cell_over",
     "runs.session_repair:SessionLogs.lend",
@@ -89,5 +89,5 @@ AT_ITS_END = (
 UNNAMED = (
     "failures:ReportsOfRanks.last_word",
     "watch.sampling:Sampling._tick",
-    "ranks.standby_groups:StandbyGroups.tend",
+    "launch:StandbyGroups.tend",
 )

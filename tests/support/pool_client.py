@@ -14,7 +14,7 @@ from sgpu_magic.client.link import PoolLost
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.client.submitter import Attachments
-from sgpu_magic.client.this_process import this_owner
+from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.config import load_settings
 from sgpu_magic.payload.pack import new_key, pack_namespace
 from sgpu_magic.wire.devices import Placement

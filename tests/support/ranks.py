@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sgpu_magic.agent.ranks.rank_process import StackFile
 from sgpu_magic.agent.ranks.stop import connections_between
-from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.payload import pack, unpack
 from sgpu_magic.system.message_stream import Link
 from sgpu_magic.wire import codec
@@ -28,26 +28,28 @@ from sgpu_magic.wire.rank import (
     Cleared,
     Displayed,
     Execute,
+    Exited,
     Failed,
     Finished,
+    Fork,
+    Forked,
     FromRank,
+    FromZygote,
     InPlace,
     Joined,
     Leave,
     Prepare,
     QuestionAnswered,
-    RankAnswer,
-    RankQuestion,
     Release,
     Renew,
     Renewed,
     TrackingAnswered,
+    ZygoteReady,
 )
 from sgpu_magic.wire.record import Record, new_id
-from sgpu_magic.wire.run import CellSource, OutputName, RankContext
+from sgpu_magic.wire.run import CellSource, OutputName, RankAnswer, RankContext, RankQuestion
 from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import Tracking
-from sgpu_magic.wire.zygote import Exited, Fork, Forked, FromZygote, ZygoteReady
 
 KEY = b"k" * 32
 R = TypeVar("R")

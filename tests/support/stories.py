@@ -9,16 +9,15 @@ import msgspec
 
 from sgpu_magic.config import host_name
 from sgpu_magic.views import ansi
+from sgpu_magic.views.bundle import render_segment_text
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.output import ShownDisplay, TextSegment, segments
 from sgpu_magic.views.output_buffer import LineItem, display_text
-from sgpu_magic.views.text import render_segment_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.devices import Lease, NodeShare, Placement
-from sgpu_magic.wire.failures import Collective, Failure, RankMemory, RankStack, StackFrame, TensorUse
-from sgpu_magic.wire.rank_events import RankSample
+from sgpu_magic.wire.rank_events import Collective, Failure, RankMemory, RankSample, RankStack, StackFrame, TensorUse
 from sgpu_magic.wire.run import CellSource, OutputName, Owner, RankResult, RunSpec, Shipped
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun

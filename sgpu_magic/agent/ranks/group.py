@@ -15,21 +15,19 @@ from typing import TYPE_CHECKING
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.rank_output import RankOutput
-from sgpu_magic.agent.ranks.rank_process import RankProcess
+from sgpu_magic.agent.ranks.rank_process import RankProcess, StackFile
 from sgpu_magic.agent.ranks.zygotes import Zygote
-from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import TellComms
-from sgpu_magic.wire.rank import CommsHeard, FromRank, Leave, Release, ToRank
+from sgpu_magic.wire.rank import CommsHeard, Fork, FromRank, Leave, Release, ToRank
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.states import FailureKind
-from sgpu_magic.wire.zygote import Fork
 
 if TYPE_CHECKING:
-    from sgpu_magic.agent.runs.fresh import FreshRun
+    from sgpu_magic.agent.runs.execution_kinds import FreshRun
     from sgpu_magic.agent.runs.session import Session
 
 

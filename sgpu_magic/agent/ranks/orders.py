@@ -21,7 +21,8 @@ from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.run_files import RunFiles
 from sgpu_magic.wire.files import CHECKPOINTS
 from sgpu_magic.wire.node import Launch, MasterBound, MasterKnown, Part
-from sgpu_magic.wire.rank import Execute, Prepare, PrivateRay
+from sgpu_magic.wire.rank import Execute, Prepare
+from sgpu_magic.wire.run import PrivateRay
 from sgpu_magic.wire.tracking import Tracking
 
 _BACKLOG = 1024

@@ -16,8 +16,8 @@ import termios
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.zygote import STDERR_BEGIN, STDERR_END
 
 _PIPE_BYTES = 1 << 20
 # limit per rank between two batches: a rank that writes faster blocks on its pipe

@@ -1,16 +1,36 @@
-"""One rank as the agent sees it: its process, its socket, its stack file, its output."""
+"""One rank as the agent sees it: its process, its socket, its output, and where it is.
+
+Where it is comes from its stack file (see `wire.codec`), in faulthandler's text, in which the notebook's cells are
+recognized. Nothing here waits.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 import select
 import signal
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from sgpu_magic.agent.ranks.rank_output import RankOutput
-from sgpu_magic.agent.watch.stacks import StackFile
 from sgpu_magic.system.message_stream import MessageStream
+from sgpu_magic.wire.codec import AREA_BYTES, read_area
 from sgpu_magic.wire.rank import FromRank
+from sgpu_magic.wire.rank_events import StackFrame
+from sgpu_magic.wire.run import CellSource
+
+_CELL_PREFIX = "<ipython-input-"
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+# Python 3.13 adds the thread's name, and 3.14 its state
+_THREAD = re.compile(r"^(?P<current>Current thread|Thread) 0x(?P<ident>[0-9a-f]+).*\(most recent call first\):$")
+_SINGLE = "Stack (most recent call first):"
+_OURS = f"{os.sep}sgpu_magic{os.sep}worker{os.sep}"
+_TORCH = f"{os.sep}torch{os.sep}"
+_TORCH_DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
 
 
 class RankProcess:
@@ -80,3 +100,154 @@ class RankProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
             else:
                 os.kill(self.pid, number)
+
+
+# ---------------------------------------------------------------- its stack
+
+
+class StackFile:
+    """A rank's stack file: a memory file, or an unlinked file on systems without memory files.
+
+    Args:
+        scratch: Directory for an unlinked file.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("sgpu-stack", os.MFD_CLOEXEC)
+        else:
+            self.fd, name = tempfile.mkstemp(prefix="stack-", dir=scratch)
+            os.unlink(name)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop faulthandler's text. The rank shares the file position, so it writes from there."""
+        os.ftruncate(self.fd, AREA_BYTES)
+        os.lseek(self.fd, AREA_BYTES, os.SEEK_SET)
+
+    def written(self) -> str:
+        """Return what faulthandler has written."""
+        size = os.fstat(self.fd).st_size - AREA_BYTES
+        return os.pread(self.fd, size, AREA_BYTES).decode("utf-8", "replace") if size > 0 else ""
+
+    def sampled(self) -> str:
+        """Return the main thread's frames as the rank last sampled them, "" if it never did."""
+        return read_area(os.pread(self.fd, AREA_BYTES, 0))[1]
+
+    def last_frames(self) -> tuple[StackFrame, ...]:
+        """Return a dead rank's last frames: those of a crash in C code, else the last sample."""
+        ident = read_area(os.pread(self.fd, AREA_BYTES, 0))[0]
+        return parse(self.written(), ident) or parse(self.sampled())
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+        self.fd = -1
+
+
+def parse(text: str, main_ident: int = 0) -> tuple[StackFrame, ...]:
+    """Parse faulthandler's text.
+
+    Args:
+        text: Frames with or without headings. Of several threads the crashed one counts, else the main thread, else the
+            last one, since a process's first thread is listed last.
+        main_ident: The main thread's ident; 0 when unknown.
+
+    Returns:
+        The frames, innermost first.
+    """
+    sections: dict[str, list[StackFrame]] = {}
+    current: list[StackFrame] | None = sections.setdefault("plain", [])
+    chosen = "plain"
+    for line in text.splitlines():
+        heading = _THREAD.match(line)
+        if heading:
+            name = f"{int(heading['ident'], 16):x}"
+            if heading["current"] == "Current thread":
+                name = "current"
+            current = sections.setdefault(name, [])
+        elif line == _SINGLE:
+            # the newest of several dumps counts
+            current = sections["plain"] = []
+        elif current is not None and (frame := _FRAME.match(line)):
+            number = int(frame["line"]) if frame["line"].isdigit() else 0
+            current.append(StackFrame(frame["file"], number, frame["function"]))
+        elif not line.startswith("  "):
+            # such as the list of extension modules
+            current = None
+    for name in ("current", f"{main_ident:x}", *reversed(sections)):
+        if sections.get(name):
+            chosen = name
+            break
+    return tuple(sections[chosen])
+
+
+class NotebookFrames:
+    """Recognizes frames of the notebook's cells.
+
+    Args:
+        cell: The run's cell, with the other cells whose functions it uses.
+    """
+
+    def __init__(self, cell: CellSource) -> None:
+        inner_magic = cell.body.lstrip().startswith("%%")
+        above = [] if inner_magic or not cell.magic_line else [cell.magic_line]
+        self._own = [*above, *cell.body.splitlines()]
+        self._number = cell.execution_count
+        self._others = {name: (source.splitlines(), count) for name, source, count in cell.linecache}
+        self._script = cell.file or None
+
+    def has(self, frame: StackFrame) -> bool:
+        """Whether the frame belongs to a cell."""
+        own = frame.file == self._script or frame.file.startswith(_CELL_PREFIX)
+        return own or frame.file in self._others
+
+    def upwards(self, frames: Sequence[StackFrame]) -> tuple[StackFrame, ...]:
+        """Return the frames from the innermost to the cell's outermost, without IPython and this package below it.
+
+        For a rank outside its cell, frames from this package's outward are left out.
+        """
+        outermost = max((index for index, frame in enumerate(frames) if self.has(frame)), default=None)
+        if outermost is not None:
+            return tuple(frames[: outermost + 1])
+        ours = next((index for index, frame in enumerate(frames) if _OURS in frame.file), len(frames))
+        return tuple(frames[:ours])
+
+    def innermost(self, frames: Iterable[StackFrame]) -> StackFrame | None:
+        """Return the innermost frame of a cell, or None."""
+        return next((frame for frame in frames if self.has(frame)), None)
+
+    def collective(self, frames: Iterable[StackFrame]) -> str:
+        """Return the function of torch.distributed that the cell has called, "" if it is in none."""
+        found = ""
+        for frame in frames:
+            if self.has(frame):
+                break
+            if _TORCH_DISTRIBUTED in frame.file and frame.function != "wrapper":
+                found = frame.function.strip("_")
+        return found
+
+    def in_torch(self, frames: Iterable[StackFrame]) -> bool:
+        """Return whether the cell's innermost line has called torch."""
+        return any(_TORCH in frame.file for frame in itertools.takewhile(lambda frame: not self.has(frame), frames))
+
+    def describe(self, frame: StackFrame) -> str:
+        """Return `Cell In[9], line 6, in build: cache[key] = x.clone()`."""
+        where = f"{self._place(frame)}, line {frame.line}"
+        if not frame.function.startswith("<"):
+            where += f", in {frame.function}"
+        text = self.source(frame)
+        return f"{where}: {text}" if text else where
+
+    def _place(self, frame: StackFrame) -> str:
+        if not self.has(frame) or frame.file == self._script:
+            return frame.file
+        number = self._others[frame.file][1] if frame.file in self._others else self._number
+        return "the cell" if number is None else f"Cell In[{number}]"
+
+    def source(self, frame: StackFrame) -> str:
+        """Return the source line of a cell's frame, "" for other frames."""
+        if not self.has(frame):
+            return ""
+        lines = self._others[frame.file][0] if frame.file in self._others else self._own
+        return lines[frame.line - 1].strip() if 0 < frame.line <= len(lines) else ""

@@ -99,6 +99,12 @@ _BELIEVED_LOOKS = 30
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
+BUSY_SHARE = 0.05
+"""A rank that uses more than this share of one core, or of its GPU, is busy."""
+
+# CPU time is counted in steps of 10 ms, and a waiting rank wakes up now and then
+_SLACK_S = 0.02
+
 
 class TreeUse(msgspec.Struct, frozen=True):
     """CPU and memory usage of a process and its live descendants.
@@ -199,6 +205,45 @@ def _below(root: int, children: Mapping[int, list[int]]) -> Iterator[int]:
         pid = waiting.pop()
         yield pid
         waiting += children.get(pid, ())
+
+
+class CpuWatch:
+    """Measures how long each rank has used no CPU, from its own and its children's time. If unknown, a rank is busy.
+
+    A rank is busy if it has used more than `BUSY_SHARE` since the last check, or since the last time it was busy:
+    checks in quick succession see little usage of a process that shares its core with others.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, _Used] = {}
+        self._busy: dict[int, _Used] = {}
+
+    def forget(self) -> None:
+        self._last = {}
+        self._busy = {}
+
+    def look(self, now: float, used_s: Mapping[int, float]) -> dict[int, float]:
+        """Return for each process how long it has been idle, in seconds.
+
+        Args:
+            now: Time in seconds of a monotonic clock.
+            used_s: CPU seconds used so far, by process id (`TreeUse.cpu_s`).
+        """
+        for pid, used in used_s.items():
+            since = (self._last.get(pid), self._busy.get(pid))
+            if not all(before is not None and before.is_idle_until(now, used) for before in since):
+                self._busy[pid] = _Used(now, used)
+        self._last = {pid: _Used(now, used) for pid, used in used_s.items()}
+        return {pid: now - self._busy[pid].at for pid in used_s}
+
+
+class _Used(msgspec.Struct, frozen=True):
+    at: float
+    cpu_s: float
+
+    def is_idle_until(self, now: float, cpu_s: float) -> bool:
+        # less than before means that a child has ended
+        return 0 <= cpu_s - self.cpu_s <= BUSY_SHARE * (now - self.at) + _SLACK_S
 
 
 # ---------------------------------------------------------------- ports

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from sgpu_magic.agent.failures import ReportsOfRanks
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
-from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import Failure
 
 # a cell in Python gets this long to end with KeyboardInterrupt before the connections are shut down
 _LEAD_S = 0.03

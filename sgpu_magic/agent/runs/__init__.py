@@ -2,13 +2,11 @@
 
 node_run            the interface of all runs; displays, widgets, MLflow targets, questions to idle ranks
 execution           one run's cell in its ranks: launch, collect results, find the root cause, stop, report the end
-fresh               a run with its own, new ranks
-preparing           a run whose packages, code and variables are being prepared
+execution_kinds     the two kinds of execution: a run with its own, new ranks, and a cell in a session's ranks
+preparing           a run whose packages, code and variables are being prepared; fetches what was sent along
 session             a session: ranks that stay alive between cells
-session_cell        a cell in a session's ranks
 session_repair      renews process groups and replaces dead ranks of a session, reports it, and switches the ranks' logs
-run_files           a run's directory, payload and results
+run_files           a run's directory, payload and results; the directories of its own Ray cluster
 run_memory          payload and results in memory, and the thread that copies them to disk
 send_files_to_pool  sends run files to a pool on another machine
-ray_place           directories and limits of a run's own Ray cluster
 """

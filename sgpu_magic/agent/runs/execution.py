@@ -5,7 +5,7 @@
            -> asked to end               -> interrupted      -> ended(...)
 
 `ended` is what the notebook waits for. The steps before the first and after the last of these differ between a run
-with its own ranks (`fresh`) and a cell in a session (`session_cell`).
+with its own ranks and a cell in a session (`execution_kinds`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import msgspec
 
 from sgpu_magic.agent.failures import ExitDiagnosis, ReportsOfRanks, without_secrets
 from sgpu_magic.agent.ranks.group import Group, RunRanks
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.ranks.stop import FailurePatience, StopPath
 from sgpu_magic.agent.runs.node_run import Attempt, CommReports, NodeRun, Surroundings, TrackingAnswers, show
 from sgpu_magic.agent.watch.run_watch import RunWatch
-from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Noted, RanksStarted
-from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.node import TrackingKnown
 from sgpu_magic.wire.rank import (
     AskTracking,
@@ -39,7 +38,7 @@ from sgpu_magic.wire.rank import (
     Raised,
     Remarked,
 )
-from sgpu_magic.wire.rank_events import MetricsLogged, OutputWritten, RankFailed
+from sgpu_magic.wire.rank_events import Failure, MetricsLogged, OutputWritten, RankFailed, RankStack
 from sgpu_magic.wire.run import RankResult
 from sgpu_magic.wire.states import FailureKind, RunState
 

@@ -26,19 +26,10 @@ from sgpu_magic.config import Settings
 from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import EventBody, Noted
-from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.node import Launch, TrackingAsked, TrackingKnown
-from sgpu_magic.wire.rank import (
-    AnswerQuestion,
-    Cleared,
-    CommsSaid,
-    Displayed,
-    InPlace,
-    RankAnswer,
-    RankQuestion,
-    TrackingAnswered,
-)
-from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, OutputCleared
+from sgpu_magic.wire.rank import AnswerQuestion, Cleared, CommsSaid, Displayed, InPlace, TrackingAnswered
+from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, Failure, OutputCleared, RankStack
+from sgpu_magic.wire.run import RankAnswer, RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 

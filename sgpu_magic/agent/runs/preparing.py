@@ -3,25 +3,38 @@
 launch -> everything is ready -> handed on (the launch of a fresh run, a session or a cell in one)
        -> preparation failed  -> ended(failed) -> gone
        -> asked to end        -> ended(...)    -> gone
+
+What the notebook sent along is fetched from the pool's store: the payload into memory, code and wheels into files.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from sgpu_magic.agent import faults
+from sgpu_magic.agent.blobs import BlobCache, BlobMissing, Uploaded
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.faults import call_in_background
-from sgpu_magic.agent.inputs.blobs import BlobMissing
-from sgpu_magic.agent.inputs.launch_inputs import LaunchInputs, travels_by_blobs
+from sgpu_magic.agent.node_context import CodeBundles
+from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.runs.node_run import Attempt, NodeRun, Surroundings
+from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.files.content_store import join_blobs, join_parts, piece_sizes
+from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.packages.node.store import Built
-from sgpu_magic.wire.attachments import StoredPayload
+from sgpu_magic.system.byte_sizes import fits_memory
+from sgpu_magic.wire.attachments import CodeBundle, StoredPayload, Wheel
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
-from sgpu_magic.wire.failures import Failure, RankStack
-from sgpu_magic.wire.node import MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.node import Launch, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.rank_events import Failure, RankStack
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
@@ -194,3 +207,132 @@ class PreparingRun(NodeRun):
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         problem = "it has not started yet: the run's packages are being prepared"
         done(tuple(RankStack(rank=rank, problem=problem) for rank in self.launch.spec.rank_numbers))
+
+
+# ---------------------------------------------------------------- what the notebook sent along
+
+
+def travels_by_blobs(launch: Launch) -> bool:
+    """Whether the launch needs anything from the pool's store before it can start."""
+    wheels = launch.environment.wheels if launch.environment is not None else ()
+    if any(upload.manifest for upload in launch.uploads) or launch.checkpoints:
+        return True
+    return isinstance(launch.payload.source, StoredPayload) or any(each.blobs for each in (*launch.code, *wheels))
+
+
+Item = TypeVar("Item", CodeBundle, Wheel)
+
+
+class LaunchInputs:
+    """Fetches the notebook's code and files that launches need.
+
+    Args:
+        settings: The pool's settings.
+        send: Sends to the current pool service.
+
+    Attributes:
+        blobs: Fetches blobs.
+        uploaded: Assembles uploaded folders and files.
+        code: Unpacks local code.
+    """
+
+    def __init__(self, settings: Settings, send: Send) -> None:
+        self._folder = settings.state_path / "arrivals"
+        self.blobs = BlobCache(settings, send)
+        self.uploaded = Uploaded(settings, self.blobs)
+        self.code = CodeBundles(settings)
+
+    async def luggage(self, launch: Launch) -> Launch:
+        """Fetch code, wheels, checkpoints and uploads; return the launch with their paths on this node.
+
+        Code archives and wheels stay until `over`, uploads until `release`.
+
+        Raises:
+            BlobMissing: A blob can't be fetched.
+            OSError: A file can't be written.
+        """
+        code = [await self._on_disk(launch, bundle, f"code-{at}") for at, bundle in enumerate(launch.code)]
+        launch = msgspec.structs.replace(launch, code=tuple(code))
+        environment = launch.environment
+        if environment is not None and environment.wheels:
+            wheels = [await self._on_disk(launch, wheel, f"wheel-{at}") for at, wheel in enumerate(environment.wheels)]
+            environment = msgspec.structs.replace(environment, wheels=tuple(wheels))
+            launch = msgspec.structs.replace(launch, environment=environment)
+        for file in launch.checkpoints:
+            await self.blobs.run_file(launch, file)
+        return await self.uploaded.arrive(launch) if launch.uploads else launch
+
+    async def payload(self, launch: Launch, source: StoredPayload) -> tuple[int, str]:
+        """Assemble the payload in memory, or in a file where memory is short.
+
+        Returns:
+            Its descriptor, and the file's path, "" for memory.
+
+        Raises:
+            BlobMissing: A part can't be fetched.
+            OSError: There is not enough space.
+        """
+        paths = await asyncio.gather(*(self.blobs.path(launch, part.digest, part.size) for part in source.parts))
+        joined = call_in_background(lambda: _joined(launch.run_dir, source, paths), "sgpu-arrival")
+        try:
+            return await asyncio.shield(joined)
+        except asyncio.CancelledError:
+            joined.add_done_callback(_discard)
+            raise
+
+    def over(self, run_id: str) -> None:
+        """Remove the launch's archives and wheels: its ranks start, or it has ended."""
+        self.blobs.leave(run_id)
+        shutil.rmtree(self._folder / run_id, ignore_errors=True)
+
+    def release(self, run_id: str) -> None:
+        """Release the run's code and uploads: its ranks are gone."""
+        self.code.release(run_id)
+        self.uploaded.release(run_id)
+
+    # ------------------------------------------------------------ within
+
+    async def _on_disk(self, launch: Launch, each: Item, name: str) -> Item:
+        if not each.blobs:
+            return each
+        paths = [
+            await self.blobs.path(launch, digest, size)
+            for digest, size in zip(each.blobs, piece_sizes(each.size), strict=True)
+        ]
+        if len(paths) == 1:
+            return msgspec.structs.replace(each, path=str(paths[0]))
+        target = private_dir(self._folder / launch.spec.run_id) / name
+        await call_in_background(lambda: _join(paths, target), "sgpu-arrival")
+        return msgspec.structs.replace(each, path=str(target))
+
+
+def _joined(run_dir: str, source: StoredPayload, paths: Sequence[Path]) -> tuple[int, str]:
+    file = ""
+    if fits_memory(source.size):
+        descriptor = os.memfd_create("sgpu-payload-arrived", os.MFD_CLOEXEC)
+    else:
+        file = os.path.join(run_dir, ".payload.bin.part")
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        join_parts(descriptor, source.size, zip(source.parts, paths, strict=True))
+    except BaseException:
+        _remove(descriptor, file)
+        raise
+    return descriptor, file
+
+
+def _discard(joined: asyncio.Future[tuple[int, str]]) -> None:
+    """Remove a payload whose run was cancelled."""
+    if joined.exception() is None:
+        _remove(*joined.result())
+
+
+def _remove(descriptor: int, file: str) -> None:
+    os.close(descriptor)
+    if file:
+        Path(file).unlink(missing_ok=True)
+
+
+def _join(paths: Sequence[Path], target: Path) -> None:
+    with appearing(target) as file:
+        join_blobs(file.fileno(), [(path, path.stat().st_size) for path in paths])

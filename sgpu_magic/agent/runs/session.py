@@ -14,15 +14,14 @@ from sgpu_magic.agent.failures import ExitDiagnosis
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.orders import prepare
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
+from sgpu_magic.agent.runs.execution_kinds import SessionCell, Told
 from sgpu_magic.agent.runs.node_run import Attempt, CommReports, NodeRun, Questions, Surroundings, show
-from sgpu_magic.agent.runs.session_cell import SessionCell, Told
 from sgpu_magic.agent.runs.session_repair import SessionLogs, SessionNews, SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
-from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Noted, RanksStarted, RunEnded
-from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.rank import (
     Cleared,
     CommsSaid,
@@ -31,12 +30,11 @@ from sgpu_magic.wire.rank import (
     FromRank,
     Joined,
     QuestionAnswered,
-    RankAnswer,
-    RankQuestion,
     Remarked,
     Renewed,
 )
-from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.rank_events import Failure, OutputWritten, RankStack
+from sgpu_magic.wire.run import RankAnswer, RankQuestion
 from sgpu_magic.wire.states import FailureKind, RunState
 
 # a cell that is stopped with its session gets this long to report its own end

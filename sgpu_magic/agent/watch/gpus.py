@@ -1,39 +1,32 @@
-"""Reads the GPUs of active runs through NVML, each in a thread, since a driver may block and the agent must not.
+"""The GPUs of active runs: read in threads, since a driver may block and the agent must not, and reported when idle.
 
 NVML is open only while a run holds a GPU, so that an administrator can reset idle GPUs. A call that does not return
 keeps its thread; the other devices are still read.
+
+`IdleWatch` decides without I/O which GPUs are idle. `IdleGpus` takes the ranks' stacks when a GPU has been idle for a
+while, and reports what the ranks wait in.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import threading
+import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-
-import msgspec
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.faults import call_in_background
-from sgpu_magic.agent.watch.nvml import (
-    Code,
-    Nvml,
-    close_nvml,
-    code_of,
-    memory,
-    nvml_error,
-    open_nvml,
-    raise_if_lost,
-    reason_and_remedy,
-    told,
-    utilization,
-)
+from sgpu_magic.agent.watch.nvml import GpuReader, GpuReading
+from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, RankStack
 
-# time span of the first query for processes' utilization
-_FIRST_SPAN_S = 1.5
-_LOST = {Code.GPU_IS_LOST, Code.RESET_REQUIRED}
+if TYPE_CHECKING:
+    from sgpu_magic.agent.ranks.rank_process import NotebookFrames
+    from sgpu_magic.agent.watch.stack_taking import StackTaker
 
 # callers get the available readings after this
 _PATIENCE_S = 0.4
@@ -41,134 +34,8 @@ _PATIENCE_S = 0.4
 _STUCK_S = 5.0
 
 
-class GpuReading(msgspec.Struct, frozen=True):
-    """A reading of a GPU or MIG slice. None means that the value is not available.
-
-    Args:
-        utilization_pct: Recent utilization, 0 to 100.
-        used_bytes: Memory in use.
-        total_bytes: Total memory.
-        power_w: Power draw in watts.
-        temperature_c: Temperature in degrees Celsius.
-        process_bytes: Memory by process; in a container the pids may be the host's.
-        process_pct: Utilization by process since the previous reading; None if not available.
-        problem: Why it can't be read and what to do, "" if it can.
-        lost: Whether it is unusable until it is reset.
-    """
-
-    utilization_pct: int | None = None
-    used_bytes: int | None = None
-    total_bytes: int | None = None
-    power_w: int | None = None
-    temperature_c: int | None = None
-    process_bytes: Mapping[int, int] = msgspec.field(default_factory=dict[int, int])
-    process_pct: Mapping[int, float] | None = None
-    problem: str = ""
-    lost: bool = False
-
-
 Done = Callable[[Mapping[str, GpuReading]], None]
 _STUCK = GpuReading(problem="it can't be read: the NVIDIA driver does not answer; check `dmesg`, or reboot")
-
-
-class GpuReader:
-    """Reads GPUs by UUID, from any thread, but each device from one thread at a time. NVML stays open until `close`.
-
-    Attributes:
-        opened_at: When NVML was opened, seconds of the monotonic clock; None before.
-        calls: When the pending reads were started, by UUID.
-    """
-
-    def __init__(self) -> None:
-        self.opened_at: float | None = None
-        self.calls: dict[str, float] = {}
-        self._nvml: Nvml | None = None
-        self._opening = threading.Lock()
-        self._handles: dict[str, object] = {}
-        self._seen_us: dict[str, int] = {}
-
-    def read(self, uuid: str) -> GpuReading:
-        """Read all values of a GPU. Blocks as long as the driver does."""
-        failed = nvml_error()
-        try:
-            nvml = self._open()
-            if uuid not in self._handles:
-                self._handles[uuid] = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            return self._read(nvml, uuid, self._handles[uuid])
-        except failed as error:
-            self._handles.pop(uuid, None)
-            return _failed(code_of(error))
-
-    def _open(self) -> Nvml:
-        """Open NVML if necessary; takes seconds if the driver's persistence mode is off."""
-        with self._opening:
-            if self._nvml is None:
-                self._nvml = open_nvml()
-                self.opened_at = time.monotonic()
-            return self._nvml
-
-    def close(self) -> None:
-        """Close NVML."""
-        if self._nvml is not None:
-            close_nvml(self._nvml)
-            self._nvml = None
-        self._handles = {}
-
-    def _read(self, nvml: Nvml, uuid: str, handle: object) -> GpuReading:
-        total, used = memory(nvml, handle)
-        process_bytes = self._process_bytes(nvml, handle)
-        if uuid.startswith("MIG-"):
-            # other values exist only for the whole GPU, whose other slices others use
-            return GpuReading(used_bytes=used, total_bytes=total or None, process_bytes=process_bytes)
-        return GpuReading(
-            utilization_pct=utilization(nvml, handle),
-            used_bytes=used,
-            total_bytes=total or None,
-            power_w=told(nvml, lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1000), None),
-            temperature_c=self._temperature_c(nvml, handle),
-            process_bytes=process_bytes,
-            process_pct=self._process_pct(nvml, uuid, handle),
-        )
-
-    def _process_bytes(self, nvml: Nvml, handle: object) -> dict[int, int]:
-        # a process with several contexts is listed several times
-        found: dict[int, int] = {}
-        for process in told(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), ()):
-            if process.usedGpuMemory is not None:
-                found[process.pid] = found.get(process.pid, 0) + process.usedGpuMemory
-        return found
-
-    def _process_pct(self, nvml: Nvml, uuid: str, handle: object) -> dict[int, float] | None:
-        since = self._seen_us.get(uuid) or int((time.time() - _FIRST_SPAN_S) * 1e6)
-        try:
-            samples = nvml.nvmlDeviceGetProcessUtilization(handle, since)
-        except nvml.NVMLError as error:
-            raise_if_lost(error)
-            # no process has used the GPU since, or (code 0) there is no process
-            return {} if code_of(error) in (0, Code.NOT_FOUND) else None
-        by_process: dict[int, list[int]] = {}
-        for sample in samples:
-            # drivers leave some list entries unfilled
-            if sample.pid and sample.timeStamp > since and sample.smUtil <= 100:
-                by_process.setdefault(sample.pid, []).append(sample.smUtil)
-                self._seen_us[uuid] = max(self._seen_us.get(uuid, 0), sample.timeStamp)
-        return {pid: sum(values) / len(values) for pid, values in by_process.items()}
-
-    def _temperature_c(self, nvml: Nvml, handle: object) -> int | None:
-        # future drivers will have only the second call, current ones may have only the first
-        for ask in (nvml.nvmlDeviceGetTemperature, nvml.nvmlDeviceGetTemperatureV):
-            try:
-                return int(ask(handle, nvml.NVML_TEMPERATURE_GPU))
-            except nvml.NVMLError as error:
-                raise_if_lost(error)
-                if code_of(error) != Code.FUNCTION_NOT_FOUND:
-                    return None
-        return None
-
-
-def _failed(code: int) -> GpuReading:
-    reason, remedy = reason_and_remedy(code)
-    return GpuReading(problem=f"it can't be read: {reason}; {remedy}", lost=code in _LOST)
 
 
 class Gpus:
@@ -246,3 +113,123 @@ class Gpus:
             return set()
         late = time.monotonic() - _STUCK_S
         return {uuid for uuid, since in reader.calls.items() if max(since, reader.opened_at) < late}
+
+
+# ---------------------------------------------------------------- idle GPUs
+
+
+_DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+_SLEEP = re.compile(r"(time\.)?sleep\(")
+
+
+class IdleWatch:
+    """Detects when a GPU becomes idle, when the cause changes, and when the GPU is busy again.
+
+    Args:
+        idle_s: Seconds at or below `IDLE_GPU_PCT` after which a GPU counts as idle.
+    """
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
+        self._since: dict[int, float] = {}
+        self._told: dict[int, str] = {}
+
+    def look(self, now: float, use_pct: Mapping[int, float | None]) -> list[DeviceBusy]:
+        """Record the GPUs' utilization by rank and return those that are busy again.
+
+        A GPU of unknown utilization (None, or a missing rank) does not count as idle.
+        """
+        for rank, pct in use_pct.items():
+            if pct is not None and pct <= IDLE_GPU_PCT:
+                self._since.setdefault(rank, now)
+            else:
+                self._since.pop(rank, None)
+        for rank in self._since.keys() - use_pct.keys():
+            del self._since[rank]
+        busy = sorted(self._told.keys() - self._since.keys())
+        for rank in busy:
+            del self._told[rank]
+        return [DeviceBusy(rank=rank) for rank in busy]
+
+    def idle(self, now: float) -> set[int]:
+        """Return the ranks whose GPUs are idle."""
+        return {rank for rank, since in self._since.items() if now - since >= self._idle_s}
+
+    @property
+    def told(self) -> set[int]:
+        """Ranks whose idle GPUs were reported and are not busy again."""
+        return set(self._told)
+
+    def explain(self, now: float, causes: Mapping[int, str]) -> list[DeviceIdle]:
+        """Return the new reports, given what each rank waits in ("" if its stack does not show it)."""
+        found: list[DeviceIdle] = []
+        for rank in sorted(self.idle(now)):
+            cause = causes.get(rank, "")
+            if self._told.get(rank) != cause:
+                self._told[rank] = cause
+                found.append(DeviceIdle(rank=rank, seconds=round(now - self._since[rank], 1), waits_in=cause))
+        return found
+
+
+def waits_in(stack: RankStack, notebook: NotebookFrames) -> str:
+    """Return what a rank waits in if its stack shows it for certain: `the DataLoader`, `all_reduce`; else ""."""
+    if any(frame.file.endswith(_DATALOADER) for frame in stack.frames):
+        # even if the cell's own data set reads or sleeps below it
+        return "the DataLoader"
+    if stack.collective is not None and stack.collective.pending:
+        return stack.collective.name
+    if collective := notebook.collective(stack.frames):
+        return collective
+    if stack.frames and _SLEEP.match(notebook.source(stack.frames[0])):
+        return "time.sleep"
+    return ""
+
+
+@dataclass(eq=False, repr=False)
+class IdleGpus:
+    """Reports idle GPUs of one run.
+
+    Args:
+        taker: Takes the ranks' stacks.
+        notebook: Recognizes the notebook's frames.
+        idle_s: Seconds at or below `IDLE_GPU_PCT` after which a GPU counts as idle; 0 disables the reports.
+        say: Reports an event.
+    """
+
+    taker: StackTaker
+    notebook: NotebookFrames
+    idle_s: float
+    say: Callable[[DeviceIdle | DeviceBusy], None]
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._watch = IdleWatch(self.idle_s)
+        self._stopped = self.idle_s <= 0
+        self._asking = False
+        self._next_look = 0.0
+
+    def stop(self) -> None:
+        """Stop reporting: the run ends."""
+        self._stopped = True
+
+    def used(self, use_pct: Mapping[int, float | None]) -> None:
+        """Handle each rank's GPU utilization of the last second; None if unknown."""
+        if self._stopped:
+            return
+        now = self._loop.time()
+        going = {rank: pct for rank, pct in use_pct.items() if not self.taker.has_reported(rank)}
+        for busy in self._watch.look(now, going):
+            self.say(busy)
+        idle = self._watch.idle(now)
+        # asking costs a rank with a full flight recorder 30 ms, so reported ranks are asked again only now and then
+        if idle and not self._asking and (now >= self._next_look or idle - self._watch.told):
+            self._asking = True
+            self._next_look = now + self.idle_s / 2
+            self.taker.take(self._took, gently=True)
+
+    def _took(self, stacks: tuple[RankStack, ...]) -> None:
+        self._asking = False
+        if not self._stopped:
+            causes = {stack.rank: waits_in(stack, self.notebook) for stack in stacks}
+            for idle in self._watch.explain(self._loop.time(), causes):
+                self.say(idle)

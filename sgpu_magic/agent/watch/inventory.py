@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -18,9 +20,8 @@ from sgpu_magic.agent.watch.nvml import (
     memory,
     nvml_error,
     open_nvml,
-    open_problem,
-    problem_text,
     raise_if_lost,
+    reason_and_remedy,
     told,
     utilization,
 )
@@ -128,13 +129,37 @@ def _real_devices(own_pids: frozenset[int]) -> tuple[tuple[Device, ...], str]:
     try:
         nvml = open_nvml()
     except failed as error:
-        return (), open_problem(code_of(error))
+        return (), _open_problem(code_of(error))
     try:
         return _Reader(nvml, own_pids).read()
     except nvml.NVMLError as error:
-        return (), problem_text("the GPUs can't be listed", code_of(error))
+        return (), _problem_text("the GPUs can't be listed", code_of(error))
     finally:
         close_nvml(nvml)
+
+
+def _open_problem(code: int) -> str:
+    """Return why NVML can't be opened, "" on machines without GPUs."""
+    if code == Code.LIBRARY_NOT_FOUND:
+        return ""
+    # container images often contain the library on machines without a GPU
+    if code == Code.DRIVER_NOT_LOADED and not _has_nvidia_hardware():
+        return ""
+    return _problem_text("the GPUs can't be listed", code)
+
+
+def _has_nvidia_hardware() -> bool:
+    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
+        with contextlib.suppress(OSError):
+            if vendor.read_text().strip() == "0x10de":
+                return True
+    return False
+
+
+def _problem_text(what: str, code: int) -> str:
+    """Return one sentence with what fails, why, and the remedy."""
+    reason, remedy = reason_and_remedy(code)
+    return f"{what[:1].upper()}{what[1:]}: {reason}; {remedy}."
 
 
 class _Reader:
@@ -158,7 +183,7 @@ class _Reader:
                 pci = self._nvml.nvmlDeviceGetPciInfo(handle)
                 found.append(((pci.domain, pci.bus, pci.device), self._gpu(handle, number)))
             except self._nvml.NVMLError as error:
-                self._problems[problem_text(f"GPU {number} (NVML's number) can't be read", code_of(error))] = None
+                self._problems[_problem_text(f"GPU {number} (NVML's number) can't be read", code_of(error))] = None
         devices = [device for _, group in sorted(found, key=lambda pair: pair[0]) for device in group]
         placed = tuple(msgspec.structs.replace(device, index=index) for index, device in enumerate(devices))
         return placed, " ".join(self._problems)
@@ -204,7 +229,7 @@ class _Reader:
         try:
             return [process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
         except self._nvml.NVMLLibraryMismatchError:
-            problem = problem_text("the processes that use the GPUs can't be listed", Code.FUNCTION_NOT_FOUND)
+            problem = _problem_text("the processes that use the GPUs can't be listed", Code.FUNCTION_NOT_FOUND)
             self._problems[problem] = None
         except self._nvml.NVMLError as error:
             raise_if_lost(error)

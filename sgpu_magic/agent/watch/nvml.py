@@ -1,13 +1,19 @@
-"""The interface to NVML, and the only module that imports `pynvml`: the calls in use, absent values, error texts."""
+"""The interface to NVML: the calls in use, absent values, error texts, and the readings of a GPU.
+
+The only module that imports `pynvml`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import functools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -79,7 +85,7 @@ def open_nvml() -> Nvml:
     """Load and initialize NVML, which counts its initializations. The caller must call `close_nvml`.
 
     Raises:
-        NVMLError: NVML can't be opened (`open_problem` says why).
+        NVMLError: NVML can't be opened.
     """
     import pynvml
 
@@ -159,24 +165,6 @@ def raise_if_lost(error: BaseException) -> None:
         raise error
 
 
-def open_problem(code: int) -> str:
-    """Return why NVML can't be opened, "" on machines without GPUs."""
-    if code == Code.LIBRARY_NOT_FOUND:
-        return ""
-    # container images often contain the library on machines without a GPU
-    if code == Code.DRIVER_NOT_LOADED and not _has_nvidia_hardware():
-        return ""
-    return problem_text("the GPUs can't be listed", code)
-
-
-def _has_nvidia_hardware() -> bool:
-    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
-        with contextlib.suppress(OSError):
-            if vendor.read_text().strip() == "0x10de":
-                return True
-    return False
-
-
 _REASONS: dict[int, tuple[str, str]] = {
     Code.DRIVER_NOT_LOADED: ("the NVIDIA driver is not loaded", "load it with `modprobe nvidia`, or reboot"),
     Code.FUNCTION_NOT_FOUND: (
@@ -199,12 +187,140 @@ _REASONS: dict[int, tuple[str, str]] = {
 }
 
 
-def problem_text(what: str, code: int) -> str:
-    """Return one sentence with what fails, why, and the remedy."""
-    reason, remedy = reason_and_remedy(code)
-    return f"{what[:1].upper()}{what[1:]}: {reason}; {remedy}."
-
-
 def reason_and_remedy(code: int) -> tuple[str, str]:
     """Return why NVML fails, such as `it has fallen off the bus`, and what to do."""
     return _REASONS.get(code, (f"NVML returned error {code}", "see the output of `nvidia-smi`"))
+
+
+# ---------------------------------------------------------------- a GPU of a run
+
+
+# time span of the first query for processes' utilization
+_FIRST_SPAN_S = 1.5
+_LOST = {Code.GPU_IS_LOST, Code.RESET_REQUIRED}
+
+
+class GpuReading(msgspec.Struct, frozen=True):
+    """A reading of a GPU or MIG slice. None means that the value is not available.
+
+    Args:
+        utilization_pct: Recent utilization, 0 to 100.
+        used_bytes: Memory in use.
+        total_bytes: Total memory.
+        power_w: Power draw in watts.
+        temperature_c: Temperature in degrees Celsius.
+        process_bytes: Memory by process; in a container the pids may be the host's.
+        process_pct: Utilization by process since the previous reading; None if not available.
+        problem: Why it can't be read and what to do, "" if it can.
+        lost: Whether it is unusable until it is reset.
+    """
+
+    utilization_pct: int | None = None
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    power_w: int | None = None
+    temperature_c: int | None = None
+    process_bytes: Mapping[int, int] = msgspec.field(default_factory=dict[int, int])
+    process_pct: Mapping[int, float] | None = None
+    problem: str = ""
+    lost: bool = False
+
+
+class GpuReader:
+    """Reads GPUs by UUID, from any thread, but each device from one thread at a time. NVML stays open until `close`.
+
+    Attributes:
+        opened_at: When NVML was opened, seconds of the monotonic clock; None before.
+        calls: When the pending reads were started, by UUID.
+    """
+
+    def __init__(self) -> None:
+        self.opened_at: float | None = None
+        self.calls: dict[str, float] = {}
+        self._nvml: Nvml | None = None
+        self._opening = threading.Lock()
+        self._handles: dict[str, object] = {}
+        self._seen_us: dict[str, int] = {}
+
+    def read(self, uuid: str) -> GpuReading:
+        """Read all values of a GPU. Blocks as long as the driver does."""
+        failed = nvml_error()
+        try:
+            nvml = self._open()
+            if uuid not in self._handles:
+                self._handles[uuid] = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            return self._read(nvml, uuid, self._handles[uuid])
+        except failed as error:
+            self._handles.pop(uuid, None)
+            return _failed(code_of(error))
+
+    def _open(self) -> Nvml:
+        """Open NVML if necessary; takes seconds if the driver's persistence mode is off."""
+        with self._opening:
+            if self._nvml is None:
+                self._nvml = open_nvml()
+                self.opened_at = time.monotonic()
+            return self._nvml
+
+    def close(self) -> None:
+        """Close NVML."""
+        if self._nvml is not None:
+            close_nvml(self._nvml)
+            self._nvml = None
+        self._handles = {}
+
+    def _read(self, nvml: Nvml, uuid: str, handle: object) -> GpuReading:
+        total, used = memory(nvml, handle)
+        process_bytes = self._process_bytes(nvml, handle)
+        if uuid.startswith("MIG-"):
+            # other values exist only for the whole GPU, whose other slices others use
+            return GpuReading(used_bytes=used, total_bytes=total or None, process_bytes=process_bytes)
+        return GpuReading(
+            utilization_pct=utilization(nvml, handle),
+            used_bytes=used,
+            total_bytes=total or None,
+            power_w=told(nvml, lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1000), None),
+            temperature_c=self._temperature_c(nvml, handle),
+            process_bytes=process_bytes,
+            process_pct=self._process_pct(nvml, uuid, handle),
+        )
+
+    def _process_bytes(self, nvml: Nvml, handle: object) -> dict[int, int]:
+        # a process with several contexts is listed several times
+        found: dict[int, int] = {}
+        for process in told(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), ()):
+            if process.usedGpuMemory is not None:
+                found[process.pid] = found.get(process.pid, 0) + process.usedGpuMemory
+        return found
+
+    def _process_pct(self, nvml: Nvml, uuid: str, handle: object) -> dict[int, float] | None:
+        since = self._seen_us.get(uuid) or int((time.time() - _FIRST_SPAN_S) * 1e6)
+        try:
+            samples = nvml.nvmlDeviceGetProcessUtilization(handle, since)
+        except nvml.NVMLError as error:
+            raise_if_lost(error)
+            # no process has used the GPU since, or (code 0) there is no process
+            return {} if code_of(error) in (0, Code.NOT_FOUND) else None
+        by_process: dict[int, list[int]] = {}
+        for sample in samples:
+            # drivers leave some list entries unfilled
+            if sample.pid and sample.timeStamp > since and sample.smUtil <= 100:
+                by_process.setdefault(sample.pid, []).append(sample.smUtil)
+                self._seen_us[uuid] = max(self._seen_us.get(uuid, 0), sample.timeStamp)
+        return {pid: sum(values) / len(values) for pid, values in by_process.items()}
+
+    def _temperature_c(self, nvml: Nvml, handle: object) -> int | None:
+        # future drivers will have only the second call, current ones may have only the first
+        for ask in (nvml.nvmlDeviceGetTemperature, nvml.nvmlDeviceGetTemperatureV):
+            try:
+                return int(ask(handle, nvml.NVML_TEMPERATURE_GPU))
+            except nvml.NVMLError as error:
+                raise_if_lost(error)
+                if code_of(error) != Code.FUNCTION_NOT_FOUND:
+                    return None
+        return None
+
+
+def _failed(code: int) -> GpuReading:
+    reason, remedy = reason_and_remedy(code)
+    return GpuReading(problem=f"it can't be read: {reason}; {remedy}", lost=code in _LOST)

@@ -1,28 +1,32 @@
 """All monitoring of a run's ranks: stacks, stalls, CPU and GPU usage, idle GPUs.
 
-`IdleWatch` decides without I/O which GPUs are idle. `IdleGpus` takes the ranks' stacks when a GPU has been idle for a
-while, and reports what the ranks wait in.
+A silent run is checked from time to time, and is reported when its ranks wait for each other. It is stalled if, for
+`stall_s` seconds, it has printed nothing, at least one rank has been in the same collective, and no rank outside a
+collective has used CPU or GPU. A rank that waits in an NCCL collective spins on both, so usage by waiting ranks is not
+progress. `StallJudge` decides without I/O.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.group import RunRanks
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames
+from sgpu_magic.agent.ranks.run_processes import BUSY_SHARE, CpuWatch, ProcessTable
+from sgpu_magic.agent.watch.gpus import Gpus, IdleGpus
+from sgpu_magic.agent.watch.nvml import GpuReading
 from sgpu_magic.agent.watch.sampling import RunSampler, Sampling
 from sgpu_magic.agent.watch.stack_taking import StackTaker
-from sgpu_magic.agent.watch.stacks import NotebookFrames
-from sgpu_magic.agent.watch.stalls import StallWatch
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted
-from sgpu_magic.wire.failures import RankStack
-from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle
+from sgpu_magic.wire.rank_events import RankStack, Resumed, Stalled
 
 
 class RunWatch:
@@ -95,121 +99,205 @@ class RunWatch:
         self._sampling.end(self._sampler)
 
 
-# ---------------------------------------------------------------- idle GPUs
+# ---------------------------------------------------------------- stalls
 
 
-_DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
-_SLEEP = re.compile(r"(time\.)?sleep\(")
+Position = tuple[int, str, int, int]
+# checks of CPU times within `stall_s`
+_TICKS = 15
 
 
-class IdleWatch:
-    """Detects when a GPU becomes idle, when the cause changes, and when the GPU is busy again.
+class RankLook(msgspec.Struct, frozen=True):
+    """One observation of one rank.
 
     Args:
-        idle_s: Seconds at or below `IDLE_GPU_PCT` after which a GPU counts as idle.
+        stack: Its stack and collective.
+        waits_in: The collective that it is in, "" for none.
+        at_line: The cell's line that it executes, 0 when unknown.
+        entered_s: Seconds since it entered the collective; None when unknown.
+        idle_s: Seconds for which it has used neither CPU nor GPU.
     """
 
-    def __init__(self, idle_s: float) -> None:
-        self._idle_s = idle_s
-        self._since: dict[int, float] = {}
-        self._told: dict[int, str] = {}
-
-    def look(self, now: float, use_pct: Mapping[int, float | None]) -> list[DeviceBusy]:
-        """Record the GPUs' utilization by rank and return those that are busy again.
-
-        A GPU of unknown utilization (None, or a missing rank) does not count as idle.
-        """
-        for rank, pct in use_pct.items():
-            if pct is not None and pct <= IDLE_GPU_PCT:
-                self._since.setdefault(rank, now)
-            else:
-                self._since.pop(rank, None)
-        for rank in self._since.keys() - use_pct.keys():
-            del self._since[rank]
-        busy = sorted(self._told.keys() - self._since.keys())
-        for rank in busy:
-            del self._told[rank]
-        return [DeviceBusy(rank=rank) for rank in busy]
-
-    def idle(self, now: float) -> set[int]:
-        """Return the ranks whose GPUs are idle."""
-        return {rank for rank, since in self._since.items() if now - since >= self._idle_s}
+    stack: RankStack
+    waits_in: str = ""
+    at_line: int = 0
+    entered_s: float | None = None
+    idle_s: float = 0.0
 
     @property
-    def told(self) -> set[int]:
-        """Ranks whose idle GPUs were reported and are not busy again."""
-        return set(self._told)
-
-    def explain(self, now: float, causes: Mapping[int, str]) -> list[DeviceIdle]:
-        """Return the new reports, given what each rank waits in ("" if its stack does not show it)."""
-        found: list[DeviceIdle] = []
-        for rank in sorted(self.idle(now)):
-            cause = causes.get(rank, "")
-            if self._told.get(rank) != cause:
-                self._told[rank] = cause
-                found.append(DeviceIdle(rank=rank, seconds=round(now - self._since[rank], 1), waits_in=cause))
-        return found
+    def position(self) -> Position:
+        number = self.stack.collective.seq if self.stack.collective is not None else 0
+        return (self.stack.rank, self.waits_in, number if self.waits_in else 0, self.at_line)
 
 
-def waits_in(stack: RankStack, notebook: NotebookFrames) -> str:
-    """Return what a rank waits in if its stack shows it for certain: `the DataLoader`, `all_reduce`; else ""."""
-    if any(frame.file.endswith(_DATALOADER) for frame in stack.frames):
-        # even if the cell's own data set reads or sleeps below it
-        return "the DataLoader"
-    if stack.collective is not None and stack.collective.pending:
-        return stack.collective.name
-    if collective := notebook.collective(stack.frames):
-        return collective
-    if stack.frames and _SLEEP.match(notebook.source(stack.frames[0])):
-        return "time.sleep"
-    return ""
+class StallJudge:
+    """Decides when a run has stalled, when the ranks' positions have changed, and when the run makes progress again.
+
+    Args:
+        stall_s: Seconds without progress after which a run counts as stalled.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._seen: dict[Position, float] = {}
+        self._told: frozenset[Position] = frozenset()
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the last report was `Stalled`."""
+        return bool(self._told)
+
+    def look(self, now: float, silent_s: float, looks: Sequence[RankLook]) -> Stalled | Resumed | None:
+        """Evaluate one observation of all ranks that have not reported.
+
+        Args:
+            now: Time in seconds of a monotonic clock.
+            silent_s: Seconds since the run's last output.
+            looks: One observation per rank.
+        """
+        self._seen = {look.position: self._seen.get(look.position, now) for look in looks}
+        still_s = min([silent_s, *(self._still_s(now, look) for look in looks)])
+        if still_s < self._stall_s or not any(look.waits_in for look in looks):
+            return self.moved()
+        picture = frozenset(look.position for look in looks)
+        if picture == self._told:
+            return None
+        self._told = picture
+        return Stalled(seconds=still_s, stacks=tuple(look.stack for look in looks))
+
+    def moved(self) -> Resumed | None:
+        """Return `Resumed` if the run was stalled: it has printed something or made progress."""
+        if not self._told:
+            return None
+        self._told = frozenset()
+        return Resumed()
+
+    def _still_s(self, now: float, look: RankLook) -> float:
+        if not look.waits_in:
+            return look.idle_s
+        return look.entered_s if look.entered_s is not None else now - self._seen[look.position]
 
 
 @dataclass(eq=False, repr=False)
-class IdleGpus:
-    """Reports idle GPUs of one run.
+class StallWatch:
+    """Watches one run for stalls. While the run prints, a check only compares two numbers.
 
     Args:
-        taker: Takes the ranks' stacks.
+        run_ranks: The ranks.
+        taker: Takes their stacks.
         notebook: Recognizes the notebook's frames.
-        idle_s: Seconds at or below `IDLE_GPU_PCT` after which a GPU counts as idle; 0 disables the reports.
+        processes: Measures their CPU usage.
+        gpus: Reads their GPUs' utilization.
+        uuids: The run's real GPUs in rank order; empty on CPU.
+        stall_s: Seconds without progress after which the run counts as stalled; 0 disables the watch.
         say: Reports an event.
     """
 
+    run_ranks: RunRanks
     taker: StackTaker
     notebook: NotebookFrames
-    idle_s: float
-    say: Callable[[DeviceIdle | DeviceBusy], None]
+    processes: ProcessTable
+    gpus: Gpus
+    uuids: Sequence[str]
+    stall_s: float
+    say: Callable[[Stalled | Resumed], None]
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._watch = IdleWatch(self.idle_s)
-        self._stopped = self.idle_s <= 0
-        self._asking = False
+        self._judge = StallJudge(self.stall_s)
+        self._cpu = CpuWatch()
+        self._tick_s = min(5.0, self.stall_s / _TICKS)
+        self._idle_s: dict[int, float] = {}
+        self._idle_ranks: frozenset[int] = frozenset()
+        self._last_output = self._loop.time()
         self._next_look = 0.0
+        self._pause_s = self._tick_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Start to watch: all ranks have started."""
+        if self.stall_s > 0:
+            self._last_output = self._loop.time()
+            self._timer = self._loop.call_later(self._tick_s, self._tick)
 
     def stop(self) -> None:
-        """Stop reporting: the run ends."""
-        self._stopped = True
+        """Stop watching: the run ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def used(self, use_pct: Mapping[int, float | None]) -> None:
-        """Handle each rank's GPU utilization of the last second; None if unknown."""
-        if self._stopped:
-            return
+    def wrote(self) -> None:
+        """Note that a rank has printed something, and report that a stalled run has resumed."""
+        self._last_output = self._loop.time()
+        if self._judge.stalled and self._timer is not None and (resumed := self._judge.moved()):
+            self.say(resumed)
+
+    # ------------------------------------------------------------ within
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
         now = self._loop.time()
-        going = {rank: pct for rank, pct in use_pct.items() if not self.taker.has_reported(rank)}
-        for busy in self._watch.look(now, going):
-            self.say(busy)
-        idle = self._watch.idle(now)
-        # asking costs a rank with a full flight recorder 30 ms, so reported ranks are asked again only now and then
-        if idle and not self._asking and (now >= self._next_look or idle - self._watch.told):
-            self._asking = True
-            self._next_look = now + self.idle_s / 2
+        silent_s = now - self._last_output
+        if silent_s < self._tick_s:
+            self._cpu.forget()
+            self._pause_s = self._tick_s
+            return
+        pids = [process.pid for process in self.run_ranks.ranks if process.pid is not None and process.alive]
+        trees = self.processes.trees(pids, max_age_s=self._tick_s / 2)
+        self._idle_s = self._cpu.look(now, {pid: tree.cpu_s for pid, tree in trees.items()})
+        idle = frozenset(pid for pid, seconds in self._idle_s.items() if seconds > 0)
+        if idle != self._idle_ranks:
+            # something has changed: check soon
+            self._idle_ranks, self._pause_s = idle, self._tick_s
+            self._next_look = min(self._next_look, now)
+        if silent_s >= self.stall_s and now >= self._next_look:
+            # asking costs a rank with a full flight recorder 30 ms: ask less and less often while nothing is found
+            self._next_look = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, self.stall_s)
             self.taker.take(self._took, gently=True)
 
     def _took(self, stacks: tuple[RankStack, ...]) -> None:
-        self._asking = False
-        if not self._stopped:
-            causes = {stack.rank: waits_in(stack, self.notebook) for stack in stacks}
-            for idle in self._watch.explain(self._loop.time(), causes):
-                self.say(idle)
+        if self._timer is None:
+            return
+        if self.uuids:
+            self.gpus.read(lambda readings: self._judge_now(stacks, readings))
+        else:
+            self._judge_now(stacks, {})
+
+    def _judge_now(self, stacks: tuple[RankStack, ...], readings: Mapping[str, GpuReading]) -> None:
+        if self._timer is None:
+            return
+        now = self._loop.time()
+        looks = [self._look_of(stack, readings) for stack in stacks if self._is_in_its_cell(stack)]
+        found = self._judge.look(now, now - self._last_output, looks) if looks else None
+        if isinstance(found, Stalled):
+            # includes ranks that are done: the others may wait for them
+            found = Stalled(seconds=found.seconds, stacks=stacks)
+        if found is not None:
+            self.say(found)
+
+    def _is_in_its_cell(self, stack: RankStack) -> bool:
+        return not self.taker.has_reported(stack.rank) and self.run_ranks.rank(stack.rank).alive
+
+    def _look_of(self, stack: RankStack, readings: Mapping[str, GpuReading]) -> RankLook:
+        process = self.run_ranks.rank(stack.rank)
+        collective = stack.collective
+        # as `views.stacks.activity_of`: a rank with an asynchronous collective of gloo may be busy elsewhere
+        torch = not stack.frames or self.notebook.in_torch(stack.frames)
+        pending = collective is not None and collective.pending and (collective.queued or torch)
+        waits_in = collective.name if collective is not None and pending else self.notebook.collective(stack.frames)
+        entered_s = None
+        if pending and (entered_at := self.taker.entered_at.get(stack.rank, 0.0)):
+            entered_s = time.time() - entered_at
+        line = self.notebook.innermost(stack.frames)
+        idle_s = self._idle_s.get(process.pid or 0, 0.0)
+        reading = readings.get(self.uuids[stack.rank]) if self.uuids else None
+        if reading is not None and (reading.utilization_pct or 0) > 100 * BUSY_SHARE:
+            idle_s = 0.0
+        return RankLook(
+            stack=stack,
+            waits_in=waits_in,
+            at_line=line.line if line is not None else 0,
+            entered_s=entered_s,
+            idle_s=idle_s,
+        )

@@ -15,9 +15,10 @@ import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames, parse
 from sgpu_magic.agent.ranks.run_processes import ProcessTable, TreeUse
-from sgpu_magic.agent.watch.gpus import GpuReading, Gpus
-from sgpu_magic.agent.watch.stacks import NotebookFrames, parse
+from sgpu_magic.agent.watch.gpus import Gpus
+from sgpu_magic.agent.watch.nvml import GpuReading
 from sgpu_magic.system.byte_sizes import memory_limit
 from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.devices import Lease

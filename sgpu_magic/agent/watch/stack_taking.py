@@ -23,11 +23,11 @@ import psutil
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames, parse
 from sgpu_magic.agent.ranks.stop import catches
-from sgpu_magic.agent.watch.stacks import NotebookFrames, parse
-from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
+from sgpu_magic.wire.codec import STACK_SIGNAL
 from sgpu_magic.wire.rank import Collectives, TellCollectives
-from sgpu_magic.wire.zygote import STACK_SIGNAL
+from sgpu_magic.wire.rank_events import Collective, RankStack, StackFrame
 
 Done = Callable[[tuple[RankStack, ...]], None]
 _POLL_S = 0.01

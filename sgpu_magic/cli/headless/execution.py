@@ -37,7 +37,7 @@ from sgpu_magic.cli.headless.outcome import (
     traceback_of,
 )
 from sgpu_magic.options import notebook_job
-from sgpu_magic.options.defaults import VARIABLE, as_variable
+from sgpu_magic.options.notebook_job import VARIABLE, as_variable
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import format_seconds
 
@@ -241,7 +241,7 @@ class NotebookRun:
             given = msgspec.structs.replace(given, module=self._job.module)
         environ[VARIABLE] = as_variable(given)
         # also without parameters: `dbutils.notebook.run` in a notebook must not pass on those of its own job
-        environ[notebook_job.VARIABLE] = notebook_job.as_variable(self._job.parameters)
+        environ[notebook_job.PARAMETERS_VARIABLE] = notebook_job.parameters_as_variable(self._job.parameters)
         # the owner of the runs, as Jupyter passes it to a kernel
         environ["JPY_SESSION_NAME"] = str(self._job.source)
         if self._job.pool:

@@ -21,8 +21,8 @@ import msgspec
 
 from sgpu_magic.cli.headless.formats import SUFFIXES, Form, form_of
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.defaults import JobDefaults
 from sgpu_magic.options.job_form import JobFile, defaults_of, job_timeout_s, read_job_file, with_line
+from sgpu_magic.options.notebook_job import JobDefaults
 from sgpu_magic.options.table import MOST_RETRIES
 
 CELLS = ("auto", "ranks", "here")

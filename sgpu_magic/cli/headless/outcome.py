@@ -19,8 +19,7 @@ from sgpu_magic.cli.headless.formats import NOTEBOOK, submits_runs
 from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, Job, declared, has_tag, source_of
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
-from sgpu_magic.options.defaults import as_words
-from sgpu_magic.options.notebook_job import NotebookExit
+from sgpu_magic.options.notebook_job import NotebookExit, as_words
 from sgpu_magic.payload.notebook_text import uses_databricks_names
 from sgpu_magic.views import ansi
 

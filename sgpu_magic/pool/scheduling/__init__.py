@@ -9,7 +9,6 @@ capacity           what the pool has, what a request takes, and how ranks are la
 placement          which devices a request gets, and what blocks it
 queue_rules        which run is next in each queue
 fair_share         which user is next
-session_rules      cells wait for their session and for each other
 costs              prices, cost limits, and the pool's budget
 words              each waiting run's position and what it waits for
 """

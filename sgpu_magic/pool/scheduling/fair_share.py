@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Refusal, Want, amount
 from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.wire.costs import UserLimits, quota_types
 from sgpu_magic.wire.devices import CPU, Lease
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.user_limits import UserLimits, quota_types
 
 NO_LIMITS = UserLimits()
 _NAMED_RUNS = 3

@@ -1,4 +1,7 @@
-"""What a run's request means in this pool: a line of the queue and a layout, or why it can never be placed. Pure."""
+"""What a run's request means in this pool: a line of the queue and a layout, or why it can never be placed. Pure.
+
+The ranks of a session are all on one node; a cell takes them, some of them, or with `--fresh` its devices.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from sgpu_magic.pool.scheduling.capacity import (
     CPU_LINE,
+    SPREAD,
     STRATEGIES,
     STRICT_PACK,
     Line,
@@ -13,7 +17,10 @@ from sgpu_magic.pool.scheduling.capacity import (
     Want,
     amount,
 )
+from sgpu_magic.pool.scheduling.run import Run, named
 from sgpu_magic.wire.devices import ANY, CPU, Placement, memory_bytes, memory_text
+from sgpu_magic.wire.record import short
+from sgpu_magic.wire.run import RunSpec
 
 _GB = 1e9
 
@@ -47,6 +54,63 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
     if placement.stand_in and stock.inventory.cpu_slots > 0:
         return _on_cpu(placement, stock, asked, simulated=True)
     return _lacking(placement, stock)
+
+
+# ---------------------------------------------------------------- requests for sessions, and of cells in them
+
+
+def session_refusal(spec: RunSpec, session: Run | None) -> str:
+    """Return why the session will never accept this cell; "" when it will."""
+    if session is None or not session.is_session:
+        return f"there is no session {short(spec.session)} in this pool. Start one with %sgpu_connect."
+    name, ranks, asked = named(session.spec), session.spec.placement.ranks, spec.placement.ranks
+    if not session.is_open:
+        has = "has ended" if session.state.is_final else "is ending"
+        why = f": {session.reason}" if session.reason else ""
+        return f"{name} {has}{why}. Start another with %sgpu_connect."
+    if spec.fresh:
+        if spec.only:
+            return "--ranks names existing ranks, and --fresh starts new ones. Leave one of them out."
+        if asked > ranks:
+            return (
+                f"{name} has {ranks} ranks, and the run asks for {asked} new ones on its devices. Use --gpus {ranks} "
+                "or fewer, or end the session with %sgpu_disconnect and connect with more."
+            )
+        return ""
+    if asked != ranks:
+        return (
+            f"{name} has {ranks} ranks, and the run asks for {asked}. Leave --gpus out, name some of them with "
+            "--ranks, or start new processes with --fresh."
+        )
+    if strange := [rank for rank in spec.only if not 0 <= rank < ranks]:
+        has = "rank 0" if ranks == 1 else f"ranks 0 to {ranks - 1}"
+        return f"{name} has {has}, and the cell names {', '.join(map(str, strange))}. Correct --ranks."
+    return ""
+
+
+def on_nodes(spec: RunSpec) -> str:
+    """Return why a pool of many nodes does not accept the session; "" when it does."""
+    if spec.placement.nodes <= 1 and spec.placement.strategy != SPREAD:
+        return ""
+    asks = f"--nodes {spec.placement.nodes}" if spec.placement.nodes > 1 else "--placement spread"
+    return (
+        f"the ranks of {named(spec)} are all on one node, and {asks} asks for more. Leave it out, or run the cell "
+        "without a session (%%distributed with the same options)."
+    )
+
+
+def too_large(want: Want, stock: Stock) -> str:
+    """Return why a session that would fit only on several nodes can't be placed."""
+    sizes = stock.sizes(want.line, want.min_memory_bytes)
+    node = max(sizes, key=sizes.__getitem__)
+    return (
+        f"a session's ranks are all on one node, and no node of this pool has {amount(want.ranks, want.line)}: the "
+        f"largest, {stock.host(node)}, has {sizes[node]}. Connect with --gpus {sizes[node]} or fewer, run cells "
+        "without a session to take several nodes, or choose another pool with --pool."
+    )
+
+
+# ---------------------------------------------------------------- within
 
 
 def _misshapen(placement: Placement, stock: Stock) -> str:

@@ -17,12 +17,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, Line, Refusal, Want
 from sgpu_magic.pool.scheduling.costs import CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import Room
-from sgpu_magic.pool.scheduling.placement_request import resolve
+from sgpu_magic.pool.scheduling.placement_request import on_nodes, resolve, too_large
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
@@ -120,8 +119,8 @@ class QueueRules:
         room, placement = self.room, run.spec.placement
         if room is None:
             raise RuntimeError("no request means anything before the pool's devices are known")
-        is_session = room.stock.many and session_rules.is_session(run)
-        if is_session and (refusal := session_rules.on_nodes(run.spec)):
+        is_session = room.stock.many and run.is_session
+        if is_session and (refusal := on_nodes(run.spec)):
             return "SessionError", refusal
         key = (placement, is_session)
         if key in self._meant:
@@ -147,7 +146,7 @@ class QueueRules:
         if is_session and isinstance(found, str):
             anywhere = resolve(run.spec.placement, room.stock, choose)
             if isinstance(anywhere, Want):
-                meant = "SessionError", session_rules.too_large(anywhere, room.stock)
+                meant = "SessionError", too_large(anywhere, room.stock)
         # which type is free changes with every run
         if placement.device_type != ANY and not placement.min_memory_bytes:
             self._meant[key] = meant

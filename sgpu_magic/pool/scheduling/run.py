@@ -1,4 +1,4 @@
-"""The scheduler's data of one run, its meter, and the wording of durations. Pure."""
+"""The scheduler's data of one run, its meter, its name in words, and the wording of durations. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from sgpu_magic.pool.scheduling.capacity import Want
 from sgpu_magic.wire.costs import HOUR_S, billed_s, cost_of, device_count
 from sgpu_magic.wire.devices import CPU, Lease
+from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.states import RunKind, RunState
 
 WARN_SHARE = 0.8
 """The share of a cost limit or a budget at which users are warned."""
@@ -147,6 +148,15 @@ class Run:
         return self.spec.run_id
 
     @property
+    def is_session(self) -> bool:
+        return self.spec.kind is RunKind.SESSION
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a session accepts cells."""
+        return not (self.gone or self.state.is_final or self.state is RunState.CANCELLING)
+
+    @property
     def held_lease(self) -> Lease | None:
         """The lease that it holds exclusively; None for a cell, since its session holds the devices."""
         return None if self.freed or (self.spec.session and not self.orphaned) else self.lease
@@ -185,6 +195,11 @@ class Run:
         if limit is None or self.meter.since is None:
             return None
         return self.meter.since + WARN_SHARE * (limit - self.meter.since)
+
+
+def named(spec: RunSpec) -> str:
+    """Return `session` and its name, or its short ID if it has none."""
+    return f"session {spec.name or short(spec.run_id)}"
 
 
 def rough(seconds: float) -> str:

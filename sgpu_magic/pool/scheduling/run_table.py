@@ -7,14 +7,13 @@ stimulus, since the table may have a thousand runs.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import Line
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.run import Run, named
 from sgpu_magic.pool.scheduling.stimuli import EndRun, Instruction, MoveRun, RefuseRun, StopRun
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.states import FailureKind, RunState, can_move
@@ -127,6 +126,14 @@ class RunTable:
             return deadline
         return max(deadline, run.queued_at + _LEAVING_S)
 
+    def quiet_until(self, session: Run) -> float | None:
+        """Return when the session ends for being idle; None while it has cells or is paused, or without a limit."""
+        if session.quiet_since is None or session.spec.idle_s is None or session.state is not RunState.RUNNING:
+            return None
+        if session.paused or self.cells_of(session.run_id):
+            return None
+        return session.quiet_since + session.spec.idle_s
+
     # ------------------------------------------------------------ changes
 
     def add(self, run: Run) -> None:
@@ -225,12 +232,12 @@ class RunTable:
     def over(self, run: Run, state: RunState) -> list[Instruction]:
         """Remove a run whose own ranks are gone; a session stays while `--fresh` cells use its devices."""
         moves = self.move(run, state)
-        if session_rules.on_its_devices(self.cells_of(run.run_id)):
+        if _on_its_devices(self.cells_of(run.run_id)):
             self.change(run, gone=True)
             return moves
         moves += self.remove(run)
         session = self.runs.get(run.spec.session)
-        if session is not None and session.gone and not session_rules.on_its_devices(self.cells_of(session.run_id)):
+        if session is not None and session.gone and not _on_its_devices(self.cells_of(session.run_id)):
             # that was the last cell on the session's devices
             self.drop(session.run_id)
         elif session is not None and session.quiet_since is not None:
@@ -240,16 +247,17 @@ class RunTable:
     def remove(self, run: Run) -> list[Instruction]:
         """Forget a run, and end the cells of a session."""
         self.drop(run.run_id)
-        return self.end_cells(run) if session_rules.is_session(run) else []
+        return self.end_cells(run) if run.is_session else []
 
     def end_cells(self, session: Run) -> list[Instruction]:
         """End the waiting cells of a session that ends, and stop its `--fresh` cells."""
         out: list[Instruction] = []
+        cancelled = (session.stopping_as or session.state) is RunState.CANCELLED
         for cell in self.cells_of(session.run_id):
-            why = session_rules.end_of_cell(cell, session)
+            why = _end_of_cell(cell, session)
             if cell.lease is not None:
                 out += self.stop(cell, RunState.CANCELLED, why) if cell.spec.fresh else []
-            elif cell.accepted and session_rules.ends_as(session) is RunState.CANCELLED:
+            elif cell.accepted and cancelled:
                 out += self.end(cell, RunState.CANCELLED, why, FailureKind.SESSION)
             else:
                 out += self.give_up(cell, f"{why}.", "SessionError", FailureKind.SESSION)
@@ -283,7 +291,7 @@ class RunTable:
             (self._waiting, waits and not in_session),
             (self._waiting_cells, waits and in_session),
             (self._asked, run.asked),
-            (self._sessions, session_rules.is_session(run)),
+            (self._sessions, run.is_session),
             (self._final, run.state.is_final),
             (self._costly, run.meter.since is not None and bool(run.meter.hourly)),
             (self._limited, limit is not None),
@@ -296,3 +304,15 @@ class RunTable:
 
 def _in_order(runs: Mapping[int, Run]) -> list[Run]:
     return [runs[number] for number in sorted(runs)]
+
+
+def _end_of_cell(cell: Run, session: Run) -> str:
+    """Return why a cell ends with its session: a waiting cell, or one with its own processes on its devices."""
+    why = f": {session.reason}" if session.reason else ""
+    ended = " ended before the run could start" if cell.lease is None else ", whose devices it uses, ended"
+    return f"{named(session.spec)}{ended}{why}"
+
+
+def _on_its_devices(cells: Sequence[Run]) -> bool:
+    """Whether `--fresh` cells use the session's devices."""
+    return any(cell.spec.fresh and cell.lease is not None for cell in cells)

@@ -8,16 +8,20 @@ stimuli and executes its instructions. In the style of distributed's `worker_sta
     - `LaunchRun` grants the lease. `RunOver` frees it, or `LeaseFreed` if the run's final event comes later. The run
       stays queued until the agent's first `RunMoved`; until then the engine may return the lease with `LeaseRefused`.
     - A state changes only with a `MoveRun`, and only along `wire.states.TRANSITIONS`.
-    - Cells of a session wait for it and for each other: `session_rules`.
+    - Cells in a session's own ranks take turns, first come, first served; `--fresh` cells start at once beside them.
+      They hold no devices: the session does, until its own ranks and all `--fresh` processes on them are gone. When a
+      session ends, the waiting cells end and fresh ones are stopped; the agent ends those in the session's ranks.
     - Runs end at their cost limit, and at the pool's budget: `costs`.
 """
 
 from __future__ import annotations
 
-from sgpu_magic.pool.scheduling import session_rules
+from msgspec.structs import replace
+
 from sgpu_magic.pool.scheduling.capacity import Want
 from sgpu_magic.pool.scheduling.costs import Budget, CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import NO_LIMITS, FairShare
+from sgpu_magic.pool.scheduling.placement_request import session_refusal
 from sgpu_magic.pool.scheduling.queue_rules import QueueRules
 from sgpu_magic.pool.scheduling.run import Meter, Run, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
@@ -40,10 +44,11 @@ from sgpu_magic.pool.scheduling.stimuli import (
     StimulusOfRun,
     TimePassed,
 )
-from sgpu_magic.pool.scheduling.words import QueueWords, Told
-from sgpu_magic.wire.devices import Inventory
+from sgpu_magic.pool.scheduling.words import QueueWords, Told, cell_waited_in_vain, obstacle
+from sgpu_magic.wire.costs import UserLimits
+from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.states import RunState
-from sgpu_magic.wire.user_limits import UserLimits
 
 _NO_PRICES = Tariff()
 
@@ -122,19 +127,19 @@ class Scheduler:
     def is_open(self, session: str) -> bool:
         """Whether the session accepts cells."""
         run = self._runs.get(session)
-        return run is not None and session_rules.is_open(run)
+        return run is not None and run.is_open
 
     def quiet_until(self, session: str) -> float | None:
         """Return when the session ends for being idle; None while it has cells or is paused, or without a limit."""
         run = self._runs.get(session)
-        return None if run is None else session_rules.quiet_until(self._table, run)
+        return None if run is None else self._table.quiet_until(run)
 
     def next_deadline(self) -> float | None:
         """Return when `TimePassed` is next useful; None when only events can change anything."""
         parts = (self._costs, self._queue, self._words)
         times = [self._table.next_limit(), *(part.next_deadline() for part in parts)]
         times += [self._table.queue_deadline(run) for run in self._table.who_waits()]
-        times += [session_rules.quiet_until(self._table, session) for session in self._table.sessions()]
+        times += [self._table.quiet_until(session) for session in self._table.sessions()]
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, stimulus: Stimulus) -> list[Instruction]:
@@ -168,7 +173,7 @@ class Scheduler:
             message = f"run {spec.run_id} was already submitted; each run needs its own ID."
             return [RefuseRun(spec.run_id, "UsageError", message)]
         if spec.session:
-            refusal = session_rules.refusal(spec, self._runs.get(spec.session))
+            refusal = session_refusal(spec, self._runs.get(spec.session))
             if refusal:
                 return [RefuseRun(spec.run_id, "SessionError", refusal)]
         self._table.change(run, queued_at=now)
@@ -290,7 +295,7 @@ class Scheduler:
             for run in self._table.over_time()
         ]
         for session in self._table.sessions():
-            until = session_rules.quiet_until(self._table, session)
+            until = self._table.quiet_until(session)
             if until is not None and now >= until:
                 reason = f"nothing ran in it for {span(session.spec.idle_s or 0.0)} (--idle)"
                 due.append((session, RunState.CANCELLED, reason))
@@ -303,16 +308,25 @@ class Scheduler:
     def _settle_cells(self) -> list[Instruction]:
         """Launch waiting cells of sessions, let them give up, or end them with their session."""
         out: list[Instruction] = []
-        for session in [run for run in self._table.sessions() if not session_rules.is_open(run)]:
+        for session in [run for run in self._table.sessions() if not run.is_open]:
             out += self._table.end_cells(session)
         for cell in self._table.waiting_cells():
             session = self._runs[cell.spec.session]
-            why = session_rules.obstacle(self._table, cell, session)
+            why = obstacle(self._table, cell)
             deadline = self._table.queue_deadline(cell)
             if not why and session.lease is not None:
-                lease = session_rules.share(session.lease, cell.spec)
+                lease = _share(session.lease, cell.spec)
                 self._table.change(cell, lease=lease, told=None, accepted=True)
                 out.append(LaunchRun(cell.run_id, lease))
             elif deadline is not None and self._table.now >= deadline:
-                out += self._table.give_up(cell, session_rules.waited_in_vain(cell, why))
+                out += self._table.give_up(cell, cell_waited_in_vain(cell, why))
         return out
+
+
+def _share(lease: Lease, spec: RunSpec) -> Lease:
+    """Return a cell's part of the session's lease: all of it, or its first devices for fewer `--fresh` ranks."""
+    ranks = spec.placement.ranks
+    if ranks >= lease.ranks:
+        return lease
+    slots = min(lease.cpu_slots, ranks)
+    return replace(lease, ranks=ranks, uuids=lease.uuids[:ranks], cpu_slots=slots)

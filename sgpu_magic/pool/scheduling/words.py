@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.pool.scheduling import session_rules
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, SPREAD, Line, Want, amount
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import Room
@@ -20,6 +19,7 @@ from sgpu_magic.pool.scheduling.run import Run, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, TellQueue
 from sgpu_magic.wire.record import short
+from sgpu_magic.wire.states import RunState
 
 if TYPE_CHECKING:
     from sgpu_magic.pool.scheduling.queue_rules import QueueRules
@@ -28,6 +28,7 @@ AT_ONCE = 64
 """The number of waiting runs above which some are updated with a delay."""
 PER_S = 100.0
 _FIRST = 4
+_RESTART_OR_KILL = "interrupt again within 5 s, or %sgpu_restart --rank {ranks}, kills {it}"
 
 Told = tuple[int, str]
 
@@ -143,7 +144,7 @@ class _Moment:
         """Return what a run waits for."""
         room, want = self._room, run.want
         if run.spec.session:
-            return session_rules.obstacle(self._table, run, self._table.runs[run.spec.session])
+            return obstacle(self._table, run)
         if room is None or want is None:
             return "the pool is still looking for its devices"
         if run.asked:
@@ -197,6 +198,51 @@ def waited_in_vain(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
 
 def kept_for(keepers: Keepers, run: Run, want: Want) -> str:
     return f"the free ones are reserved for run {short(keepers.before(run, want))}, which has waited longer"
+
+
+# ---------------------------------------------------------------- cells in sessions
+
+
+def obstacle(table: RunTable, cell: Run) -> str:
+    """Return what a cell of an open session waits for; "" when it may start. Call it in order of submission."""
+    session = table.runs[cell.spec.session]
+    if session.lease is None:
+        return f"its session waits for devices: {session.told[1] if session.told is not None else 'it is queued'}"
+    if session.state is not RunState.RUNNING:
+        return "its session's ranks are starting"
+    if session.paused:
+        return session.paused
+    if cell.spec.fresh:
+        return ""
+    others = (other for other in table.cells_of(cell.spec.session) if other.spec.in_session)
+    inside = next((other for other in others if other.lease is not None), None)
+    return "" if inside is None else _busy_with(inside)
+
+
+def _busy_with(cell: Run) -> str:
+    run, ranks = short(cell.run_id), cell.unstopped
+    if ranks:
+        listed = ", ".join(map(str, ranks))
+        one = len(ranks) == 1
+        still = f"rank {listed} still runs" if one else f"ranks {listed} still run"
+        kills = _RESTART_OR_KILL.format(ranks=",".join(map(str, ranks)), it="it" if one else "them")
+        return f"{still} {run}, which was interrupted: {kills}"
+    if cell.state is RunState.CANCELLING:
+        return f"run {titled(cell)} is being stopped in its session"
+    if cell.state.is_final:
+        return f"run {titled(cell)} is ending in its session"
+    return f"run {titled(cell)} is still running in its session"
+
+
+def titled(run: Run) -> str:
+    return f"{short(run.run_id)} ({run.spec.name})" if run.spec.name else short(run.run_id)
+
+
+def cell_waited_in_vain(cell: Run, why: str) -> str:
+    """Return the message for a cell whose waiting time is over."""
+    if cell.spec.wait_s:
+        return f"it has waited for {span(cell.spec.wait_s)}: {why}. Wait longer with --wait."
+    return f"{why}, and the run does not wait. Queue it with --wait 10m."
 
 
 # ---------------------------------------------------------------- many nodes

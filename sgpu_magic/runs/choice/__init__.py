@@ -1,7 +1,6 @@
-"""A notebook's choice of devices and packages: stored in its metadata, signed, and the default of cells and calls.
+"""A notebook's choice of devices and packages: stored in its metadata, signed. It is the default of cells and calls.
 
-schema          the JSON records: parsing, checks, description in words
-keeper          signing and verification; the notebooks in which a choice was made
-packages        the packages of a choice, as a file for `--env-version`
-default_choice  applies the choice to options that were not given
+schema    the JSON records: parsing, checks, description in words
+keeper    signing and verification; the notebooks in which a choice was made
+packages  the packages of a choice, as a file for `--env-version`
 """

@@ -21,7 +21,7 @@ import msgspec
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.files.whole_file import write_whole
-from sgpu_magic.options import defaults
+from sgpu_magic.options import notebook_job
 from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, Read, normal, read_kept
 from sgpu_magic.runs.notebook import notebook_path
 
@@ -303,7 +303,7 @@ def keeper_of(state: Path, shell: Any) -> ChoiceKeeper:
         shell: The notebook's shell; None in a plain Python program.
     """
     return ChoiceKeeper(
-        state, lambda: notebook_path(shell) if shell is not None else "", any_notebook=defaults.is_job()
+        state, lambda: notebook_path(shell) if shell is not None else "", any_notebook=notebook_job.is_job()
     )
 
 

@@ -1,6 +1,5 @@
 """Following a run to its end, in the process that submitted it or attached to it.
 
-run_loop    processes and shows a run's events until it ends, across restarts of its pool service
-outcome     shows a run until it ends and delivers names, a result or an exception; interrupted cells
-background  follows runs in the background of a program, and views whose cell has finished
+run_loop  processes and shows events until a run ends, across restarts of its pool service: of one run or many
+outcome   shows a run until it ends and delivers names, a result or an exception; interrupted cells
 """

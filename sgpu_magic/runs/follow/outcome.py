@@ -314,11 +314,11 @@ def _result(
     if run.spec.kind is RunKind.CALL:
         # a call returns one value per rank and sets no names
         values = [next(iter(rank.names.values()), None) for rank in returned]
-        return RunResult(run.spec, ended, values, run.directory, run.mirror, run.ask_tracked)
-    for output in run.spec.outputs:
-        if output.all_ranks:
-            into[output.name] = [values.names[output.name] for values in returned]
-        else:
-            into[output.name] = returned[0].names[output.name]
-    values = [rank.value for rank in returned]
+    else:
+        values = [rank.value for rank in returned]
+        for output in run.spec.outputs:
+            if output.all_ranks:
+                into[output.name] = [rank.names[output.name] for rank in returned]
+            else:
+                into[output.name] = returned[0].names[output.name]
     return RunResult(run.spec, ended, values, run.directory, run.mirror, run.ask_tracked)

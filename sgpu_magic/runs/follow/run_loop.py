@@ -1,10 +1,11 @@
-"""The loop that processes and shows a run's events until it ends, across restarts of its pool service."""
+"""The loop that processes and shows events until a run ends, also across restarts of its pool: for one run or many."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -12,10 +13,11 @@ import msgspec
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import CapacityError, KeyRefused, PoolError, PoolVersionError, RunUnknown, SgpuError
+from sgpu_magic.runs.notebook import JOIN_S
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import Publisher
 from sgpu_magic.wire.events import Detached, Event, RunEnded
-from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import FailureKind
 
@@ -193,3 +195,102 @@ def _lost(followed: Followed, message: str, kind: FailureKind) -> Ending:
     ended = view.times.fail(failure)
     followed.apply(Event(run_id=run.run_id, seq=run.last_seq + 1, at=time.time(), body=ended), ())
     return ended, ()
+
+
+# ---------------------------------------------------------------- many runs in one thread
+
+
+# interval to check runs that had already ended, whose stored events arrive at once, and silent links
+_LOOK_S = 0.25
+
+
+class _Entry(msgspec.Struct):
+    followed: Followed
+    ended: Callable[[Ending | None], None]
+    until: float | None
+
+
+class Follower:
+    """Processes the events of runs that no one waits for, in a thread that exists only while there are such runs.
+
+    The end of each run is delivered in a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._lock = threading.Lock()
+        self._woken = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, followed: Followed, ended: Callable[[Ending | None], None], *, has_ended: bool = False) -> None:
+        """Follow a run to its end.
+
+        Args:
+            followed: The run.
+            ended: Called in a thread of its own with the run's final event, or with None when the follower is closed.
+            has_ended: The run has already ended: its stored events arrive at once, or never.
+        """
+        until = time.monotonic() + HISTORY_PATIENCE_S if has_ended else None
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._entries.append(_Entry(followed, ended, until))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._work, name="sgpu-runs", daemon=True)
+                    self._thread.start()
+        if closed:
+            ended(None)
+            return
+        followed.run.wake(self._woken.set)
+
+    @property
+    def following(self) -> list[Followed]:
+        """The runs that are being followed."""
+        with self._lock:
+            return [entry.followed for entry in self._entries]
+
+    def close(self) -> None:
+        """Stop following all runs."""
+        with self._lock:
+            self._closed = True
+            thread, entries, self._entries = self._thread, self._entries, []
+        self._woken.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(JOIN_S)
+        for entry in entries:
+            entry.ended(None)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._entries:
+                    self._thread = None
+                    return
+                entries = list(self._entries)
+            # a silent link to a remote pool does not wake this thread
+            looks = any(entry.until is not None or entry.followed.run.mirror is not None for entry in entries)
+            self._woken.wait(_LOOK_S if looks else None)
+            self._woken.clear()
+            for entry in entries:
+                try:
+                    self._look_at(entry)
+                except Exception:  # noqa: BLE001  a thread's top; the other runs go on
+                    traceback.print_exc()
+
+    def _look_at(self, entry: _Entry) -> None:
+        ending = advance(entry.followed)
+        if ending is None and entry.until is not None and time.monotonic() > entry.until:
+            ending = without_an_end(entry.followed)
+        if ending is not None and self._remove(entry):
+            # in a thread, because it unpickles results and may fetch them from a remote pool
+            work = threading.Thread(target=entry.ended, args=(ending,), name="sgpu-ended", daemon=True)
+            work.start()
+
+    def _remove(self, entry: _Entry) -> bool:
+        with self._lock:
+            if entry not in self._entries:
+                # closed meanwhile, and `close` has called `ended`
+                return False
+            self._entries.remove(entry)
+            return True

@@ -3,7 +3,6 @@
 lifetime        a session from submission to end: state, waiting, closing
 session         the handle: cells, calls, names, restarts of ranks
 registry        this process's sessions: connecting, lookup by name, the current one, closing
-fit             whether a session matches the requested options
 some_ranks      some of the ranks, and values that are spread over them
 run_in          runs cells, calls, pushes and pulls in a session
 namespace_sync  which of the notebook's names are sent with a cell

@@ -16,9 +16,8 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import SessionError
 from sgpu_magic.options.values import Duration, duration_s, format_ranks
 from sgpu_magic.runs.follow import outcome
-from sgpu_magic.runs.follow.background import Background
 from sgpu_magic.runs.follow.run_loop import Followed
-from sgpu_magic.runs.notebook import cell_number
+from sgpu_magic.runs.notebook import Background, cell_number
 from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.run_notes import SessionState

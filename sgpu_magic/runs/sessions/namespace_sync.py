@@ -16,7 +16,7 @@ import msgspec
 from sgpu_magic.options.values import format_ranks
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.namespace import is_ipythons
-from sgpu_magic.wire.run import as_warning
+from sgpu_magic.wire.events import as_warning
 
 # digest of a name that the notebook did not have
 _ABSENT = b""

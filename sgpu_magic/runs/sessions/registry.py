@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from sgpu_magic.errors import SessionError, UsageError
-from sgpu_magic.options.asked import SessionOptions
+from sgpu_magic.options.asked import RunOptions, SessionOptions, misfits
 from sgpu_magic.options.python_form import EnvVersion, of_session
 from sgpu_magic.options.values import Duration, Upload
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, placed
 from sgpu_magic.runs.sessions.session import Session
+from sgpu_magic.runs.submit.placing import MAGIC_WAYS, PYTHON_WAYS, placed
 from sgpu_magic.runs.submit.spec import describe, nothing_packed
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import Workplace, workplace
@@ -212,6 +212,14 @@ def idle() -> Session | None:
     with _lock:
         session = next(reversed(_sessions.values()), None)
         return session if session is not None and session.is_idle else None
+
+
+def lending(options: RunOptions) -> Session | None:
+    """Return a connected session whose lease fits a call, the current session first; None if there is none."""
+    for session in reversed(all_sessions()):
+        if session.is_connected and misfits(session, options, fewer=True) in ([], ["busy"]):
+            return session
+    return None
 
 
 def names() -> list[str]:

@@ -1,27 +1,28 @@
-"""Reads a cell's source, finds the names that it needs, and packs them."""
+"""Reads a cell's source, finds the names that it needs, and packs them with the notebook's history."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import time
-from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from msgspec.structs import replace
 
+from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import CellSyntaxError, UsageError
-from sgpu_magic.options import defaults
+from sgpu_magic.options import notebook_job
 from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.payload.call import RANK_NAMES
 from sgpu_magic.payload.names import CellNames, names_in
 from sgpu_magic.payload.namespace import collect, submodules_read
 from sgpu_magic.runs.notebook import cell_number, future_flags
 from sgpu_magic.runs.submit import spec
-from sgpu_magic.runs.submit.history import history
 from sgpu_magic.runs.submit.spec import PackedCode
-from sgpu_magic.wire.run import CellSource, OutputName, as_warning
+from sgpu_magic.wire.events import as_warning
+from sgpu_magic.wire.run import CellSource, OutputName
 from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions)
         UsageError: An option names a variable that does not exist.
     """
     begin = time.perf_counter()
-    job = defaults.of_process()
+    job = notebook_job.of_process()
     script = job.script if job.arguments else ""
     # below the magic's line, which a script does not have
     magic_line = "" if script else without_values(magic_line)
@@ -122,7 +123,7 @@ def pack_cell(
             future_flags=future_flags(place.shell),
             file=cell.file,
             arguments=cell.arguments,
-            module=defaults.of_process().module if cell.file else "",
+            module=notebook_job.of_process().module if cell.file else "",
         ),
         (cell.read if names is None else {name: place.namespace[name] for name in names}) | past,
         begin=cell.begin,
@@ -216,3 +217,45 @@ def transform_of(shell: Any) -> Callable[[str], str] | None:
         return "".join(lines)
 
     return transform
+
+
+# ---------------------------------------------------------------- the notebook's inputs and results
+
+# they change with every cell of the notebook, so they are sent each time; a run's own result stays in the notebook: on
+# the ranks, the same names have the values that its last cell had there
+_RESULT = re.compile(r"_{1,3}|_\d+")
+_INPUT = re.compile(r"_i{1,3}|_i\d+")
+_RESULTS = frozenset({"Out", "_oh"})
+_USE = re.compile(r"\b(?:Out|_oh)\b(?:\s*\[\s*(\d+)\s*\])?")
+_INPUTS = frozenset({"In", "_ih"})
+
+
+def history(
+    names: Iterable[str], source: str, namespace: Mapping[str, object], exclude: Collection[str] = ()
+) -> dict[str, object]:
+    """Return the values to send of the names in which IPython keeps inputs and results.
+
+    Args:
+        names: Names that the cell reads.
+        source: The cell. If it reads results by number only, as `Out[3]`, no others are sent.
+        namespace: The notebook's namespace.
+        exclude: Names that are not sent.
+    """
+    found: dict[str, object] = {}
+    for name in names:
+        if name in exclude or name not in namespace:
+            continue
+        value = namespace[name]
+        if name in _RESULTS and isinstance(value, dict):
+            outputs = cast("dict[Any, object]", value)
+            uses: list[str] = _USE.findall(source)
+            found[name] = {
+                number: each
+                for number, each in outputs.items()
+                if not isinstance(each, RunResult) and ("" in uses or str(number) in uses)
+            }
+        elif name in _INPUTS and isinstance(value, list):
+            found[name] = list(cast("list[object]", value))
+        elif _INPUT.fullmatch(name) or (_RESULT.fullmatch(name) and not isinstance(value, RunResult)):
+            found[name] = value
+    return found

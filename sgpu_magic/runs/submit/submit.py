@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,19 +20,20 @@ from sgpu_magic.client.run import Run
 from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.options import defaults
+from sgpu_magic.options import notebook_job
 from sgpu_magic.options.asked import OWN_PACKAGES, Wishes
+from sgpu_magic.packages.secrets import SecretsOf, blanked_settings
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.packages.travel import check_before_travel, check_references, mismatch_news, travelling
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.notebook import working_directory
-from sgpu_magic.runs.submit import mlflow_target
-from sgpu_magic.runs.submit.spec import Submission, without_secrets
+from sgpu_magic.runs.notebook import tell_git_state, working_directory
+from sgpu_magic.runs.submit.spec import MOVE_NAMES, Submission, place_of
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Upload
 from sgpu_magic.wire.client import Describe, TrackRun
 from sgpu_magic.wire.codec import printable
+from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.record import short
-from sgpu_magic.wire.run import CellSource, RunSpec, as_warning
+from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
 
 _BUNDLES = "bundles"
 _MOST_SESSIONS = 50
+
+_secrets = SecretsOf()
+_secrets_lock = threading.Lock()
 
 # by session: local modules that its ranks have, and directories of projects of which they have wheels; later cells may
 # import them too
@@ -65,7 +70,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
     try:
         settings = pool.settings
         spec, environ, along = _inputs_of(pool, settings, submission)
-        spec, tracking = mlflow_target.place_of(settings, defaults.limited(printable(spec)), submission)
+        spec, tracking = place_of(settings, notebook_job.limited(printable(spec)), submission)
         along = replace(along, tracking=tracking, uploads=_uploads_of(submission))
         run = pool.submit(spec, submission.packed, submission.key, environ, along)
     except KeyboardInterrupt:
@@ -75,7 +80,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
         if tracking is not None:
             run.ask_tracked = lambda: pool.tell(TrackRun(run_id=run.run_id, tracking=tracking))
             cwd = submission.stand.cwd if submission.stand is not None else working_directory()
-            mlflow_target.tell_git_state(cwd, lambda tags: pool.tell(Describe(run_id=run.run_id, tags=tags)))
+            tell_git_state(cwd, lambda tags: pool.tell(Describe(run_id=run.run_id, tags=tags)))
     except KeyboardInterrupt:
         error = interrupted(run)
         let_go(pool, run)
@@ -121,7 +126,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         UsageError: `--env-version` does not name an environment.
         PoolError: The pool can't be started or reached.
     """
-    spec, cell = without_secrets(submission.spec, submission.environ)
+    spec, cell = _without_secrets(submission.spec, submission.environ)
     along = Attachments(interpreter=submission.interpreter, stand=submission.stand, cell=cell)
     source, elsewhere = cell or spec.cell, not pool.sees_client
     session = spec.session if spec.in_session else spec.run_id
@@ -159,6 +164,35 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         secret_names=tuple(sorted(variables.secrets)),
     )
     return _noted(spec, (*notes, *told)), variables.values, replace(along, code=bundles, elsewhere=True)
+
+
+def _without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec, CellSource | None]:
+    """Redact secrets in the spec's source, parameters and name.
+
+    Args:
+        spec: The run's spec.
+        environ: The ranks' variables; values of secret variables are redacted, as are known kinds of tokens.
+
+    Returns:
+        The redacted spec and the source to execute; None instead of the source if nothing was redacted.
+    """
+    with _secrets_lock:
+        blanker = _secrets.blanker(environ)
+    cell = spec.cell
+    shown = replace(
+        cell,
+        body=blanked_settings(cell.body, blanker.clear),
+        magic_line=blanker.clear(cell.magic_line),
+        arguments=tuple(map(blanker.clear, cell.arguments)),
+        linecache=tuple(
+            (file, blanked_settings(source, blanker.clear), number) for file, source, number in cell.linecache
+        ),
+    )
+    parameters = tuple((name, blanker.clear(value)) for name, value in spec.parameters)
+    name = blanker.clear(spec.name)
+    if shown == cell and parameters == spec.parameters and name == spec.name:
+        return spec, None
+    return replace(spec, cell=shown, parameters=parameters, name=name), cell
 
 
 def _noted(spec: RunSpec, notes: tuple[str, ...]) -> RunSpec:
@@ -277,10 +311,10 @@ def _uploads_of(submission: Submission) -> tuple[Upload, ...]:
         UsageError: A folder or file does not exist.
     """
     spec, wished = submission.spec, submission.wishes.uploads
-    if spec.kind in mlflow_target.MOVE_NAMES:
+    if spec.kind in MOVE_NAMES:
         return ()
     if not wished and not spec.session:
-        wished = defaults.of_process().upload
+        wished = notebook_job.of_process().upload
     cwd = Path(submission.stand.cwd) if submission.stand is not None else Path(working_directory())
     return tuple(_upload(text, cwd) for text in dict.fromkeys(wished))
 

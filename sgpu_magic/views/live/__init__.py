@@ -6,7 +6,6 @@ messages      updates, requests and replies, as JSON
 feed          updates for one front end, at most 10 messages a second, and replies to its requests
 
 snapshot      `RunView` -> `Snapshot`: everything shown except log lines, small enough for one message
-rank_cards    the grid of ranks
 bars          progress bars parsed from text, and the progress of the run
 
 log_index     maps the n-th line of the run to a rank and its line; holds the newest lines
@@ -15,6 +14,5 @@ log_reader    reads any lines of a run's logs without reading whole files
 live_views    the views of one kernel: whether a run gets one, and the widget that shows it
 rank_widgets  the comms of widgets that ranks have created
 comm          requests and replies, also while a cell blocks the kernel
-widgets       the ipywidget itself
-widget_as_value  the widget as a value that a front end without a Jupyter kernel draws
+widgets       the ipywidgets: the view, also as a value that a front end without a Jupyter kernel draws, and the panel
 """

@@ -39,7 +39,7 @@ from sgpu_magic.views.live.messages import (
 )
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
-from sgpu_magic.views.units import format_ranks, steady_time
+from sgpu_magic.views.units import clipped, format_ranks, steady_time
 
 _WINDOW_S = 1.0
 _MAX_MESSAGES = 10
@@ -178,6 +178,7 @@ def _stage(view: RunView) -> object:
 
 _MAX_JSON_BYTES = 60_000
 _MAX_SOUGHT_CHARS = 1000
+_MAX_TEXT_CHARS = 4000
 _MAX_LOG_LINES = 5000
 
 T = TypeVar("T")
@@ -346,5 +347,4 @@ def _bounded(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def _cut(text: str) -> str:
-    text = ansi.plain(text)
-    return text if len(text) <= 4000 else f"{text[:4000]} ..."
+    return clipped(ansi.plain(text), _MAX_TEXT_CHARS)

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import msgspec
 
 from sgpu_magic.views.bundle import interrupted_bundle
+from sgpu_magic.views.cell_outputs import OutputSlots
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live import messages
 from sgpu_magic.views.live.comm import Channels, Taker
@@ -20,14 +21,7 @@ from sgpu_magic.views.live.feed import Answers, Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, Question
 from sgpu_magic.views.live.rank_widgets import RankWidgets, SessionWidgets, Tell
-from sgpu_magic.views.publisher import (
-    MAX_MESSAGES_PER_TICK,
-    NotebookPublisher,
-    OutputSlots,
-    Pace,
-    Publisher,
-    publisher_for,
-)
+from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, NotebookPublisher, Pace, Publisher, publisher_for
 from sgpu_magic.views.summary_words import is_quiet
 from sgpu_magic.wire.states import RunKind
 
@@ -119,11 +113,7 @@ class WidgetPublisher:
             self._static.tick(now)
             self._close()
             return
-        for told in self._feed.told(now):
-            self._widget.send(messages.to_builtins(told))
-        snapshot = self._feed.snapshot(now)
-        if snapshot is not None:
-            self._widget.snapshot = messages.to_builtins(snapshot)
+        self._widget.tell(self._feed, now)
         if due and self._view.version != self._displays_version:
             self._displays_version = self._view.version
             sent, complete = self._slots.draw_displays(MAX_MESSAGES_PER_TICK)
@@ -183,6 +173,10 @@ class Buttons(msgspec.Struct, frozen=True):
     bring: Callable[[str], None] | None = None
     tell: Tell = lambda message, frames: None
     owned: bool = True
+
+    def answers(self, view: RunView, feed: Feed) -> Answers:
+        """Return what answers a front end's requests about the run."""
+        return Answers(view, feed, LogReader(self.directory, self.bring), self.cancel, self.stacks)
 
 
 class LiveViews:
@@ -248,8 +242,7 @@ class LiveViews:
         ):
             return publisher_for(ui, view, stream, notebook=draws)
         feed = Feed(view)
-        answers = Answers(view, feed, LogReader(buttons.directory, buttons.bring), buttons.cancel, buttons.stacks)
-        return WidgetPublisher(view, feed, answers, widgets, channels, self)
+        return WidgetPublisher(view, feed, buttons.answers(view, feed), widgets, channels, self)
 
     @property
     def is_importing(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from sgpu_magic.views.live.comm import Channels
 from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, Publisher
-from sgpu_magic.views.rank_models import REFERENCE, WIDGET_MIME, ModelKey, Moved, RankModels, refers
+from sgpu_magic.views.rank_models import REFERENCE, WIDGET_MIME, ModelKey, Moved, RankModels, inside, refers
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
 from sgpu_magic.wire.record import short
@@ -237,12 +237,8 @@ def references(value: object) -> Iterator[str]:
     """Yield the ids of the widgets that a state refers to."""
     if refers(value):
         yield cast("str", value).removeprefix(REFERENCE)
-    elif isinstance(value, dict):
-        for each in cast("dict[str, object]", value).values():
-            yield from references(each)
-    elif isinstance(value, list):
-        for each in cast("list[object]", value):
-            yield from references(each)
+    for each in inside(value):
+        yield from references(each)
 
 
 def with_prefix(value: Any, prefix: str) -> Any:

@@ -9,12 +9,13 @@ from msgspec.structs import replace
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.views import ansi
-from sgpu_magic.views.failure import cut_lines, failure_block, stall_lines
+from sgpu_magic.views.failure import failure_block
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.messages import json_bytes
-from sgpu_magic.views.live.rank_cards import rank_cards
 from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, Link, RankCard, Snapshot
+from sgpu_magic.views.ranks import rank_cards
 from sgpu_magic.views.run_notes import other_lines
+from sgpu_magic.views.stacks import stall_lines
 from sgpu_magic.views.summary_words import (
     billed_text,
     busy_text,
@@ -25,18 +26,20 @@ from sgpu_magic.views.summary_words import (
     session_meta,
     silence_lines,
 )
-from sgpu_magic.views.units import format_elapsed, format_seconds, steady_time
+from sgpu_magic.views.tracebacks import cut_lines
+from sgpu_magic.views.units import clipped, format_elapsed, format_seconds, steady_time
 from sgpu_magic.views.usage import thinned
 from sgpu_magic.views.words import (
+    BEFORE_RANKS,
     attempt_text,
     backend,
     device_words,
-    label_text,
     mark_text,
+    moved_words,
+    next_step,
     packages_text,
     place_words,
     ranks_text,
-    returned_text,
     session_text,
     shipped_text,
     state_word,
@@ -45,7 +48,7 @@ from sgpu_magic.views.words import (
     values_left_there,
 )
 from sgpu_magic.wire.costs import HOUR_S
-from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import RunState
 
 _MAX_NOTES = 20
@@ -55,7 +58,7 @@ _MAX_EXCERPT_CHARS = 8_000
 _MAX_WHOLE_CHARS = 16_000
 _MAX_LINE_CHARS = 1_000
 _WORTH_TELLING_S = 1.0
-_BEFORE_RUNNING = (RunState.QUEUED, RunState.PREPARING, RunState.STARTING)
+_BEFORE_RUNNING = (*BEFORE_RANKS, RunState.STARTING)
 
 
 def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | None = None) -> Snapshot:
@@ -126,8 +129,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
 
 
 def _plain(text: str) -> str:
-    text = ansi.plain(text)
-    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} ..."
+    return clipped(ansi.plain(text), _MAX_CHARS)
 
 
 def _cost(view: RunView, now: float) -> Cost | None:
@@ -227,19 +229,13 @@ def _steps(view: RunView) -> str:
 
 def _footer(view: RunView) -> list[str]:
     """Return what was returned and shipped, values that could not be returned, and what to do next."""
-    parts = values_left_there(view)
+    # before the ranks run, a part of it is in `_preparing`
     is_told_above = view.state in _BEFORE_RUNNING and not view.spec.in_session
-    if not is_told_above and (not view.is_final or view.state is RunState.SUCCEEDED):
-        # before that it is part of `_preparing`
-        parts += [returned_text(view), shipped_text(view), label_text(view)]
+    parts = [*values_left_there(view), *([] if is_told_above else moved_words(view))]
     if view.is_final and tracked_link(view) is None:
         # a web page is shown as a link
         parts.append(tracked_text(view))
-    if view.left:
-        parts.append(view.left)
-    elif view.is_final and view.state is RunState.FAILED:
-        parts.append(f"sgpu logs {view.short_id}")
-    parts.append(f"run {view.short_id}")
+    parts += [next_step(view), f"run {view.short_id}"]
     return [part for part in parts if part]
 
 
@@ -284,13 +280,13 @@ def _shorter(snapshot: Snapshot, lines: int, characters: int) -> Snapshot:
 
     def cut(block: tuple[FailureLine, ...]) -> tuple[FailureLine, ...]:
         kept = _ends(block, lines, FailureLine(text="...", kind="text"))
-        return tuple(replace(line, text=_cut(line.text, characters)) for line in kept)
+        return tuple(replace(line, text=clipped(line.text, characters)) for line in kept)
 
     failure = snapshot.failure
     if failure is not None:
         failure = replace(failure, lines=cut(failure.lines), whole=cut(failure.whole))
     texts = {name: _ends(getattr(snapshot, name), lines, "...") for name in _TEXTS}
-    cut_texts = {name: tuple(_cut(text, characters) for text in kept) for name, kept in texts.items()}
+    cut_texts = {name: tuple(clipped(text, characters) for text in kept) for name, kept in texts.items()}
     return replace(snapshot, failure=failure, **cut_texts)
 
 
@@ -298,10 +294,6 @@ def _ends(items: tuple[T, ...], most: int, between: T) -> tuple[T, ...]:
     if len(items) <= most:
         return items
     return (*items[: most // 2], between, *items[-(most // 2) :])
-
-
-def _cut(text: str, characters: int) -> str:
-    return text if len(text) <= characters else f"{text[:characters]} ..."
 
 
 # each step reduces the result of the previous one: curves and their points, the last line, details

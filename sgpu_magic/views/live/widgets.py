@@ -1,4 +1,4 @@
-"""The ipywidget of a run's live view, and the base class that it shares with the panel's.
+"""The ipywidgets of the front end: a run's live view, also as a value, and the environment panel.
 
 Importing this module takes about 50 ms, so it is done in the background.
 """
@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import uuid
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anywidget
 import traitlets
 
-_VIEW_MIME = "application/vnd.jupyter.widget-view+json"
+from sgpu_magic.views.live import messages
+from sgpu_magic.views.live.comm import question_of
+from sgpu_magic.views.live.feed import Feed
+from sgpu_magic.views.rank_models import WIDGET_MIME
+
+if TYPE_CHECKING:
+    from sgpu_magic.views.fold import RunView
+    from sgpu_magic.views.live.live_views import Buttons
 
 
 class KeyedWidget(anywidget.AnyWidget):
@@ -45,7 +52,7 @@ class KeyedWidget(anywidget.AnyWidget):
     @property
     def view_bundle(self) -> dict[str, object]:
         """The part of a MIME bundle that shows it."""
-        return {_VIEW_MIME: {"version_major": 2, "version_minor": 0, "model_id": self.model_key}}
+        return {WIDGET_MIME: {"version_major": 2, "version_minor": 0, "model_id": self.model_key}}
 
     def close(self) -> None:
         """Close its comm and its layout's comm, which ipywidgets leaves open."""
@@ -54,7 +61,10 @@ class KeyedWidget(anywidget.AnyWidget):
         layout.close()
 
 
-_ESM = resources.files("sgpu_magic").joinpath("static/run_view.js").read_text(encoding="utf-8")
+def _built(name: str) -> traitlets.Unicode[str, str | bytes]:
+    """Return the trait with a built front end, as text: anywidget would watch a file given as a Path."""
+    text = resources.files("sgpu_magic").joinpath(f"static/{name}.js").read_text(encoding="utf-8")
+    return traitlets.Unicode(text).tag(sync=True)
 
 
 class RunViewWidget(KeyedWidget):
@@ -64,6 +74,59 @@ class RunViewWidget(KeyedWidget):
         snapshot: `schema.Snapshot` as JSON.
     """
 
-    # text instead of a Path: anywidget would watch the file
-    _esm = traitlets.Unicode(_ESM).tag(sync=True)
+    _esm = _built("run_view")
     snapshot = traitlets.Dict().tag(sync=True)
+
+    def tell(self, feed: Feed, now: float) -> None:
+        """Send the updates that are due now, a monotonic time."""
+        for told in feed.told(now):
+            self.send(messages.to_builtins(told))
+        snapshot = feed.snapshot(now)
+        if snapshot is not None:
+            self.snapshot = messages.to_builtins(snapshot)
+
+
+class PanelWidget(KeyedWidget):
+    """The state of the environment panel that the browser needs before its first message.
+
+    Args:
+        pool: The pool that is shown first, "" for the one in the settings.
+        notebook: The notebook's file name, "" when unknown.
+        kernel: The Jupyter server's id of this kernel, "" without one.
+    """
+
+    _esm = _built("panel")
+    pool = traitlets.Unicode("").tag(sync=True)
+    notebook = traitlets.Unicode("").tag(sync=True)
+    kernel = traitlets.Unicode("").tag(sync=True)
+
+
+class WidgetAsValue:
+    """A live view as a value that a front end without a Jupyter kernel draws, such as marimo.
+
+    It is kept up to date, also after the run's end: the value of a cell stays what it is.
+
+    Args:
+        view: The run, before any event was applied.
+        buttons: The actions of its buttons.
+
+    Attributes:
+        widget: The ipywidget. Its requests are answered in the thread in which the front end delivers them.
+    """
+
+    def __init__(self, view: RunView, buttons: Buttons) -> None:
+        self._feed = Feed(view)
+        self._answers = buttons.answers(view, self._feed)
+        drawn = messages.to_builtins(self._feed.hello(0).snapshot)
+        self.widget = RunViewWidget(snapshot=drawn, comms="blocking")
+        self.widget.on_msg(self._asked)
+
+    def tick(self, now: float, final: bool = False) -> None:
+        """Send what is new; as `Publisher.tick`."""
+        # at the end all lines and the last snapshot go, whenever the last ones went
+        self.widget.tell(self._feed, float("inf") if final else now)
+
+    def _asked(self, widget: Any, content: object, buffers: object) -> None:
+        question = question_of(content, widget.send)
+        if question is not None:
+            widget.send(messages.to_builtins(self._answers.answer(question)))

@@ -22,14 +22,15 @@ from sgpu_magic.wire.rank import Execute, Joined, Remarked
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import RunKind
-from sgpu_magic.worker.cell import asking, diagnosis, outputs, results, script
-from sgpu_magic.worker.cell.asking import encodable
+from sgpu_magic.worker.cell import diagnosis, results
+from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.results import Reply, pack_names
-from sgpu_magic.worker.cell.shell import RankShell, hook_of
-from sgpu_magic.worker.group import flight_recorder, rendezvous
-from sgpu_magic.worker.process import interrupts, trace
+from sgpu_magic.worker.cell.shell import RankShell, Script, enter_script
+from sgpu_magic.worker.group import rendezvous
+from sgpu_magic.worker.process import position, user_code
 from sgpu_magic.worker.process.helper import Order
-from sgpu_magic.worker.process.rank_context import Standing
+from sgpu_magic.worker.process.rank_context import Standing, results_received
+from sgpu_magic.worker.process.user_code import encodable
 
 
 def warm_up(shell: RankShell) -> None:
@@ -92,18 +93,18 @@ def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, fl
     shell.compile.flags |= order.cell.future_flags
     source = source_of(order.cell)
     if order.cell.file:
-        script.enter(order.cell, shell.user_ns)
-        shell.compile.script = script.Script(order.cell.file, source)
+        enter_script(order.cell, shell.user_ns)
+        shell.compile.script = Script(order.cell.file, source)
         # its last expression is not a result
         shell.ast_node_interactivity = "none"
-        trace.keep_frames_of(order.cell.file)
+        position.keep_frames_of(order.cell.file)
     begin = time.perf_counter()
     outcome = shell.run_cell(source, store_history=False)
     seconds = time.perf_counter() - begin
     error = outcome.error_in_exec if outcome.error_before_exec is None else outcome.error_before_exec
     if shell.shown is not None:
         error = shell.shown.error
-    return (None if error is not None and asking.is_exit(error) else error), seconds
+    return (None if error is not None and user_code.is_exit(error) else error), seconds
 
 
 class CellRun:
@@ -175,18 +176,18 @@ class CellRun:
             error, seconds = run_cell(self._shell, message)
         finally:
             # an interrupt, or a peer's failure, must not lose the trace
-            interrupts.refuse()
+            user_code.refuse_interrupts()
             self._say(Remarked(text=trace.end()))
-        interrupts.allow()
+        user_code.allow_interrupts()
         return error, seconds
 
     def failed(self, error: BaseException) -> Reply:
         """Return the reply that describes the error, and free what the error holds."""
         # describing takes a while, and the interrupt that follows a peer's failure must not replace this error
-        interrupts.refuse()
+        user_code.refuse_interrupts()
         # still open if the rank was interrupted before it read the payload
         self.leave_payload()
-        with asking.interruptible():
+        with user_code.interruptible():
             failure = diagnosis.describe(error, self._shell, self._rank)
             self.was_out_of_memory = failure.out_of_memory
             reply = results.failed(failure, error, self._shell, self._message.context.key)
@@ -250,7 +251,7 @@ class CellRun:
                 os.close(fd)
         if message.tracking is not None:
             in_rank.begin(message.run_id, message.tracking, self._rank, message.only, message.run_dir, self._say)
-        with outputs.received(self._shell):
+        with results_received(self._shell):
             unpack.unpack_namespace(data, message.layout, message.context.key, self._shell.user_ns)
 
 
@@ -289,9 +290,9 @@ class LoneTraining:
 
     def remark(self) -> str:
         """Return a remark for the user, "" if this rank has not trained or has called a collective."""
-        if self._ranks == 1 or _Steps.count == self._steps or not flight_recorder.records_every_backend():
+        if self._ranks == 1 or _Steps.count == self._steps or not position.records_every_backend():
             return ""
-        _, entered_at = flight_recorder.current()
+        _, entered_at = position.current_collective()
         if entered_at >= self._began_at:
             return ""
         return (

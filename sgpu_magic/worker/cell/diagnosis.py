@@ -21,11 +21,12 @@ import torch
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
 from sgpu_magic.system.byte_sizes import memory_available_bytes
-from sgpu_magic.wire.failures import Failure, RankMemory, TensorUse
+from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
 from sgpu_magic.wire.states import FailureKind
-from sgpu_magic.worker.cell import asking, failures
-from sgpu_magic.worker.cell.asking import is_a
+from sgpu_magic.worker.cell import failures
 from sgpu_magic.worker.cell.shell import RankShell
+from sgpu_magic.worker.process import user_code
+from sgpu_magic.worker.process.user_code import is_a
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -43,11 +44,11 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     ansi = "\n".join(shown.lines)
     text = shell.whole.cut(_ANSI.sub("", ansi), failures.TRACEBACK_CHARS, "traceback")
     kind = FailureKind.USER_CODE
-    if asking.is_a(error, SerializationError):
+    if user_code.is_a(error, SerializationError):
         kind = FailureKind.SERIALIZATION
-    elif asking.is_a(error, EnvironmentFailed):
+    elif user_code.is_a(error, EnvironmentFailed):
         kind = FailureKind.ENVIRONMENT
-    entry = asking.traceback_of(error)
+    entry = user_code.traceback_of(error)
     line, where = _position(entry, shell)
     if line is None:
         line, _ = _position(shell.unwound, shell)
@@ -56,7 +57,7 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     held: RankMemory | None = None
     if out_of_memory:
         held = take_stock(error, entry, shell)
-    elif is_consequence or shell.released or asking.is_a(error, KeyboardInterrupt):
+    elif is_consequence or shell.released or user_code.is_a(error, KeyboardInterrupt):
         held = measure("cuda" if torch.cuda.is_initialized() else "cpu")
     return Failure(
         kind=kind,

@@ -1,4 +1,4 @@
-"""A rank's displays, which go to the notebook or to the enclosing `Output` widget.
+"""A rank's displays and last expressions, which go to the notebook or to the enclosing `Output` widget.
 
 In a `with output:` block on a rank, prints and displays go to the widget, as `interact` needs it. In a notebook the
 front end does this by the parent message of each print; a rank's output has no such message.
@@ -18,13 +18,16 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Literal
 
+from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
 
 from sgpu_magic.wire.rank import Cleared, Displayed
 from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.process import terminal
 
 Report = Callable[[Record], None]
+_PLAIN = "text/plain"
 _MOST_CHARS = 100_000
 _MOST_OUTPUTS = 200
 
@@ -76,6 +79,56 @@ def encode_binary(value: object) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode("ascii")
     return str(value)
+
+
+class RankDisplayHook(DisplayHook):
+    """Keeps the last expression's value for the result, and displays its rich representations."""
+
+    last_value: object = None
+    last_text: str = ""
+    source: str = ""
+
+    @property
+    def prompt_count(self) -> int:
+        """The cell's number in the notebook, as in `Out[7]`. IPython subtracts one where it keeps a history."""
+        return self.shell.execution_count  # pyright: ignore[reportOptionalMemberAccess]
+
+    def quiet(self) -> bool:
+        """Whether the cell ends with a semicolon. IPython looks in the history, which a rank doesn't have."""
+        return bool(self.semicolon_at_end_of_expression(self.source))
+
+    def write_output_prompt(self) -> None:
+        """Print no prompt: the value's text is shown in the run's result."""
+
+    def write_format_data(self, format_dict: Mapping[str, object], md_dict: Mapping[str, object] | None = None) -> None:
+        self.last_text = str(format_dict.get(_PLAIN, ""))
+        if set(format_dict) - {_PLAIN}:
+            self.shell.display_pub.publish(format_dict, md_dict)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def fill_exec_result(self, result: Any) -> None:
+        super().fill_exec_result(result)
+        self.last_value = result
+
+    def log_output(self, format_dict: Mapping[str, object]) -> None:
+        """Do nothing: there is no history to log to."""
+
+    def finish_displayhook(self) -> None:
+        """Do nothing: without a prompt there is no line to end."""
+
+
+def hook_of(shell: InteractiveShell) -> RankDisplayHook:
+    """Return the shell's display hook as a `RankDisplayHook`.
+
+    Raises:
+        TypeError: User code has replaced the hook.
+    """
+    hook = shell.displayhook
+    if not isinstance(hook, RankDisplayHook):
+        raise TypeError(f"the rank's display hook was replaced by {type(hook).__name__}")
+    return hook
+
+
+# ---------------------------------------------------------------- `with output:`
 
 
 class _Captured:

@@ -1,6 +1,6 @@
 """Describes a cell's exception without trusting the user's code, and frees what it holds afterwards.
 
-The exception's text, notes and `_render_traceback_` are requested once, by `asking.ask`; they may be 300 MB long.
+The exception's text, notes and `_render_traceback_` are requested once, by `user_code.ask`; they may be 300 MB long.
 Tracebacks are drawn from the stand-in that `look_at` makes, which has plain texts of bounded length.
 """
 
@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from sgpu_magic.worker.cell import asking
-from sgpu_magic.worker.cell.asking import (
+from sgpu_magic.worker.process import user_code
+from sgpu_magic.worker.process.user_code import (
     ask,
     cause_of,
     context_of,
@@ -138,7 +138,7 @@ class Shown(msgspec.Struct):
 
 def look_at(error: BaseException, whole: WholeTexts) -> Shown:
     """Describe an exception. Never raises because of the user's code."""
-    asking.begin()
+    user_code.reset_refused()
     standing = _Standing(whole)
     stand_in = standing.of(error)
     drawn = ask(_draw_itself, error, default=None)
@@ -146,7 +146,7 @@ def look_at(error: BaseException, whole: WholeTexts) -> Shown:
     if type(drawn) in (list, tuple):
         lines = [text_of(line) for line in drawn[:_MOST_LINES]]
         drawing = [encodable(whole.cut(line, MESSAGE_CHARS, "a line")) for line in lines if line is not None]
-    is_odd = whole.has_cut or asking.refused() > 0
+    is_odd = whole.has_cut or user_code.refused() > 0
     type_name = ".".join(_names_of(type(error)))
     return Shown(error, stand_in, type_name, str(stand_in), is_odd, standing.has_group, drawing)
 

@@ -1,31 +1,42 @@
-"""A cell's results: the requested names and the last expression's value, or its exception."""
+"""What the notebook gets from a rank's namespace: a cell's results, and answers to questions between cells.
+
+Results are the requested names and the last expression's value, or the exception. Questions are completion, inspection
+and the names that are set.
+"""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from types import FrameType, TracebackType
 
 import msgspec
+from IPython.core.completer import provisionalcompleter
+from IPython.utils.tokenutil import token_at_cursor
 
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.payload import buffers
 from sgpu_magic.payload.pack import Packed, pack_object
 from sgpu_magic.system.byte_sizes import fits_memory
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
-from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.rank import Execute, Failed, Finished
+from sgpu_magic.wire.rank import Execute, Failed, Finished, RankAnswer, RankQuestion
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.run import OutputName, RankResult
+from sgpu_magic.wire.run import Match, OutputName, RankResult
 from sgpu_magic.wire.states import RunKind
-from sgpu_magic.worker.cell import asking
-from sgpu_magic.worker.cell.shell import RankShell, hook_of
+from sgpu_magic.worker.cell.displays import hook_of
+from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous
+from sgpu_magic.worker.process import user_code
 
 CALLABLE = "__sgpu_call__"
 """Name of the function in a run of kind CALL, which the run's cell calls."""
@@ -71,7 +82,7 @@ def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes)
     packed = None
     if shell.shown is not None and not shell.shown.is_odd:
         # the type, message and traceback are in `failure` anyway
-        packed = asking.ask(_pack, error, key, buffers.INLINE_LIMIT, default=None)
+        packed = user_code.ask(_pack, error, key, buffers.INLINE_LIMIT, default=None)
     if packed is None or packed.total_bytes > buffers.INLINE_LIMIT:
         return Reply(Failed(failure=failure, grouped=grouped))
     failure = msgspec.structs.replace(failure, exception=packed.layout)
@@ -215,3 +226,105 @@ def pack_names(names: dict[str, object], value: object, rank: int, key: bytes, o
 
 def _pack(value: object, key: bytes, most_bytes: int | None = None) -> Packed:
     return pack_object(value, sys.modules["__main__"].__dict__, key, most_bytes=most_bytes)
+
+
+# ---------------------------------------------------------------- questions between cells
+
+
+_LIMIT_S = 0.1
+_MOST_MATCHES = 500
+
+
+class _TooLong(BaseException):
+    """The time limit is exceeded. Not an `Exception`, so that no `except Exception` catches it."""
+
+
+def warm_up_questions(shell: RankShell) -> None:
+    """Answer one question of each kind in the zygote, so that ranks are fast from the start."""
+    for what, code in (("complete", "pri"), ("inspect", "print")):
+        answer(shell, RankQuestion(rank=0, what=what, code=code, cursor=len(code)))
+
+
+def answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
+    """Answer a question. If the user's objects raise or take too long, the answer's `problem` says so."""
+    with _quiet():
+        try:
+            with _limited(_LIMIT_S):
+                return _answer(shell, question)
+        except _TooLong:
+            return RankAnswer(problem=f"the lookup took longer than {_LIMIT_S:g} s")
+        except Exception as error:  # noqa: BLE001  the user's `__dir__` and `__repr__` run here
+            return RankAnswer(problem=f"{type(error).__name__}: {error}")
+
+
+def _answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
+    match question.what:
+        case "complete":
+            return _complete(shell, question)
+        case "inspect":
+            return _inspect(shell, question)
+        case "names":
+            return RankAnswer(names=tuple(names_set(shell)))
+        case other:
+            return RankAnswer(problem=f"a rank can't answer `{other}`")
+
+
+def _complete(shell: RankShell, question: RankQuestion) -> RankAnswer:
+    completer = shell.Completer
+    # jedi would read the sources of all imported modules, with no time limit
+    completer.use_jedi = False
+    matches: list[Match] = []
+    start = end = question.cursor
+    with provisionalcompleter():
+        for found in completer.completions(question.code, question.cursor):
+            if not matches:
+                start, end = found.start, found.end
+            if (found.start, found.end) == (start, end):
+                kind = "" if found.type in (None, "<unknown>") else found.type
+                matches.append(Match(found.text, kind))
+            if len(matches) == _MOST_MATCHES:
+                break
+    return RankAnswer(matches=tuple(matches), start=start, end=end)
+
+
+def _inspect(shell: RankShell, question: RankQuestion) -> RankAnswer:
+    name = token_at_cursor(question.code, question.cursor)
+    if not name:
+        return RankAnswer()
+    try:
+        bundle = shell.object_inspect_mime(name, detail_level=question.detail)
+    except KeyError:
+        return RankAnswer()
+    return RankAnswer(bundle=json.dumps(bundle, default=str).encode())
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Generator[None]:
+    """Raise `_TooLong` in the block after `seconds`. A pending alarm of the user's is delayed by the block's time."""
+
+    def ring(signum: int, frame: FrameType | None) -> None:
+        raise _TooLong
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Hide the errors of matchers, which IPython's completer would print although no cell runs."""
+
+    def unseen(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        pass
+
+    previous, sys.excepthook = sys.excepthook, unseen
+    try:
+        yield
+    finally:
+        sys.excepthook = previous

@@ -1,4 +1,4 @@
-"""A rank's IPython shell: displays, the last expression and tracebacks go to the notebook instead of a terminal."""
+"""A rank's IPython shell, which runs cells and scripts: what it shows goes to the notebook instead of a terminal."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -15,21 +15,21 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from IPython.core.displayhook import DisplayHook
+from IPython.core.compilerop import CachingCompiler
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from sgpu_magic.worker.cell import asking, failures, stored, widgets
-from sgpu_magic.worker.cell.displays import RankDisplayPublisher, Report
+from sgpu_magic.wire.run import CellSource
+from sgpu_magic.worker.cell import failures, widgets
+from sgpu_magic.worker.cell.displays import RankDisplayHook, RankDisplayPublisher, hook_of
 from sgpu_magic.worker.cell.failures import Shown, WholeTexts
-from sgpu_magic.worker.cell.script import RankCompiler
-from sgpu_magic.worker.process import interrupts
+from sgpu_magic.worker.process import user_code
 
 _PLAIN = "text/plain"
 # modules of `IPython.core` in which a shown traceback ends the cell; other code shows one and goes on
@@ -51,39 +51,37 @@ def _do_nothing() -> None:
     """Default of `report_raised`, in effect before the fork."""
 
 
-class RankDisplayHook(DisplayHook):
-    """Keeps the last expression's value for the result, and displays its rich representations."""
+class Script(NamedTuple):
+    """A running script.
 
-    last_value: object = None
-    last_text: str = ""
-    source: str = ""
+    Args:
+        file: Its path.
+        source: Its text, as executed.
+    """
 
-    @property
-    def prompt_count(self) -> int:
-        """The cell's number in the notebook, as in `Out[7]`. IPython subtracts one where it keeps a history."""
-        return self.shell.execution_count  # pyright: ignore[reportOptionalMemberAccess]
+    file: str
+    source: str
 
-    def quiet(self) -> bool:
-        """Whether the cell ends with a semicolon. IPython looks in the history, which a rank doesn't have."""
-        return bool(self.semicolon_at_end_of_expression(self.source))
 
-    def write_output_prompt(self) -> None:
-        """Print no prompt: the value's text is shown in the run's result."""
+class RankCompiler(CachingCompiler):
+    """Names the code of a script by its file, and that of cells as in a notebook."""
 
-    def write_format_data(self, format_dict: Mapping[str, object], md_dict: Mapping[str, object] | None = None) -> None:
-        self.last_text = str(format_dict.get(_PLAIN, ""))
-        if set(format_dict) - {_PLAIN}:
-            self.shell.display_pub.publish(format_dict, md_dict)  # pyright: ignore[reportOptionalMemberAccess]
+    script: Script | None = None
 
-    def fill_exec_result(self, result: Any) -> None:
-        super().fill_exec_result(result)
-        self.last_value = result
+    def is_script(self, source: str) -> bool:
+        """Whether this is the script's text, which runs as it is: without IPython's syntax."""
+        return self.script is not None and source == self.script.source
 
-    def log_output(self, format_dict: Mapping[str, object]) -> None:
-        """Do nothing: there is no history to log to."""
+    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+        if self.script is not None and self.is_script(raw_code):
+            return self.script.file
+        return super().get_code_name(raw_code, transformed_code, number)
 
-    def finish_displayhook(self) -> None:
-        """Do nothing: without a prompt there is no line to end."""
+    def format_code_name(self, name: str) -> tuple[str, str] | None:
+        if self.script is not None and name == self.script.file:
+            # as any file
+            return None
+        return super().format_code_name(name)
 
 
 class RankShell(InteractiveShell):
@@ -147,7 +145,7 @@ class RankShell(InteractiveShell):
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
         self._running.append(result)
         try:
-            with interrupts.raised():
+            with user_code.interrupts_raised():
                 return await super().run_code(code_obj, result, async_=async_)
         finally:
             # an abandoned coroutine may end within a later cell
@@ -157,7 +155,7 @@ class RankShell(InteractiveShell):
     def run_cell(self, *args: Any, **kwargs: Any) -> Any:
         """Run a cell. A nested cell, as of `%run` and `%%capture`, ends the outer cell too when it fails."""
         # the callbacks around a cell print an interrupt and let the cell go on
-        with interrupts.held():
+        with user_code.interrupts_held():
             result = super().run_cell(*args, **kwargs)
         if self._running and self.shown is not None:
             raise CellEnded
@@ -184,13 +182,13 @@ class RankShell(InteractiveShell):
             return
         frame = inspect.currentframe()
         caller = frame.f_back if frame is not None else None
-        module = asking.text_of(caller.f_globals.get("__name__")) if caller is not None else ""
+        module = user_code.text_of(caller.f_globals.get("__name__")) if caller is not None else ""
         self._show(
             error,
             ends=(module or "").startswith(_ENDING) and caller is not None and caller.f_code.co_name not in _NOT_ENDING,
             tb_offset=tb_offset,
             exception_only=exception_only,
-            has_frames=running_compiled_code or not asking.is_a(error, SyntaxError),
+            has_frames=running_compiled_code or not user_code.is_a(error, SyntaxError),
         )
 
     def showsyntaxerror(self, filename: str | None = None, running_compiled_code: bool = False) -> None:
@@ -210,15 +208,15 @@ class RankShell(InteractiveShell):
         """Record the time, then draw: drawing takes up to 0.1 s, and the run shows the earliest failure."""
         now = time.time()
         in_middle = any(result is None or result.error_in_exec is not error for result in self._running)
-        if asking.is_a(error, CellEnded):
-            self.unwound = asking.traceback_of(error)
-        elif not (ends and asking.is_exit(error)):
+        if user_code.is_a(error, CellEnded):
+            self.unwound = user_code.traceback_of(error)
+        elif not (ends and user_code.is_exit(error)):
             in_main_thread = threading.current_thread() is threading.main_thread()
             is_failure = ends and in_main_thread
-            with asking.interruptible():
+            with user_code.interruptible():
                 failures.leave_own_frames_out(error)
                 # getting the text may take long; only a RuntimeError's text tells whether a peer was lost
-                may_be_victim = self.released or asking.is_a(error, RuntimeError)
+                may_be_victim = self.released or user_code.is_a(error, RuntimeError)
                 if is_failure and not may_be_victim:
                     self.report_raised()
                 shown = failures.look_at(error, self.whole)
@@ -244,7 +242,7 @@ class RankShell(InteractiveShell):
         """
         error, kind = shown.stand_in, type(shown.stand_in)
         entry = error.__traceback__
-        if asking.is_a(shown.error, IPythonUsageError):
+        if user_code.is_a(shown.error, IPythonUsageError):
             sys.stderr.write(f"UsageError: {shown.message}\n")
             return []
         try:
@@ -293,18 +291,6 @@ class RankShell(InteractiveShell):
                 self.compile._filename_map[name] = execution_count  # pyright: ignore[reportPrivateUsage]
 
 
-def hook_of(shell: RankShell) -> RankDisplayHook:
-    """Return the shell's display hook as a `RankDisplayHook`.
-
-    Raises:
-        TypeError: User code has replaced the hook.
-    """
-    hook = shell.displayhook
-    if not isinstance(hook, RankDisplayHook):
-        raise TypeError(f"the rank's display hook was replaced by {type(hook).__name__}")
-    return hook
-
-
 def create() -> RankShell:
     """Create the process's shell, without history, profile, start-up files and threads."""
     config = Config()
@@ -317,26 +303,26 @@ def create() -> RankShell:
     # prompts mark an interactive session, in which Lightning refuses to run as one rank of many
     del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
     shell.set_hook("show_in_pager", _show_page, 99)
-    stored.load(shell, is_first=lambda: shell.is_first)
     shell.colors = "neutral" if "neutral" in str(type(shell).colors.info()).lower() else "Neutral"
     return shell
+
+
+def enter_script(cell: CellSource, namespace: MutableMapping[str, Any]) -> None:
+    """Set `sys.argv` and `__file__` for a script.
+
+    Args:
+        cell: The script.
+        namespace: The namespace of `__main__`.
+    """
+    sys.argv[:] = cell.arguments
+    namespace["__file__"] = cell.file
+    namespace["__cached__"] = None
+    if cell.module:
+        # relative imports begin there
+        namespace["__package__"] = cell.module.rpartition(".")[0]
 
 
 def _show_page(shell: RankShell, data: object, start: int = 0, screen_lines: int = 0) -> None:
     """Display what IPython would show in a pager."""
     bundle = data if isinstance(data, dict) else {_PLAIN: str(data)}
     shell.display_pub.publish(bundle)
-
-
-def report_to(shell: RankShell, report: Report, report_raised: Callable[[], None]) -> None:
-    """Connect the shell to the agent after the fork.
-
-    Args:
-        shell: The rank's shell.
-        report: Sends a display.
-        report_raised: Called when the cell has raised, before its traceback is drawn.
-    """
-    shell.report_raised = report_raised
-    publisher = shell.display_pub
-    if isinstance(publisher, RankDisplayPublisher):
-        publisher.report = report

@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from sgpu_magic.worker.group import flight_recorder, rendezvous
+from sgpu_magic.worker.group import rendezvous
+from sgpu_magic.worker.process import position
 
 _PATIENCE = datetime.timedelta(seconds=60)
 # torch's own backend types end below, and the type is stored in one byte
@@ -98,7 +99,7 @@ def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), 
     lost = _connect_others(rank, store, every_census, replaced)
     # ranks that failed before they made a group, and new ones, would number the next group differently
     c10d._world.group_count = max(c10d._world.group_count, *(census.count for census in every_census))
-    flight_recorder.forget()
+    position.forget_collectives()
     if was_grouped:
         mend_models()
     store.set_timeout(c10d.default_pg_timeout)

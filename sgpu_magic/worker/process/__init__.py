@@ -3,13 +3,11 @@
 zygote            imports torch and IPython once, then forks ranks
 rank              a rank's main loop: set up, execute orders, exit
 helper            the thread that receives messages and handles those that can't wait for the main thread
-rank_context      what a rank takes over before a cell: the kernel's directory, path and environment; device; group
-interrupts        when an interrupt reaches the user's code
+rank_context      what a rank takes over before a cell: the kernel's context and results; device; group
+user_code         when an interrupt reaches the user's code, and calls of it that must not end the rank
 terminal          stdout and stderr at descriptor level, refused keyboard input, and `exit`
-trace             the rank's stack, readable from outside and after its death
-notebook_classes  the notebook's classes in child processes of a rank
-after_import      changes to modules of other packages when a rank imports them
+position          where the rank is: its stack, readable from outside and after its death, and its collective
+patches           changes to other packages in a rank and in the processes that it starts
 cuda_on_cpu       maps cuda to the CPU on a rank without a GPU
 cuda_functions    the functions of `torch.cuda` and `torch.accelerator` there
-cuda_in_children  the same, also in processes that such a rank starts
 """

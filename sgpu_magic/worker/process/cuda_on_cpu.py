@@ -5,7 +5,7 @@ function with `device=`, so no object of type `cuda` ever exists, and devices co
 torch does not route through a mode is replaced: functions of `torch.cuda`, the device types of autocast, gradient
 scalers and device meshes, DDP's `device_ids`, `map_location`, and NCCL. `torch.cuda` claims one device for each rank of
 the node, and so does `torch.accelerator`. Processes that a rank starts with multiprocessing map cuda too
-(`cuda_in_children`); other programs that it starts do not.
+(`patches`); other programs that it starts do not.
 """
 
 # torch is only partly typed, and most of what is replaced here is not meant to be
@@ -28,7 +28,6 @@ import torch.distributed.distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
 from sgpu_magic.worker.process import cuda_functions
-from sgpu_magic.worker.process.after_import import after_import
 
 NOTE = "cuda is mapped to the CPU (SGPU_STAND_IN=cpu,cuda): memory, speed and numerics are the CPU's"
 
@@ -38,10 +37,11 @@ _CPU = torch.device("cpu")
 # methods of a tensor that return it as it is
 _SAME: Any = (torch.Tensor.cuda, torch.Tensor.pin_memory)
 _TO: Any = (torch.Tensor.to, torch._C._nn._parse_to)
-_LIGHTNING = tuple(
+LIGHTNING = tuple(
     f"{package}.accelerators.cuda"
     for package in ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
 )
+"""Modules that `accept_cpu` changes after their import."""
 
 
 def is_installed() -> bool:
@@ -57,14 +57,12 @@ _state = _State()
 
 
 def install(local_rank: int, ranks_here: int) -> None:
-    """Map cuda to the CPU in this process from now on. For the main thread of a rank, before its first cell.
+    """Map cuda to the CPU in this process from now on. Called once, in a rank's main thread, before its first cell.
 
     Args:
         local_rank: The device that is current.
         ranks_here: Number of devices.
     """
-    if _state.installed:
-        return
     _state.installed = True
     mode = _CudaOnCpu()
     mode.__enter__()
@@ -72,7 +70,6 @@ def install(local_rank: int, ranks_here: int) -> None:
     cuda_functions.replace(local_rank, ranks_here)
     _replace_types()
     _replace_distributed()
-    after_import(_LIGHTNING, _accept_cpu)
 
 
 class _CudaOnCpu(TorchFunctionMode):
@@ -267,6 +264,6 @@ def _flat(arguments: dict[str, Any]) -> None:
             arguments[name] = tensor.view(-1)
 
 
-def _accept_cpu(module: Any) -> None:
+def accept_cpu(module: Any) -> None:
     """Let Lightning's accelerator for cuda accept the CPU, whose type it checks."""
     module.CUDAAccelerator.setup_device = lambda self, device: torch.cuda.set_device(device)

@@ -33,9 +33,9 @@ from sgpu_magic.wire.rank import (
 )
 from sgpu_magic.worker.cell import widgets
 from sgpu_magic.worker.cell.shell import RankShell
-from sgpu_magic.worker.group import flight_recorder, rendezvous, renewal
-from sgpu_magic.worker.process import terminal
-from sgpu_magic.worker.process.trace import Sampler
+from sgpu_magic.worker.group import rendezvous, renewal
+from sgpu_magic.worker.process import position, terminal
+from sgpu_magic.worker.process.position import Sampler
 
 _INTERVAL_S = 0.05
 
@@ -160,7 +160,7 @@ class Helper:
             case TrackingAnswered():
                 in_rank.answered(message)
             case TellCollectives(request=request):
-                current, entered_at = flight_recorder.current(self._rehearsed)
+                current, entered_at = position.current_collective(self._rehearsed)
                 answer = Collectives(request=request, current=current, entered_at=entered_at)
                 # the receiving loop notices that the agent is gone
                 with contextlib.suppress(OSError):

@@ -27,6 +27,7 @@ from sgpu_magic.wire.rank import (
     CommsHeard,
     Execute,
     Failed,
+    Fork,
     Joined,
     Leave,
     Prepare,
@@ -37,13 +38,13 @@ from sgpu_magic.wire.rank import (
     ToRank,
 )
 from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.zygote import Fork
-from sgpu_magic.worker.cell import diagnosis, questions, widgets
-from sgpu_magic.worker.cell import shell as rank_shell
+from sgpu_magic.worker.cell import diagnosis, results, widgets
 from sgpu_magic.worker.cell.cell_run import CellRun, rehearse
+from sgpu_magic.worker.cell.displays import RankDisplayPublisher
 from sgpu_magic.worker.cell.results import Reply
+from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous, renewal
-from sgpu_magic.worker.process import interrupts, terminal, trace
+from sgpu_magic.worker.process import position, terminal, user_code
 from sgpu_magic.worker.process.helper import Helper, Order
 from sgpu_magic.worker.process.rank_context import Standing, reseed
 
@@ -65,7 +66,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
     # until there is work: a cell's tensors are faster with huge pages
     processes.allow_huge_pages(False)
     terminal.install(descriptors[1], descriptors[2])
-    sampler = trace.install(descriptors[3])
+    sampler = position.install_stack_file(descriptors[3])
     link = Link(socket.socket(fileno=descriptors[0]), codec.to_rank)
     store_path = order.store_path or f"/proc/self/fd/{descriptors[4]}"
     reseed()
@@ -78,7 +79,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
         except RuntimeError as error:
             # a peer is gone already; reported with the first run
             join_error = error
-    shell = rank_shell.RankShell.instance()
+    shell = RankShell.instance()
     terminal.refuse_input(shell, order.rank)
     rehearsed = order.rehearse and join_error is None
     if rehearsed:
@@ -118,8 +119,11 @@ class _Life:
 
     def go_on(self, order: Order) -> None:
         """Execute orders until the agent sends `Leave`."""
-        rank_shell.report_to(self._shell, self._report_display, self._report_raised)
-        interrupts.look_for_orders(self._helper.has_order)
+        self._shell.report_raised = self._report_raised
+        publisher = self._shell.display_pub
+        if isinstance(publisher, RankDisplayPublisher):
+            publisher.report = self._report_display
+        user_code.look_for_orders(self._helper.has_order)
         self._helper.start()
         self._obey(order)
         while not isinstance(order.message, Leave):
@@ -149,12 +153,12 @@ class _Life:
         run = self._cell_run(message, order)
         try:
             try:
-                interrupts.allow()
+                user_code.allow_interrupts()
                 reply = run.run()
             finally:
-                interrupts.refuse()
+                user_code.refuse_interrupts()
         except KeyboardInterrupt as error:
-            interrupts.refuse()
+            user_code.refuse_interrupts()
             # the cell may have failed before the interrupt
             shown = self._shell.shown
             reply = run.failed(error if shown is None else shown.error)
@@ -178,7 +182,7 @@ class _Life:
         if message.ray is None:
             return CellRun(self._standing, message, order, self._link.send)
         # plain cells don't need it
-        from sgpu_magic.worker.ray.ray_run import RayRun
+        from sgpu_magic.worker.ray.cluster import RayRun
 
         return RayRun(self._standing, message, order, self._link.send, message.ray)
 
@@ -187,23 +191,23 @@ class _Life:
             rendezvous.keep_listening_socket(order.descriptors[0])
         try:
             try:
-                interrupts.allow()
+                user_code.allow_interrupts()
                 self._standing.take(message.context, message.device, message.rank_variables, renewal=message.renewal)
                 if self._standing.cuda and torch.cuda.is_available():
                     # creates the CUDA context, which takes half a second, before the first cell
                     torch.cuda.synchronize()
                 reply = Reply(Joined())
             finally:
-                interrupts.refuse()
+                user_code.refuse_interrupts()
         except (KeyboardInterrupt, OSError, RuntimeError, ValueError) as error:
-            interrupts.refuse()
+            user_code.refuse_interrupts()
             self._shell.showtraceback((type(error), error, error.__traceback__))
             reply = Reply(Failed(failure=diagnosis.describe(error, self._shell, self._standing.rank), grouped=False))
         self._tell(reply)
 
     def _renew(self, message: Renew, order: Order) -> None:
         # an interrupt since the last cell belongs to no cell
-        interrupts.forget()
+        user_code.forget_interrupt()
         store_path = message.store_path or f"/proc/self/fd/{order.descriptors[0]}"
         try:
             standing = self._standing
@@ -214,8 +218,8 @@ class _Life:
         self._link.send(renewed)
 
     def _answer(self, message: AnswerQuestion) -> None:
-        interrupts.forget()
-        answer = questions.answer(self._shell, message.question)
+        user_code.forget_interrupt()
+        answer = results.answer(self._shell, message.question)
         self._link.send(QuestionAnswered(request=message.request, answer=answer))
 
     def _hear(self) -> None:
@@ -226,9 +230,9 @@ class _Life:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
                     widgets.hear()
                 finally:
-                    interrupts.refuse()
+                    user_code.refuse_interrupts()
             except KeyboardInterrupt:
-                interrupts.refuse()
+                user_code.refuse_interrupts()
                 if not self._helper.orders.empty():
                     # it was meant for the waiting cell
                     signal.raise_signal(signal.SIGINT)
@@ -242,7 +246,7 @@ class _Life:
         terminal.write_each_line()
         # before the reply: the next order may come right after it
         self._helper.rest()
-        interrupts.forget()
+        user_code.forget_interrupt()
         self._link.send(reply.message, reply.blobs, reply.descriptors)
 
     def _report_display(self, message: Record) -> None:

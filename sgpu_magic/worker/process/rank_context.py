@@ -1,6 +1,7 @@
-"""What a rank takes over before a cell: the kernel's context, the rank's own device, its place in the process group.
+"""What a rank takes over before a cell: the kernel's context and results, its device, its place in the process group.
 
-The kernel's context is its working directory, `sys.path`, environment and umask.
+The kernel's context is its working directory, `sys.path`, environment and umask. Its results are `_`, `Out` and the
+like, which come with a cell that reads them, and what `%store` has stored.
 """
 
 # IPython's own attributes are only partly typed
@@ -8,20 +9,30 @@ The kernel's context is its working directory, `sys.path`, environment and umask
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.process
 import os
 import random
 import sys
+from collections.abc import Callable, Generator
+from typing import Any
 
 import torch
+from IPython.paths import get_ipython_dir
 
 from sgpu_magic.system.processes import core_count
+from sgpu_magic.wire.rank import Fork
 from sgpu_magic.wire.run import RankContext
-from sgpu_magic.wire.zygote import Fork
-from sgpu_magic.worker.cell import shell as rank_shell
+from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.edited_modules import EditedModules
-from sgpu_magic.worker.group import flight_recorder, rendezvous
+from sgpu_magic.worker.cell.shell import RankShell
+from sgpu_magic.worker.group import rendezvous
 from sgpu_magic.worker.group.renewal import renew
+from sgpu_magic.worker.process import position
+
+_LAST_RESULTS = ("_", "__", "___")
+_ALL_RESULTS = ("_oh", "Out")
+_STORE_READS = ("-r", "-h")
 
 
 def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str, str]) -> None:
@@ -137,6 +148,56 @@ def set_device(kind: str, rank_variables: dict[str, str]) -> torch.device:
     return device
 
 
+# ---------------------------------------------------------------- the notebook's results
+
+
+@contextlib.contextmanager
+def results_received(shell: RankShell) -> Generator[None]:
+    """Take over results of the notebook that are set in the namespace meanwhile, beside the rank's own results."""
+    namespace = shell.user_ns
+    own = namespace["_oh"]
+    before = {name: namespace.get(name) for name in _LAST_RESULTS}
+    yield
+    for name in _ALL_RESULTS:
+        if namespace.get(name) is not own:
+            own.update(namespace[name])
+            namespace[name] = own
+    for name, value in before.items():
+        if namespace.get(name) is not value:
+            # else the hook takes it for a variable of the user's, and sets it no more
+            setattr(hook_of(shell), name, namespace[name])
+
+
+def share_store(shell: RankShell) -> None:
+    """Load IPython's extension as a kernel does, with a `%store` that several ranks may use at once.
+
+    All ranks read what is stored, and the first one of those that run a cell writes.
+    """
+    manager: Any = shell.extension_manager
+    manager.load_extension("storemagic")
+    original: Callable[[str], Any] = shell.magics_manager.magics["line"]["store"]
+
+    def store(line: str = "") -> Any:
+        _use_the_notebooks(shell)
+        words = line.split()
+        if not words or words[0] in _STORE_READS or shell.is_first:
+            return original(line)
+        return None
+
+    store.__doc__ = original.__doc__
+    shell.register_magic_function(store, "line", "store")  # pyright: ignore[reportArgumentType]
+
+
+def _use_the_notebooks(shell: Any) -> None:
+    """Open the store in the notebook's directory: the shell was created in the zygote, which has another."""
+    path = os.path.join(get_ipython_dir(), "profile_default", "db")
+    if str(shell.db.root) != path:
+        shell.db = type(shell.db)(path)
+
+
+# ---------------------------------------------------------------- all of it
+
+
 class Standing:
     """A rank's state between cells: `take` sets all of it up, `follow` applies what changes from cell to cell.
 
@@ -149,7 +210,7 @@ class Standing:
     def __init__(self, fork: Fork, store_path: str, join_error: RuntimeError | None) -> None:
         self.rank = fork.rank
         self.ranks = fork.ranks
-        self.shell = rank_shell.RankShell.instance()
+        self.shell = RankShell.instance()
         self.cuda = False
         self.modules = EditedModules(self.shell)
         self._store_path = store_path
@@ -182,14 +243,14 @@ class Standing:
             raise self._join_error
         if context.maps_cuda and not self.cuda:
             # not in the zygote: only such ranks pay for it
-            from sgpu_magic.worker.process import cuda_in_children, cuda_on_cpu
+            from sgpu_magic.worker.process import cuda_on_cpu, patches
 
             self.stand_in_note = cuda_on_cpu.NOTE
-            cuda_in_children.map_cuda(int(rank_variables["LOCAL_WORLD_SIZE"]), int(rank_variables["LOCAL_RANK"]))
+            patches.map_cuda(int(rank_variables["LOCAL_WORLD_SIZE"]), int(rank_variables["LOCAL_RANK"]))
         own_device = set_device(device, rank_variables)
         if not self._joined:
             # the kernel's environment has replaced the zygote's, which had the recorder's variable
-            flight_recorder.switch_on()
+            position.record_collectives()
             if renewal:
                 renew(self.rank, self.ranks, self._store_path, (self.rank,), cuda=self.cuda)
             else:

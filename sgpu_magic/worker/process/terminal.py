@@ -24,7 +24,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sgpu_magic.wire.zygote import STDERR_BEGIN, STDERR_END
+from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -28,7 +28,7 @@ from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import Link
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
-from sgpu_magic.wire.zygote import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
+from sgpu_magic.wire.rank import Exited, Fork, Forked, ForkRefused, ToZygote, ZygoteFailed, ZygoteReady
 from sgpu_magic.worker.process import terminal
 
 # getrusage(2): kilobytes, on macOS bytes
@@ -75,23 +75,24 @@ def _preload() -> str:
         for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.process.rank"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        from sgpu_magic.worker.cell import cell_run, edited_modules, questions, shell, widgets
-        from sgpu_magic.worker.group import flight_recorder, rendezvous
-        from sgpu_magic.worker.process import after_import, notebook_classes
+        from sgpu_magic.worker.cell import cell_run, edited_modules, results, shell, widgets
+        from sgpu_magic.worker.group import rendezvous
+        from sgpu_magic.worker.process import patches, position, rank_context
 
-        flight_recorder.switch_on()
+        position.record_collectives()
         rendezvous.accept_second_init()
         rendezvous.accept_second_rendezvous()
-        notebook_classes.teach_multiprocessing()
-        after_import.refuse_launchers()
+        patches.teach_multiprocessing()
+        patches.refuse_launchers()
         edited_modules.note_imports()
         cell_run.count_optimizer_steps()
         widgets.install()
     compat.install()
     # outside `catch_warnings`: the filters that the shell sets stay, as in the notebook
     rank_shell = shell.create()
+    rank_context.share_store(rank_shell)
     cell_run.warm_up(rank_shell)
-    questions.warm_up(rank_shell)
+    results.warm_up_questions(rank_shell)
     codec.to_rank.prepare()
     _leave_finalizers_out_of_exits()
     return str(torch.__version__)

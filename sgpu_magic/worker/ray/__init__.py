@@ -1,8 +1,7 @@
 """`@ray_launch`: a run's own Ray cluster on its nodes, with the cell on rank 0 as its driver.
 
-ray_run  the cell of such a run on each rank, and the user's error extracted from Ray's
-cluster  each rank's part in the cluster, and the coordination between nodes
-node     a child process of each node's first rank that starts, watches and stops Ray's processes; imports ray
-metrics  a node's metrics for the MLflow run
-driver   rank 0: complete log lines, Ray Serve refused, environment variables of the driver and of Ray's processes
+cluster        each rank's part: the cell or the devices that it holds, the coordination between nodes
+driver         rank 0: complete log lines, Ray Serve refused, the user's error extracted from Ray's
+node           a child process of each node's first rank that starts, watches and stops Ray's processes; imports ray
+ray_processes  Ray's processes on a node: their environment variables, the lines they write, their metrics
 """

@@ -1,8 +1,8 @@
-"""One rank's part in the run's Ray cluster.
+"""A run with its own Ray cluster: each rank's part in it.
 
-rank 0              starts the head on its node, waits for the other nodes, runs the driver, releases the other ranks
+rank 0              starts the head on its node, waits for the other nodes, runs the cell as driver, releases the others
 first of a node     starts Ray on its node when the head is up, waits for the end of the driver
-any other           waits for the end of the driver
+any other           holds its devices, waits for the end of the driver
 
 The token is broadcast in the process group at the start. All further coordination uses keys of the group's store, which
 the ranks poll: no rank blocks in a collective, so an interrupt reaches a rank that waits for the driver.
@@ -32,14 +32,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.wire.rank import Execute, PrivateRay, Remarked
+from sgpu_magic.errors import EnvironmentFailed, SgpuError
+from sgpu_magic.wire.rank import Execute, Remarked
 from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.run import PrivateRay
+from sgpu_magic.worker.cell.cell_run import CellRun
+from sgpu_magic.worker.cell.results import Reply
 from sgpu_magic.worker.cell.shell import RankShell
-from sgpu_magic.worker.ray import driver
-from sgpu_magic.worker.ray.driver import Driver, Lines, written_in
-from sgpu_magic.worker.ray.metrics import RayMetrics
+from sgpu_magic.worker.process import user_code
+from sgpu_magic.worker.process.helper import Order
+from sgpu_magic.worker.process.rank_context import Standing
+from sgpu_magic.worker.ray import driver, ray_processes
+from sgpu_magic.worker.ray.driver import Driver, Lines
 from sgpu_magic.worker.ray.node import NodeProcess, NodeStarted, NodeTroubled
+from sgpu_magic.worker.ray.ray_processes import RayMetrics, written_in
 
 _JOIN_S = 300.0
 _COUNT_S = 5.0
@@ -95,8 +101,8 @@ class Member:
 
     def _start(self, token: str, head: str) -> NodeProcess:
         order = self._order
-        self._ray = driver.of_ray(driver.write_token(order.directory, token), order)
-        environ = driver.of_processes(os.environ, self._ray, self._paths, _PACKAGE, maps_cuda=self._maps_cuda)
+        self._ray = ray_processes.of_ray(ray_processes.write_token(order.directory, token), order)
+        environ = ray_processes.of_processes(os.environ, self._ray, self._paths, _PACKAGE, maps_cuda=self._maps_cuda)
         self._process = process = NodeProcess(order, head, environ)
         return process
 
@@ -120,7 +126,7 @@ class Head(Member):
         self._lines = Lines(self._lines_elsewhere)
         self._driver = Driver(self._lines)
         # the notebook or the node may be in another cluster
-        driver.forget_others()
+        ray_processes.forget_others()
         self._head = self._start(token, "")
         # before Ray is imported, which reads some of them
         os.environ.update(self._ray)
@@ -269,3 +275,56 @@ def _from_first(token: str | None) -> str:
     words: list[str | None] = [token]
     dist.broadcast_object_list(words, src=0, device=torch.device("cpu"))
     return words[0] or ""
+
+
+# ---------------------------------------------------------------- the cell
+
+
+class RayRun(CellRun):
+    """Executes one `Execute` that has `ray`. The other arguments are those of `CellRun`.
+
+    Args:
+        ray: The order's `ray`.
+    """
+
+    def __init__(
+        self, standing: Standing, message: Execute, order: Order, say: Callable[[Record], None], ray: PrivateRay
+    ) -> None:
+        super().__init__(standing, message, order, say)
+        self._ray = ray
+        self._member: Member | None = None
+
+    def run(self) -> Reply:
+        """Execute the order. Every error becomes a reply; Ray has stopped on this node when this returns."""
+        try:
+            return super().run() if self._rank == 0 else self._hold()
+        finally:
+            # an interrupt must leave nothing behind
+            user_code.refuse_interrupts()
+            if self._member is not None:
+                self._member.end()
+
+    def _prepare(self) -> None:
+        self._take_place()
+        self._member = head = Head(self._ray, self._message, self._shell, self._rank, self._say)
+        head.begin()
+        # unpickles the cell's variables while Ray starts
+        self._take_names()
+        head.joined()
+
+    def _run_cell(self) -> tuple[BaseException | None, float]:
+        error, seconds = super()._run_cell()
+        return driver.users_own(error, self._shell), seconds
+
+    def _hold(self) -> Reply:
+        """Hold the devices until the driver has finished."""
+        begin = time.perf_counter()
+        try:
+            self._take_place()
+            self._member = guest = Guest(self._ray, self._message, self._shell, self._rank, self._say)
+            guest.hold()
+        except (SgpuError, OSError, RuntimeError, ValueError) as error:
+            self._shell.showtraceback((type(error), error, error.__traceback__))
+            return self.failed(error)
+        self.leave_payload()
+        return self._finished(None, "", "", time.perf_counter() - begin)

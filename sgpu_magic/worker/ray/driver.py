@@ -1,7 +1,7 @@
 """Ray in the driver, rank 0: connects to the cluster, waits for the last lines of tasks and actors, and disconnects.
 
-Also refuses Ray Serve, since the run's cluster ends with its driver and can't be reached from outside, and makes the
-environment variables of the driver and of Ray's processes.
+Also refuses Ray Serve, since the run's cluster ends with its driver and can't be reached from outside. An exception
+that user code raised in a Ray task or actor is extracted from Ray's error with its type, message and lines.
 """
 
 # Ray's inner parts are only partly typed
@@ -13,21 +13,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import linecache
 import logging
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.wire.rank import PrivateRay
-from sgpu_magic.worker.process.cuda_in_children import map_cuda_in_task
+from sgpu_magic.worker.cell.shell import RankShell
+from sgpu_magic.worker.process.patches import around_import
+from sgpu_magic.worker.process.user_code import is_a
+from sgpu_magic.worker.ray.ray_processes import written_in
 
 # functions that start a Serve instance (ray/serve/api.py)
 _STARTERS = ("run", "run_many", "start")
@@ -41,34 +44,11 @@ _LOOK_S = 0.03
 _QUIET_S = 1.5
 _SHUTDOWN_S = 10.0
 _OURS = "sgpu_count"
-# Ray's marks in a worker's log, which don't count as lines (ray_constants.LOG_PREFIX_*)
-_MARKS = (b":actor_name:", b":task_name:", b":job_id:")
-
-
-class _ServeFinder(MetaPathFinder):
-    """Finds Ray Serve through the other finders, and guards it once it is imported."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in ("ray.serve", "ray.serve.api"):
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if finder is self or find is None:
-                continue
-            spec: ModuleSpec | None = find(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    # set on the loader object, which serves this import only
-                    spec.loader.exec_module = functools.partial(_execute_guarded, spec.loader.exec_module)
-                return spec
-        return None
 
 
 def refuse_serve() -> None:
     """Make the functions that start Ray Serve fail in this process. Its other names stay: libraries import them."""
-    sys.meta_path.insert(0, _ServeFinder())
+    around_import(("ray.serve", "ray.serve.api"), _execute_guarded)
 
 
 def _execute_guarded(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
@@ -116,19 +96,6 @@ class Lines:
         begin = time.monotonic()
         while self._come < written and time.monotonic() - max(begin, self._came_at) < _QUIET_S:
             time.sleep(_LOOK_S)
-
-
-def written_in(logs: Path) -> int:
-    """Count the lines that workers have written in a node's log directory."""
-    lines = 0
-    for path in (*logs.glob("worker-*.out"), *logs.glob("worker-*.err")):
-        try:
-            data = path.read_bytes()
-        except OSError:
-            continue
-        if data:
-            lines += sum(not line.startswith(_MARKS) for line in data.removesuffix(b"\n").split(b"\n"))
-    return lines
 
 
 class Driver:
@@ -209,86 +176,96 @@ class Driver:
         setattr(ray, "init", init_once_more)  # noqa: B010
 
 
-# ---------------------------------------------------------------- variables
+# ---------------------------------------------------------------- the user's error
 
 
-LOOPBACK = "127.0.0.1"
-
-# where Ray's workers find `worker_process_setup_hook` of a runtime environment, which code may set to another
-_SETUP_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-
-# variables of another cluster, which the notebook or the node's pool may be in
-_OTHERS = frozenset({
-    "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
-    "RAY_CLIENT_MODE", "RAY_CLUSTER_ID", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_JOB_CONFIG_JSON_ENV_VAR",
-    "RAY_JOB_ID", "RAY_LAUNCHER", "RAY_NAMESPACE", "RAY_NODE_ID", "RAY_NODE_IP_ADDRESS", "RAY_OVERRIDE_JOB_RUNTIME_ENV",
-    "RAY_RAYLET_PID", "RAY_RUNTIME_ENV_HOOK", "RAY_SERIALIZED_RUNTIME_ENV_CONTEXT", "RAY_START_HOOK", "RAY_TMPDIR",
-    "RAY_USE_TLS",
-})  # fmt: skip
-# a task is not a rank: code that reads these would wait for peers that never come
-_OF_RANKS = frozenset({
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE",
-    "GROUP_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
-    # set from the rank's share of the cores; Ray sets it from what a task asks for
-    "OMP_NUM_THREADS",
-})  # fmt: skip
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+?)\s*$', re.MULTILINE)
+# such as `ray::f() (pid=12, ip=10.0.0.1)`, with or without colours
+_TASK = re.compile(r"ray::(?P<task>[\w.<>]+(?:\(\))?)\S*\s*\(pid=(?P<pid>\d+), ip=(?P<ip>[\d.:a-f]+)")
+_NOT_A_NAME = re.compile(r"\W")
 
 
-def write_token(directory: str, token: str) -> str:
-    """Write the token to a file of mode 0600, from which Ray's processes on this node read it. Returns its path.
+def users_own(error: BaseException | None, shell: RankShell) -> BaseException | None:
+    """Return the exception that user code raised if the driver's error is Ray's report of one, else the same error.
 
-    Raises:
-        OSError: The file can't be written.
-    """
-    path = Path(directory, "token")
-    path.touch(mode=0o600, exist_ok=False)
-    path.write_text(token)
-    return str(path)
-
-
-def of_ray(token_file: str, order: PrivateRay) -> dict[str, str]:
-    """Return the environment variables of the driver and of Ray's own processes.
+    The shown traceback is the task's, with the lines of the cells that it went through. A note says where the driver
+    waited for the task.
 
     Args:
-        token_file: The file with the token.
-        order: The node's part of the cluster.
+        error: The driver's exception, None if it raised nothing.
+        shell: The rank's shell, which draws the new traceback.
     """
-    variables = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": token_file,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # show repeated lines
-        "RAY_DEDUP_LOGS": "0",
-        # no fixed port: two clusters may be on one machine
-        "DASHBOARD_METRIC_PORT": "0",
-    }
-    if order.address == LOOPBACK:
-        # else `ray.init()` replaces the loopback address by the machine's own (services.py, resolve_ip_for_localhost),
-        # where nothing listens
-        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    return variables
+    exceptions: Any = sys.modules.get("ray.exceptions")
+    if error is None or exceptions is None or not is_a(error, exceptions.RayTaskError):
+        return error
+    innermost: Any = error
+    while isinstance(innermost.cause, exceptions.RayTaskError):
+        innermost = innermost.cause
+    own: object = innermost.cause
+    if not isinstance(own, BaseException) or isinstance(own, exceptions.RayError):
+        # it could not be pickled in the task, or is Ray's own
+        return error
+    # Ray's error is an instance of the user's exception type too, with the task's traceback as its text
+    text = str(vars(innermost).get("traceback_str") or innermost)
+    own.__cause__, own.__suppress_context__ = None, True
+    own.__traceback__ = None
+    shown = with_frames(own, _frames(text))
+    shown.add_note(_note(text, error, shell))
+    shell.shown = None
+    shell.showtraceback((type(shown), shown, shown.__traceback__), running_compiled_code=True)
+    return shown
 
 
-def of_processes(
-    environ: Mapping[str, str], ray: Mapping[str, str], paths: Collection[str], package: str, *, maps_cuda: bool = False
-) -> dict[str, str]:
-    """Return the environment of Ray's processes on a node.
+def _frames(text: str) -> list[tuple[str, int, str]]:
+    """Return the frames in a traceback's text without Ray's own, outermost first."""
+    ray: Any = sys.modules["ray"]
+    own = os.path.dirname(str(ray.__file__)) + os.sep
+    found = [(entry["file"], int(entry["line"]), entry["name"]) for entry in _FRAME.finditer(text)]
+    return [entry for entry in found if not entry[0].startswith((own, "python/ray/_raylet"))]
+
+
+def with_frames(own: BaseException, frames: list[tuple[str, int, str]]) -> BaseException:
+    """Give the error a traceback of these frames, by functions that raise it in those lines.
 
     Args:
-        environ: The rank's environment.
-        ray: The variables from `of_ray`.
-        paths: Entries of the rank's `sys.path` outside its Python installation, from which tasks import modules.
-        package: The directory that contains this package.
-        maps_cuda: Map cuda to the CPU in tasks and actors.
+        own: The user's exception, which is also returned.
+        frames: File, line and function name of each frame, outermost first.
     """
-    kept = {name: value for name, value in environ.items() if name not in _OTHERS | _OF_RANKS}
-    found = [*paths, *([] if package in paths else [package])]
-    hook = {_SETUP_HOOK: f"{map_cuda_in_task.__module__}.{map_cuda_in_task.__name__}"} if maps_cuda else {}
-    return {**kept, **ray, **hook, "PYTHONPATH": os.pathsep.join(found)}
+    for file, line, name in reversed(frames):
+        function = _NOT_A_NAME.sub("_", name.rpartition(".")[2]) or "task"
+        first = _begin_of(file, line, function)
+        source = "\n" * (first - 1) + f"def {function}():" + "\n" * (line - first) + " raise __sgpu_error__"
+        namespace: dict[str, Any] = {"__name__": "__ray_task__", "__sgpu_error__": own}
+        exec(compile(source, file, "exec"), namespace)
+        made: Any = namespace[function]
+        made.__code__ = made.__code__.replace(co_name=name.rpartition(".")[2], co_qualname=name)
+        rest = own.__traceback__
+        own.__traceback__ = None
+        try:
+            made()
+        except BaseException as raised:  # noqa: BLE001  it is the error itself
+            # without the first frame, which is this function's
+            frame = raised.__traceback__.tb_next if raised.__traceback__ is not None else None
+            if frame is not None:
+                frame.tb_next = rest
+            own.__traceback__ = frame
+    return own
 
 
-def forget_others() -> None:
-    """Remove the variables of another cluster, which the notebook or the node may be in, from this environment."""
-    for name in _OTHERS:
-        os.environ.pop(name, None)
+def _begin_of(file: str, line: int, function: str) -> int:
+    """Return the line in which the function begins, where its displayed source starts, else the same line."""
+    lines = linecache.getlines(file)
+    begin = re.compile(rf"\s*(async\s+)?def\s+{re.escape(function)}\b")
+    return next((number for number in range(min(line, len(lines)), 0, -1) if begin.match(lines[number - 1])), line)
+
+
+def _note(text: str, error: BaseException, shell: RankShell) -> str:
+    task = _TASK.search(text)
+    where = f"in the Ray task {task['task']} (pid {task['pid']} on {task['ip']})" if task else "in a Ray task"
+    cells = shell.compile._filename_map  # pyright: ignore[reportPrivateUsage]
+    line = 0
+    for frame, at in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename in cells:
+            line = at
+    waited = f"; the driver waited for it in line {line} of the cell" if line else ""
+    return f"raised {where}{waited}."

@@ -37,8 +37,8 @@ import msgspec
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.system import processes
 from sgpu_magic.system.child_process import wait_or_kill
-from sgpu_magic.wire.rank import PrivateRay
 from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.run import PrivateRay
 
 # more than the sum of Ray's own time limits, also on a machine that swaps
 _START_S = 240.0

@@ -17,7 +17,7 @@ import psutil
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
-from sgpu_magic.client.this_process import this_owner
+from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.config import load_settings
 from sgpu_magic.payload.pack import new_key, pack_namespace
 from sgpu_magic.pool.scheduling.scheduler import Scheduler

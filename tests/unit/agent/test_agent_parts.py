@@ -33,11 +33,10 @@ from sgpu_magic.agent.ranks.stop import connections_between
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier, CopyJob
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.rank import FromRank, Leave, Remarked
-from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
+from sgpu_magic.wire.rank import Fork, FromRank, Leave, Remarked
+from sgpu_magic.wire.rank_events import Failure, OutputWritten
 from sgpu_magic.wire.states import FailureKind
-from sgpu_magic.wire.zygote import STDERR_BEGIN, STDERR_END, Fork
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -10,7 +10,7 @@ import pytest
 from launches import KERNELS
 from launches import placed_launch as launch
 
-from sgpu_magic.agent.launch import place_here
+from sgpu_magic.agent.node_context import place_here
 from sgpu_magic.packages.node.store import Built
 
 BUILT = Built(

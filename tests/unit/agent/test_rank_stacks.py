@@ -15,17 +15,16 @@ import pytest
 from kernels import eventually
 
 from sgpu_magic.agent.failures import MemoryWatch, peak_memory
-from sgpu_magic.agent.ranks.run_processes import ProcessTable
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames, StackFile, parse
+from sgpu_magic.agent.ranks.run_processes import CpuWatch, ProcessTable
 from sgpu_magic.agent.ranks.stop import catches
+from sgpu_magic.agent.watch.run_watch import RankLook, StallJudge
 from sgpu_magic.agent.watch.stack_taking import find_py_spy, parse_py_spy
-from sgpu_magic.agent.watch.stacks import NotebookFrames, StackFile, parse
-from sgpu_magic.agent.watch.stalls import CpuWatch, RankLook, StallJudge
 from sgpu_magic.system.byte_sizes import memory_limit
-from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
-from sgpu_magic.wire.rank_events import Resumed, Stalled
+from sgpu_magic.wire.codec import AREA_BYTES, STACK_SIGNAL
+from sgpu_magic.wire.rank_events import Collective, RankStack, Resumed, StackFrame, Stalled
 from sgpu_magic.wire.run import CellSource
-from sgpu_magic.wire.zygote import AREA_BYTES, STACK_SIGNAL
-from sgpu_magic.worker.group.flight_recorder import newest
+from sgpu_magic.worker.process.position import newest_collective
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -136,8 +135,8 @@ def test_the_function_of_torch_that_the_cell_called():
 
 RANK = """
 import os, sys, time
-from sgpu_magic.worker.process import trace
-sampler = trace.install(int(sys.argv[1]))
+from sgpu_magic.worker.process import position
+sampler = position.install_stack_file(int(sys.argv[1]))
 def inner():
     sampler.sample()
     print("sampled", flush=True)
@@ -263,7 +262,7 @@ def entry(name: str, number: int, **others: object) -> dict[str, object]:
 
 
 def told(*entries: dict[str, object], rehearsed: int = 0) -> tuple[Collective | None, float]:
-    return newest(json.dumps({"version": "2.10", "entries": entries, "pg_config": {}}), rehearsed)
+    return newest_collective(json.dumps({"version": "2.10", "entries": entries, "pg_config": {}}), rehearsed)
 
 
 def test_the_collective_that_is_not_done_is_the_current_one():
@@ -300,7 +299,7 @@ def test_groups_by_name_and_messages_by_their_own_number():
 
 def test_an_empty_recorder_tells_nothing():
     assert told() == (None, 0.0)
-    assert newest(b"{}") == (None, 0.0)
+    assert newest_collective(b"{}") == (None, 0.0)
 
 
 # ---------------------------------------------------------------- stalled

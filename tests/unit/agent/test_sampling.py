@@ -20,19 +20,18 @@ from hypothesis import strategies as st
 from waiting import eventually
 
 from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.ranks.run_processes import ProcessTable, TreeUse
-from sgpu_magic.agent.watch.gpus import GpuReading
-from sgpu_magic.agent.watch.run_watch import IdleWatch, waits_in
+from sgpu_magic.agent.watch.gpus import IdleWatch, waits_in
+from sgpu_magic.agent.watch.nvml import GpuReading
 from sgpu_magic.agent.watch.sampling import RunSampler, merged
-from sgpu_magic.agent.watch.stacks import NotebookFrames
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Noted
-from sgpu_magic.wire.failures import Collective, RankStack, StackFrame
 from sgpu_magic.wire.node import RunEvent
-from sgpu_magic.wire.rank_events import DeviceBusy, DeviceIdle, RankSample, Sampled
+from sgpu_magic.wire.rank_events import Collective, DeviceBusy, DeviceIdle, RankSample, RankStack, Sampled, StackFrame
 from sgpu_magic.wire.run import CellSource
 
 nvml_stub = nvml.nvml_stub

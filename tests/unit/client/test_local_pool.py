@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sgpu_magic.client.local_pool import find_pool
+from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.pool_status import PoolAddress, address_file, process_start
 

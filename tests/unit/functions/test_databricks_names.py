@@ -82,14 +82,14 @@ def test_a_widget_that_is_wrong_says_what_would_be_right(ask: Callable[[Widgets]
 
 def test_parameters_reach_widgets_as_text(monkeypatch: pytest.MonkeyPatch):
     given = {"lr": 0.1, "name": "a b", "flag": True, "nothing": None, "layers": [64, 32], "more": {"a": 1}}
-    monkeypatch.setenv(notebook_job.VARIABLE, notebook_job.as_variable(given))
+    monkeypatch.setenv(notebook_job.PARAMETERS_VARIABLE, notebook_job.parameters_as_variable(given))
     assert notebook_job.parameters_of_process() == {
         "lr": "0.1", "name": "a b", "flag": "True", "nothing": "None", "layers": "[64,32]", "more": '{"a":1}',
     }  # fmt: skip
-    monkeypatch.setenv(notebook_job.VARIABLE, "{")
+    monkeypatch.setenv(notebook_job.PARAMETERS_VARIABLE, "{")
     with pytest.raises(UsageError, match="SGPU_JOB_PARAMETERS can't be read"):
         notebook_job.parameters_of_process()
-    monkeypatch.delenv(notebook_job.VARIABLE)
+    monkeypatch.delenv(notebook_job.PARAMETERS_VARIABLE)
     assert notebook_job.parameters_of_process() == {}
 
 

@@ -27,7 +27,7 @@ from sgpu_magic.payload import unpack
 from sgpu_magic.payload.call import FunctionCall, RankValue, name_of
 from sgpu_magic.payload.pack import pack_object
 from sgpu_magic.runs.submit.pack_call import bind, by_reference
-from sgpu_magic.views.progress import SweepPicture, SweepProgress, progress_html, progress_line
+from sgpu_magic.views.cell_outputs import SweepPicture, SweepProgress, progress_html, progress_line
 
 SUPPORT = Path(__file__).parents[2] / "support"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgpu_magic.magics.launcher_hints import hint_for
+from sgpu_magic.magics.cell_hooks import hint_for
 
 ON_POOL = "sgpu: to run this on the pool, write "
 

@@ -16,7 +16,6 @@ from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.wire.devices import Inventory, Lease, NodeShare
 from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.node import (
     AgentReady,
     DevicesFree,
@@ -30,7 +29,7 @@ from sgpu_magic.wire.node import (
     ToAgent,
 )
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
-from sgpu_magic.wire.rank_events import RankFailed
+from sgpu_magic.wire.rank_events import Failure, RankFailed
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 

@@ -12,9 +12,8 @@ from sgpu_magic.nodes.joint_run import JointRun, JointStalls, Told
 from sgpu_magic.nodes.merge_parts import JointStacks, PartEnd, join_ends, join_releases
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.events import EnvironmentMoved, EventBody, Noted, PayloadReleased, RanksStarted, RunEnded
-from sgpu_magic.wire.failures import Failure, RankStack
 from sgpu_magic.wire.node import RunEvent
-from sgpu_magic.wire.rank_events import OutputWritten, RankFailed, Resumed, Stalled
+from sgpu_magic.wire.rank_events import Failure, OutputWritten, RankFailed, RankStack, Resumed, Stalled
 from sgpu_magic.wire.run import RankResult
 from sgpu_magic.wire.states import FailureKind, RunState
 

@@ -13,8 +13,8 @@ from sgpu_magic.magics import session_magics  # noqa: F401  the parsers of its m
 from sgpu_magic.options import asked, table
 from sgpu_magic.options.argparse_form import LINE_PARSERS, parse, parser, read_session
 from sgpu_magic.options.asked import Devices, Wishes
-from sgpu_magic.options.defaults import JobDefaults, as_words
 from sgpu_magic.options.job_form import JobFile, defaults_of, with_line
+from sgpu_magic.options.notebook_job import JobDefaults, as_words
 from sgpu_magic.options.python_form import Options, checked
 from sgpu_magic.options.table import OPTIONS, in_python
 from sgpu_magic.runs.sessions import connect

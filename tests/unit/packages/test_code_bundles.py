@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from sgpu_magic.agent.inputs.launch_inputs import CodeBundles, CodeUnusable
+from sgpu_magic.agent.node_context import CodeBundles, CodeUnusable
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.packages.code_files import Bundles

@@ -26,8 +26,8 @@ from sgpu_magic.pool.server import EventFeed, Server
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import AskStacks, Attach, Attached, Notice, Stacks, Submit
 from sgpu_magic.wire.events import Event, Noted
-from sgpu_magic.wire.failures import RankStack
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, Hello
+from sgpu_magic.wire.rank_events import RankStack
 
 RUN = "0123abcd"
 

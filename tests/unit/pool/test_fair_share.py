@@ -11,9 +11,9 @@ from sgpu_magic.pool.scheduling.capacity import Line
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.wire.costs import read_limits, read_priorities, read_quotas
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.user_limits import read_limits, read_priorities, read_quotas
 
 ONE_NODE = cluster({"n1": ("h100", 4)})
 PASS_OVER_S = 600.0

@@ -11,8 +11,8 @@ import pytest
 from waiting import eventually
 
 from sgpu_magic.config import Settings
-from sgpu_magic.pool.kept_environments import KeptEnvironments
 from sgpu_magic.pool.retention import Retention
+from sgpu_magic.pool.submissions import KeptEnvironments
 from sgpu_magic.wire.client import KeepEnvironment
 from sgpu_magic.wire.record import new_id
 

@@ -22,8 +22,8 @@ from sgpu_magic.pool.ledger import Ledger, in_one_line
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 

@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.asked import Devices, RunOptions
-from sgpu_magic.runs.sessions.fit import check_call, check_cell
+from sgpu_magic.options.asked import Devices, RunOptions, check_call, check_cell
 from sgpu_magic.runs.submit.cell_source import check_outputs, pack_cell, read_cell
 from sgpu_magic.runs.submit.pack_call import pack_call
 from sgpu_magic.runs.submit.placing import Found

@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.options import defaults
+from sgpu_magic.options import notebook_job
 from sgpu_magic.options.asked import Devices, Wishes
-from sgpu_magic.options.defaults import JobDefaults
+from sgpu_magic.options.notebook_job import JobDefaults
 from sgpu_magic.packages.requirement_files import read_file
-from sgpu_magic.runs.choice.default_choice import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice
 from sgpu_magic.runs.choice.keeper import (
     KEY_FILE,
     MAX_FILE_BYTES,
@@ -39,6 +38,7 @@ from sgpu_magic.runs.choice.keeper import (
 )
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, normal, problem_of, read_kept, words_of
+from sgpu_magic.runs.submit.placing import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice
 
 KEY = bytes(range(32))
 GB = 10**9
@@ -360,7 +360,7 @@ def test_a_job_is_asked_nothing_about_its_users_own_choice(tmp_path: Path, monke
     """`sgpu run` names the notebook, wherever it was checked out to, and nobody is there to be asked."""
     metadata = chosen_in(tmp_path / "mine.ipynb", tmp_path / "state", Choice(gpus=8))
     notebook(tmp_path / "checkout.ipynb", metadata)
-    monkeypatch.setenv(defaults.VARIABLE, defaults.as_variable(JobDefaults()))
+    monkeypatch.setenv(notebook_job.VARIABLE, notebook_job.as_variable(JobDefaults()))
     assert asked(Place(tmp_path / "state", tmp_path / "checkout.ipynb")).devices.ranks == 8
 
 
@@ -451,7 +451,7 @@ def test_who_asks_for_memory_leaves_the_type_open(tmp_path: Path):
 def test_a_jobs_devices_are_for_cells_that_say_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: JobDefaults, cell: Devices, expected: Devices
 ):
-    monkeypatch.setenv(defaults.VARIABLE, defaults.as_variable(job))
+    monkeypatch.setenv(notebook_job.VARIABLE, notebook_job.as_variable(job))
     assert asked(Place(tmp_path), Asked(cell, Wishes())).devices == expected
 
 

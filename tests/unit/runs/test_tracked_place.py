@@ -21,8 +21,8 @@ from sgpu_magic.payload import pack
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.runs.submit.mlflow_target import Tags, git_tags, place_of, tell_git_state
-from sgpu_magic.runs.submit.spec import Submission
+from sgpu_magic.runs.notebook import Tags, git_tags, tell_git_state
+from sgpu_magic.runs.submit.spec import Submission, place_of
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Progress
 from sgpu_magic.wire.client import Submit

@@ -33,8 +33,7 @@ from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.tracking.runs import Batch, RunFold, SystemMetrics, key
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
-from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.rank_events import RankSample
+from sgpu_magic.wire.rank_events import Failure, RankSample
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import MetricPoint, Tracking

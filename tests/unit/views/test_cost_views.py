@@ -10,18 +10,17 @@ import pytest
 from stories import FORMS, IN_A_FILE, STUCK, TRACKED, Run, cell_in_session, render_text, result, with_price
 
 from sgpu_magic.cli.runs import runs_table
-from sgpu_magic.views.bundle import run_record
+from sgpu_magic.views.bundle import run_record, summary_line
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.summary_words import billed_text, cost_text
-from sgpu_magic.views.text import summary_line
 from sgpu_magic.views.words import packages_text, tracked_link, tracked_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.failures import Failure
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 

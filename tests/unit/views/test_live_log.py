@@ -26,7 +26,7 @@ from sgpu_magic.views.live.messages import AskFind, AskLines, AskLog, FindAnswer
 from sgpu_magic.views.output_buffer import LineItem
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
-from sgpu_magic.wire.zygote import STDERR_BEGIN, STDERR_END
+from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
 
 PARTS = st.sampled_from(
     [b"\n", b"\n", b"\r", b"\r\n", b"a", b"loss 0.3", b"\x1b[31m", b"\x1b[0m", b"\x1b[2K", "é中🎉".encode(), b"\b",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sgpu_magic.views.remote_error import no_cuda_hint
-from sgpu_magic.wire.failures import Failure
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import FailureKind
 
 FIRST_LINES = {

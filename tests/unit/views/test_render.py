@@ -53,28 +53,28 @@ from sgpu_magic import errors
 from sgpu_magic.config import host_name
 from sgpu_magic.runs.follow.outcome import deliver
 from sgpu_magic.runs.follow.run_loop import Followed
-from sgpu_magic.server.outputs import cell_outputs
+from sgpu_magic.server.runs import cell_outputs
 from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
-from sgpu_magic.views.bundle import RUN_MIME, caption_bundle, mime_bundle
+from sgpu_magic.views.bundle import RUN_MIME, caption_bundle, mime_bundle, summary_line
+from sgpu_magic.views.cell_outputs import OutputSlots
+from sgpu_magic.views.failure import failure_html
 from sgpu_magic.views.html import render_html
-from sgpu_magic.views.html_failure import failure_html
-from sgpu_magic.views.html_ranks import ended_ranks_html, live_ranks_html
-from sgpu_magic.views.live.rank_cards import rank_cards
 from sgpu_magic.views.output import Caption, LineAssembler, ShownDisplay, TextSegment, segments
 from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, trim
 from sgpu_magic.views.pool_tables import away_html, status_html, status_text
-from sgpu_magic.views.publisher import NotebookPublisher, OutputSlots, SilentPublisher, publisher_for
+from sgpu_magic.views.publisher import NotebookPublisher, SilentPublisher, TerminalPublisher, publisher_for
+from sgpu_magic.views.ranks import ended_ranks_html, live_ranks_html, rank_cards
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
-from sgpu_magic.views.text import TerminalPublisher, summary_line
 from sgpu_magic.views.units import format_clock, format_duration, format_elapsed, format_ranks, format_seconds
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
-from sgpu_magic.wire.failures import Failure, RankStack, StackFrame
+from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.run import CellSource, RunSpec, Shipped, as_warning
+from sgpu_magic.wire.rank_events import Failure, RankStack, StackFrame
+from sgpu_magic.wire.run import CellSource, RunSpec, Shipped
 from sgpu_magic.wire.states import FailureKind, RunState
 
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sgpu_magic.agent.watch.stacks import NotebookFrames
-from sgpu_magic.views.excerpt import excerpt_of
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.views.stacks import last_python_line, stack_lines
-from sgpu_magic.wire.failures import Failure, StackFrame
+from sgpu_magic.views.tracebacks import excerpt_of
+from sgpu_magic.wire.rank_events import Failure, StackFrame
 from sgpu_magic.wire.run import CellSource
 from sgpu_magic.wire.states import FailureKind
 

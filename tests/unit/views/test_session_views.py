@@ -39,7 +39,7 @@ from stories import (
     value_error,
 )
 
-from sgpu_magic.server.outputs import cell_outputs
+from sgpu_magic.server.runs import cell_outputs
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import RUN_MIME, interrupted_bundle, mime_bundle, run_record
 from sgpu_magic.views.failure import memory_lines
@@ -49,13 +49,13 @@ from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.output import Caption, TextSegment, segments
 from sgpu_magic.views.pool_tables import status_html, status_text
-from sgpu_magic.views.text import TerminalPublisher
+from sgpu_magic.views.publisher import TerminalPublisher
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.devices import Device, Inventory
-from sgpu_magic.wire.failures import Failure, TensorUse
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.rank_events import Failure, TensorUse
 from sgpu_magic.wire.states import OWNER_GONE, FailureKind, RunKind, RunState
 
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -21,8 +21,7 @@ from sgpu_magic.views.output import TextSegment, segments
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.failures import Failure
-from sgpu_magic.wire.rank_events import RankSample
+from sgpu_magic.wire.rank_events import Failure, RankSample
 from sgpu_magic.wire.run import Shipped
 from sgpu_magic.wire.states import FailureKind, RunState
 

@@ -26,7 +26,6 @@ from sgpu_magic.wire import (
     codec,
     devices,
     events,
-    failures,
     files,
     node,
     pool_status,
@@ -34,7 +33,6 @@ from sgpu_magic.wire import (
     rank_events,
     run,
     tracking,
-    zygote,
 )
 from sgpu_magic.wire.record import Record, check_id, is_valid_id, new_id
 from sgpu_magic.wire.states import TRANSITIONS, RunState, can_move
@@ -44,7 +42,6 @@ MODULES = (
     client,
     devices,
     events,
-    failures,
     files,
     node,
     pool_status,
@@ -52,7 +49,6 @@ MODULES = (
     rank_events,
     run,
     tracking,
-    zygote,
 )
 GOLDEN = Path(__file__).parents[2] / "golden" / "protocol_shapes.txt"
 
@@ -61,8 +57,8 @@ UNIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
     "pool -> client": (client.PoolMessage, codec.pool_messages),
     "pool -> agent": (node.ToAgent, codec.to_agent),
     "agent -> pool": (node.FromAgent, codec.from_agent),
-    "agent -> zygote": (zygote.ToZygote, codec.to_zygote),
-    "zygote -> agent": (zygote.FromZygote, codec.from_zygote),
+    "agent -> zygote": (rank.ToZygote, codec.to_zygote),
+    "zygote -> agent": (rank.FromZygote, codec.from_zygote),
     "agent -> rank": (rank.ToRank, codec.to_rank),
     "rank -> agent": (rank.FromRank, codec.from_rank),
     "pool -> tracker": (tracking.ToTracker, codec.to_tracker),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sgpu_magic.worker.process.after_import import after_import, refuse_launchers
+from sgpu_magic.worker.process.patches import after_import, refuse_launchers
 
 
 @pytest.fixture

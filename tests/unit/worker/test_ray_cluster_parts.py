@@ -20,15 +20,14 @@ import pytest
 from launches import placed_launch
 from msgspec.structs import replace
 
-from sgpu_magic.agent.runs import ray_place
+from sgpu_magic.agent.runs.run_files import make_ray_directories, remove_ray_directories, sweep_ray_directories
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.node import Launch, Part
 from sgpu_magic.wire.record import new_id
-from sgpu_magic.worker.ray import driver
-from sgpu_magic.worker.ray.driver import written_in
-from sgpu_magic.worker.ray.metrics import values_in
-from sgpu_magic.worker.ray.ray_run import with_frames
+from sgpu_magic.worker.ray import ray_processes
+from sgpu_magic.worker.ray.driver import with_frames
+from sgpu_magic.worker.ray.ray_processes import values_in, written_in
 
 METRICS = """# HELP ray_node_cpu_utilization of the node
 ray_node_cpu_utilization{Version="2.60.0",ip="10.0.0.1",IsHeadNode="true"} 12.5
@@ -74,7 +73,7 @@ def test_nothing_is_kept_of_a_run_whose_lease_is_dropped(monkeypatch: pytest.Mon
         removed.append(name)
 
     monkeypatch.setattr(beside_ray.cluster, "connect", lambda *_: connected.wait())
-    monkeypatch.setattr(beside_ray.groups, "remove", remove)
+    monkeypatch.setattr(beside_ray.cluster, "remove", remove)
 
     async def drop() -> int:
         ours, theirs = socket.socketpair()
@@ -104,26 +103,26 @@ def test_the_nodes_numbers_are_read_from_prometheus_format():
 
 
 def test_its_directories_are_private_and_go(settings: Settings, launch: Launch):
-    made = ray_place.make(launch, settings)
+    made = make_ray_directories(launch, settings)
     for directory in (made.directory, made.disk_directory):
         assert os.stat(directory).st_mode & 0o777 == 0o700
     # what a run's attempt before has left is no obstacle
     Path(made.directory, "session").mkdir()
-    assert ray_place.make(launch, settings) == made
+    assert make_ray_directories(launch, settings) == made
     assert not Path(made.directory, "session").exists()
-    ray_place.remove(launch.spec.run_id, settings)
+    remove_ray_directories(launch.spec.run_id, settings)
     assert not Path(made.directory).exists()
     assert not Path(made.disk_directory).exists()
 
 
 def test_a_sweep_leaves_what_goes_on_and_what_is_a_link(settings: Settings, launch: Launch, tmp_path: Path):
-    made = ray_place.make(launch, settings)
+    made = make_ray_directories(launch, settings)
     dead = [settings.runtime_path / "ray-00000000", settings.state_path / "ray" / "00000000"]
     for directory in dead:
         directory.mkdir()
     (tmp_path / "mine").mkdir()
     (settings.runtime_path / "ray-11111111").symlink_to(tmp_path / "mine")
-    ray_place.sweep(settings, [launch.spec.run_id])
+    sweep_ray_directories(settings, [launch.spec.run_id])
     assert Path(made.directory).is_dir()
     assert Path(made.disk_directory).is_dir()
     assert not any(directory.exists() for directory in dead)
@@ -134,18 +133,18 @@ def test_sockets_have_short_paths_wherever_the_runtime_directory_is(settings: Se
     deep = tmp_path / ("x" * 60)
     deep.mkdir(parents=True)
     settings = replace(settings, runtime_dir=str(deep))
-    found = Path(ray_place.make(launch, settings).directory)
+    found = Path(make_ray_directories(launch, settings).directory)
     assert len(f"{found}/r/session_2026-11-22_18-41-05_080720_1234567/sockets/dash_MetricsHead") <= 107
     # and there too nothing stays of a run whose agent was killed
-    ray_place.sweep(settings, [launch.spec.run_id])
+    sweep_ray_directories(settings, [launch.spec.run_id])
     assert found.is_dir()
-    ray_place.sweep(settings, [])
+    sweep_ray_directories(settings, [])
     assert not found.exists()
 
 
 def test_objects_take_what_is_asked_but_never_more_than_their_share(settings: Settings, launch: Launch):
-    few = ray_place.make(launch, replace(settings, ray_object_bytes=200_000_000)).object_store_bytes
-    many = ray_place.make(launch, replace(settings, ray_object_bytes=10**15)).object_store_bytes
+    few = make_ray_directories(launch, replace(settings, ray_object_bytes=200_000_000)).object_store_bytes
+    many = make_ray_directories(launch, replace(settings, ray_object_bytes=10**15)).object_store_bytes
     assert few == 200_000_000
     assert few < many < 0.31 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -153,7 +152,7 @@ def test_objects_take_what_is_asked_but_never_more_than_their_share(settings: Se
 def test_simulated_devices_are_said_to_be_that(settings: Settings, launch: Launch):
     lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("SIM-1", "SIM-2"), simulated=True)
     part = Part(index=1, nodes=2, first_rank=2, ranks=2, address="10.0.0.2")
-    made = ray_place.make(msgspec.structs.replace(launch, lease=lease, part=part), settings)
+    made = make_ray_directories(msgspec.structs.replace(launch, lease=lease, part=part), settings)
     assert (made.simulated, made.gpus, made.address) == (True, 2, "10.0.0.2")
     assert made.cpus >= 2
 
@@ -168,10 +167,10 @@ def test_tasks_are_no_ranks_and_another_clusters_variables_are_not_theirs():
         "HF_TOKEN": "t",
     }
     ray = {"RAY_AUTH_MODE": "token"}
-    found = driver.of_processes(rank, ray, ["/code"], "/package")
+    found = ray_processes.of_processes(rank, ray, ["/code"], "/package")
     assert found == {"HOME": "/h", "HF_TOKEN": "t", "RAY_AUTH_MODE": "token", "PYTHONPATH": "/code:/package"}
-    found = driver.of_processes(rank, ray, ["/code"], "/package", maps_cuda=True)
-    assert "sgpu_magic.worker.process.cuda_in_children.map_cuda_in_task" in found.values()
+    found = ray_processes.of_processes(rank, ray, ["/code"], "/package", maps_cuda=True)
+    assert "sgpu_magic.worker.process.patches.map_cuda_in_task" in found.values()
 
 
 def test_lines_of_workers_are_counted_without_rays_marks(tmp_path: Path):

@@ -10,8 +10,8 @@ import pytest
 from ranks import Session, Zygote
 from waiting import eventually
 
-from sgpu_magic.wire.failures import Collective
 from sgpu_magic.wire.rank import Collectives, Finished, Renew, Renewed, TellCollectives
+from sgpu_magic.wire.rank_events import Collective
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files, /proc")
 

@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.compat.notebook.dbutils import Utility, Widgets
-from sgpu_magic.options.defaults import as_words, of_process
-from sgpu_magic.options.notebook_job import NotebookExit
+from sgpu_magic.options.notebook_job import NotebookExit, as_words, of_process
 from sgpu_magic.packages.distributions import Distribution, Snapshot
 from sgpu_magic.packages.snapshot import Change, changes, take_snapshot, versions
 from sgpu_magic.payload.namespace import is_ipythons

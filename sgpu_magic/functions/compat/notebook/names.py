@@ -16,8 +16,7 @@ from sgpu_magic.functions.compat.notebook import displayHTML, file_system
 from sgpu_magic.functions.compat.notebook.dbutils import Secrets, Utility, Widgets
 from sgpu_magic.functions.compat.notebook.execution import Library, Notebook, RunMagic
 from sgpu_magic.functions.compat.notebook.file_system import FileSystem
-from sgpu_magic.options.defaults import is_job
-from sgpu_magic.options.notebook_job import parameters_of_process
+from sgpu_magic.options.notebook_job import is_job, parameters_of_process
 from sgpu_magic.payload.notebook_text import CELL_MAGIC_NAMES, with_cell_magic
 
 _FIRST_LINE = re.compile(r"\s*%([A-Za-z][A-Za-z-]*)(?![\w%-])[ \t]*(.*)")

@@ -1,4 +1,4 @@
-"""The ranks of a run as static HTML: a grid while they run, one `<details>` each once they have ended."""
+"""The ranks of a run, each with its state, usage and last line: as cards of the live view, and as static HTML."""
 
 from __future__ import annotations
 
@@ -12,13 +12,111 @@ from weakref import WeakKeyDictionary
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe, sparkline
+from sgpu_magic.views.live.bars import bar_of, without_bar
+from sgpu_magic.views.live.schema import Curve, RankCard, Tone
 from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting, html_limit
-from sgpu_magic.views.run_notes import last_part, restart_command
+from sgpu_magic.views.run_notes import died_of, error_line, last_part, restart_command
 from sgpu_magic.views.summary_words import curve_text, is_low, measured_lines, whole_text
 from sgpu_magic.views.units import count_of
-from sgpu_magic.views.usage import use_text
-from sgpu_magic.views.words import new_host
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.views.usage import Drawn, detail_lines, use_text
+from sgpu_magic.views.words import BEFORE_RANKS, new_host
+from sgpu_magic.wire.rank_events import Failure, RankSample
+from sgpu_magic.wire.states import FailureKind, RunState
+
+_MAX_LAST_CHARS = 160
+_MAX_SEEN_CHARS = 1000
+_MAX_LABEL_CHARS = 80
+
+
+def rank_cards(view: RunView) -> tuple[RankCard, ...]:
+    """Return a card for each rank; none before the ranks are being started."""
+    never_started = view.lease is None and not view.rank_failures
+    is_there = view.spec.in_session and view.state is not RunState.QUEUED
+    if (view.state in BEFORE_RANKS and not is_there) or never_started:
+        return ()
+    failures = {failure.rank: failure for failure in reversed(view.others) if failure.rank is not None}
+    failures |= {rank: failure for rank, failure in view.rank_failures.items() if rank >= 0}
+    if view.failure is not None and view.failure.rank is not None and view.state is not RunState.SUCCEEDED:
+        failures[view.failure.rank] = view.failure
+    said = view.output.last_lines
+    return tuple(
+        _card(view, at, failures.get(rank), ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]))
+        for at, rank in enumerate(view.rank_numbers)
+    )
+
+
+def _card(view: RunView, at: int, failure: Failure | None, last: str) -> RankCard:
+    rank = view.rank_numbers[at]
+    state, tone = _state(view, rank, failure)
+    usage = view.usage.ranks.get(rank)
+    latest = usage.latest if usage is not None else None
+    return RankCard(
+        rank=rank,
+        state=state,
+        tone=tone,
+        label=ansi.plain(_label(view, rank))[:_MAX_LABEL_CHARS],
+        last=_last(rank, state, failure, without_bar(last) or _place(state, latest))[:_MAX_LAST_CHARS],
+        bar=bar_of(last) if state == "running" else None,
+        use=use_text(latest) if latest is not None else "",
+        details=tuple(ansi.plain(line)[:200] for line in detail_lines(latest)) if latest is not None else (),
+        curves=tuple(map(_curve, usage.curves())) if usage is not None else (),
+        idle=ansi.plain(usage.idle_text)[:200] if usage is not None else "",
+        host=new_host(view, view.rank_numbers, at),
+    )
+
+
+def _label(view: RunView, rank: int) -> str:
+    """Return the rank's device, "" when it has none."""
+    return view.labels[rank] if rank < len(view.labels) else ""
+
+
+def _state(view: RunView, rank: int, failure: Failure | None) -> tuple[str, Tone]:
+    if view.session is not None and not view.is_final:
+        if rank in view.session.dead:
+            return "dead", "bad"
+        if view.state is RunState.RUNNING:
+            return "alive", "good"
+    if view.state is RunState.SUCCEEDED:
+        return "done", "good"
+    if failure is not None:
+        if failure.is_consequence:
+            return "released", "plain"
+        if last_part(failure.type_name) == "KeyboardInterrupt":
+            # the stop path interrupts ranks that are not blocked in a collective
+            return "ended", "plain"
+        return "failed", "bad"
+    if view.is_final:
+        return "ended", "plain"
+    return ("waiting", "plain") if view.state is RunState.STARTING else ("running", "busy")
+
+
+def _last(rank: int, state: str, failure: Failure | None, last: str) -> str:
+    """Return the rank's last line, or its failure or restart command, which take precedence."""
+    if state == "dead":
+        return restart_command((rank,))
+    if failure is None or state != "failed":
+        return last
+    silent = failure.kind is FailureKind.WORKER_DIED and not failure.message
+    return ansi.plain(died_of(failure) if silent else error_line(failure))
+
+
+def _place(state: str, latest: RankSample | None) -> str:
+    """Return `at line 3: import torch` for a rank that runs and has printed nothing."""
+    return f"at {ansi.plain(latest.line)}" if state == "running" and latest is not None and latest.line else ""
+
+
+def _curve(drawn: Drawn) -> Curve:
+    return Curve(
+        name=drawn.name,
+        unit=drawn.unit,
+        values=drawn.series.values,
+        began_s=round(drawn.series.began_s, 1),
+        step_s=drawn.series.step_s,
+        top=drawn.top,
+    )
+
+
+# ---------------------------------------------------------------- as static HTML
 
 MAX_RANKS = 64
 _MAX_LIVE_CHARS = 160
@@ -43,7 +141,7 @@ def live_ranks_html(view: RunView) -> str:
     for at, rank in enumerate(ranks[:MAX_RANKS]):
         cells.append(_host_row(new_host(view, ranks, at)))
         latest = usage[rank].latest if rank in usage else None
-        label = use_text(latest) if latest is not None else view.labels[rank] if rank < len(view.labels) else ""
+        label = use_text(latest) if latest is not None else _label(view, rank)
         label = f" {escape(label)}"
         failure = view.rank_failures.get(rank)
         if rank in dead:
@@ -60,9 +158,8 @@ def live_ranks_html(view: RunView) -> str:
             f'<div style="{MONO};font-size:11.5px;{SOFT};white-space:nowrap;overflow:hidden;'
             f'text-overflow:ellipsis;min-height:1.45em">{safe(ansi.plain(last)[:_MAX_LIVE_CHARS])}</div></div>'
         )
-    rest = len(ranks) - MAX_RANKS
-    more = f"and {count_of(rest, 'more rank')}" if rest > 0 else ""
-    cells += [f'<div style="padding:3px 12px">{more}</div>'] if more else []
+    if (rest := len(ranks) - MAX_RANKS) > 0:
+        cells.append(f'<div style="padding:3px 12px">and {count_of(rest, "more rank")}</div>')
     return (
         f'<div style="display:grid;grid-template-columns:repeat({columns},minmax(0,1fr));'
         f'border-bottom:1px solid {LINE}">{"".join(cells)}</div>'
@@ -134,8 +231,8 @@ class _Parts:
 
     def __init__(self, view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> None:
         usage = view.usage.ranks.get(rank)
-        state, colour = _state(view, rank)
-        label = view.labels[rank] if rank < len(view.labels) else ""
+        state, colour = _ended_as(view, rank)
+        label = _label(view, rank)
         count = view.output.rank_lines.get(rank, 0)
         use = escape(whole_text(usage)) if usage is not None else ""
         said = [state, use, count_of(count, "line") if count else ""]
@@ -176,7 +273,7 @@ class _Parts:
         return f"{self._head}{inside}</div></details>"
 
 
-def _state(view: RunView, rank: int) -> tuple[str, str]:
+def _ended_as(view: RunView, rank: int) -> tuple[str, str]:
     """Return how the rank ended, "" if as the run did, and the style of its name."""
     if view.failure is not None and view.failure.rank == rank:
         return f'<span style="color:{BAD}">✕ failed</span>', f";color:{BAD}"

@@ -1,26 +1,108 @@
-"""The content of `%sgpu_env`: the kernel's packages, differences to a base environment, changes not in use yet."""
+"""Descriptions of environments: the files that a run's directory gets of one, and the report of `%sgpu_env`."""
 
 from __future__ import annotations
 
+import enum
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sgpu_magic.config import Settings
+import msgspec
+
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
+from sgpu_magic.options.asked import OWN_PACKAGES
 from sgpu_magic.packages import named_environments, snapshot
 from sgpu_magic.packages.distributions import Kind, Snapshot, normalised
-from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
+from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock, lock_order, make_lock
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
-from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
 from sgpu_magic.packages.snapshot import changes, process_began_at, stale_modules, versions
 from sgpu_magic.views.pool_tables import EnvironmentReport
 from sgpu_magic.views.units import Row
+from sgpu_magic.wire.attachments import Environment
 
 if TYPE_CHECKING:
+    from sgpu_magic.packages.mismatches import Package
     from sgpu_magic.runs.sessions.session import Session
+
+# below the state directory
+WHEELS = "wheels"
+_LOCKS = "locks"
+_WHEELS_STAY_S = 60 * 24 * 3600.0
+# after a failure, the index is not asked again for this long: a dead network would delay each run
+_FAILED_STAYS_S = 600.0
+_failed: dict[str, tuple[float, Lock]] = {}
+
+
+class Ask(enum.Enum):
+    """How a lock file is requested."""
+
+    # only an existing one
+    KEPT = enum.auto()
+    # made if needed, at low priority in the background
+    GENTLY = enum.auto()
+    # made if needed, while the caller waits
+    NOW = enum.auto()
+
+
+class Described(msgspec.Struct, frozen=True):
+    """An environment whose description files are sent to a pool.
+
+    Args:
+        made_of: A snapshot of this process's packages, or an environment that a node builds.
+    """
+
+    made_of: Snapshot | Environment
+
+    @property
+    def digest(self) -> str:
+        return self.made_of.digest
+
+    def requirements(self, lock: Lock | None) -> str:
+        """Return the text of `requirements.txt`, with the details of the lock file."""
+        # imported here: only needed to write these texts
+        from sgpu_magic.packages.requirement_files import environment_requirements, snapshot_requirements
+
+        if isinstance(self.made_of, Environment):
+            return environment_requirements(self.made_of, lock)
+        return snapshot_requirements(self.made_of, lock)
+
+    def lock_of(self, ask: Ask) -> Lock | None:
+        """Return the environment's lock file; None if there is none, or the settings disable lock files."""
+        settings = load_settings()
+        if not settings.lock_environments:
+            return None
+        root = settings.state_path / _LOCKS
+        key = f"{self.digest}-order" if isinstance(self.made_of, Environment) else self.digest
+        lock = kept_lock(root, key)
+        if lock is None and ask is not Ask.KEPT:
+            failed_at, lock = _failed.get(key, (-_FAILED_STAYS_S, None))
+            if lock is not None and time.monotonic() - failed_at < _FAILED_STAYS_S:
+                return lock
+            lock = self._make_lock(settings, gently=ask is Ask.GENTLY)
+            if lock.problem:
+                _failed[key] = (time.monotonic(), lock)
+            else:
+                keep_lock(root, key, lock)
+        return lock
+
+    def _make_lock(self, settings: Settings, *, gently: bool) -> Lock:
+        # imported here: a kernel does not need these at its start
+        from sgpu_magic.packages.uv_command import index_variables
+        from sgpu_magic.packages.wheels import remove_old_wheels
+
+        variables = index_variables(settings.index_url)
+        if isinstance(self.made_of, Environment):
+            return lock_order(self.made_of, sys.executable, variables, gently=gently)
+        wheels = settings.state_path / WHEELS
+        remove_old_wheels(wheels, time.time() - _WHEELS_STAY_S)
+        return make_lock(self.made_of, wheels, variables, gently=gently)
+
+
+# ---------------------------------------------------------------- the report of %sgpu_env
 
 _KINDS = {
     Kind.REGISTRY: "from an index",
@@ -46,37 +128,38 @@ def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "
     Raises:
         UsageError: There is no such environment or file.
     """
+    # imported here, as below: a kernel does not need these at its start
+    from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
+
     now = snapshot.take_snapshot()
+    installed = packages_of(now)
     kinds = Counter(found.kind for found in now.distributions)
     told = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in kinds.most_common())
+    lines = [f"packages: {told}"]
+    if settings.env_version not in OWN_PACKAGES:
+        lines.append(f"runs have the packages of {settings.env_version} (setting env_version)")
+    if saved := named_environments.saved_names(settings):
+        lines.append(f"saved: {', '.join(saved)}")
     return EnvironmentReport(
         title=f"Python {'.'.join(map(str, sys.version_info[:3]))}",
-        facts=(f"{len(now.distributions)} packages", _torch(now), f"digest {now.digest[:8]}", sys.prefix),
-        lines=(f"packages: {told}", *_default(settings), *_saved(settings)),
-        pending=(*stale_words(now), *since_connected(now, sessions)),
-        broken=tuple(
-            found.sentence for found in find_mismatches(packages_of(now), now.shadowed, driver=driver_version())
+        facts=(
+            f"{len(now.distributions)} packages",
+            _torch_words(installed.get("torch")),
+            f"digest {now.digest[:8]}",
+            sys.prefix,
         ),
+        lines=tuple(lines),
+        pending=(*stale_words(now), *since_connected(now, sessions)),
+        broken=tuple(found.sentence for found in find_mismatches(installed, now.shadowed, driver=driver_version())),
         compared_to=compared_to,
         differences=_differences(settings, now, compared_to) if compared_to else (),
     )
 
 
-def _torch(now: Snapshot) -> str:
-    torch = packages_of(now).get("torch")
+def _torch_words(torch: Package | None) -> str:
     if torch is None:
         return "no torch"
     return f"torch {torch.version}" + (f" (CUDA {torch.cuda})" if torch.cuda else " (no CUDA)")
-
-
-def _default(settings: Settings) -> list[str]:
-    chosen = settings.env_version
-    return [f"runs have the packages of {chosen} (setting env_version)"] if chosen not in ("", "none") else []
-
-
-def _saved(settings: Settings) -> list[str]:
-    names = named_environments.saved_names(settings)
-    return [f"saved: {', '.join(names)}"] if names else []
 
 
 def stale_words(now: Snapshot) -> list[str]:
@@ -118,6 +201,8 @@ def _differences(settings: Settings, now: Snapshot, name: str) -> tuple[Row, ...
 
 def _versions_of(settings: Settings, name: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return versions and remarks by normalised name; the remark of "" is Python's minor version."""
+    from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
+
     if name in BASE_NAMES:
         base = base_list(name)
         listed = {**base.public, **base.left_out}

@@ -1,18 +1,117 @@
-"""Parts of a failure that every view shows: the cell's own lines, and the beginning of the message."""
+"""Tracebacks by the notebook's lines: where a frame is, and the part of a traceback that every view shows."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from sgpu_magic.views.run_notes import last_part
-from sgpu_magic.views.sources import Sources
-from sgpu_magic.wire.failures import Failure, StackFrame
+from sgpu_magic.views.run_notes import error_text, last_part
+from sgpu_magic.views.units import clipped
+from sgpu_magic.wire.rank_events import Failure, StackFrame
 from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import FailureKind, RunKind
+
+_CELL_FILE = re.compile(r"<ipython-input-(\d+)-")
+NO_FUNCTION = ("<module>", "<cell line: 0>", "")
+"""Names of code outside functions: a module or a cell."""
+
+# on a rank, it calls the function of a call
+_CALLER = "sgpu_magic/payload/call.py"
+# width of a line number with its arrow
+_NUMBER_CHARS = 7
+_MAX_SOURCE = 80
+
+
+class Sources:
+    """Maps frames of a stack to the notebook's lines.
+
+    Args:
+        cell: The run's cell, with the sources of other cells whose functions were shipped.
+    """
+
+    def __init__(self, cell: CellSource) -> None:
+        self._number = cell.execution_count
+        # line numbers as in a rank: the magic's line comes first, unless the body starts with another magic
+        inner = cell.body.lstrip().startswith("%%")
+        above = [] if inner or not cell.magic_line else [cell.magic_line]
+        self._cell = [*above, *cell.body.splitlines()]
+        self._others = {name: (source.splitlines(), number) for name, source, number in cell.linecache}
+        self._script = cell.file or None
+
+    def is_notebook(self, frame: StackFrame) -> bool:
+        return frame.file in self._others or self._is_own(frame)
+
+    def _is_own(self, frame: StackFrame) -> bool:
+        return frame.file == self._script or _CELL_FILE.match(frame.file) is not None
+
+    def place(self, frame: StackFrame) -> str:
+        """Return `Cell In[7], line 15`, or the file's name and the line."""
+        return f"{self._file(frame, os.path.basename(frame.file))}, line {frame.line}"
+
+    def source(self, frame: StackFrame) -> str:
+        """Return the notebook's line without its indent, "" for other files."""
+        lines = self._lines(frame)
+        return clipped(lines[frame.line - 1].strip(), _MAX_SOURCE) if 0 < frame.line <= len(lines) else ""
+
+    def context(self, frame: StackFrame, around: int = 2) -> list[str]:
+        """Return a frame in the notebook as IPython's tracebacks have it: its place, its line and those around it.
+
+        Args:
+            frame: The frame.
+            around: The number of lines before and after it.
+
+        Returns:
+            The lines; empty for other files.
+        """
+        lines = self._lines(frame)
+        if not 0 < frame.line <= len(lines):
+            return []
+        drawn = self.entry(frame)[:1]
+        for number in range(max(frame.line - around, 1), min(frame.line + around, len(lines)) + 1):
+            digits = f"{number}"
+            mark = f"{'-' * (_NUMBER_CHARS - 2 - len(digits))}> {digits}" if number == frame.line else digits
+            drawn.append(f"{mark:>{_NUMBER_CHARS}} {lines[number - 1]}".rstrip())
+        return drawn
+
+    def entry(self, frame: StackFrame) -> list[str]:
+        """Return a frame as in a traceback: its place, and its source line if it is in the notebook."""
+        where = "" if frame.function in NO_FUNCTION else f", in {frame.function}"
+        source = self.source(frame)
+        head = f"{self._file(frame, f'File {frame.file}')}, line {frame.line}{where}"
+        return [head, f"  {source}"] if source else [head]
+
+    def own_frames(self, frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
+        """Return the frames without those that started the cell or called the function; innermost first."""
+        caller = caller_at(frames)
+        if caller:
+            return frames[:caller]
+        outermost = max((at for at, frame in enumerate(frames) if self.is_notebook(frame)), default=len(frames) - 1)
+        return frames[: outermost + 1]
+
+    def _lines(self, frame: StackFrame) -> Sequence[str]:
+        own = self._cell if self._is_own(frame) else []
+        return self._others.get(frame.file, (own, None))[0]
+
+    def _file(self, frame: StackFrame, otherwise: str) -> str:
+        if frame.file in self._others:
+            number = self._others[frame.file][1]
+            unnumbered = otherwise if os.path.isabs(frame.file) else "the notebook"
+            return unnumbered if number is None else f"Cell In[{number}]"
+        if _CELL_FILE.match(frame.file):
+            return f"Cell In[{self._number}]" if self._number is not None else "the cell"
+        return otherwise
+
+
+def caller_at(frames: Sequence[StackFrame]) -> int:
+    """Return the index of the frame that calls the function of a call, 0 in a cell."""
+    return next((at for at, frame in enumerate(frames) if frame.file.endswith(_CALLER)), 0)
+
+
+# ---------------------------------------------------------------- what is always shown of a traceback
 
 _RULE = re.compile(r"-{5,}")
 _HEADING = re.compile(r"[\w.]+ +Traceback \(most recent call last\):?")
@@ -25,7 +124,6 @@ _IN_FRAME = re.compile(r"[ \t]|-+>|Cell In\[|File ")
 # the outermost and the innermost ones of the cell's frames
 _MAX_FRAMES = 4
 _MAX_CHAIN_LINES = 20
-_MAX_CODE_CHARS = 200
 _MAX_MESSAGE_ROWS = 6
 # characters of a row in a narrow notebook
 _ROW_CHARS = 85
@@ -103,11 +201,16 @@ def split_traceback(failure: Failure) -> tuple[list[str], list[str]]:
 def line_of_cell(failure: Failure, cell: CellSource) -> list[str]:
     """Return the line of the cell that a rank was executing and the lines around it; empty if it is unknown."""
     sources = Sources(cell)
-    frame = next((frame for frame in failure.stack if sources.is_notebook(frame)), None)
-    if frame is None and not failure.stack and failure.line is not None:
-        function = failure.where if failure.kind is FailureKind.WORKER_DIED else ""
-        frame = StackFrame(cell.file or f"<ipython-input-{cell.execution_count or 0}->", failure.line, function)
+    stack = stack_of(failure, cell, failure.where if failure.kind is FailureKind.WORKER_DIED else "")
+    frame = next((frame for frame in stack if sources.is_notebook(frame)), None)
     return sources.context(frame) if frame is not None else []
+
+
+def stack_of(failure: Failure, cell: CellSource, function: str) -> Sequence[StackFrame]:
+    """Return a rank's stack; without one, a frame of the cell's `function` for its last known line, if any."""
+    if failure.stack or failure.line is None:
+        return failure.stack
+    return (StackFrame(cell.file or f"<ipython-input-{cell.execution_count or 0}->", failure.line, function),)
 
 
 def beginning(lines: Sequence[str]) -> tuple[list[str], bool]:
@@ -124,11 +227,6 @@ def beginning(lines: Sequence[str]) -> tuple[list[str], bool]:
         shown.append(line)
         rows -= needed
     return shown, True
-
-
-def clipped(line: str, most: int = _MAX_CODE_CHARS) -> str:
-    """Return the beginning of a line."""
-    return line if len(line) <= most else f"{line[:most]} ..."
 
 
 def cut_lines(lines: Sequence[str], most: int) -> list[str]:
@@ -173,10 +271,7 @@ def _message_at(body: list[str], failure: Failure) -> int | None:
 
 
 def _error_lines(failure: Failure) -> list[str]:
-    name, message = last_part(failure.type_name), failure.message.strip("\n")
-    if not name or message.startswith((f"{name}:", f"{failure.type_name}:")) or message == name:
-        return (message or name or f"{failure.kind}").split("\n")
-    return (f"{name}: {message}" if message else name).split("\n")
+    return error_text(failure, failure.message.strip("\n")).split("\n")
 
 
 def _bounded(block: list[str]) -> list[str]:

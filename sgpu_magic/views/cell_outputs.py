@@ -1,0 +1,298 @@
+"""Outputs below a cell that are updated in place: the parts of a run, the progress of a sweep."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import TextIO
+
+import msgspec
+from msgspec.structs import replace
+
+from sgpu_magic.views import ansi
+from sgpu_magic.views.bundle import caption_bundle, mime_bundle
+from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.html_style import BAD, BOX, GOOD, LINE, MONO, SANS, SOFT
+from sgpu_magic.views.output import Caption, Part, ShownDisplay, TextSegment, segments
+from sgpu_magic.views.output_buffer import DisplayItem
+from sgpu_magic.views.units import count_of, format_seconds
+
+
+class OutputSlots:
+    """Publishes a run's parts, each in its own output that is updated by its display id.
+
+    Args:
+        view: The run.
+        bundle: Returns the MIME bundle to publish for a display, given whether the run has ended; by default the
+            static form.
+    """
+
+    def __init__(self, view: RunView, bundle: Callable[[DisplayItem, bool], dict[str, object]] | None = None) -> None:
+        self._view = view
+        self._bundle = bundle or self._static
+        # the same run may be shown in two cells
+        self._token = secrets.token_hex(4)
+        # the current bundle and metadata of each output
+        self._shown: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
+
+    def draw(self, budget: int | None = None, limit: int | None = None, remark: str = "") -> tuple[int, bool]:
+        """Publish the outputs that have changed.
+
+        Args:
+            budget: Messages allowed; None for no limit.
+            limit: Bytes of HTML allowed for a live form's segment; None for the final form.
+            remark: A sentence below the first text, "" for none.
+
+        Returns:
+            The number of messages, and whether everything was published.
+        """
+        parts = self._fold_strays(segments(self._view))
+        if limit is not None:
+            parts = self._without_bare_end(parts)
+        last_text = max(at for at, part in enumerate(parts) if isinstance(part, TextSegment))
+        sent = 0
+        for at, part in enumerate(parts):
+            if budget is not None and sent >= budget:
+                return sent, False
+            first, last = at == 0, at == last_text
+            if not isinstance(part, TextSegment):
+                sent += self._show_rich(part, final=limit is None)
+            else:
+                # a following display moves the footer to a later segment, so that only one has it at the end
+                bundle = mime_bundle(self._view, part, first, last, limit)
+                if first and remark:
+                    bundle["text/html"] = f'{bundle["text/html"]}<div style="{SOFT};{SANS}">{escape(remark)}</div>'
+                    bundle["text/plain"] = f"{bundle['text/plain']}\n{remark}"
+                if bundle["text/html"] or part.slot in self._shown:
+                    sent += self._show(part.slot, bundle)
+        return sent + self._empty_others(parts), True
+
+    def open(self, bundle: dict[str, object]) -> None:
+        """Publish a live view in the place of the run's first text."""
+        self._show(0, bundle)
+
+    def draw_displays(self, budget: int) -> tuple[int, bool]:
+        """Publish displays and captions, and empty outputs for the text between them, below an open live view.
+
+        Args:
+            budget: Messages allowed.
+
+        Returns:
+            As `draw`.
+        """
+        live, *parts = self._fold_strays([TextSegment(()), *segments(self._view)[1:-1]])
+        sent = 0
+        for part in parts:
+            if sent >= budget:
+                return sent, False
+            if not isinstance(part, TextSegment):
+                sent += self._show_rich(part, final=False)
+            else:
+                sent += self._show(part.slot, {"text/html": "", "text/plain": ""})
+        return sent + self._empty_others([live, *parts]), True
+
+    def _without_bare_end(self, parts: list[Part]) -> list[Part]:
+        """Leave out a last text without lines: the text before it has the footer until the run has ended."""
+        end = parts[-1]
+        is_bare = isinstance(end, TextSegment) and not end.items and end.slot not in self._shown
+        return parts[:-1] if is_bare and len(parts) > 1 else parts
+
+    def _fold_strays(self, parts: list[Part]) -> list[Part]:
+        """Merge text that would need a new output above an existing one into the text before it."""
+        there = [at for at, part in enumerate(parts) if part.slot in self._shown]
+        last_shown = there[-1] if there else -1
+        kept: list[Part] = []
+        for at, part in enumerate(parts):
+            stray = at < last_shown and isinstance(part, TextSegment) and part.slot not in self._shown
+            if not stray:
+                kept.append(part)
+                continue
+            before = next((i for i in reversed(range(len(kept))) if isinstance(kept[i], TextSegment)), None)
+            text = kept[before] if before is not None else None
+            if before is not None and isinstance(text, TextSegment) and isinstance(part, TextSegment):
+                kept[before] = TextSegment((*text.items, *part.items), text.slot)
+        return kept
+
+    def _empty_others(self, parts: Sequence[Part]) -> int:
+        """Clear outputs whose part no longer exists; return the number of messages."""
+        wanted = {part.slot for part in parts}
+        return sum(self._show(slot, {"text/plain": ""}) for slot in self._shown.keys() - wanted)
+
+    def _static(self, item: DisplayItem, final: bool) -> dict[str, object]:
+        return self._view.models.static(item.rank, item.bundle)
+
+    def _show_rich(self, part: Caption | ShownDisplay, *, final: bool) -> int:
+        if isinstance(part, Caption):
+            return self._show(part.slot, caption_bundle(part))
+        return self._show(part.slot, self._bundle(part.item, final), part.item.metadata)
+
+    def _show(self, slot: int, data: dict[str, object], metadata: dict[str, object] | None = None) -> int:
+        """Publish or update one output; return the number of messages sent."""
+        shown, content = self._shown.get(slot), (data, metadata or {})
+        if shown == content:
+            return 0
+        self._shown[slot] = content
+        _publish(f"sgpu-{self._view.run_id}-{self._token}-{slot}", *content, update=shown is not None)
+        return 1
+
+
+def _publish(display_id: str, data: dict[str, object], metadata: dict[str, object], *, update: bool) -> None:
+    # IPython declares no types here
+    from IPython.display import publish_display_data  # pyright: ignore[reportUnknownVariableType]
+
+    publish_display_data(data, metadata, transient={"display_id": display_id}, update=update)
+
+
+# ---------------------------------------------------------------- a sweep
+
+_INTERVAL_S = 0.25
+_FIRST_AFTER_S = 0.1
+_MAX_FAILURES = 10
+_BAR_CHARS = 24
+
+
+class SweepPicture(msgspec.Struct, frozen=True):
+    """What is shown of a sweep.
+
+    Args:
+        name: The function's name.
+        done: Number of items that have a result.
+        running: Number of items whose ranks run.
+        failed: Number of items that failed.
+        total: Number of all items, None while unknown.
+        seconds: Seconds since its start.
+        failures: A line for each of the first failures.
+        ending: Why it ended early, "" while it runs or when all items are done.
+        is_final: It has ended.
+    """
+
+    name: str
+    done: int = 0
+    running: int = 0
+    failed: int = 0
+    total: int | None = None
+    seconds: float = 0.0
+    failures: tuple[str, ...] = ()
+    ending: str = ""
+    is_final: bool = False
+
+    @property
+    def begun(self) -> int:
+        """Items that have started."""
+        return self.done + self.failed + self.running
+
+    @property
+    def waiting(self) -> int:
+        """Items that have not started."""
+        return max(0, (self.total or 0) - self.begun)
+
+    @property
+    def whole(self) -> int:
+        """All items, those that have started while their total is unknown; at least 1."""
+        return max(self.total or self.begun, 1)
+
+
+def progress_line(picture: SweepPicture) -> str:
+    """Return `tune · 7 of 20 done · 4 running · 9 waiting · 1 failed · 12.4 s`."""
+    of = f" of {picture.total:,}" if picture.total is not None else ""
+    parts = [picture.name, f"{picture.done:,}{of} done"]
+    if not picture.is_final:
+        parts += [
+            f"{count:,} {word}" for count, word in ((picture.running, "running"), (picture.waiting, "waiting")) if count
+        ]
+    parts += [f"{picture.failed:,} failed"] if picture.failed else []
+    return " · ".join([*parts, *([picture.ending] if picture.ending else []), format_seconds(picture.seconds)])
+
+
+def failure_list(picture: SweepPicture) -> list[str]:
+    """Return a line for each of the first failures, and one with the number of others."""
+    shown = [ansi.plain(line) for line in picture.failures[:_MAX_FAILURES]]
+    more = picture.failed - len(shown)
+    return [*shown, *([f"and {count_of(more, 'more failure')}: .failures lists them all"] if more > 0 else [])]
+
+
+def progress_html(picture: SweepPicture) -> str:
+    """Return the bar, the line and the failures as HTML."""
+
+    def part(count: int, colour: str) -> str:
+        return f'<div style="width:{100 * count / picture.whole:.2f}%;background:{colour}"></div>' if count else ""
+
+    bar = (
+        f'<div style="display:flex;height:4px;background:{LINE}">'
+        f"{part(picture.done, GOOD)}{part(picture.failed, BAD)}"
+        f"{part(picture.running, f'{GOOD};opacity:.35') if not picture.is_final else ''}</div>"
+    )
+    name, *rest = progress_line(picture).split(" · ")
+    line = f'<b>{escape(name)}</b><span style="{SOFT}"> · {escape(" · ".join(rest))}</span>'
+    failures = "".join(f"<div>{escape(text)}</div>" for text in failure_list(picture))
+    told = f'<div style="padding:4px 12px 6px;{MONO};font-size:12px;color:{BAD}">{failures}</div>' if failures else ""
+    return f'<div style="{BOX}">{bar}<div style="padding:6px 12px">{line}</div>{told}</div>'
+
+
+class SweepProgress:
+    """Shows the progress of a sweep; its final form stays.
+
+    Args:
+        stream: Where text goes.
+        is_notebook: There is a front end that renders HTML.
+        ui: `none` shows nothing, `text` no HTML.
+    """
+
+    def __init__(self, stream: TextIO, *, is_notebook: bool, ui: str = "auto") -> None:
+        self._stream = stream
+        self._html = is_notebook and ui != "text"
+        self._silent = ui == "none"
+        self._is_terminal = stream.isatty()
+        self._display_id = ""
+        self._began: float | None = None
+        self._drawn_at = 0.0
+        self._drawn: SweepPicture | None = None
+
+    def is_due(self, now: float) -> bool:
+        """Whether an update is due: at most 4 times a second, and not in the first 100 ms."""
+        self._began = now if self._began is None else self._began
+        return now - self._began >= _FIRST_AFTER_S and now - self._drawn_at >= _INTERVAL_S
+
+    def show(self, picture: SweepPicture, now: float) -> None:
+        """Show the progress; if only the time has changed, at most once a second.
+
+        Args:
+            picture: The progress.
+            now: Monotonic time in seconds.
+        """
+        same = self._drawn is not None and replace(picture, seconds=self._drawn.seconds) == self._drawn
+        if self._silent or (same and now - self._drawn_at < 1.0):
+            return
+        self._drawn, self._drawn_at = picture, now
+        if self._html:
+            self._publish(picture)
+        elif self._is_terminal or picture.is_final:
+            self._write(picture)
+
+    def _write(self, picture: SweepPicture) -> None:
+        over = "\r\x1b[K" if self._is_terminal else ""
+        line = ansi.plain(progress_line(picture))
+        if self._is_terminal and not picture.is_final:
+            # a wrapped line could not be overwritten
+            columns = shutil.get_terminal_size().columns - 1
+            full = round(_BAR_CHARS * (picture.done + picture.failed) / picture.whole)
+            self._stream.write(over + f"[{'#' * full}{'.' * (_BAR_CHARS - full)}] {line}"[:columns])
+        else:
+            self._stream.write("".join(f"{text}\n" for text in (over + line, *failure_list(picture))))
+        self._stream.flush()
+
+    def _publish(self, picture: SweepPicture) -> None:
+        update = bool(self._display_id)
+        self._display_id = self._display_id or f"sgpu-sweep-{secrets.token_hex(4)}"
+        text = ansi.plain("\n".join((progress_line(picture), *failure_list(picture))))
+        _publish(self._display_id, {"text/plain": text, "text/html": progress_html(picture)}, {}, update=update)
+
+
+def failure_line(index: int, run: str, error: BaseException) -> str:
+    """Return `item 3 · run 7f3a · ValueError: bad batch`."""
+    said = str(getattr(error, "message", "") or error).strip().splitlines()
+    kind = type(error).__name__
+    told = f"{kind}: {said[0]}" if said else kind
+    return " · ".join(part for part in (f"item {index}", f"run {run}" if run else "", told) if part)

@@ -1,0 +1,196 @@
+"""Changes to other packages in a rank, and in the processes that it starts.
+
+Modules that would take seconds to import are changed when the rank imports them.
+
+multiprocessing pickles the notebook's classes and functions by reference to `__main__`, which spawn and forkserver
+children don't have: in a plain notebook, a DataLoader over a Dataset defined there fails (pytorch#51344). Here they are
+pickled by value. Those of a script are not: such children import its file, as they do outside of a rank.
+
+Where cuda is mapped to the CPU (see `cuda_on_cpu`), a forked process has the rank's mapping. To others, multiprocessing
+sends data to prepare themselves with, before they import the main module. Reading a `_Mapping` among this data maps
+cuda there. All these children import this module, so it imports little.
+"""
+
+# IPython's own attributes are only partly typed
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.spawn
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
+from typing import Any
+
+_KEY = "sgpu_cuda_on_cpu"
+Execute = Callable[[ModuleType], None]
+
+
+class _Finder(MetaPathFinder):
+    """Finds some modules through the finders after it, and lets `execute` execute them."""
+
+    def __init__(self, names: Sequence[str], execute: Callable[[Execute, ModuleType], None]) -> None:
+        self._names = names
+        self._execute = execute
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._names:
+            return None
+        at = next((at for at, finder in enumerate(sys.meta_path) if finder is self), len(sys.meta_path))
+        for finder in sys.meta_path[at + 1 :]:
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    # set on the loader object, which serves this import only
+                    spec.loader.exec_module = functools.partial(self._execute, spec.loader.exec_module)
+                return spec
+        return None
+
+
+def around_import(names: Sequence[str], execute: Callable[[Execute, ModuleType], None]) -> None:
+    """Call `execute` with the function that executes a module, and the module, when one of these is imported."""
+    sys.meta_path.insert(0, _Finder(names, execute))
+
+
+def after_import(names: Sequence[str], change: Callable[[Any], None]) -> None:
+    """Call `change` with each of these modules after its import; at once with those that are imported already."""
+    for name in names:
+        if name in sys.modules:
+            change(sys.modules[name])
+
+    def execute(original: Execute, module: ModuleType) -> None:
+        original(module)
+        change(module)
+
+    around_import(names, execute)
+
+
+def refuse_launchers() -> None:
+    """Let accelerate's `notebook_launcher` say that the ranks are there, instead of starting processes in each."""
+    after_import(("accelerate.launchers",), _refuse_notebook_launcher)
+
+
+def _refuse_notebook_launcher(module: Any) -> None:
+    @functools.wraps(module.notebook_launcher)
+    def notebook_launcher(function: Any = None, *args: object, **kwargs: object) -> None:
+        name = getattr(function, "__name__", "function")
+        raise RuntimeError(
+            f"notebook_launcher() on rank {os.environ.get('RANK', '?')}: the run's {os.environ.get('WORLD_SIZE', '')} "
+            f"ranks are there already, started as torchrun starts them. Call the function itself: {name}(...)."
+        )
+
+    module.notebook_launcher = notebook_launcher
+
+
+# ---------------------------------------------------------------- the notebook's classes in child processes
+
+
+def teach_multiprocessing() -> None:
+    """Make multiprocessing pickle classes and functions of `__main__` by value."""
+    ForkingPickler.reducer_override = _reduce_by_value  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def load(data: bytes) -> object:
+    """In the child, rebuild a class or function, and pickle such objects by value from then on."""
+    import cloudpickle
+
+    teach_multiprocessing()
+    return cloudpickle.loads(data)
+
+
+def _reduce_by_value(self: ForkingPickler, obj: object) -> Any:
+    if (
+        isinstance(obj, type | types.FunctionType)
+        and getattr(obj, "__module__", None) == "__main__"
+        and not _is_imported(obj)
+    ):
+        import cloudpickle
+
+        # multiprocessing's pickler can't pickle code objects, so cloudpickle's stream is nested in its own
+        return load, (cloudpickle.dumps(obj),)
+    return NotImplemented
+
+
+def _is_imported(obj: type | types.FunctionType) -> bool:
+    """Whether the child finds the object in the file that it imports for `__main__`."""
+    main = sys.modules["__main__"]
+    if not getattr(main, "__file__", None) or getattr(main, "__package__", None):
+        # a cell; or a module of a package, whose relative imports fail in the child
+        return False
+    try:
+        return operator.attrgetter(obj.__qualname__)(main) is obj
+    except AttributeError:
+        return False
+
+
+# ---------------------------------------------------------------- cuda on the CPU
+
+
+class _Mapping:
+    """Becomes a call of `map_cuda` in the process that reads it."""
+
+    def __init__(self, devices: int) -> None:
+        self._devices = devices
+
+    def __reduce__(self) -> tuple[Callable[[int], str], tuple[int]]:
+        return map_cuda, (self._devices,)
+
+
+def _prepare_children(devices: int) -> None:
+    """Let processes that this one starts map cuda.
+
+    Args:
+        devices: Number of devices that they see.
+    """
+    spawn: Any = multiprocessing.spawn
+    if hasattr(spawn.get_preparation_data, "__wrapped__"):
+        return
+    original: Callable[[str], dict[str, Any]] = spawn.get_preparation_data
+
+    @functools.wraps(original)
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return original(name) | {_KEY: _Mapping(devices)}
+
+    spawn.get_preparation_data = get_preparation_data
+
+
+def map_cuda(devices: int, current: int = 0) -> str:
+    """Map cuda in this process, as soon as it imports torch, and in those that it starts.
+
+    Args:
+        devices: Number of devices that it sees.
+        current: Index of the current device.
+
+    Returns:
+        A value for the data that is read.
+    """
+    # a child of this process may import torch although this one does not
+    _prepare_children(devices)
+    if "torch" in sys.modules:
+        _install(current, devices)
+    else:
+        after_import(("torch",), lambda module: _install(current, devices))
+    return "mapped"
+
+
+def map_cuda_in_task() -> None:
+    """Map cuda in a process of Ray's that runs tasks or an actor, which has one device."""
+    map_cuda(1)
+
+
+def _install(current: int, devices: int) -> None:
+    from sgpu_magic.worker.process import cuda_on_cpu
+
+    if not cuda_on_cpu.is_installed():
+        cuda_on_cpu.install(current, devices)
+        after_import(cuda_on_cpu.LIGHTNING, cuda_on_cpu.accept_cpu)

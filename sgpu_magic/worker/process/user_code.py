@@ -1,0 +1,247 @@
+"""How a rank treats the user's code: when an interrupt reaches it, and calls of it that must not end the rank.
+
+An interrupt is accepted only while the rank prepares or runs a cell.
+
+Methods of the user's objects, such as an exception's `__str__`, may raise, exit or loop; then a default takes the place
+of their result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import types
+from collections.abc import Callable, Generator
+from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Early:
+    """An interrupt that arrived before its cell could be interrupted.
+
+    Attributes:
+        came: Whether there is one.
+        is_order_waiting: Tells whether an order is waiting.
+        refusals: Number of calls of `refuse_interrupts`; blocks of `interrupts_held` and `interrupts_raised` that were
+            entered before it leave the handler alone.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self.is_order_waiting: Callable[[], bool] | None = None
+        self.refusals = 0
+
+
+_early = _Early()
+
+
+def look_for_orders(is_order_waiting: Callable[[], bool]) -> None:
+    """Set the function that tells whether an order was sent that the main thread has not finished."""
+    _early.is_order_waiting = is_order_waiting
+
+
+def _refuse(signum: int, frame: FrameType | None) -> None:
+    """Handle an interrupt between cells. Programs that the rank starts would inherit `SIG_IGN`."""
+    if _early.is_order_waiting is not None and _early.is_order_waiting():
+        _early.came = True
+
+
+def _remember(signum: int, frame: FrameType | None) -> None:
+    _early.came = True
+
+
+def refuse_interrupts() -> None:
+    """Ignore interrupts from now on; one that arrives while an order is waiting is kept for its cell.
+
+    An interrupt that arrives during this call is ignored too.
+    """
+    _early.refusals += 1
+    while True:
+        try:
+            signal.signal(signal.SIGINT, _refuse)
+        except KeyboardInterrupt:
+            continue
+        return
+
+
+def forget_interrupt() -> None:
+    """Drop an interrupt that arrived after the end of its cell."""
+    _early.came = False
+
+
+def allow_interrupts() -> None:
+    """Let interrupts raise `KeyboardInterrupt` in the main thread from now on.
+
+    Uses Python's default handler, the only one that `asyncio.run` replaces with its own.
+
+    Raises:
+        KeyboardInterrupt: An interrupt arrived before this call and was kept for this cell.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    came, _early.came = _early.came, False
+    if came:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Generator[None]:
+    """Defer interrupts in a block that would swallow them, as IPython's code around the user's does.
+
+    Raises:
+        KeyboardInterrupt: At the end of the block, if an interrupt arrived.
+    """
+    if not _is_handled_by(signal.default_int_handler):
+        yield
+        return
+    refusals = _early.refusals
+    _hold()
+    try:
+        yield
+    finally:
+        if refusals == _early.refusals:
+            allow_interrupts()
+
+
+@contextlib.contextmanager
+def interrupts_raised() -> Generator[None]:
+    """Within `interrupts_held`, let the user's code be interrupted.
+
+    Raises:
+        KeyboardInterrupt: At the beginning of the block, if an interrupt arrived before it.
+    """
+    if not _is_handled_by(_remember):
+        yield
+        return
+    refusals = _early.refusals
+    try:
+        allow_interrupts()
+        yield
+    finally:
+        # an abandoned coroutine may end within a later cell
+        if refusals == _early.refusals:
+            _hold()
+
+
+def _is_handled_by(handler: Callable[[int, FrameType | None], None]) -> bool:
+    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is handler
+
+
+def _hold() -> None:
+    try:
+        signal.signal(signal.SIGINT, _remember)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, _remember)
+        _early.came = True
+
+
+# ---------------------------------------------------------------- calls
+
+
+def slot(owner: type, name: str) -> Callable[[Any], Any]:
+    """Return a getter of an attribute that `owner` itself defines, which subclasses can't override."""
+    return owner.__dict__[name].__get__
+
+
+traceback_of: Callable[[BaseException], types.TracebackType | None] = slot(BaseException, "__traceback__")
+cause_of = slot(BaseException, "__cause__")
+context_of = slot(BaseException, "__context__")
+suppresses_context = slot(BaseException, "__suppress_context__")
+grouped_by = slot(BaseExceptionGroup, "exceptions")
+_code_of = slot(SystemExit, "code")
+name_of = slot(type, "__name__")
+qualname_of = slot(type, "__qualname__")
+module_of = slot(type, "__module__")
+
+
+class _Asking:
+    """Whether a call is in progress, whether it was interrupted, and how many calls have failed."""
+
+    def __init__(self) -> None:
+        self.now = False
+        self.interrupted = False
+        self.refused = 0
+
+
+_state = _Asking()
+
+
+def ask(function: Callable[..., T], *arguments: Any, default: T) -> T:
+    """Call the user's code and return its result, or `default` if it raises, exits or is interrupted.
+
+    After an interrupt, further calls return their `default` at once.
+    """
+    if _state.interrupted:
+        _state.refused += 1
+        return default
+    _state.now = True
+    try:
+        return function(*arguments)
+    except BaseException:  # noqa: BLE001  whatever it is, it is not the cell's failure
+        _state.refused += 1
+        return default
+    finally:
+        _state.now = False
+
+
+def is_asking() -> bool:
+    """Whether this is the main thread and a call by `ask` is in progress."""
+    return _state.now and threading.current_thread() is threading.main_thread()
+
+
+@contextlib.contextmanager
+def interruptible() -> Generator[None]:
+    """While an exception is described, let an interrupt end only the user's code that is called for it.
+
+    A rank that is released from a collective is interrupted next, and must still report its error.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _state.interrupted = False
+    previous = signal.signal(signal.SIGINT, _interrupt_the_asked)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _interrupt_the_asked(signum: int, frame: FrameType | None) -> None:
+    if _state.now:
+        _state.interrupted = True
+        raise KeyboardInterrupt
+
+
+def is_exit(error: BaseException) -> bool:
+    """Whether this is `sys.exit()` with a code that means success."""
+    if not issubclass(type(error), SystemExit):
+        return False
+    code = _code_of(error)
+    return code is None or (type(code) in (int, bool) and code == 0)
+
+
+def is_a(error: BaseException, *kinds: type[BaseException]) -> bool:
+    """`isinstance` by the object's real type: `isinstance` itself may run the user's code."""
+    return issubclass(type(error), kinds)
+
+
+def text_of(value: object) -> str | None:
+    """Return a `str` of the characters of a string of any subclass, None for other objects."""
+    return str.__str__(value) if issubclass(type(value), str) else None  # pyright: ignore[reportArgumentType]
+
+
+def encodable(text: str) -> str:
+    """Return the text with surrogates escaped, which UTF-8 can't encode."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def reset_refused() -> None:
+    """Reset the count of `refused`."""
+    _state.refused = 0
+
+
+def refused() -> int:
+    """Return the number of calls since `reset_refused` that gave no result of their own."""
+    return _state.refused
