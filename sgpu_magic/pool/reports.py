@@ -134,7 +134,10 @@ class Reports:
             if run.spec.session != session.run_id or not run.spec.in_session or run.placed_at is None:
                 continue
             if not run.ended:
-                why = "the ranks of its session have ended"
+                why = (
+                    f"session {session.spec.name} has ended, and its ranks with it; the cell may have run in part. "
+                    "%sgpu_connect starts another one."
+                )
                 self._pool.active.end_without_ranks(run, RunState.FAILED, why, FailureKind.SESSION)
             self._over(run)
             self._pool.active.ranks_gone(run)
