@@ -165,11 +165,7 @@ class Requests:
                 if run is None or not run.spec.detach:
                     self._pool.engine.results_received(message.run_id)
             case AskStatus():
-                self._when_fresh(
-                    client,
-                    message,
-                    lambda: self._pool.server.send(client, self._permissions.shown(client, self._status(message))),
-                )
+                self._when_fresh(client, message, lambda: self._tell_status(client, message))
             case AskBlobs() | PutBlob() | ReadRunFile() | ListRunFiles():
                 self._files.heard(client, message, frames)
             case OpenStream() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
@@ -306,6 +302,9 @@ class Requests:
             pool=settings.pool or "local",
             settings=() if settings.listen else tuple(pool_settings(settings).items()),
         )
+
+    def _tell_status(self, client: ConnectedClient, message: AskStatus) -> None:
+        self._pool.server.send(client, self._permissions.shown(client, self._status(message)))
 
     def _status(self, question: AskStatus) -> PoolStatus:
         """Return the pool's status, newest runs first, with queue positions and the end times of idle sessions."""

@@ -173,7 +173,7 @@ PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
     ("requests:Requests._cancel", asked),
     ("requests:Requests._detach", asked),
     ("requests:Requests._ask_stacks", asked),
-    ("requests:Requests._status", asked),
+    ("requests:Requests._tell_status", asked),
     ("requests:Requests.client_gone", unasked),
     ("reports:Reports._confirm", leaves),
     ("ledger:Ledger._write_due", leaves),
