@@ -283,8 +283,9 @@ class Scheduler:
         return [
             *self._settle_times(),
             *self._costs.settle(),
-            *self._settle_cells(),
             *self._queue.settle(),
+            # after the queue, which may have given a session its devices or ended it
+            *self._settle_cells(),
             *self._words.tell(),
         ]
 

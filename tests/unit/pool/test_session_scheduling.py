@@ -227,6 +227,21 @@ def test_who_would_not_wait_does_not_wait_for_others_that_are_ending() -> None:
     assert refusal(submit(scheduler, cell(B, wait_s=0.0), 1.0)).run_id == B
 
 
+def test_who_would_not_wait_gives_up_at_once_when_its_session_begins_to_start() -> None:
+    """While runs were ending it waited; its session's ranks are what it waits for from now on."""
+    scheduler = Scheduler(node(*gpus(2)))
+    for one in (C, D):
+        submit(scheduler, spec(one, 1))
+        running(scheduler, one)
+    submit(scheduler, session(1))
+    scheduler.handle(RunMoved(D, RunState.SUCCEEDED, 1.0))
+    waits_for(submit(scheduler, cell(A, 1, wait_s=0.0), 1.0), A)
+    out = scheduler.handle(RunOver(C, RunState.SUCCEEDED, 1.1))
+    assert list(launched(out)) == [S]
+    assert [one.run_id for one in out if isinstance(one, EndRun)] == [A]
+    assert (scheduler.next_deadline() or 9.0) > 1.1
+
+
 def test_waiting_ends_at_its_time() -> None:
     scheduler = connected()
     submit(scheduler, cell(A))
