@@ -44,9 +44,9 @@ def load(shell: InteractiveShell) -> None:
     auto = AutoMode(shell)
     magics = DistributedMagics(shell, auto)
     undo.callback(magics.close)
-    door = KernelEndpoint(magics.place)
-    undo.callback(door.close)
-    for each in (magics, SessionMagics(shell, auto), EnvironmentMagics(shell, door)):
+    endpoint = KernelEndpoint(magics.place)
+    undo.callback(endpoint.close)
+    for each in (magics, SessionMagics(shell, auto), EnvironmentMagics(shell, endpoint)):
         shell.register_magics(each)
         undo.callback(_unregister, shell, each)
     draw_groups(shell)

@@ -208,9 +208,9 @@ def _add_arguments(made: Parser) -> None:
 class EnvironmentMagics(Magics):
     """The magic `%sgpu_env`."""
 
-    def __init__(self, shell: InteractiveShell, door: KernelEndpoint) -> None:
+    def __init__(self, shell: InteractiveShell, endpoint: KernelEndpoint) -> None:
         super().__init__(shell=shell)
-        self._door = door
+        self._endpoint = endpoint
 
     @line_magic
     @takes(
@@ -256,7 +256,7 @@ class EnvironmentMagics(Magics):
         from sgpu_magic.panel.kernel_state import panel_text
 
         place = workplace()
-        bundle = self._door.show()
+        bundle = self._endpoint.show()
         text = panel_text(place)
         if bundle is not None:
             publish({"text/plain": text, **bundle})

@@ -62,7 +62,7 @@ from sgpu_magic.views.summary_words import (
     session_meta,
     silence_lines,
 )
-from sgpu_magic.views.units import count_of
+from sgpu_magic.views.units import ROW_CHARS, count_of
 from sgpu_magic.views.words import (
     attempt_text,
     mark_text,
@@ -81,8 +81,6 @@ _COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "
 _PILL = f"border:1px solid {LINE};border-radius:9px;padding:0 7px;font-size:11px;{SOFT}"
 _MAX_LIVE_LINES = 100
 _LABEL = "output of the ranks"
-# characters of a row in a narrow notebook
-_ROW_CHARS = 85
 # bytes of a segment's lines, however little is left
 _MIN_BYTES = 500
 # bytes of a segment's box, and of the lines about dropped lines
@@ -218,7 +216,7 @@ def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
         newline = "\n"
         return f'<pre style="{PRE}{padding}">{newline.join(lines)}</pre>' if lines else ""
 
-    rows = [1 + len(item.text) // _ROW_CHARS for item in kept if isinstance(item, LineItem)]
+    rows = [1 + len(item.text) // ROW_CHARS for item in kept if isinstance(item, LineItem)]
     if live or sum(rows) <= SCROLL_LINES:
         return pre(kept)
     below = ""

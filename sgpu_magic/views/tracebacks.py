@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from sgpu_magic.views.run_notes import error_text, last_part
-from sgpu_magic.views.units import clipped
+from sgpu_magic.views.units import ROW_CHARS, clipped
 from sgpu_magic.wire.rank_events import Failure, StackFrame
 from sgpu_magic.wire.run import CellSource, RunSpec
 from sgpu_magic.wire.states import FailureKind, RunKind
@@ -125,8 +125,6 @@ _IN_FRAME = re.compile(r"[ \t]|-+>|Cell In\[|File ")
 _MAX_FRAMES = 4
 _MAX_CHAIN_LINES = 20
 _MAX_MESSAGE_ROWS = 6
-# characters of a row in a narrow notebook
-_ROW_CHARS = 85
 
 
 class Excerpt(NamedTuple):
@@ -218,12 +216,12 @@ def beginning(lines: Sequence[str]) -> tuple[list[str], bool]:
     shown: list[str] = []
     rows = _MAX_MESSAGE_ROWS
     for line in lines:
-        needed = max(-(-len(line) // _ROW_CHARS), 1)
+        needed = max(-(-len(line) // ROW_CHARS), 1)
         if rows == 0:
             shown[-1] += " ..."
             return shown, False
         if needed > rows:
-            return [*shown, f"{line[: rows * _ROW_CHARS]} ..."], False
+            return [*shown, f"{line[: rows * ROW_CHARS]} ..."], False
         shown.append(line)
         rows -= needed
     return shown, True

@@ -16,6 +16,9 @@ from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.states import RunState
 
 TIMES = "\u00d7"  # the multiplication sign of a number of devices
+ROW_CHARS = 85
+"""Characters of a row in a narrow notebook."""
+
 # two clocks that were not set differ by less than this between two readings
 _STEP_S = 0.01
 # a shorter start is left out beside a duration

@@ -98,6 +98,11 @@ def test_a_cell_drives_its_own_cluster(kernel: Kernel, home: Home):
     assert reply.lines(1) == []
     assert "runs on this node for this run alone; its GPUs are simulated" in reply.text
     kernel.check("del os.environ['RAY_ADDRESS']")
+    run_id = home.runs[-1]
+    kernel.check("squares = None")
+    reply = kernel.check(f"%sgpu_replay {run_id}", PATIENCE_S)
+    assert kernel.value("squares") == [1, 4, 9], reply.story
+    assert reply.lines(1) == []
 
 
 @pytest.mark.slow

@@ -228,6 +228,8 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
         wishes=Wishes(env_version=chosen.env_version, allow_build=True) if chosen.env_version else Wishes(),
         profile=spec.profile,
         max_cost=spec.max_cost,
+        group=spec.grouped,
+        ray=spec.ray,
     )
     submission = describe(place, code, asked, Found(place.pool, placement, tuple(notes)))
     # the digest of another interpreter's packages is already known
