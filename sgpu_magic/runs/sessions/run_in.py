@@ -185,6 +185,9 @@ def run_in(
         )
     except RunCancelled as error:
         raise _with_the_dead(session, error) from None
+    except SessionError:
+        _note_reported_end(session)
+        raise
     if result is None:
         raise RunCancelled(f"run {run.run_id[:8]} was detached and continues without this cell.", run_id=run.run_id)
     if into is None:
@@ -225,6 +228,11 @@ def _brought_back(session: Session, run: Run) -> None:
         session.shipping.set_on_ranks(names, session.place.namespace, session.ranks_of(()))
 
 
+def _note_reported_end(session: Session) -> None:
+    """Record that an error has reported the session's end, if it has ended; its final event may still arrive."""
+    session.ending_told = session.wait_for_end(_END_PATIENCE_S)
+
+
 def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[Run, Prepared]:
     """Submit a run to a session's ranks; the caller must call `settle` when it is done with the run.
 
@@ -248,8 +256,7 @@ def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[Run, Pr
         try:
             run = submit(session.pool, submission)
         except SessionError:
-            # if the session has ended, this error reports it; its final event may still arrive
-            session.ending_told = session.wait_for_end(_END_PATIENCE_S)
+            _note_reported_end(session)
             raise
         try:
             session.shipping.sent(submission.packed.names, plan.prints, plan.ranks)
