@@ -94,6 +94,7 @@ def _preload() -> str:
     cell_run.warm_up(rank_shell)
     results.warm_up_questions(rank_shell)
     codec.to_rank.prepare()
+    rank_context.remember_path_entries()
     _leave_finalizers_out_of_exits()
     return str(torch.__version__)
 
