@@ -108,6 +108,7 @@ class Settings(msgspec.Struct, frozen=True):
             client's runs that are not detached.
         listen: Address where a served pool listens for clients on other machines, such as `tcp://0.0.0.0:8700`; ""
             accepts none.
+        bulk_port: A served pool's second port, for variables and files: 0 is the one after `listen`'s, -1 opens none.
         ray_dashboard: Start Ray's dashboard in `@ray_launch` runs, which takes a gigabyte of memory and some seconds.
         ray_object_bytes: Size in bytes of a `@ray_launch` run's object store on a node, at most 30 % of the node's
             memory; 0 is the lease's share of those 30 %.
@@ -116,8 +117,7 @@ class Settings(msgspec.Struct, frozen=True):
         ray_address: Ray cluster of a pool with `--engine ray`; "" is `RAY_ADDRESS`, else this machine's.
         ray_agent_idle_s: Seconds without a run after which a pool's agent leaves a Ray node.
         ray_cpus_per_gpu: CPUs requested from Ray with each GPU.
-        ray_elastic: Maximum devices of each type that Ray's autoscaler can provide, `a10:16,h100:64`; `cpu:32` for
-            CPUs.
+        ray_elastic: Maximum devices of each type that Ray's autoscaler can provide, `a10:16,h100:64,cpu:32`.
         ray_node_listen: Address where a Ray pool listens for its agents; port 0 is a free port, the same each time.
         ray_same_files: Ray nodes see the notebooks' files and run the same Pythons, so no environments are built there.
         user_priorities: Priorities of users who share a pool, `alice=10,*=0`; the highest gets devices first.
@@ -176,6 +176,7 @@ class Settings(msgspec.Struct, frozen=True):
     budget_days: float = 30.0
     link_timeout_s: float = 900.0
     listen: str = ""
+    bulk_port: int = 0
     ray_dashboard: bool = True
     ray_object_bytes: int = 0
     blobs_bytes: int = 50_000_000_000

@@ -137,21 +137,22 @@ def memory_files() -> Iterator[Finding]:
 
 
 def encryption() -> Iterator[Finding]:
-    """Check how fast ZeroMQ encrypts, which limits transfers to pools on other machines. Takes less than a second."""
+    """Check how fast ZeroMQ encrypts, which limits transfers to pools whose second port is closed. Takes < 1 s."""
     rate = _encrypted_per_s()
     if not rate:
         yield warning(
             "encryption", "no encrypted message arrived within 5 s", "Run it again when the machine is less busy."
         )
         return
-    text = f"{format_bytes(int(rate))} a second at most to a pool on another machine"
+    text = f"{format_bytes(int(rate))} a second at most over the link to a pool on another machine"
     if rate >= _SLOW_ENCRYPTION:
         yield ok("encryption", text)
         return
     yield warning(
         "encryption",
         f"{text}: the machine is busy, or the libsodium in pyzmq's wheel lacks optimizations, as in most releases",
-        "If you send large variables, build pyzmq with the system's ZeroMQ (on Debian and Ubuntu the package "
+        "If you send large variables, let the firewall pass the pool's second port (its setting bulk_port), or build "
+        "pyzmq with the system's ZeroMQ (on Debian and Ubuntu the package "
         "libzmq3-dev): pip install --force-reinstall --no-deps --no-binary pyzmq pyzmq",
     )
 

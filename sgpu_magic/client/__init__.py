@@ -9,6 +9,7 @@ connection      one connection per pool: made on first use, remade when the pool
 link            the thread that owns the socket; routes replies and events
 wires           queues to and from that thread; transport to the local pool's socket
 remote_wire     transport to a pool on another machine
+bulk_lane       its second connection, for file data
 submitter       submits runs to a pool and resubmits them to its successor; payload memory
 upload_files    uploads to pools on other machines; files of a folder and their digests
 blob_sender     sends the blobs that a pool lacks

@@ -159,7 +159,9 @@ class BlobSender:
         try:
             while taken < data.nbytes:
                 while at < data.nbytes and len(under_way) < self._window:
-                    chunk = bytes(data[at : at + CHUNK_BYTES])
+                    # while answers take long, so would larger chunks
+                    most = self._link.wire.chunk_bytes if self._window > _FIRST_WINDOW else CHUNK_BYTES
+                    chunk = bytes(data[at : at + most])
                     order = PutBlob(request=0, digest=digest, size=data.nbytes, offset=at)
                     at += len(chunk)
                     under_way.append((self._link.ask(order, [chunk]), at, time.monotonic()))
@@ -260,7 +262,8 @@ class Sending:
         silent = (
             f"; the link has been silent for {silent_s:.0f} s, sending continues when it is back" if silent_s else ""
         )
-        self._tell(f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} sent{silent}")
+        slow = f"; it takes the slower way: {self._link.wire.slow_why}" if self._link.wire.slow_why else ""
+        self._tell(f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} sent{silent}{slow}")
 
 
 def send_packed(packed: Packed, link: PoolLink, sending: Sending) -> StoredPayload:

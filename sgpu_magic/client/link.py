@@ -24,6 +24,7 @@ from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Attach, Attached, Notice, Pong, PoolMessage, Refused, Unfollow
 from sgpu_magic.wire.events import Event, PayloadReleased
 from sgpu_magic.wire.files import (
+    FileRequest,
     RunFileRead,
     StreamClosed,
     StreamData,
@@ -32,7 +33,7 @@ from sgpu_magic.wire.files import (
     StreamOpened,
     StreamTaken,
 )
-from sgpu_magic.wire.pool_status import Welcome
+from sgpu_magic.wire.pool_status import BulkOffered, Welcome
 from sgpu_magic.wire.record import Record
 
 if TYPE_CHECKING:
@@ -55,13 +56,14 @@ class PoolLink:
     Attributes:
         lost: Set when this pool service is gone for good.
         title: The pool's name for use in messages.
+        wire: The transport, which knows the size of chunks of file data.
 
     Raises:
         PoolError: The pool does not answer, or does not admit this user.
     """
 
     def __init__(self, wire: LocalWire | RemoteWire, on_notice: Callable[[str], None] | None = None) -> None:
-        self._wire = wire
+        self.wire = wire
         self.title = wire.title
         self._on_notice = on_notice
         self.lost = threading.Event()
@@ -101,7 +103,7 @@ class PoolLink:
     @property
     def silent_s(self) -> float:
         """Seconds since a remote pool last sent anything; 0 until the silence is long enough to report."""
-        return self._wire.silent_s
+        return self.wire.silent_s
 
     @property
     def is_used(self) -> bool:
@@ -116,7 +118,7 @@ class PoolLink:
             UsageError: It exceeds the size limit of a network link.
         """
         parts = [codec.encode(message), *frames]
-        if self._wire.says_hello and max(map(len, parts)) > MAX_FRAME_BYTES:
+        if self.wire.says_hello and max(map(len, parts)) > MAX_FRAME_BYTES:
             raise UsageError(
                 f"a message to {self.title} has {max(map(len, parts)) >> 20} MB, and at most "
                 f"{MAX_FRAME_BYTES >> 20} MB are possible. Put large data into a variable or a file."
@@ -125,7 +127,7 @@ class PoolLink:
         if isinstance(message, Attach):
             with self._lock:
                 self._after[request] = message.after
-        self._outgoing.put(Parcel(request, parts))
+        self._outgoing.put(Parcel(request, parts, isinstance(message, FileRequest)))
 
     def ask(self, question: Record, frames: Sequence[bytes] = ()) -> Answer:
         """Send a request under a new request number and return its pending answer."""
@@ -135,7 +137,7 @@ class PoolLink:
         except UsageError:
             self.give_up(request)
             raise
-        restart = "Have its operator restart it." if self._wire.says_hello else "Restart it: `sgpu pool stop`."
+        restart = "Have its operator restart it." if self.wire.says_hello else "Restart it: `sgpu pool stop`."
         misfit = f"{self.title} sent an answer that matches no request. {restart}"
         return Answer(reply, functools.partial(self.give_up, request), misfit)
 
@@ -145,7 +147,7 @@ class PoolLink:
         future: Future[Reply] = Future()
         with self._lock:
             if self.lost.is_set():
-                future.set_exception(PoolLost(self._wire.lost()))
+                future.set_exception(PoolLost(self.wire.lost()))
             self._replies[number] = future
         return number, future
 
@@ -211,7 +213,7 @@ class PoolLink:
 
     def _work(self) -> None:
         try:
-            self._wire.carry(self._outgoing, self)
+            self.wire.carry(self._outgoing, self)
         finally:
             self._end_all()
             self._outgoing.close()
@@ -257,7 +259,7 @@ class PoolLink:
             case Welcome():
                 if not self._welcome.done():
                     self._welcome.set_result(message)
-            case Pong():
+            case Pong() | BulkOffered():
                 pass
             case Notice(text=text):
                 if self._on_notice is not None:
@@ -300,7 +302,7 @@ class PoolLink:
             released.set()
         missing = False
         for events in followers:
-            if not self._wire.says_hello or event.seq == events.last_seq + 1:
+            if not self.wire.says_hello or event.seq == events.last_seq + 1:
                 events.put((event, frames))
             elif event.seq > events.last_seq:
                 missing = True
@@ -313,7 +315,7 @@ class PoolLink:
                 self._outgoing.put(Parcel(0, [codec.encode(question)]))
 
     def _reply(self, request: int, result: Reply | None = None, exception: Exception | None = None) -> None:
-        self._wire.answered(request)
+        self.wire.answered(request)
         with self._lock:
             self._after.pop(request, None)
             future = self._replies.pop(request, None)
@@ -330,10 +332,10 @@ class PoolLink:
             replies, self._replies = list(self._replies.values()), {}
             followers = [events for every in self._followers.values() for events in every]
         if not self._welcome.done():
-            self._welcome.set_exception(PoolLost(self._wire.lost()))
+            self._welcome.set_exception(PoolLost(self.wire.lost()))
         for future in replies:
             if not future.done():
-                future.set_exception(PoolLost(self._wire.lost()))
+                future.set_exception(PoolLost(self.wire.lost()))
         for events in followers:
             # ranks that read a payload's memory may outlive the pool, so nothing is released here
             events.put(None)

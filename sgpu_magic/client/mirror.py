@@ -147,21 +147,24 @@ class Mirror:
             OSError: The bytes can't be written.
         """
         link = self._link()
-        under_way: deque[tuple[int, Answer]] = deque()
+        # each part with its offset and size
+        under_way: deque[tuple[int, int, Answer]] = deque()
         at, whole = begin, None
         try:
             while whole is None or at < whole or under_way:
                 while len(under_way) < (1 if whole is None else _WINDOW) and (whole is None or at < whole):
-                    under_way.append((at, self._ask(link, name, at, CHUNK_BYTES)))
-                    at += CHUNK_BYTES
-                offset, answer = under_way.popleft()
+                    # who has little patience gets small parts, also over a slow line
+                    size = link.wire.chunk_bytes if patience_s is None else CHUNK_BYTES
+                    under_way.append((at, size, self._ask(link, name, at, size)))
+                    at += size
+                offset, size, answer = under_way.popleft()
                 part = _found(link, answer, FilePart, patience_s)
                 whole = part.about.size if whole is None else whole
                 write_at(target, part.data, offset)
-                if len(part.data) < min(CHUNK_BYTES, whole - offset):
+                if len(part.data) < min(size, whole - offset):
                     raise RunFileUnknown(f"{name} of the run has become shorter at its pool while it was read.")
         finally:
-            for _, answer in under_way:
+            for *_, answer in under_way:
                 answer.give_up()
 
     # ------------------------------------------------------------ within

@@ -17,12 +17,14 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from sgpu_magic.client.bulk_lane import BulkLane
 from sgpu_magic.client.wires import Outgoing, Parcel
 from sgpu_magic.errors import KeyRefused, PoolError
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Ping, Pong
-from sgpu_magic.wire.pool_status import Hello, Welcome
+from sgpu_magic.wire.files import BULK_CHUNK_BYTES, CHUNK_BYTES
+from sgpu_magic.wire.pool_status import BulkOffered, Hello, Welcome
 
 if TYPE_CHECKING:
     from sgpu_magic.client.link import PoolLink
@@ -67,8 +69,17 @@ class RemoteWire:
         self._heard_at = self._pinged_at = time.monotonic()
         self._silent_s = 0.0
         # unanswered requests by number
-        self._requests: dict[int, Sequence[bytes]] = {}
+        self._requests: dict[int, Parcel] = {}
+        self._lane = BulkLane(name)
         self._others: list[Sequence[bytes]] = []
+
+    @property
+    def chunk_bytes(self) -> int:
+        return BULK_CHUNK_BYTES if self._lane.is_open else CHUNK_BYTES
+
+    @property
+    def slow_why(self) -> str:
+        return self._lane.problem
 
     @property
     def silent_s(self) -> float:
@@ -93,6 +104,7 @@ class RemoteWire:
 
     def answered(self, request: int) -> None:
         self._requests.pop(request, None)
+        self._lane.answered(request)
 
     # ------------------------------------------------------------ the link's thread
 
@@ -112,6 +124,7 @@ class RemoteWire:
                     if not self._service or isinstance(error, KeyRefused):
                         return
                 finally:
+                    self._lane.close()
                     if connection is not None:
                         connection.close(_LINGER_MS if outgoing.closed else 0)
                 self._silent_s = time.monotonic() - self._heard_at
@@ -131,7 +144,9 @@ class RemoteWire:
         began_at = time.monotonic()
         welcomed = False
         while True:
-            alive, readable = connection.wait(outgoing, _TICK_MS)
+            alive, readable = connection.wait(outgoing, self._lane, 0 if self._lane.has_more else _TICK_MS)
+            if self._lane.turn(link.received, connection.send):
+                self._heard_at = time.monotonic()
             if readable:
                 for parts in connection.received():
                     self._heard_at = time.monotonic()
@@ -140,12 +155,17 @@ class RemoteWire:
                         welcomed = True
                         if not self._is_same_service(message):
                             return False
+                        self._lane.welcomed(message)
                         self._send_again(connection, link)
+                    elif isinstance(message, BulkOffered):
+                        self._lane.offered(message, connection.address)
                     elif isinstance(message, Pong) and message.behind:
                         self._send_again(connection, link)
             for parcel in outgoing.take():
                 self._remember(parcel)
-                if welcomed:
+                if welcomed and parcel.is_bulk:
+                    self._lane.send(parcel, connection.send)
+                elif welcomed:
                     connection.send(parcel.parts)
                     self._others.clear()
             now = time.monotonic()
@@ -170,9 +190,11 @@ class RemoteWire:
         for question in link.questions_after_gap():
             connection.send([codec.encode(question)])
         wanted = link.awaited()
-        self._requests = {number: parts for number, parts in self._requests.items() if number in wanted}
+        self._requests = {number: parcel for number, parcel in self._requests.items() if number in wanted}
         for number in sorted(self._requests):
-            connection.send(self._requests[number])
+            if not self._lane.carries(number):
+                connection.send(self._requests[number].parts)
+        self._lane.asked_again([number for number, parcel in self._requests.items() if parcel.is_bulk])
         for parts in self._others:
             connection.send(parts)
         self._others.clear()
@@ -184,7 +206,7 @@ class RemoteWire:
 
     def _remember(self, parcel: Parcel) -> None:
         if parcel.request:
-            self._requests[parcel.request] = parcel.parts
+            self._requests[parcel.request] = parcel
         elif len(self._others) < _MOST_KEPT:
             self._others.append(parcel.parts)
 
@@ -283,9 +305,11 @@ class RemoteConnection:
 
     Attributes:
         monitor: Socket with ZeroMQ's events of the connection.
+        address: The address.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, own: KeyPair, address: str) -> None:
+        self.address = address
         self._dealer = dealer = context.socket(zmq.DEALER)
         dealer.linger = 0
         # no limit here: senders bound what is in flight
@@ -304,11 +328,12 @@ class RemoteConnection:
             while True:
                 yield self._dealer.recv_multipart(zmq.NOBLOCK, copy=True)
 
-    def wait(self, outgoing: Outgoing, timeout_ms: int) -> tuple[bool, bool]:
+    def wait(self, outgoing: Outgoing, lane: BulkLane, timeout_ms: int) -> tuple[bool, bool]:
         """Wait for an event. Returns whether the connection is alive, and whether it has something to read."""
         poller = zmq.Poller()
         for each in (self._dealer, self.monitor, outgoing.fileno()):
             poller.register(each, zmq.POLLIN)
+        lane.register(poller)
         ready = dict(poller.poll(timeout_ms))
         alive = True
         while self.monitor.poll(0):

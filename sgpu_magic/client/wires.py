@@ -20,7 +20,7 @@ import zmq
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire.client import Accepted, Attached, RankAnswered, Stacks
 from sgpu_magic.wire.events import Event
-from sgpu_magic.wire.files import BlobsHeld, BlobTaken, RunFileRead, RunFiles
+from sgpu_magic.wire.files import CHUNK_BYTES, BlobsHeld, BlobTaken, RunFileRead, RunFiles
 from sgpu_magic.wire.pool_status import PoolStatus
 
 if TYPE_CHECKING:
@@ -40,10 +40,12 @@ class Parcel(msgspec.Struct, frozen=True):
     Args:
         request: Its request number if a reply is expected, else 0.
         parts: The encoded message, then its raw frames.
+        is_bulk: Whether it belongs on a connection for file data, where there is one.
     """
 
     request: int
     parts: Sequence[bytes]
+    is_bulk: bool = False
 
 
 class Outgoing:
@@ -176,10 +178,14 @@ class LocalWire:
         title: The pool's name for use in messages.
         says_hello: Whether the wire itself sends the greeting, on each connection that it makes.
         silent_s: Seconds since the pool last sent anything; 0 until the silence is long enough to report.
+        chunk_bytes: Size of the chunks of file data.
+        slow_why: Why file data takes a slower way than it could; "" if it does not.
     """
 
     says_hello = False
     silent_s = 0.0
+    chunk_bytes = CHUNK_BYTES
+    slow_why = ""
 
     def __init__(self, path: Path, pid: int) -> None:
         self._path = path

@@ -9,6 +9,7 @@ service            assembles the parts
 parts              what all parts of the service share, how faults are contained, how a new service adopts runs
 server             receives clients' messages, sends replies and events
 remote_clients     connections of clients on other machines, and their limits
+bulk_port          their second connections, for file data, in a thread
 clients            authorized and connected clients
 permissions        what a client may ask for, and which run it means
 requests           clients' requests and their replies; the pool's status

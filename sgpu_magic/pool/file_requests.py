@@ -27,7 +27,7 @@ from sgpu_magic.wire.attachments import FilePayload, ManifestUnusable, SharedPay
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import (
-    CHUNK_BYTES,
+    BULK_CHUNK_BYTES,
     PAYLOAD,
     PIECE_BYTES,
     AskBlobs,
@@ -150,7 +150,7 @@ class FileRequests:
 
     def _put(self, client: ConnectedClient, message: PutBlob, frames: Sequence[bytes]) -> None:
         store = store_name(client.user)
-        if len(frames) != 1 or len(frames[0]) > CHUNK_BYTES or message.size < 0:
+        if len(frames) != 1 or len(frames[0]) > BULK_CHUNK_BYTES or message.size < 0:
             raise UsageError("a chunk of an upload has the wrong size.")
 
         def put() -> _Answer:
@@ -178,7 +178,7 @@ class FileRequests:
     # ------------------------------------------------------------ files of runs
 
     def _read(self, client: ConnectedClient, message: ReadRunFile, directory: Path) -> None:
-        size, offset = min(message.size, CHUNK_BYTES), message.offset
+        size, offset = min(message.size, BULK_CHUNK_BYTES), message.offset
         if size < 0 or not 0 <= offset <= _MOST_OFFSET:
             raise UsageError("a part of a file can't begin or end outside the file.")
 

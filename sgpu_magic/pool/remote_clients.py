@@ -17,12 +17,15 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from sgpu_magic.errors import UsageError
+from sgpu_magic.pool.bulk_port import BulkPort
 from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Router
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Cancel, ClientMessage, Detach, Ping, Pong, RestartRanks, StopPool, Submit
-from sgpu_magic.wire.pool_status import Hello
+from sgpu_magic.wire.files import FileRequest
+from sgpu_magic.wire.pool_status import AskBulk, Hello
 from sgpu_magic.wire.record import Record
 
 # executed only once, however often a client repeats the request after a broken connection
@@ -53,12 +56,15 @@ class Listening(msgspec.Struct, frozen=True):
         keys: The pool's key pair.
         clients: The authorized clients.
         timeout_s: Seconds of silence after which a client counts as gone.
+        bulk_port: Port for messages with file data; 0 is the one after that of `address`, or any free one; -1 opens
+            none.
     """
 
     address: str
     keys: KeyPair
     clients: AuthorizedClients
     timeout_s: float
+    bulk_port: int = 0
 
 
 class RemoteClients(Router):
@@ -71,6 +77,7 @@ class RemoteClients(Router):
 
     Raises:
         zmq.ZMQError: The address can't be bound.
+        UsageError: The port for file data can't be bound.
     """
 
     def __init__(self, listening: Listening, on_message: Heard, on_gone: Callable[[ConnectedClient], None]) -> None:
@@ -90,6 +97,17 @@ class RemoteClients(Router):
         self._limit = ConnectionLimit(self._socket)
         self._socket.bind(listening.address)
         self.address = bound_to(self._socket)
+        self._bulk: BulkPort | None = None
+        if listening.bulk_port >= 0:
+            try:
+                self._bulk = BulkPort(self.address, listening.bulk_port, self._heard_in_bulk)
+            except OSError as error:
+                if listening.bulk_port:
+                    raise UsageError(
+                        f"the pool can't use port {listening.bulk_port} for variables and files: {error.strerror}. "
+                        "Choose another with the setting bulk_port."
+                    ) from None
+                write_log(f"sgpu: there is no port for variables and files, which use the link: {error.strerror}\n")
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._timer = self._loop.call_later(self._look_s, self._look)
 
@@ -97,12 +115,19 @@ class RemoteClients(Router):
     def clients(self) -> list[ConnectedClient]:
         return list(self._known.values())
 
+    @property
+    def bulk_port(self) -> int:
+        """The port for messages with file data; 0 without one."""
+        return self._bulk.port if self._bulk is not None else 0
+
     def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
         """Send a reply; it is dropped if the client is away or too slow, and the client asks for it again."""
         parts = [codec.encode(message), *frames]
         request = getattr(message, "request", 0)
         if request in client.answers:
             client.answers[request] = parts
+        if self._bulk is not None and self._bulk.answered(client, request, parts):
+            return
         if not self._taken(client, parts):
             client.behind = True
 
@@ -111,8 +136,11 @@ class RemoteClients(Router):
         self._by_identity.pop(client.identity, None)
         self._known.pop((client.key, client.instance), None)
         self._sockets.pop(client, None)
+        self._cut_bulk(client)
 
     def close(self) -> None:
+        if self._bulk is not None:
+            self._bulk.close()
         self._timer.cancel()
         self._loop.remove_reader(self._socket.fileno())
         self._limit.close()
@@ -162,12 +190,26 @@ class RemoteClients(Router):
         if isinstance(message, Ping):
             behind, client.behind = client.behind, False
             self._taken(client, [codec.encode(Pong(behind=behind))])
+        elif isinstance(message, AskBulk):
+            if self._bulk is not None:
+                self._taken(client, [codec.encode(self._bulk.offer(client))])
         elif isinstance(message, _ONCE) and message.request and not client.is_new(message.request):
             answer = client.answers[message.request]
             if answer is not None:
                 self._taken(client, answer)
         else:
             self._on_message(client, message, [part.bytes for part in parts[1:]])
+
+    def _heard_in_bulk(self, client: ConnectedClient, message: FileRequest, frames: Sequence[bytes]) -> None:
+        if self._clients.find(client.key) is None:
+            self._cut_bulk(client)
+            return
+        client.heard_at = time.monotonic()
+        self._on_message(client, message, frames)
+
+    def _cut_bulk(self, client: ConnectedClient) -> None:
+        if self._bulk is not None:
+            self._bulk.cut(client)
 
     def _greet(self, identity: bytes, key: str, hello: Hello, frame: zmq.Frame) -> ConnectedClient | None:
         authorized = self._clients.find(key)
@@ -181,7 +223,8 @@ class RemoteClients(Router):
             client = ConnectedClient(identity, hello.pid, same_host=False, instance=hello.instance, key=key)
             self._known[key, hello.instance] = client
         else:
-            # it reconnects
+            # it reconnects, and repeats on the new link what it had asked elsewhere
+            self._cut_bulk(client)
             self._by_identity.pop(client.identity, None)
             client.identity = identity
             client.behind = False
@@ -222,6 +265,7 @@ class RemoteClients(Router):
                 client.user, client.admin = authorized.user, authorized.admin
 
     def _cut(self, client: ConnectedClient) -> None:
+        self._cut_bulk(client)
         connection = self._sockets.pop(client, None)
         if connection is not None:
             end_connection(*connection)

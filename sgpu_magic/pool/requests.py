@@ -62,7 +62,7 @@ from sgpu_magic.wire.files import (
     StreamEnded,
     StreamTaken,
 )
-from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, Hello, PoolStatus, RunSummary, Welcome
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskBulk, AskStatus, Hello, PoolStatus, RunSummary, Welcome
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import OWNER_GONE, RunState
 
@@ -175,7 +175,7 @@ class Requests:
             case Goodbye():
                 self._pool.server.drop(client)
                 self.client_gone(client)
-            case Ping() | None:
+            case Ping() | AskBulk() | None:
                 pass
 
     def client_gone(self, client: ConnectedClient) -> None:
@@ -301,6 +301,7 @@ class Requests:
             service=self._service_id,
             pool=settings.pool or "local",
             settings=() if settings.listen else tuple(pool_settings(settings).items()),
+            bulk_port=0 if client.same_host else self._pool.server.bulk_port,
         )
 
     def _tell_status(self, client: ConnectedClient, message: AskStatus) -> None:

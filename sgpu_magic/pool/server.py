@@ -88,6 +88,11 @@ class Server(Router):
         """The address for clients on other machines; "" when the pool accepts none."""
         return self._remote.address if self._remote is not None else ""
 
+    @property
+    def bulk_port(self) -> int:
+        """The port of this pool for other machines' messages with file data; 0 without one."""
+        return self._remote.bulk_port if self._remote is not None else 0
+
     def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
         """Send a message now, or once the client's connection accepts it; drop it when the client is gone."""
         if not client.same_host:

@@ -82,13 +82,16 @@ def _presence(settings: Settings) -> PoolPresence:
 
 async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -> None:
     clients = AuthorizedClients(settings.state_path / CLIENTS)
-    listening = Listening(settings.listen, pool_keys(settings.state_path), clients, settings.link_timeout_s)
+    keys = pool_keys(settings.state_path)
+    listening = Listening(settings.listen, keys, clients, settings.link_timeout_s, settings.bulk_port)
     engine = make_engine(engine_name, settings)
     try:
         service = PoolService(settings, presence, engine, listening)
-    except zmq.ZMQError as error:
+    except (zmq.ZMQError, SgpuError) as error:
         engine.close()
         presence.withdraw()
+        if isinstance(error, SgpuError):
+            raise
         raise PoolError(
             f"the pool can't listen at {settings.listen}: {error.strerror or error}. Choose another with --listen "
             "tcp://0.0.0.0:PORT, or see what listens there with `ss -ltnp`."

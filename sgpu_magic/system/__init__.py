@@ -5,5 +5,6 @@ child_process   child processes that exchange messages over a socket, restarted 
 message_stream  messages over a Unix socket, with file descriptors; requests that await an answer
 byte_stream     one end of a forwarded TCP connection
 secure_sockets  keys, and ZeroMQ sockets that admit only their holders
+bulk_stream     messages over TLS between two sides that know each other from a secure socket
 byte_sizes      sizes of folders, formatting of sizes, available memory, free disk space
 """

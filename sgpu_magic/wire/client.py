@@ -1,6 +1,7 @@
 """Messages between clients and the pool service, and a table of all links.
 
 client <-> pool     ClientMessage / PoolMessage     here         ZeroMQ, with raw frames
+client <-> pool     ToBulk / FromBulk               here         TLS, with raw frames: file data
 pool <-> agent      ToAgent / FromAgent             node         socketpair, with descriptors
 agent <-> zygote    ToZygote / FromZygote           rank         socketpair, with descriptors
 agent <-> rank      ToRank / FromRank               rank         socketpair, with descriptors
@@ -14,7 +15,16 @@ from __future__ import annotations
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.files import FileReply, FileRequest, FromStream, ToStream
-from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
+from sgpu_magic.wire.pool_status import (
+    AskBulk,
+    AskStatus,
+    BulkOffered,
+    BulkOpened,
+    Hello,
+    OpenBulk,
+    PoolStatus,
+    Welcome,
+)
 from sgpu_magic.wire.rank_events import CommMessage, RankStack
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource, Interpreter, RankAnswer, RankContext, RankQuestion, RunSpec
@@ -201,7 +211,7 @@ SessionRequest = RestartRanks | AskRank
 FollowRequest = Attach | Unfollow | Detach | AskStacks
 ClientNews = TellComms | ReclaimPayload | ResultsReceived
 RunRequest = Submit | KeepEnvironment | Describe | TrackRun | Cancel | SessionRequest | FollowRequest | ClientNews
-ClientMessage = Hello | Warm | RunRequest | AskStatus | FileRequest | Ping | Goodbye | ToStream | StopPool
+ClientMessage = Hello | Warm | RunRequest | AskStatus | FileRequest | Ping | AskBulk | Goodbye | ToStream | StopPool
 
 # ---------------------------------------------------------------- pool -> client
 
@@ -269,5 +279,8 @@ class Notice(Record, frozen=True, tag="notice", kw_only=True):
     text: str
 
 
+# over a client's second connection
+ToBulk = OpenBulk | FileRequest
+FromBulk = BulkOpened | FileReply | Refused
 Reply = Accepted | Attached | Stacks | RankAnswered | Refused
-PoolMessage = Welcome | Reply | Pong | Notice | PoolStatus | FileReply | FromStream | Event
+PoolMessage = Welcome | Reply | Pong | BulkOffered | Notice | PoolStatus | FileReply | FromStream | Event

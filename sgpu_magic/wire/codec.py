@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from sgpu_magic.wire.client import ClientMessage, PoolMessage
+from sgpu_magic.wire.client import ClientMessage, FromBulk, PoolMessage, ToBulk
 from sgpu_magic.wire.events import Noted
 from sgpu_magic.wire.node import FromAgent, RunEvent, ToAgent
 from sgpu_magic.wire.rank import FromRank, FromZygote, ToRank, ToZygote
@@ -149,6 +149,8 @@ class ReportDecoder(Decoder[FromAgent]):
 
 client_messages = Decoder[ClientMessage](ClientMessage)
 pool_messages = Decoder[PoolMessage](PoolMessage)
+to_bulk = Decoder[ToBulk](ToBulk)
+from_bulk = Decoder[FromBulk](FromBulk)
 to_agent = OrderDecoder()
 from_agent = ReportDecoder()
 to_zygote = Decoder[ToZygote](ToZygote)

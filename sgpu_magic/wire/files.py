@@ -3,8 +3,8 @@
 client -> pool     blobs that the pool lacks; reads of runs' files          with a raw frame
 agent  -> pool     reads of blobs; files for run directories at the pool    with a raw frame
 
-Data is split into chunks of at most `CHUNK_BYTES`, each the only raw frame of its message. A sender keeps at most
-`WINDOW` chunks in flight, and resumes at the receiver's offset.
+Data is split into chunks, each the only raw frame of its message. A sender keeps at most `WINDOW` chunks in flight, and
+resumes at the receiver's offset.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import re
 from sgpu_magic.wire.record import Record
 
 CHUNK_BYTES = 1 << 18
-"""Maximum size of a chunk in bytes. On a slow line, a heartbeat waits behind only a few of them."""
+"""Size of a chunk on a link with other messages: on a slow line, a heartbeat waits behind only a few."""
+BULK_CHUNK_BYTES = 1 << 20
+"""Size of a chunk on a connection of its own, and the maximum on any."""
 
 WINDOW = 32
 """Maximum number of chunks in flight in one direction; fewer if their answers take longer."""
-
 PIECE_BYTES = 64 << 20
 """Larger files are split into blobs of this size, so that little is hashed again after a broken link."""
-
 DIGEST_BYTES = 32
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -99,7 +99,7 @@ class ReadRunFile(Record, frozen=True, tag="read-run-file", kw_only=True):
         name: Path below the run's directory, with `/` as separator. Links are not followed, and paths that lead outside
             are rejected. `result-N.bin` is also found while it is only in memory.
         offset: Where the part begins.
-        size: Maximum size of the part; the answer has at most `CHUNK_BYTES`.
+        size: Maximum size of the part; the answer has at most `BULK_CHUNK_BYTES`.
     """
 
     request: int

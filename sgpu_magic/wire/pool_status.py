@@ -91,6 +91,7 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
         service: Id of the pool's process, different after each restart.
         pool: The pool's own name.
         settings: (name, value) of the settings that a local pool read when it started.
+        bulk_port: TCP port for messages with file data, which `AskBulk` opens to a client; 0 without one.
     """
 
     protocol_version: int
@@ -105,6 +106,41 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
     service: str = ""
     pool: str = "local"
     settings: tuple[tuple[str, str], ...] = ()
+    bulk_port: int = 0
+
+
+# A client sends and receives file data over a second connection (TLS) while there is one:
+#
+# over the link             AskBulk, then BulkOffered
+# over the new connection   OpenBulk, then BulkOpened; then any `FileRequest` and its reply
+
+
+class AskBulk(Record, frozen=True, tag="ask-bulk", kw_only=True):
+    """Ask a remote pool for a second connection. Answered by `BulkOffered`."""
+
+
+class BulkOffered(Record, frozen=True, tag="bulk-offered", kw_only=True):
+    """Where and how the client may connect, within seconds and once.
+
+    Args:
+        port: The TCP port, at the address of the link.
+        certificate: The only certificate (DER) that the client must accept there.
+        token: What the client sends first. A later one replaces it.
+    """
+
+    port: int
+    certificate: bytes
+    token: str
+
+
+class OpenBulk(Record, frozen=True, tag="open-bulk", kw_only=True):
+    """The first message of the second connection. Answered by `BulkOpened`, or the connection ends."""
+
+    token: str
+
+
+class BulkOpened(Record, frozen=True, tag="bulk-opened", kw_only=True):
+    """The second connection belongs to the client."""
 
 
 # ---------------------------------------------------------------- devices, runs, budget

@@ -27,6 +27,7 @@ from sgpu_magic.client.blob_sender import BlobSender, Piece
 from sgpu_magic.client.connection import REPLY_TIMEOUT_S
 from sgpu_magic.client.find_run import recorded_directory
 from sgpu_magic.client.link import PoolLink
+from sgpu_magic.client.remote_wire import RemoteWire
 from sgpu_magic.client.wires import FilePart, Reply
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.files.content_store import blob_digest
@@ -35,7 +36,7 @@ from sgpu_magic.runs.replay.recorded import read_recorded
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.wire.attachments import StoredPayload
 from sgpu_magic.wire.events import RanksStarted
-from sgpu_magic.wire.files import CHUNK_BYTES, AskBlobs, BlobsHeld, ListRunFiles, PutBlob, ReadRunFile, RunFiles
+from sgpu_magic.wire.files import BULK_CHUNK_BYTES, AskBlobs, BlobsHeld, ListRunFiles, PutBlob, ReadRunFile, RunFiles
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY
 from sgpu_magic.wire.states import RunState
@@ -62,17 +63,26 @@ def ben(served: ServedPool) -> RemoteUser:
     return served.user("ben")
 
 
+@pytest.fixture(scope="module")
+def lone() -> Iterator[ServedPool]:
+    """A pool without a second port: all bytes go over the one that can be counted and cut."""
+    made = ServedPool({"SGPU_BULK_PORT": "-1"})
+    yield made
+    made.check_leaks()
+    made.close()
+
+
 @pytest.fixture
-def line(served: ServedPool) -> Iterator[Proxy]:
-    made = Proxy(served.port, keeps=False)
+def line(lone: ServedPool) -> Iterator[Proxy]:
+    made = Proxy(lone.port, keeps=False)
     yield made
     made.close()
 
 
 @pytest.fixture
-def carl(served: ServedPool, line: Proxy) -> Iterator[PoolClient]:
+def carl(lone: ServedPool, line: Proxy) -> Iterator[PoolClient]:
     """A user whose way to the pool is the line; nobody has sent anything as them before."""
-    client = served.user(f"carl{line.port}", address=line.address).new_client()
+    client = lone.user(f"carl{line.port}", address=line.address).new_client()
     yield client
     client.close()
 
@@ -137,6 +147,27 @@ def test_large_things_travel_both_ways(ann: RemoteUser):
     assert first["array2"][0] == 7.0, "what came back may be changed"  # type: ignore[index]
 
 
+def test_a_large_variable_goes_over_the_second_port(ann: RemoteUser, served: ServedPool):
+    line = Proxy(served.port, keeps=False)
+    client = ann.new_client(line.address)
+    try:
+        # opens the second connection, which the line is no part of
+        client.begin("1", ranks=1, names={"first": data(11, 2)}).ended()
+        wire = client.pool.link().wire
+        assert isinstance(wire, RemoteWire)
+        eventually(lambda: wire.chunk_bytes == BULK_CHUNK_BYTES, 20, lambda: wire.slow_why)
+        link_bytes, bulk_bytes = line.sent_bytes, wire._lane.sent_bytes
+        array = data(12, 32)
+        run = client.begin("array2 = array * 2", ranks=1, names={"array": array}, out=["array2"])
+        np.testing.assert_array_equal(run.names()[0]["array2"], array * 2)  # type: ignore[arg-type]
+        assert line.sent_bytes - link_bytes < MB
+        assert wire._lane.sent_bytes - bulk_bytes > 32 * MB
+        assert wire.slow_why == ""
+    finally:
+        client.close()
+        line.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_what_has_not_changed_is_not_sent_again(carl: PoolClient, line: Proxy, megabytes: int):
@@ -175,8 +206,8 @@ def test_an_upload_goes_on_where_the_line_broke(carl: PoolClient, line: Proxy):
 
 
 @pytest.mark.slow
-def test_a_long_upload_says_how_far_it_is(served: ServedPool, line: Proxy):
-    kernel = Kernel(served.user("dora", address=line.address).home)
+def test_a_long_upload_says_how_far_it_is(lone: ServedPool, line: Proxy):
+    kernel = Kernel(lone.user("dora", address=line.address).home)
     try:
         kernel.check("import numpy as np\nx = np.random.default_rng(5).random(4_000_000)")
         kernel.check("%%distributed --gpus 1 --pool team\nprint('known')")
@@ -192,10 +223,10 @@ def test_a_long_upload_says_how_far_it_is(served: ServedPool, line: Proxy):
 
 
 @pytest.mark.slow
-def test_an_upload_says_that_the_line_is_silent(served: ServedPool, line: Proxy, monkeypatch: pytest.MonkeyPatch):
+def test_an_upload_says_that_the_line_is_silent(lone: ServedPool, line: Proxy, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(blob_sender, "_ANSWER_S", 0.3)
     monkeypatch.setattr(remote_wire, "_SILENT_S", 0.5)
-    user = served.user("emil", address=line.address)
+    user = lone.user("emil", address=line.address)
     client = user.new_client()
     array = data(8, 64)
     assert client.begin("1", ranks=1).values == [1]
@@ -247,7 +278,7 @@ def test_bytes_of_another_digest_are_refused(ann: RemoteUser, served: ServedPool
     assert held(ann, ((said, 5),)) == (0,)
     assert not list((served.home.state / "blobs").rglob(f"*{said[2:]}"))
     with pytest.raises(UsageError, match="a chunk of an upload has the wrong size"):
-        put(link, said, b"x" * (CHUNK_BYTES + 1))
+        put(link, said, b"x" * (BULK_CHUNK_BYTES + 1))
 
 
 def test_nobody_learns_of_anothers_bytes(ann: RemoteUser, ben: RemoteUser):

@@ -7,6 +7,7 @@ browsers              notebooks in Debian's Chromium, with screenshots
 builds                real builders of environments, ordered as an agent orders them
 culprits              a rank that fails only once all others wait for it
 executed_notebooks    this project's own notebooks, executed in a separate home
+file_pool             a pool that only takes and sends files, in a thread of this process
 free_ports            free ports outside the range that the system assigns to connections, for servers with a given port
 front_end             a stand-in for a browser's side of a run's live view, as the kernel sees it
 headless_notebooks    notebooks that run without a front end: nbclient's and papermill's

@@ -48,7 +48,8 @@ def light_venv(folder: Path, *requirements: str, without: Sequence[str] = _LEFT_
     if requirements:
         _uv("pip", "install", "--quiet", "--python", str(python), *requirements)
     installed = {re.sub(r"[-_.]+", "-", info.name.partition("-")[0]).lower() for info in site.glob("*.dist-info")}
-    link_layer(base_layer({*installed, *without}, ("uv", "anywidget", "blake3", "ipywidgets", "pathspec")), site)
+    further = ("uv", "anywidget", "blake3", "cryptography", "ipywidgets", "pathspec")
+    link_layer(base_layer({*installed, *without}, further), site)
     (folder / "bin" / "uv").symlink_to(Path(sys.executable).with_name("uv"))
     return python
 

@@ -20,7 +20,7 @@ from sgpu_magic.packages.requirement_files import needed_by
 from sgpu_magic.packages.snapshot import take_snapshot
 
 # sgpu-magic's requirements that only notebooks and pools need
-_NOT_FOR_RANKS = {"anywidget", "blake3", "ipywidgets", "pathspec", "uv"}
+_NOT_FOR_RANKS = {"anywidget", "blake3", "cryptography", "ipywidgets", "pathspec", "uv"}
 # includes mlflow and its local store, which code on a rank may use without requiring them
 _ROOTS = ("torch", SGPU_MAGIC, "threadpoolctl", "mlflow-skinny", "sqlalchemy", "alembic")
 _FOLDERS_AS_ONE = (".dist-info", ".libs", ".data")

@@ -290,7 +290,7 @@ def test_slow_encryption_is_told_with_a_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine_checks, "_SLOW_ENCRYPTION", 0.0)
     (fast,) = machine_checks.encryption()
     assert fast.level is Level.OK
-    assert re.fullmatch(r"\d[\d.]* [MG]B a second at most to a pool on another machine", fast.text)
+    assert re.fullmatch(r"\d[\d.]* [MG]B a second at most over the link to a pool on another machine", fast.text)
     monkeypatch.setattr(machine_checks, "_SLOW_ENCRYPTION", 1e15)
     (slow,) = machine_checks.encryption()
     assert slow.level is Level.WARNING

@@ -55,6 +55,8 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "protocol_shapes.txt"
 UNIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
     "client -> pool": (client.ClientMessage, codec.client_messages),
     "pool -> client": (client.PoolMessage, codec.pool_messages),
+    "client -> pool, file data": (client.ToBulk, codec.to_bulk),
+    "pool -> client, file data": (client.FromBulk, codec.from_bulk),
     "pool -> agent": (node.ToAgent, codec.to_agent),
     "agent -> pool": (node.FromAgent, codec.from_agent),
     "agent -> zygote": (rank.ToZygote, codec.to_zygote),

@@ -1,0 +1,222 @@
+"""The second connection to a remote pool, for messages with file data. Without it they go over the link.
+
+The pool tells over the link where to connect, which certificate it has there, and a token. A port that a firewall
+closes, or a connection that breaks, costs no more than time: what was not answered is sent over the link again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+
+from sgpu_magic.client.wires import Parcel
+from sgpu_magic.system.bulk_stream import BulkStream, client_context
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.pool_status import AskBulk, BulkOffered, BulkOpened, OpenBulk, Welcome
+
+_OPEN_S = 6.0
+# requests without any reply for so long are sent over the link
+_SILENT_S = 30.0
+_FIRST_PAUSE_S = 30.0
+_LONGEST_PAUSE_S = 600.0
+_MOST_MESSAGES = 16
+_POLLED = ((select.POLLIN, zmq.POLLIN), (select.POLLOUT, zmq.POLLOUT))
+
+Send = Callable[[Sequence[bytes]], None]
+
+
+class BulkLane:
+    """The second connection, and what is under way of file data. Used by the link's thread only.
+
+    Args:
+        pool: The pool's name.
+
+    Attributes:
+        problem: Why file data goes over the link although the pool has a port for it; "" if it does not.
+        is_open: Whether messages go over the connection.
+        sent_bytes: Bytes of messages that were given to it.
+    """
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self.problem = ""
+        self.is_open = False
+        self.sent_bytes = 0
+        self._port = 0
+        self._asked_at: float | None = None
+        self._retry_at = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        self._connecting: socket.socket | None = None
+        self._offer: BulkOffered | None = None
+        self._stream: BulkStream | None = None
+        self._heard_at = 0.0
+        # requests without a reply, by number: those that went over the link, and over this connection
+        self._over_link: set[int] = set()
+        self._here: dict[int, Parcel] = {}
+        # they wait for the replies that come over the link: chunks of a blob must arrive in order
+        self._held: list[Parcel] = []
+
+    # ------------------------------------------------------------ the link
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """Note which port the pool has."""
+        self._port = welcome.bulk_port
+
+    def carries(self, request: int) -> bool:
+        """Whether a request is under way over the connection."""
+        return request in self._here
+
+    def asked_again(self, requests: Sequence[int]) -> None:
+        """Note the requests with file data that are still awaited; those not carried here went over the link again."""
+        self._over_link = {number for number in requests if number not in self._here}
+
+    def send(self, parcel: Parcel, over_link: Send) -> None:
+        """Send a request with file data the way it goes now, and open the connection for later ones."""
+        if self.is_open:
+            self._here[parcel.request] = parcel
+            self._held.append(parcel)
+            self._release()
+            return
+        now = time.monotonic()
+        if self._port and self._asked_at is None and now >= self._retry_at:
+            self._asked_at = now
+            over_link([codec.encode(AskBulk())])
+        self._over_link.add(parcel.request)
+        over_link(parcel.parts)
+
+    def answered(self, request: int) -> None:
+        self._here.pop(request, None)
+        self._over_link.discard(request)
+        self._release()
+
+    def offered(self, offer: BulkOffered, address: str) -> None:
+        """Connect to the port of an offer.
+
+        Args:
+            offer: What the pool offers.
+            address: The link's numeric address, `tcp://host:port`.
+        """
+        if self._asked_at is None or self._connecting is not None or self._stream is not None:
+            return
+        host = urlsplit(address).hostname or ""
+        self._offer = offer
+        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        connection.setblocking(False)
+        self._connecting = connection
+        found = connection.connect_ex((host, offer.port))
+        if found not in (0, errno.EINPROGRESS):
+            self._failed(os.strerror(found), lambda _: None)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Add the connection to a poller."""
+        if self._connecting is not None:
+            poller.register(self._connecting.fileno(), zmq.POLLOUT)
+        elif self._stream is not None:
+            wanted = self._stream.events()
+            poller.register(self._stream.fileno(), sum(flag for event, flag in _POLLED if wanted & event))
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `turn` has work although nothing becomes ready."""
+        return self._stream is not None and self._stream.has_more
+
+    def turn(self, received: Callable[[Sequence[bytes]], object], over_link: Send) -> bool:
+        """Send and receive what is possible now.
+
+        Args:
+            received: Called with each message.
+            over_link: Sends over the link what this connection did not transport.
+
+        Returns:
+            Whether a message came.
+        """
+        heard = False
+        try:
+            if self._connecting is not None:
+                self._connected(self._connecting)
+            if self._stream is not None:
+                for parts in self._stream.turn(_MOST_MESSAGES):
+                    heard = True
+                    if self.is_open:
+                        received(parts)
+                    else:
+                        if not isinstance(codec.from_bulk.decode(parts[0]), BulkOpened):
+                            raise ConnectionError("it did not accept the token")
+                        self.is_open = True
+                        self._asked_at = None
+                        self._pause_s = _FIRST_PAUSE_S
+                        self.problem = ""
+            now = time.monotonic()
+            if heard:
+                self._heard_at = now
+            if self._asked_at is not None and now - self._asked_at > _OPEN_S:
+                raise TimeoutError(errno.ETIMEDOUT, "it does not answer")
+            if self._here and not self._held and now - self._heard_at > _SILENT_S:
+                raise TimeoutError(errno.ETIMEDOUT, f"it has been silent for {_SILENT_S:.0f} s")
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            self._failed(getattr(error, "strerror", None) or str(error), over_link)
+        return heard
+
+    def close(self) -> None:
+        """Close the connection; the link repeats what was not answered."""
+        for each in (self._connecting, self._stream):
+            if each is not None:
+                each.close()
+        self._connecting = self._stream = self._asked_at = None
+        self.is_open = False
+        self._here.clear()
+        self._held.clear()
+        self._over_link.clear()
+
+    # ------------------------------------------------------------ within
+
+    def _connected(self, connection: socket.socket) -> None:
+        """Begin the handshake, once the TCP connection is made.
+
+        Raises:
+            OSError: It can't be made.
+            ValueError: The offer is not usable.
+        """
+        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if found:
+            raise OSError(found, os.strerror(found))
+        try:
+            connection.getpeername()
+        except OSError:
+            # not yet
+            return
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            self._stream = BulkStream(connection, client_context(offer.certificate), offer.certificate)
+            self._connecting = None
+            self._stream.put([codec.encode(OpenBulk(token=offer.token))])
+
+    def _release(self) -> None:
+        """Send what was held, once nothing of file data is under way over the link."""
+        if self._held and not self._over_link and self._stream is not None:
+            if len(self._held) == len(self._here):
+                # nothing was under way here
+                self._heard_at = time.monotonic()
+            for parcel in self._held:
+                self._stream.put(parcel.parts)
+                self.sent_bytes += sum(map(len, parcel.parts))
+            self._held.clear()
+
+    def _failed(self, why: str, over_link: Send) -> None:
+        begun = list(self._here.values())
+        over = self._over_link | self._here.keys()
+        self.close()
+        self._over_link = over
+        self.problem = f"port {self._port} of the pool {self._pool} can't be used: {why}"
+        self._retry_at = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        for parcel in begun:
+            over_link(parcel.parts)
