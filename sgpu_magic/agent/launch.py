@@ -170,6 +170,8 @@ class Launches(msgspec.Struct, frozen=True):
 
 # above this size, ranks of a standby group join late, since gloo's loops cost CPU while they wait
 _JOIN_EARLY_MAX = 8
+# a standby group that is not needed for this long is paused
+_PAUSE_S = 2.0
 
 
 class StandbyGroups:
@@ -205,6 +207,7 @@ class StandbyGroups:
                 fits = standby is not None and _fits(standby, interpreter, ranks, on_gpus)
                 if standby is not None and fits and not standby.has_dead_rank():
                     del self._standbys[key]
+                    standby.resume()
                     return standby, "standby"
             self.drop(session)
         warm = "zygote" if self.zygotes.get(interpreter).ready else "cold"
@@ -257,11 +260,13 @@ class StandbyGroups:
             self.dismiss(standby)
 
     def tend(self) -> None:
-        """Drop broken and idle standby groups, free groups whose ranks have exited, and retire zygotes."""
+        """Drop broken and idle standby groups, pause others; free groups whose ranks have exited; retire zygotes."""
         for key, standby in list(self._standbys.items()):
             is_idle = not key and self._loop.time() - standby.wanted_at > self._settings.standby_idle_s
             if standby.broken or is_idle:
                 self.drop(key)
+            elif self._loop.time() - standby.wanted_at > _PAUSE_S:
+                standby.pause()
         for group in [group for group in self._departing if group.is_dead()]:
             group.close()
             self._departing.remove(group)

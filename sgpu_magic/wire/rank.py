@@ -136,6 +136,10 @@ class Joined(Record, frozen=True, tag="joined", kw_only=True):
     """The rank has joined the process group."""
 
 
+class StandsBy(Record, frozen=True, tag="stands-by", kw_only=True):
+    """A rank that was to announce it waits for its first order."""
+
+
 class Renewed(Record, frozen=True, tag="renewed", kw_only=True):
     """The rank's process groups are reconnected.
 
@@ -241,7 +245,7 @@ class MetricsReported(Record, frozen=True, tag="metrics-reported", kw_only=True)
 
 ShownByCell = Displayed | Cleared | CommsSaid
 CellReport = Joined | Renewed | Raised | Remarked | QuestionAnswered | ShownByCell | Finished | Failed
-FromRank = CellReport | Collectives | AskTracking | MetricsReported
+FromRank = StandsBy | CellReport | Collectives | AskTracking | MetricsReported
 
 # ---------------------------------------------------------------- agent <-> zygote
 
@@ -255,6 +259,7 @@ class Fork(Record, frozen=True, tag="fork", kw_only=True):
         store_path: Path of the store's file on systems without memory files; "" if its descriptor is sent along.
         join_early: Join the process group before `Execute` arrives.
         rehearse: Also run a small warm-up cell before it arrives. All ranks of a group do, or none.
+        announce: Send `StandsBy` after that.
     """
 
     group_id: str
@@ -262,6 +267,7 @@ class Fork(Record, frozen=True, tag="fork", kw_only=True):
     ranks: int
     join_early: bool
     rehearse: bool = False
+    announce: bool = False
     store_path: str = ""
 
 

@@ -479,6 +479,20 @@ def test_the_second_run_of_a_size_is_taken_from_standby(kernel: Kernel, home: Ho
     assert how_it_started(home) == "zygote"
 
 
+@pytest.mark.slow
+def test_a_standby_group_that_waits_takes_no_processor_time_and_the_next_run_gets_it(kernel: Kernel, home: Home):
+    on_ranks(kernel, "out = 0", 3)
+    standby = wait_for_standby(home, 3)
+
+    def all_stopped() -> bool:
+        return all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in standby)
+
+    eventually(all_stopped, 20, "the standby group is not paused")
+    out = on_ranks(kernel, "import os; out = os.getpid()", 3)
+    assert how_it_started(home) == "standby"
+    assert set(out) == set(standby)
+
+
 def _largest(pid: int) -> list[tuple[str, int]]:
     """The mappings of a process with most memory of its own, in kB."""
     own = [

@@ -21,7 +21,7 @@ from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import TellComms
-from sgpu_magic.wire.rank import CommsHeard, Fork, FromRank, Leave, Release, ToRank
+from sgpu_magic.wire.rank import CommsHeard, Fork, FromRank, Leave, Release, StandsBy, ToRank
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.states import FailureKind
@@ -99,6 +99,9 @@ class Group:
         self._whole_bytes = whole_bytes
         self._scratch = scratch
         self._unforked = ranks
+        # ranks that stand by for a run, and whether they are stopped meanwhile
+        self._standing_by: set[int] = set()
+        self._paused = False
         self.ranks: list[RankProcess] = []
         self._store = GroupStore(scratch)
         try:
@@ -150,8 +153,25 @@ class Group:
             if process.stream is not None:
                 process.stream.send(Leave())
 
+    def pause(self) -> None:
+        """Stop the processes of ranks that all stand by: each of gloo's loops wakes up a hundred times a second."""
+        if not self._paused and len(self._standing_by) == len(self.ranks):
+            self._paused = True
+            self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Continue paused ranks. Call it before they get an order."""
+        if self._paused:
+            self._paused = False
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for process in self.ranks:
+            process.signal(number)
+
     def dismiss(self) -> None:
         """End a group without a run: its ranks exit when their sockets close."""
+        self.resume()
         for process in self.ranks:
             if process.stream is not None:
                 process.stream.close()
@@ -274,6 +294,7 @@ class Group:
             ranks=self.world_size,
             join_early=self.join_early,
             rehearse=self._rehearse,
+            announce=self._rehearse,
             store_path=self._store.path,
         )
         self.zygote.fork(order, descriptors, self)
@@ -286,7 +307,9 @@ class Group:
             self._store.close()
 
     def _said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
-        if self.listener is not None:
+        if isinstance(message, StandsBy):
+            self._standing_by.add(rank)
+        elif self.listener is not None:
             self.listener.rank_said(rank, message, frames)
 
     def _log_ended(self, rank: int, problem: str) -> None:

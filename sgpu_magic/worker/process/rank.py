@@ -35,6 +35,7 @@ from sgpu_magic.wire.rank import (
     Raised,
     Renew,
     Renewed,
+    StandsBy,
     ToRank,
 )
 from sgpu_magic.wire.record import Record
@@ -84,6 +85,8 @@ def live(order: Fork, descriptors: list[int]) -> int:
     rehearsed = order.rehearse and join_error is None
     if rehearsed:
         rehearse(shell)
+    if order.announce:
+        link.send(StandsBy())
     received = link.receive()
     if received is None or not isinstance(received[0], Execute | Prepare):
         return 0

@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import eventually
 
 from sgpu_magic.agent.failures import death, find_root_cause
 from sgpu_magic.agent.ranks import rank_output
@@ -34,7 +36,7 @@ from sgpu_magic.agent.runs.run_memory import BackgroundCopier, CopyJob
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
-from sgpu_magic.wire.rank import Fork, FromRank, Leave, Remarked
+from sgpu_magic.wire.rank import Fork, FromRank, Leave, Remarked, StandsBy
 from sgpu_magic.wire.rank_events import Failure, OutputWritten
 from sgpu_magic.wire.states import FailureKind
 
@@ -664,6 +666,37 @@ def test_a_rank_that_was_reaped_before_it_could_be_watched_is_dead(tmp_path: Pat
         assert not asyncio.run(dead_after(alive.pid))
         assert alive.stdin is not None
         alive.stdin.close()
+
+
+def test_ranks_are_paused_once_all_stand_by_and_continued_before_anything_else(tmp_path: Path):
+    def states(group: Group) -> set[str]:
+        return {psutil.Process(pid).status() for pid in group.pids}
+
+    async def pause_and_resume(pids: list[int]) -> None:
+        group = Group(NothingForked(), 2, True, 1000, tmp_path, rehearse=True)  # pyright: ignore[reportArgumentType]
+        try:
+            for rank, pid in enumerate(pids):
+                group.forked(rank, pid)
+            group._said(0, StandsBy(), ())  # pyright: ignore[reportPrivateUsage]
+            group.pause()
+            assert psutil.STATUS_STOPPED not in states(group), "rank 1 is still rehearsing"
+            group._said(1, StandsBy(), ())  # pyright: ignore[reportPrivateUsage]
+            for go_on in (group.resume, group.dismiss):
+                group.pause()
+                eventually(lambda: states(group) == {psutil.STATUS_STOPPED}, 5, "both are stopped")
+                go_on()
+                eventually(lambda: psutil.STATUS_STOPPED not in states(group), 5, "both go on")
+        finally:
+            group.close()
+
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as one,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as two,
+    ):
+        asyncio.run(pause_and_resume([one.pid, two.pid]))
+        for each in (one, two):
+            assert each.stdin is not None
+            each.stdin.close()
 
 
 @linux_only
