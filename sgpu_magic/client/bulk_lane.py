@@ -42,7 +42,7 @@ class BulkLane:
     Attributes:
         problem: Why file data goes over the link although the pool has a port for it; "" if it does not.
         is_open: Whether messages go over the connection.
-        sent_bytes: Bytes of messages that were given to it.
+        sent_bytes: Bytes of the messages that were put on it.
     """
 
     def __init__(self, pool: str) -> None:

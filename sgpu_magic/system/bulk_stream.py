@@ -18,7 +18,7 @@ import ssl
 import struct
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import cast
 
 MAX_PART_BYTES = 4 << 20
@@ -69,7 +69,7 @@ def server_context() -> tuple[ssl.SSLContext, bytes]:
 
 
 @contextlib.contextmanager
-def _unnamed_file(data: bytes) -> Iterator[str]:
+def _unnamed_file(data: bytes) -> Generator[str]:
     """Yield a path that has the data; `ssl` reads keys from paths only."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("sgpu-key", os.MFD_CLOEXEC), "wb") as file:

@@ -24,6 +24,7 @@ from sgpu_magic.files.content_store import blob_digest, blob_path
 from sgpu_magic.pool import bulk_port
 from sgpu_magic.system.bulk_stream import BulkStream, client_context, server_context
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.client import Unfollow
 from sgpu_magic.wire.files import CHUNK_BYTES, AskBlobs, BlobsHeld, BlobTaken, PutBlob, ReadRunFile
 from sgpu_magic.wire.pool_status import AskBulk, BulkOffered, OpenBulk
 
@@ -129,6 +130,21 @@ def test_the_connection_takes_over_while_an_upload_is_under_way(pool: FilePool, 
     assert stored(pool, digest) == data
     assert sender.sent_bytes == len(data)
     assert lane_of(link).is_open, link.wire.slow_why
+    assert lane_of(link).sent_bytes > 0
+
+
+def test_nothing_overtakes_what_went_over_the_link(pool: FilePool, link: PoolLink):
+    pool.do(lambda: setattr(pool, "holds", True))
+    question = AskBlobs(request=0, blobs=((blob_digest(memoryview(b"x")), 1),))
+    first = link.ask(question)
+    eventually(lambda: lane_of(link).is_open, 20, lambda: link.wire.slow_why)
+    second = link.ask(question)
+    # the link's thread has then handled the second question too
+    link.send(Unfollow(run_id="0badcafe"))
+    eventually(lambda: "Unfollow" in pool.kinds, 20, "nothing arrives")
+    assert lane_of(link).sent_bytes == 0
+    pool.release()
+    assert [answer.of(BlobsHeld, 20).bytes for answer in (first, second)] == [(0,), (0,)]
     assert lane_of(link).sent_bytes > 0
 
 
@@ -311,10 +327,10 @@ def test_a_broken_link_ends_the_connection_and_loses_nothing(pool: FilePool):
 class Caller:
     """A client of the second port that says what the test wants."""
 
-    def __init__(self, pool: FilePool, certificate: bytes = b"") -> None:
-        offer = self.offer = offered(pool)
+    def __init__(self, pool: FilePool, offer: BulkOffered | None = None) -> None:
+        self.offer = offer or offered(pool)
         raw = socket.create_connection(("127.0.0.1", pool.bulk_port))
-        self.tls = client_context(certificate or offer.certificate).wrap_socket(raw)
+        self.tls = client_context(self.offer.certificate).wrap_socket(raw)
 
     def say(self, *parts: bytes) -> None:
         sizes = b"".join(len(part).to_bytes(4, "little") for part in parts)
@@ -368,7 +384,7 @@ def test_a_wrong_token_ends_the_connection(caller: Caller, token: str):
 def test_a_token_is_for_once(pool: FilePool, caller: Caller):
     caller.open(caller.offer.token)
     caller.is_let_in()
-    again = Caller(pool)
+    again = Caller(pool, caller.offer)
     again.open(caller.offer.token)
     assert again.hears_nothing()
     again.tls.close()
