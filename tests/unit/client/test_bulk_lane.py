@@ -79,7 +79,7 @@ def opened(link: PoolLink) -> None:
 def redirected(monkeypatch: pytest.MonkeyPatch, change: Callable[[BulkOffered], BulkOffered]) -> None:
     """Change each offer before the client sees it."""
     offered = BulkLane.offered
-    monkeypatch.setattr(BulkLane, "offered", lambda self, offer, address: offered(self, change(offer), address))
+    monkeypatch.setattr(BulkLane, "offered", lambda self, offer, *rest: offered(self, change(offer), *rest))
 
 
 def moved(offer: BulkOffered, port: int) -> BulkOffered:
@@ -203,6 +203,14 @@ def test_a_port_that_nothing_listens_on_costs_no_upload(
     assert f"it takes the slower way: port {pool.bulk_port} of the pool team can't be used" in told[0]
 
 
+def test_a_port_that_can_not_exist_costs_no_upload(pool: FilePool, link: PoolLink, monkeypatch: pytest.MonkeyPatch):
+    redirected(monkeypatch, lambda offer: moved(offer, 70_000))
+    data = os.urandom(1 * MB)
+    assert stored(pool, upload(link, data)) == data
+    eventually(lambda: "port must be 0-65535" in link.wire.slow_why, 20, lambda: link.wire.slow_why)
+    assert stored(pool, upload(link, data[:1000])) == data[:1000]
+
+
 def test_a_port_that_swallows_everything_costs_no_upload(
     pool: FilePool, link: PoolLink, monkeypatch: pytest.MonkeyPatch
 ):
@@ -319,6 +327,17 @@ def test_a_broken_link_ends_the_connection_and_loses_nothing(pool: FilePool):
     finally:
         link.close()
         line.close()
+
+
+def test_the_port_is_known_beforehand_unless_it_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    listen = f"tcp://127.0.0.1:{port - 1000}"
+    with bulk_port._listener(listen, 0) as first, bulk_port._listener(listen, 0) as second:
+        assert first.getsockname()[1] == port
+        assert second.getsockname()[1] != port
+        with pytest.raises(OSError, match="in use"):
+            bulk_port._listener(listen, port)
 
 
 # ---------------------------------------------------------------- who may not
