@@ -108,7 +108,7 @@ class Settings(msgspec.Struct, frozen=True):
             client's runs that are not detached.
         listen: Address where a served pool listens for clients on other machines, such as `tcp://0.0.0.0:8700`; ""
             accepts none.
-        bulk_port: A served pool's second port, for variables and files: 0 is the one after `listen`'s, -1 opens none.
+        bulk_port: A served pool's second port, for variables and files: 0 is `listen`'s + 1000, -1 opens none.
         ray_dashboard: Start Ray's dashboard in `@ray_launch` runs, which takes a gigabyte of memory and some seconds.
         ray_object_bytes: Size in bytes of a `@ray_launch` run's object store on a node, at most 30 % of the node's
             memory; 0 is the lease's share of those 30 %.

@@ -130,7 +130,10 @@ def revoke(settings: Settings, name: str, who: str) -> str:
 
 
 # the pool's settings, taken from the environment of `sgpu pool deploy`; directories are set on the head node
-_TRAVEL = ("SGPU_RAY_", "SGPU_USER_", "SGPU_FAIR_", "SGPU_LINK_", "SGPU_ADOPT_", "SGPU_PRICES", "SGPU_RESERVED_PRICES")
+_TRAVEL = (
+    "SGPU_RAY_", "SGPU_USER_", "SGPU_FAIR_", "SGPU_LINK_", "SGPU_BULK_", "SGPU_ADOPT_",
+    "SGPU_PRICES", "SGPU_RESERVED_PRICES",
+)  # fmt: skip
 _OPTION = re.compile(r"--(?P<name>runtime-env-json|entrypoint-(?:num-cpus|num-gpus|memory|resources)|metadata-json)")
 
 

@@ -42,7 +42,7 @@ class BulkLane:
     Attributes:
         problem: Why file data goes over the link although the pool has a port for it; "" if it does not.
         is_open: Whether messages go over the connection.
-        sent_bytes: Bytes of messages that were given to it.
+        sent_bytes: Bytes of the messages that were put on it.
     """
 
     def __init__(self, pool: str) -> None:
@@ -97,23 +97,26 @@ class BulkLane:
         self._over_link.discard(request)
         self._release()
 
-    def offered(self, offer: BulkOffered, address: str) -> None:
+    def offered(self, offer: BulkOffered, address: str, over_link: Send) -> None:
         """Connect to the port of an offer.
 
         Args:
             offer: What the pool offers.
             address: The link's numeric address, `tcp://host:port`.
+            over_link: As for `turn`.
         """
         if self._asked_at is None or self._connecting is not None or self._stream is not None:
             return
         host = urlsplit(address).hostname or ""
         self._offer = offer
-        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        connection.setblocking(False)
-        self._connecting = connection
-        found = connection.connect_ex((host, offer.port))
-        if found not in (0, errno.EINPROGRESS):
-            self._failed(os.strerror(found), lambda _: None)
+        try:
+            self._connecting = connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            connection.setblocking(False)
+            found = connection.connect_ex((host, offer.port))
+            if found not in (0, errno.EINPROGRESS):
+                raise OSError(found, os.strerror(found))
+        except (OSError, OverflowError) as error:
+            self._failed(_words(error), over_link)
 
     def register(self, poller: zmq.Poller) -> None:
         """Add the connection to a poller."""
@@ -162,7 +165,7 @@ class BulkLane:
             if self._here and not self._held and now - self._heard_at > _SILENT_S:
                 raise TimeoutError(errno.ETIMEDOUT, f"it has been silent for {_SILENT_S:.0f} s")
         except (OSError, ValueError, msgspec.DecodeError) as error:
-            self._failed(getattr(error, "strerror", None) or str(error), over_link)
+            self._failed(_words(error), over_link)
         return heard
 
     def close(self) -> None:
@@ -220,3 +223,7 @@ class BulkLane:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         for parcel in begun:
             over_link(parcel.parts)
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

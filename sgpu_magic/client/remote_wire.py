@@ -158,7 +158,7 @@ class RemoteWire:
                         self._lane.welcomed(message)
                         self._send_again(connection, link)
                     elif isinstance(message, BulkOffered):
-                        self._lane.offered(message, connection.address)
+                        self._lane.offered(message, connection.address, connection.send)
                     elif isinstance(message, Pong) and message.behind:
                         self._send_again(connection, link)
             for parcel in outgoing.take():

@@ -37,6 +37,7 @@ _MOST_OPEN = 16
 _ACCEPTED_PER_S = 200
 _GREETING_BYTES = 256
 _TICK_MS = 500
+_PORTS_BETWEEN = 1000
 _CLOSE_S = 5.0
 _OVER = select.POLLERR | select.POLLHUP
 
@@ -74,7 +75,7 @@ class BulkPort:
 
     Args:
         link: The address of the ZeroMQ socket, `tcp://host:port`.
-        port: The port; 0 is the next one after the link's, or any free one if that is taken.
+        port: The port; 0 is the link's + 1000, or any free one if that is taken.
         heard: Called with a client, its message and the raw frames.
 
     Attributes:
@@ -282,14 +283,14 @@ def _digest(token: str) -> bytes:
 
 
 def _listener(link: str, port: int) -> socket.socket:
-    """Return a listening socket at the address of the link, on the given port, the one after the link's, or any."""
+    """Return a listening socket at the address of the link, on the given port, the link's + 1000, or any."""
     place = urlsplit(link)
     host = place.hostname or ""
     if port:
         return _bound(host, port)
-    # a firewall that lets clients through to the one port needs an easy rule for the other
+    # known beforehand, for rules of a firewall, and not the next one, where another pool may listen
     try:
-        return _bound(host, (place.port or 0) + 1)
+        return _bound(host, (place.port or 0) + _PORTS_BETWEEN)
     except (OSError, OverflowError):
         return _bound(host, 0)
 

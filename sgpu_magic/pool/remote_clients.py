@@ -56,7 +56,7 @@ class Listening(msgspec.Struct, frozen=True):
         keys: The pool's key pair.
         clients: The authorized clients.
         timeout_s: Seconds of silence after which a client counts as gone.
-        bulk_port: Port for messages with file data; 0 is the one after that of `address`, or any free one; -1 opens
+        bulk_port: Port for messages with file data; 0 is that of `address` + 1000, or any free one; -1 opens
             none.
     """
 

@@ -137,6 +137,10 @@ class PoolService:
     def address(self) -> str:
         return self._server.address
 
+    @property
+    def bulk_port(self) -> int:
+        return self._server.bulk_port
+
     def stop(self) -> None:
         if not self.finished.done():
             self.finished.set_result(None)

@@ -119,17 +119,18 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
 async def _say_when_ready(settings: Settings, engine_name: str, service: PoolService, listening: Listening) -> None:
     await service.ready.wait()
     with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write(f"{_words(settings, engine_name, service.address, listening)}\n")
+        sys.stdout.write(f"{_words(settings, engine_name, service, listening)}\n")
         sys.stdout.flush()
 
 
-def _words(settings: Settings, engine: str, address: str, listening: Listening) -> str:
-    reached = reached_at(address, config.host_name())
+def _words(settings: Settings, engine: str, service: PoolService, listening: Listening) -> str:
+    reached = reached_at(service.address, config.host_name())
+    data = f"{service.bulk_port} for variables and files" if service.bulk_port else "no second port"
     name, clients = settings.pool, settings.state_path / CLIENTS
     listing = "" if clients.exists() else f"\nno user is authorized yet: {clients} lists nobody"
     return (
-        f"pool {name} · engine {engine} · {address} · add it with: sgpu pool add {name} {reached} --key "
-        f"'{listening.keys.public}'{listing}\n"
+        f"pool {name} · engine {engine} · {service.address} · {data} · add it with: "
+        f"sgpu pool add {name} {reached} --key '{listening.keys.public}'{listing}\n"
         f"authorize a user with: sgpu pool authorize WHO 'THEIR PUBLIC KEY' --name {name}\n"
         f"all ranks run as the one OS user {_os_user()}: every user of this pool can read and change the files and "
         "memory of others' runs there. For users who must not, run one pool per user, each under that user's own "

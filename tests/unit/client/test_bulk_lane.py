@@ -24,6 +24,7 @@ from sgpu_magic.files.content_store import blob_digest, blob_path
 from sgpu_magic.pool import bulk_port
 from sgpu_magic.system.bulk_stream import BulkStream, client_context, server_context
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.client import Unfollow
 from sgpu_magic.wire.files import CHUNK_BYTES, AskBlobs, BlobsHeld, BlobTaken, PutBlob, ReadRunFile
 from sgpu_magic.wire.pool_status import AskBulk, BulkOffered, OpenBulk
 
@@ -78,7 +79,7 @@ def opened(link: PoolLink) -> None:
 def redirected(monkeypatch: pytest.MonkeyPatch, change: Callable[[BulkOffered], BulkOffered]) -> None:
     """Change each offer before the client sees it."""
     offered = BulkLane.offered
-    monkeypatch.setattr(BulkLane, "offered", lambda self, offer, address: offered(self, change(offer), address))
+    monkeypatch.setattr(BulkLane, "offered", lambda self, offer, *rest: offered(self, change(offer), *rest))
 
 
 def moved(offer: BulkOffered, port: int) -> BulkOffered:
@@ -129,6 +130,21 @@ def test_the_connection_takes_over_while_an_upload_is_under_way(pool: FilePool, 
     assert stored(pool, digest) == data
     assert sender.sent_bytes == len(data)
     assert lane_of(link).is_open, link.wire.slow_why
+    assert lane_of(link).sent_bytes > 0
+
+
+def test_nothing_overtakes_what_went_over_the_link(pool: FilePool, link: PoolLink):
+    pool.do(lambda: setattr(pool, "holds", True))
+    question = AskBlobs(request=0, blobs=((blob_digest(memoryview(b"x")), 1),))
+    first = link.ask(question)
+    eventually(lambda: lane_of(link).is_open, 20, lambda: link.wire.slow_why)
+    second = link.ask(question)
+    # the link's thread has then handled the second question too
+    link.send(Unfollow(run_id="0badcafe"))
+    eventually(lambda: "Unfollow" in pool.kinds, 20, "nothing arrives")
+    assert lane_of(link).sent_bytes == 0
+    pool.release()
+    assert [answer.of(BlobsHeld, 20).bytes for answer in (first, second)] == [(0,), (0,)]
     assert lane_of(link).sent_bytes > 0
 
 
@@ -185,6 +201,14 @@ def test_a_port_that_nothing_listens_on_costs_no_upload(
         sending._due = 0.0
         sending.part("variables", 10)(5)
     assert f"it takes the slower way: port {pool.bulk_port} of the pool team can't be used" in told[0]
+
+
+def test_a_port_that_can_not_exist_costs_no_upload(pool: FilePool, link: PoolLink, monkeypatch: pytest.MonkeyPatch):
+    redirected(monkeypatch, lambda offer: moved(offer, 70_000))
+    data = os.urandom(1 * MB)
+    assert stored(pool, upload(link, data)) == data
+    eventually(lambda: "port must be 0-65535" in link.wire.slow_why, 20, lambda: link.wire.slow_why)
+    assert stored(pool, upload(link, data[:1000])) == data[:1000]
 
 
 def test_a_port_that_swallows_everything_costs_no_upload(
@@ -305,16 +329,27 @@ def test_a_broken_link_ends_the_connection_and_loses_nothing(pool: FilePool):
         line.close()
 
 
+def test_the_port_is_known_beforehand_unless_it_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    listen = f"tcp://127.0.0.1:{port - 1000}"
+    with bulk_port._listener(listen, 0) as first, bulk_port._listener(listen, 0) as second:
+        assert first.getsockname()[1] == port
+        assert second.getsockname()[1] != port
+        with pytest.raises(OSError, match="in use"):
+            bulk_port._listener(listen, port)
+
+
 # ---------------------------------------------------------------- who may not
 
 
 class Caller:
     """A client of the second port that says what the test wants."""
 
-    def __init__(self, pool: FilePool, certificate: bytes = b"") -> None:
-        offer = self.offer = offered(pool)
+    def __init__(self, pool: FilePool, offer: BulkOffered | None = None) -> None:
+        self.offer = offer or offered(pool)
         raw = socket.create_connection(("127.0.0.1", pool.bulk_port))
-        self.tls = client_context(certificate or offer.certificate).wrap_socket(raw)
+        self.tls = client_context(self.offer.certificate).wrap_socket(raw)
 
     def say(self, *parts: bytes) -> None:
         sizes = b"".join(len(part).to_bytes(4, "little") for part in parts)
@@ -368,7 +403,7 @@ def test_a_wrong_token_ends_the_connection(caller: Caller, token: str):
 def test_a_token_is_for_once(pool: FilePool, caller: Caller):
     caller.open(caller.offer.token)
     caller.is_let_in()
-    again = Caller(pool)
+    again = Caller(pool, caller.offer)
     again.open(caller.offer.token)
     assert again.hears_nothing()
     again.tls.close()
@@ -421,11 +456,15 @@ def test_a_message_that_says_it_is_huge_ends_its_connection(caller: Caller, open
     assert caller.hears_nothing()
 
 
-def test_raw_bytes_do_nothing(pool: FilePool, link: PoolLink):
-    for data in (b"\x16\x03\x01" + os.urandom(500), b"GET / HTTP/1.1\r\n\r\n", os.urandom(10_000)):
-        with socket.create_connection(("127.0.0.1", pool.bulk_port)) as raw:
-            raw.sendall(data)
-            eventually(lambda raw=raw: has_ended(raw), 20, "it still listens")
+def test_raw_bytes_do_nothing(pool: FilePool, link: PoolLink, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        # what begins as a record of TLS is waited for
+        patch.setattr(bulk_port, "GREETING_S", 0.3)
+        said = (b"\x16\x03\x01\x10\x00" + os.urandom(500), b"GET / HTTP/1.1\r\n\r\n", os.urandom(10_000))
+        for data in said:
+            with socket.create_connection(("127.0.0.1", pool.bulk_port)) as raw:
+                raw.sendall(data)
+                eventually(lambda raw=raw: has_ended(raw), 20, "it still listens")
     opened(link)
 
 
