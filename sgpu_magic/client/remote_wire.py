@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from sgpu_magic.client.bulk_lane import BulkLane
+from sgpu_magic.client.bulk_connection import BulkConnection
 from sgpu_magic.client.wires import Outgoing, Parcel
 from sgpu_magic.errors import KeyRefused, PoolError
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
@@ -70,16 +70,16 @@ class RemoteWire:
         self._silent_s = 0.0
         # unanswered requests by number
         self._requests: dict[int, Parcel] = {}
-        self._lane = BulkLane(name)
+        self._bulk = BulkConnection(name)
         self._others: list[Sequence[bytes]] = []
 
     @property
     def chunk_bytes(self) -> int:
-        return BULK_CHUNK_BYTES if self._lane.is_open else CHUNK_BYTES
+        return BULK_CHUNK_BYTES if self._bulk.is_open else CHUNK_BYTES
 
     @property
     def slow_why(self) -> str:
-        return self._lane.problem
+        return self._bulk.problem
 
     @property
     def silent_s(self) -> float:
@@ -104,7 +104,7 @@ class RemoteWire:
 
     def answered(self, request: int) -> None:
         self._requests.pop(request, None)
-        self._lane.answered(request)
+        self._bulk.answered(request)
 
     # ------------------------------------------------------------ the link's thread
 
@@ -124,7 +124,7 @@ class RemoteWire:
                     if not self._service or isinstance(error, KeyRefused):
                         return
                 finally:
-                    self._lane.close()
+                    self._bulk.close()
                     if connection is not None:
                         connection.close(_LINGER_MS if outgoing.closed else 0)
                 self._silent_s = time.monotonic() - self._heard_at
@@ -144,8 +144,8 @@ class RemoteWire:
         began_at = time.monotonic()
         welcomed = False
         while True:
-            alive, readable = connection.wait(outgoing, self._lane, 0 if self._lane.has_more else _TICK_MS)
-            if self._lane.turn(link.received, connection.send):
+            alive, readable = connection.wait(outgoing, self._bulk, 0 if self._bulk.has_more else _TICK_MS)
+            if self._bulk.turn(link.received, connection.send):
                 self._heard_at = time.monotonic()
             if readable:
                 for parts in connection.received():
@@ -155,16 +155,16 @@ class RemoteWire:
                         welcomed = True
                         if not self._is_same_service(message):
                             return False
-                        self._lane.welcomed(message)
+                        self._bulk.welcomed(message)
                         self._send_again(connection, link)
                     elif isinstance(message, BulkOffered):
-                        self._lane.offered(message, connection.address, connection.send)
+                        self._bulk.offered(message, connection.address, connection.send)
                     elif isinstance(message, Pong) and message.behind:
                         self._send_again(connection, link)
             for parcel in outgoing.take():
                 self._remember(parcel)
                 if welcomed and parcel.is_bulk:
-                    self._lane.send(parcel, connection.send)
+                    self._bulk.send(parcel, connection.send)
                 elif welcomed:
                     connection.send(parcel.parts)
                     self._others.clear()
@@ -192,9 +192,9 @@ class RemoteWire:
         wanted = link.awaited()
         self._requests = {number: parcel for number, parcel in self._requests.items() if number in wanted}
         for number in sorted(self._requests):
-            if not self._lane.carries(number):
+            if not self._bulk.carries(number):
                 connection.send(self._requests[number].parts)
-        self._lane.asked_again([number for number, parcel in self._requests.items() if parcel.is_bulk])
+        self._bulk.asked_again([number for number, parcel in self._requests.items() if parcel.is_bulk])
         for parts in self._others:
             connection.send(parts)
         self._others.clear()
@@ -328,12 +328,12 @@ class RemoteConnection:
             while True:
                 yield self._dealer.recv_multipart(zmq.NOBLOCK, copy=True)
 
-    def wait(self, outgoing: Outgoing, lane: BulkLane, timeout_ms: int) -> tuple[bool, bool]:
+    def wait(self, outgoing: Outgoing, bulk: BulkConnection, timeout_ms: int) -> tuple[bool, bool]:
         """Wait for an event. Returns whether the connection is alive, and whether it has something to read."""
         poller = zmq.Poller()
         for each in (self._dealer, self.monitor, outgoing.fileno()):
             poller.register(each, zmq.POLLIN)
-        lane.register(poller)
+        bulk.register(poller)
         ready = dict(poller.poll(timeout_ms))
         alive = True
         while self.monitor.poll(0):

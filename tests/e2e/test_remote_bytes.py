@@ -156,12 +156,12 @@ def test_a_large_variable_goes_over_the_second_port(ann: RemoteUser, served: Ser
         wire = client.pool.link().wire
         assert isinstance(wire, RemoteWire)
         eventually(lambda: wire.chunk_bytes == BULK_CHUNK_BYTES, 20, lambda: wire.slow_why)
-        link_bytes, bulk_bytes = line.sent_bytes, wire._lane.sent_bytes
+        link_bytes, bulk_bytes = line.sent_bytes, wire._bulk.sent_bytes
         array = data(12, 32)
         run = client.begin("array2 = array * 2", ranks=1, names={"array": array}, out=["array2"])
         np.testing.assert_array_equal(run.names()[0]["array2"], array * 2)  # type: ignore[arg-type]
         assert line.sent_bytes - link_bytes < MB
-        assert wire._lane.sent_bytes - bulk_bytes > 32 * MB
+        assert wire._bulk.sent_bytes - bulk_bytes > 32 * MB
         assert wire.slow_why == ""
     finally:
         client.close()

@@ -98,7 +98,7 @@ def _sent(pool: ServedPool, user: RemoteUser, big: torch.Tensor) -> int:
             if client.begin(TOUCH, ranks=4, names={"big": big}).values[0] != _touched(big):
                 raise MeasurementFailed("the ranks saw other numbers")
             wire = client.pool.link().wire
-            in_bulk = wire._lane.sent_bytes if isinstance(wire, RemoteWire) else 0
+            in_bulk = wire._bulk.sent_bytes if isinstance(wire, RemoteWire) else 0
         finally:
             client.close()
         return line.sent_bytes + in_bulk

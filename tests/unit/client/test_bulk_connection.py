@@ -15,9 +15,9 @@ from strangers import Stranger, has_ended
 from tcp_proxy import Proxy
 from waiting import eventually
 
-from sgpu_magic.client import bulk_lane
+from sgpu_magic.client import bulk_connection
 from sgpu_magic.client.blob_sender import BlobSender, Piece, Sending
-from sgpu_magic.client.bulk_lane import BulkLane
+from sgpu_magic.client.bulk_connection import BulkConnection
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.files.content_store import blob_digest, blob_path
@@ -34,7 +34,7 @@ MB = 1 << 20
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a handshake may take long."""
-    monkeypatch.setattr(bulk_lane, "_OPEN_S", 60.0)
+    monkeypatch.setattr(bulk_connection, "_OPEN_S", 60.0)
     monkeypatch.setattr(bulk_port, "TOKEN_S", 60.0)
     monkeypatch.setattr(bulk_port, "GREETING_S", 60.0)
 
@@ -53,8 +53,8 @@ def link(pool: FilePool) -> Iterator[PoolLink]:
     made.close()
 
 
-def lane_of(link: PoolLink) -> BulkLane:
-    return link.wire._lane  # type: ignore[union-attr]
+def lane_of(link: PoolLink) -> BulkConnection:
+    return link.wire._bulk  # type: ignore[union-attr]
 
 
 def upload(link: PoolLink, data: bytes) -> str:
@@ -78,8 +78,8 @@ def opened(link: PoolLink) -> None:
 
 def redirected(monkeypatch: pytest.MonkeyPatch, change: Callable[[BulkOffered], BulkOffered]) -> None:
     """Change each offer before the client sees it."""
-    offered = BulkLane.offered
-    monkeypatch.setattr(BulkLane, "offered", lambda self, offer, *rest: offered(self, change(offer), *rest))
+    offered = BulkConnection.offered
+    monkeypatch.setattr(BulkConnection, "offered", lambda self, offer, *rest: offered(self, change(offer), *rest))
 
 
 def moved(offer: BulkOffered, port: int) -> BulkOffered:
@@ -214,7 +214,7 @@ def test_a_port_that_can_not_exist_costs_no_upload(pool: FilePool, link: PoolLin
 def test_a_port_that_swallows_everything_costs_no_upload(
     pool: FilePool, link: PoolLink, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bulk_lane, "_OPEN_S", 0.5)
+    monkeypatch.setattr(bulk_connection, "_OPEN_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         redirected(monkeypatch, lambda offer: moved(offer, port))
@@ -227,7 +227,7 @@ def test_a_connection_that_falls_silent_is_given_up(pool: FilePool, link: PoolLi
     line = Proxy(pool.bulk_port, keeps=False)
     redirected(monkeypatch, lambda offer: moved(offer, line.port))
     opened(link)
-    monkeypatch.setattr(bulk_lane, "_SILENT_S", 0.5)
+    monkeypatch.setattr(bulk_connection, "_SILENT_S", 0.5)
     line.hold()
     data = os.urandom(3 * MB)
     try:
@@ -238,7 +238,7 @@ def test_a_connection_that_falls_silent_is_given_up(pool: FilePool, link: PoolLi
 
 
 def test_it_is_tried_again_later(pool: FilePool, link: PoolLink, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bulk_lane, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(bulk_connection, "_FIRST_PAUSE_S", 0.0)
     lane_of(link)._pause_s = 0.0
     offers = iter([1])
     redirected(monkeypatch, lambda offer: moved(offer, next(offers, offer.port)))

@@ -33,7 +33,7 @@ _POLLED = ((select.POLLIN, zmq.POLLIN), (select.POLLOUT, zmq.POLLOUT))
 Send = Callable[[Sequence[bytes]], None]
 
 
-class BulkLane:
+class BulkConnection:
     """The second connection, and what is under way of file data. Used by the link's thread only.
 
     Args:
