@@ -113,7 +113,8 @@ def test_a_quick_run_opens_no_view(lab: Lab):
 def test_the_view_opens_after_100_ms_and_is_told_everything(lab: Lab):
     cell = lab.start(f"%%distributed -n 2 --name told\n{STEPS.format(25, 0.06)}")
     cell.until_shown("[1] step 0")
-    output = next(output for output in cell.reply.outputs if WIDGET_MIME in output.data)
+    output = next((output for output in cell.reply.outputs if WIDGET_MIME in output.data), None)
+    assert output is not None, cell.reply.story
     view = lab.front_end.view
     assert view.opened_at - cell.began > 0.1
     # for those who see no widgets, and for a notebook that is saved now
