@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.rank_output import RankOutput
-from sgpu_magic.agent.ranks.rank_process import RankProcess, StackFile
+from sgpu_magic.agent.ranks.rank_process import GroupStore, RankProcess, StackFile
 from sgpu_magic.agent.ranks.zygotes import Zygote
 from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import MessageStream
@@ -29,33 +29,6 @@ from sgpu_magic.wire.states import FailureKind
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.execution_kinds import FreshRun
     from sgpu_magic.agent.runs.session import Session
-
-
-class GroupStore:
-    """The store file for the ranks' rendezvous: a memory file, or a named file on systems without memory files.
-
-    Args:
-        scratch: Directory for a named file.
-    """
-
-    def __init__(self, scratch: Path) -> None:
-        self.path = ""
-        self._fd = -1
-        if hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create("sgpu-store", os.MFD_CLOEXEC)
-        else:
-            self.path = str(scratch / f"store-{new_id()}")
-
-    @property
-    def descriptors(self) -> list[int]:
-        """Descriptors to send to a rank; empty for a named file."""
-        return [self._fd] if self._fd >= 0 else []
-
-    def close(self) -> None:
-        """Close the agent's descriptor; ranks have their own. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 class Group:

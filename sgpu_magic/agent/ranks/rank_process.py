@@ -1,4 +1,4 @@
-"""One rank as the agent sees it: its process, its socket, its output, and where it is.
+"""One rank as the agent sees it: its process, its socket, its output, its files, and where it is.
 
 Where it is comes from its stack file (see `wire.codec`), in faulthandler's text, in which the notebook's cells are
 recognized. Nothing here waits.
@@ -21,6 +21,7 @@ from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire.codec import AREA_BYTES, read_area
 from sgpu_magic.wire.rank import FromRank
 from sgpu_magic.wire.rank_events import StackFrame
+from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import CellSource
 
 _CELL_PREFIX = "<ipython-input-"
@@ -100,6 +101,36 @@ class RankProcess:
                 signal.pidfd_send_signal(self.pidfd, number)
             else:
                 os.kill(self.pid, number)
+
+
+# ---------------------------------------------------------------- the store of its group
+
+
+class GroupStore:
+    """The store file for the ranks' rendezvous: a memory file, or a named file on systems without memory files.
+
+    Args:
+        scratch: Directory for a named file.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self.path = ""
+        self._fd = -1
+        if hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create("sgpu-store", os.MFD_CLOEXEC)
+        else:
+            self.path = str(scratch / f"store-{new_id()}")
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Descriptors to send to a rank; empty for a named file."""
+        return [self._fd] if self._fd >= 0 else []
+
+    def close(self) -> None:
+        """Close the agent's descriptor; ranks have their own. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 # ---------------------------------------------------------------- its stack

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgpu_magic.agent.ranks import run_processes
-from sgpu_magic.agent.ranks.group import Group, GroupStore
+from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
+from sgpu_magic.agent.ranks.rank_process import GroupStore
 from sgpu_magic.agent.runs.run_files import RunDirectory
 from sgpu_magic.wire.events import GroupRenewed, RanksRestarted, SessionMoved
 from sgpu_magic.wire.node import Launch
