@@ -15,6 +15,8 @@ from lazy_modules import nbclient, nbformat, papermill
 
 STEPS = "import time\nfor i in range({0}): print('step', i, flush=True); time.sleep({1})\n"
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.02)\n"
+# the ranks of a cell that a test looks at go on until the test has seen it
+UNTIL_SEEN = "import os, time\nwhile not os.path.exists('seen'): time.sleep(0.02)\n"
 FIGURE = "from IPython.display import HTML, display\n"
 WITHIN_S = 1.0
 
@@ -33,6 +35,10 @@ class Lab(Kernel):
         if self._last is not None and not self._last.idle:
             self.interrupt()
             self._last.wait(10)
+
+    def seen(self) -> None:
+        """Let ranks go on that run `UNTIL_SEEN`."""
+        self.home.work.joinpath("seen").touch()
 
     def __init__(self, home: Home, version: str) -> None:
         super().__init__(home, variables=variables_for(version))
@@ -90,7 +96,9 @@ def no_cell_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """A failed check does not leave its cell to the next test."""
     yield
     if "lab" in request.fixturenames:
-        request.getfixturevalue("lab").free()
+        lab = request.getfixturevalue("lab")
+        lab.free()
+        lab.home.work.joinpath("seen").unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- from its opening to its end
@@ -111,7 +119,7 @@ def test_a_quick_run_opens_no_view(lab: Lab):
 
 
 def test_the_view_opens_after_100_ms_and_is_told_everything(lab: Lab):
-    cell = lab.start(f"%%distributed -n 2 --name told\n{STEPS.format(25, 0.06)}")
+    cell = lab.start(f"%%distributed -n 2 --name told\n{STEPS.format(25, 0.06)}{UNTIL_SEEN}")
     cell.until_shown("[1] step 0")
     output = next((output for output in cell.reply.outputs if WIDGET_MIME in output.data), None)
     assert output is not None, cell.reply.story
@@ -122,6 +130,7 @@ def test_the_view_opens_after_100_ms_and_is_told_everything(lab: Lab):
     assert "%sgpu_attach" in output.data["text/html"]
     assert view.state["comms"] == ("subshell" if lab.has_subshells else "blocking")
     assert view.state["_esm"]
+    lab.seen()
     reply = cell.wait()
     assert view.seqs == list(range(1, len(view.seqs) + 1))
     assert len(view.seqs) > 3
@@ -156,13 +165,14 @@ def test_what_ranks_display_stands_below_the_view_and_in_its_place_at_the_end(la
     cell = lab.start(
         f"%%distributed -n 2\n{FIGURE}import time\nprint('before', flush=True)\ntime.sleep(0.2)\n"
         "if rank == 1: display(HTML('<b>one</b>')); print('between', flush=True); display(HTML('<b>two</b>'))\n"
-        "time.sleep(0.5)\nprint('after')\ntime.sleep(0.2)"
+        f"{UNTIL_SEEN}print('after')"
     )
     cell.until(lambda: any("two" in output.html for output in cell.reply.outputs), what="the display")
     live = cell.reply.outputs
     assert WIDGET_MIME in live[0].data
     assert [output.html for output in live if "<b>" in output.html] == ["<b>one</b>", "<b>two</b>"]
     assert [output.text for output in live[1:] if not output.html.startswith("<b>")] == ["[1]"] * 2
+    lab.seen()
     reply = cell.wait()
     assert_static(reply)
     # each output of the live form has its part of the final one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -97,6 +98,7 @@ class AgentProcess:
 
     def __init__(self, planted: Path | None = None, path: Path | None = None, **options: Any) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="sga")) if path is None else path
+        self._made = path is None
         (self.path / "run").mkdir(mode=0o700)
         settings = Settings(state_dir=str(self.path / "state"), runtime_dir=str(self.path / "run"), **options)
         program = ["-m", "sgpu_magic.agent"] if planted is None else [str(Path(planted_faults.__file__)), str(planted)]
@@ -199,6 +201,8 @@ class AgentProcess:
         self._link.send(EndAgent())
         self.process.wait(_PATIENCE_S)
         self._link.close()
+        if self._made:
+            shutil.rmtree(self.path)
 
     def _until(self, found: Callable[[], Any], what: str | Callable[[], str]) -> Any:
         deadline = time.monotonic() + _PATIENCE_S

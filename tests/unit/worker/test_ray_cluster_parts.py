@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -48,9 +49,12 @@ no metric at all
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path: Path) -> Iterator[Settings]:
     (tmp_path / "r").mkdir()
-    return Settings(state_dir=str(tmp_path / "s"), runtime_dir=str(tmp_path / "r"))
+    made = Settings(state_dir=str(tmp_path / "s"), runtime_dir=str(tmp_path / "r"))
+    yield made
+    # the directory of a test can be too long for sockets: they have another one then
+    sweep_ray_directories(made, [])
 
 
 @pytest.fixture
