@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -161,7 +162,8 @@ class BlobSender:
                 while at < data.nbytes and len(under_way) < self._window:
                     # while answers take long, so would larger chunks
                     most = self._link.wire.chunk_bytes if self._window > _FIRST_WINDOW else CHUNK_BYTES
-                    chunk = bytes(data[at : at + most])
+                    # as good as `bytes`, which would be a copy
+                    chunk = cast("bytes", data[at : at + most])
                     order = PutBlob(request=0, digest=digest, size=data.nbytes, offset=at)
                     at += len(chunk)
                     under_way.append((self._link.ask(order, [chunk]), at, time.monotonic()))

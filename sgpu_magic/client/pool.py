@@ -32,7 +32,7 @@ from sgpu_magic.wire.client import (
     TrackRun,
     Warm,
 )
-from sgpu_magic.wire.pool_status import AskStatus, PoolStatus
+from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, with_changes
 from sgpu_magic.wire.run import Interpreter, RankAnswer, RankQuestion, RunSpec
 from sgpu_magic.wire.states import RunState
 
@@ -69,6 +69,8 @@ class Pool:
         self.name = LOCAL if entry is None else entry.name
         self._memory = PayloadMemory()
         self._kept_settings = ""
+        # the last status, and the link that it came over
+        self._known_status: tuple[PoolLink | None, PoolStatus | None] = (None, None)
         told = (settings, self._link_lost, self._noticed)
         self._connection: Connection = LocalConnection(*told) if entry is None else FarConnection(*told, entry)
         self._submitter = Submitter(self._connection, self._memory, settings, self.name, on_sending)
@@ -226,14 +228,22 @@ class Pool:
         """
         if not start and self._connection.alive is None and not self._connection.exists:
             return None
-        question = AskStatus(request=0, recent=recent)
         try:
-            return ask(self._connection.made(start=start), question, PoolStatus, timeout_s)
+            return self._status(self._connection.made(start=start), recent, timeout_s)
         except PoolLost:
             # the pool had ended before the link noticed; ask the next one
             if not start:
                 raise
-            return ask(self._connection.made(start=start), question, PoolStatus, timeout_s)
+            return self._status(self._connection.made(start=start), recent, timeout_s)
+
+    def _status(self, link: PoolLink, recent: int, timeout_s: float) -> PoolStatus:
+        of, known = self._known_status
+        if of is not link:
+            known = None
+        question = AskStatus(request=0, recent=recent, known="" if known is None else known.version)
+        status = with_changes(known, ask(link, question, PoolStatus, timeout_s))
+        self._known_status = link, status
+        return status
 
     def cancel(self, run: str, reason: str, *, kill: bool = False) -> str:
         """Cancel a run and return a sentence for the user.

@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ _PART_STALE_S = 24 * 3600.0
 # disk space that uploads leave free
 _DISK_RESERVE_BYTES = 1_000_000_000
 _MOST_OPEN = 32
+_JOINED_AT_ONCE = 2
 
 
 class BlobRefused(OSError):
@@ -188,8 +190,7 @@ class BlobStore:
     # ------------------------------------------------------------ uploads in progress
 
     def _begun(self, store: str, digest: str, size: int) -> int:
-        coming = self._coming.get((store, digest))
-        if coming is not None:
+        if (coming := self._coming.get((store, digest))) is not None:
             return coming.size
         try:
             begun = self._part(store, digest).stat().st_size
@@ -292,8 +293,6 @@ class BlobStore:
 
 # ---------------------------------------------------------------- splitting into blobs, and joining
 
-_COPY_BYTES = 16 << 20
-
 
 def piece_sizes(size: int) -> list[int]:
     """The sizes of the blobs into which an object of that size is split."""
@@ -328,21 +327,24 @@ def join_parts(target: int, size: int, parts: Iterable[tuple[StoredPart, Path]])
         OSError: A part is missing or outside the payload, or there is no room.
     """
     os.ftruncate(target, size)
-    for part, path in parts:
-        if part.offset < 0 or part.offset + part.size > size:
-            raise OSError("its parts exceed its size")
-        _copy_blob(path, target, part.offset, part.size)
+    found = list(parts)
+    if any(part.offset < 0 or part.offset + part.size > size for part, _ in found):
+        raise OSError("its parts exceed its size")
+    # most of the time goes to the pages of a new memory file
+    with ThreadPoolExecutor(_JOINED_AT_ONCE, "sgpu-join") as threads:
+        for copied in [threads.submit(_copy_blob, path, target, part.offset, part.size) for part, path in found]:
+            copied.result()
 
 
 def _copy_blob(path: Path, target: int, offset: int, size: int) -> None:
-    source = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.lseek(target, offset, os.SEEK_SET)
+    with (
+        open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as source,
+        # not the position in the file that other threads have
+        open(f"/proc/self/fd/{target}", "r+b", buffering=0) as own,
+    ):
+        own.seek(offset)
         at = 0
         while at < size:
-            count = os.sendfile(target, source, at, min(_COPY_BYTES, size - at))
-            if count == 0:
+            if not (count := os.sendfile(own.fileno(), source.fileno(), at, size - at)):
                 raise OSError("a part of them has become shorter")
             at += count
-    finally:
-        os.close(source)

@@ -12,7 +12,8 @@ remote_clients     connections of clients on other machines, and their limits
 bulk_port          their second connections, for file data, in a thread
 clients            authorized and connected clients
 permissions        what a client may ask for, and which run it means
-requests           clients' requests and their replies; the pool's status
+requests           clients' requests and their replies
+status             the pool's status, or its changes since a client asked
 rank_requests      clients' requests to ranks, and streams to their ports
 file_requests      uploads, payloads, and files of runs
 submissions        checks and holds submitted runs; the files that describe their packages

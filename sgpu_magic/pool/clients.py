@@ -32,6 +32,7 @@ from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.system.secure_sockets import is_public_key
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.events import Event
+from sgpu_magic.wire.pool_status import PoolStatus
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _BEGINS = '# Users of this pool: name = "public key". `sgpu pool authorize` and `revoke` write this file.\n\n'
@@ -234,6 +235,7 @@ class ConnectedClient(msgspec.Struct, eq=False):
         behind: Whether messages to it were dropped because it reads too slowly.
         unsent: Replies that a local client's connection has not accepted yet.
         answers: The replies to its newest requests that must be executed only once; None before the reply.
+        status: The last status that it was told; None before.
     """
 
     identity: bytes
@@ -248,6 +250,7 @@ class ConnectedClient(msgspec.Struct, eq=False):
     behind: bool = False
     unsent: deque[Sequence[bytes]] = msgspec.field(default_factory=deque["Sequence[bytes]"])
     answers: dict[int, Sequence[bytes] | None] = msgspec.field(default_factory=dict[int, "Sequence[bytes] | None"])
+    status: PoolStatus | None = None
 
     def may_see(self, user: str) -> bool:
         """Whether it may see the content of this user's runs. A client on the service's machine owns all files."""

@@ -38,6 +38,7 @@ FINAL = tuple(state.value for state in RunState if state.is_final)
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 
 _WRITE_S = 0.05
+_MOST_KNOWN = 5000
 # after a failure
 _WRITE_AGAIN_S = 1.0
 # columns that each cell changes in its session's row
@@ -83,6 +84,8 @@ class Ledger:
         # rows, and changes of rows, that are not in the database yet
         self._new: dict[str, RowChanges] = {}
         self._changes: dict[str, RowChanges] = {}
+        # rows as they were last read, until they change
+        self._known: dict[str, RunSummary] = {}
         self._timer: asyncio.TimerHandle | None = None
         # runs in sessions whose rows may still change: their changes are delayed
         self._later: set[str] = set()
@@ -157,8 +160,12 @@ class Ledger:
     def summaries(self, run_ids: Sequence[str]) -> list[RunSummary]:
         """Return the rows of these runs, in this order, without those that the ledger does not have."""
         sql = f"SELECT {_COLUMNS} FROM runs WHERE run_id IN (SELECT value FROM json_each(?))"
-        found = {row.run_id: row for row in [*self._summaries(sql, json.dumps([*run_ids])), *self._unwritten()]}
-        return [found[run_id] for run_id in run_ids if run_id in found]
+        if unknown := [run_id for run_id in run_ids if run_id not in self._known]:
+            if len(self._known) > _MOST_KNOWN:
+                self._known.clear()
+            read = [*self._summaries(sql, json.dumps(unknown)), *self._unwritten()]
+            self._known.update((row.run_id, row) for row in read)
+        return [self._known[run_id] for run_id in run_ids if run_id in self._known]
 
     def find(self, prefix: str) -> list[str]:
         """Return the run IDs that begin with `prefix`, newest first."""
@@ -251,6 +258,7 @@ class Ledger:
 
     def _change(self, run_id: str, changes: RowChanges) -> None:
         """Change columns of a row, now or with a delay."""
+        self._known.pop(run_id, None)
         waits = run_id in self._later or run_id in self._new or run_id in self._changes
         waits = waits or (changes.keys() == _OF_EACH_CELL and self._loop is not None)
         if not changes or (not waits and self._database.write(_update(run_id, changes))):

@@ -140,7 +140,9 @@ class FreshInventory:
 
     def taken(self, inventory: Inventory) -> list[Callable[[], None]]:
         """Store the newest inventory. Returns the calls that waited for it."""
-        self.inventory = inventory
+        if inventory != self.inventory:
+            # all that is compared with it is compared quickly while it stays the same object
+            self.inventory = inventory
         self._at = time.monotonic()
         waiting, self._waiting = self._waiting, []
         return waiting

@@ -9,13 +9,10 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from sgpu_magic import __version__
 from sgpu_magic.config import pool_settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
-from sgpu_magic.pool.billing import budget_state
 from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.lifecycle import Idleness
 from sgpu_magic.pool.parts import FRESH_S, STATUS_FRESH_S, PoolParts
@@ -23,6 +20,7 @@ from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.rank_requests import Forwarding, RankRequests
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.pool.status import StatusReports
 from sgpu_magic.pool.submissions import KeptEnvironments, Submissions, ends_with_notebook
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.client import (
@@ -48,7 +46,6 @@ from sgpu_magic.wire.client import (
     Unfollow,
     Warm,
 )
-from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.events import Described, Detached
 from sgpu_magic.wire.files import (
     KEY,
@@ -62,12 +59,10 @@ from sgpu_magic.wire.files import (
     StreamEnded,
     StreamTaken,
 )
-from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskBulk, AskStatus, Hello, PoolStatus, RunSummary, Welcome
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskBulk, AskStatus, Hello, Welcome
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import OWNER_GONE, RunState
 
-# a larger difference between the clocks means that the wall clock was set
-_STEP_S = 1.0
 # a stopping pool first sends its reply
 _ANSWER_FIRST_S = 0.05
 # longer than the default grace of 5 s for ranks that were asked to exit
@@ -105,8 +100,8 @@ class Requests:
         self._tracker = tracker
         self._idleness = idleness
         self._stop = stop
-        self._started_at = time.time()
         self._service_id = secrets.token_hex(8)
+        self._status = StatusReports(pool, permissions, idleness)
         self.forwarding = Forwarding(pool, permissions.own_going)
         self.ranks = RankRequests(pool)
         self.submissions = Submissions(pool, self.ranks.no_session, files)
@@ -165,7 +160,7 @@ class Requests:
                 if run is None or not run.spec.detach:
                     self._pool.engine.results_received(message.run_id)
             case AskStatus():
-                self._when_fresh(client, message, lambda: self._tell_status(client, message))
+                self._when_fresh(client, message, lambda: self._status.tell(client, message))
             case AskBlobs() | PutBlob() | ReadRunFile() | ListRunFiles():
                 self._files.heard(client, message, frames)
             case OpenStream() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
@@ -285,8 +280,6 @@ class Requests:
         fresh_s = STATUS_FRESH_S if isinstance(message, AskStatus) else FRESH_S
         self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, call), fresh_s)
 
-    # ------------------------------------------------------------ the pool's status
-
     def _welcome(self, client: ConnectedClient) -> Welcome:
         settings = self._pool.settings
         return Welcome(
@@ -303,48 +296,3 @@ class Requests:
             settings=() if settings.listen else tuple(pool_settings(settings).items()),
             bulk_port=0 if client.same_host else self._pool.server.bulk_port,
         )
-
-    def _tell_status(self, client: ConnectedClient, message: AskStatus) -> None:
-        self._pool.server.send(client, self._permissions.shown(client, self._status(message)))
-
-    def _status(self, question: AskStatus) -> PoolStatus:
-        """Return the pool's status, newest runs first, with queue positions and the end times of idle sessions."""
-        pool, scheduler = self._pool, self._pool.scheduler
-        waiting = scheduler.waiting()
-        rows = pool.ledger.recent(question.recent)
-        if question.recent:
-            # active runs are shown even if more recent runs exceed the limit
-            listed = {row.run_id for row in rows}
-            rows += pool.ledger.summaries([run.run_id for run in reversed(scheduler.runs) if run.run_id not in listed])
-        # rounded to the second, so that converting between the clocks yields the same time in each status
-        wall = time.time() - time.monotonic()
-        quiet = {run.run_id: scheduler.quiet_until(run.run_id) for run in scheduler.runs if run.quiet_since is not None}
-        ends = {session: round(wall + until) for session, until in quiet.items() if until is not None}
-        began = {run.run_id: wall + run.meter.since for run in scheduler.runs if run.meter.since is not None}
-        return PoolStatus(
-            request=question.request,
-            pool=pool.settings.pool or "local",
-            pid=os.getpid(),
-            package_version=__version__,
-            started_at=self._started_at,
-            inventory=pool.stock.inventory or Inventory(host=""),
-            cpu_slots_free=scheduler.cpu_slots_free,
-            runs=tuple(
-                _with_times(row, waiting.get(row.run_id), ends.get(row.run_id), began.get(row.run_id)) for row in rows
-            ),
-            clients=len(pool.server.clients),
-            problem=pool.ledger.problem,
-            idle_ends_at=self._idleness.ends_at,
-            budget=budget_state(scheduler.budget, scheduler.runs, pool.settings.currency, time.monotonic()),
-        )
-
-
-def _with_times(
-    row: RunSummary, told: tuple[int, str] | None, idle_ends_at: float | None, metered_at: float | None
-) -> RunSummary:
-    if metered_at is not None and row.metered_at is not None and abs(metered_at - row.metered_at) > _STEP_S:
-        # the wall clock was set: with this time, the duration up to now is the billed one
-        row = msgspec.structs.replace(row, metered_at=metered_at)
-    if told is not None:
-        row = msgspec.structs.replace(row, position=told[0], waiting_for=told[1])
-    return row if idle_ends_at is None else msgspec.structs.replace(row, idle_ends_at=float(idle_ends_at))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sgpu_magic.wire.devices import Inventory
+from msgspec.structs import replace
+
+from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.states import RunKind, RunState
 
@@ -203,10 +205,29 @@ class BudgetState(Record, frozen=True, kw_only=True):
 
 
 class AskStatus(Record, frozen=True, tag="ask-status", kw_only=True):
-    """Ask for the pool's status. Answered by `PoolStatus`, which lists up to `recent` ended runs."""
+    """Ask for the pool's status. Answered by `PoolStatus`, which lists up to `recent` ended runs.
+
+    Args:
+        known: Version of a status that the client has; the answer may have the changes only.
+    """
 
     request: int
     recent: int = 20
+    known: str = ""
+
+
+class StatusChanges(Record, frozen=True, kw_only=True):
+    """How a status without what the client has already is completed.
+
+    Args:
+        since: The version to which the changes apply.
+        listed: IDs of all runs, in order; None if they are the same. `PoolStatus.runs` has the new and changed ones.
+        devices: The devices that have changed; `PoolStatus.inventory` is empty. None if the inventory is whole.
+    """
+
+    since: str
+    listed: tuple[str, ...] | None = None
+    devices: tuple[Device, ...] | None = None
 
 
 class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
@@ -216,6 +237,8 @@ class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
         problem: Problem of the ledger; "" without one.
         idle_ends_at: Wall-clock time at which the idle pool releases its processes; None while it is in use.
         budget: The pool's budget; None without one.
+        version: Identifies it among the statuses of a link.
+        changes: How it completes an earlier one; None if it is whole.
     """
 
     request: int
@@ -230,3 +253,55 @@ class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
     problem: str = ""
     idle_ends_at: float | None = None
     budget: BudgetState | None = None
+    version: str = ""
+    changes: StatusChanges | None = None
+
+
+def changes_between(old: PoolStatus, new: PoolStatus) -> PoolStatus:
+    """Return `new` without what is the same in `old`, for a client that has `old`."""
+    had = {run.run_id: run for run in old.runs}
+    listed = tuple(run.run_id for run in new.runs)
+    devices = _changed_devices(old.inventory, new.inventory)
+    changes = StatusChanges(
+        since=old.version, listed=None if listed == tuple(run.run_id for run in old.runs) else listed, devices=devices
+    )
+    return replace(
+        new,
+        runs=tuple(run for run in new.runs if run != had.get(run.run_id)),
+        inventory=new.inventory if devices is None else Inventory(host=new.inventory.host),
+        changes=changes,
+    )
+
+
+def with_changes(old: PoolStatus | None, told: PoolStatus) -> PoolStatus:
+    """Return a whole status: `old` with the changes that were told, or what was told if that is whole.
+
+    Raises:
+        ValueError: The changes are of another status.
+    """
+    changes = told.changes
+    if changes is None:
+        return told
+    runs = {run.run_id: run for run in (*(old.runs if old is not None else ()), *told.runs)}
+    if old is None or changes.since != old.version or any(run_id not in runs for run_id in changes.listed or ()):
+        raise ValueError("changes of a status that is not known")
+    inventory = told.inventory
+    if changes.devices is not None:
+        changed = {device.uuid: device for device in changes.devices}
+        inventory = replace(
+            old.inventory, devices=tuple(changed.get(device.uuid, device) for device in old.inventory.devices)
+        )
+    listed = tuple(run.run_id for run in old.runs) if changes.listed is None else changes.listed
+    return replace(told, runs=tuple(runs[run_id] for run_id in listed), inventory=inventory, changes=None)
+
+
+def _changed_devices(old: Inventory, new: Inventory) -> tuple[Device, ...] | None:
+    """Return the devices that differ, None if there is more that does."""
+    # fast, and most often so
+    if old is new or old == new:
+        return ()
+    pairs = list(zip(old.devices, new.devices, strict=False))
+    same = len(old.devices) == len(new.devices) and all(had.uuid == has.uuid for had, has in pairs)
+    if not same or replace(old, devices=()) != replace(new, devices=()):
+        return None
+    return tuple(has for had, has in pairs if had != has)

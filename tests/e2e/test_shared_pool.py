@@ -11,9 +11,11 @@ from homes import Home
 from pool_client import ClientRun, PoolClient
 from waiting import eventually
 
+from sgpu_magic.client.connection import ask
 from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.views.pool_tables import status_text
 from sgpu_magic.wire.events import QueueMoved, RanksStarted
+from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, with_changes
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.states import RunState
 
@@ -48,6 +50,25 @@ def begin(client: PoolClient, user: str, body: str = WAIT, ranks: int = 2) -> Cl
 def states(client: PoolClient) -> dict[str, RunState]:
     status = client.pool.status()
     return {} if status is None else {run.run_id: run.state for run in status.runs}
+
+
+def test_a_client_that_asks_again_is_told_what_has_changed(client: PoolClient) -> None:
+    link = client.pool._connection.made(start=True)
+    before = begin(client, "alice", "pass")
+    before.ended()
+    whole = ask(link, AskStatus(request=0), PoolStatus)
+    assert whole.changes is None
+    assert before.run_id in [row.run_id for row in whole.runs]
+    run = begin(client, "alice", "pass")
+    run.ended()
+    told = ask(link, AskStatus(request=0, known=whole.version), PoolStatus)
+    assert told.changes is not None
+    assert run.run_id in [row.run_id for row in told.runs]
+    now = with_changes(whole, told)
+    assert [row.run_id for row in now.runs] == [run.run_id, *(row.run_id for row in whole.runs)]
+    # not the last one that this client was told
+    assert ask(link, AskStatus(request=0, known=whole.version), PoolStatus).changes is None
+    assert states(client) == states(client) == {row.run_id: row.state for row in now.runs}
 
 
 def test_the_one_run_of_another_user_is_next_and_priorities_come_before_turns(client: PoolClient) -> None:

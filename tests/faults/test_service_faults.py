@@ -124,7 +124,7 @@ def asked(scene: Scene, method: str) -> None:
         "_cancel": lambda: scene.client.pool.cancel(scene.bystander.run_id, "test"),
         "_detach": lambda: scene.client.pool.detach(scene.bystander.run_id),
         "_ask_stacks": lambda: scene.client.pool.stacks(scene.bystander.run_id),
-        "_tell_status": scene.client.pool.status,
+        "tell": scene.client.pool.status,
     }
     scene.plants.arm(method)
     with pytest.raises(InternalError, match="planted"):
@@ -173,7 +173,7 @@ PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
     ("requests:Requests._cancel", asked),
     ("requests:Requests._detach", asked),
     ("requests:Requests._ask_stacks", asked),
-    ("requests:Requests._tell_status", asked),
+    ("status:StatusReports.tell", asked),
     ("requests:Requests.client_gone", unasked),
     ("reports:Reports._confirm", leaves),
     ("ledger:Ledger._write_due", leaves),

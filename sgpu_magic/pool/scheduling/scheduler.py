@@ -16,6 +16,8 @@ stimuli and executes its instructions. In the style of distributed's `worker_sta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from sgpu_magic.pool.scheduling.capacity import Want
@@ -89,6 +91,7 @@ class Scheduler:
         self._queue = QueueRules(self._table, self._costs, tariff, self._fair, inventory, pass_over_s)
         self._words = QueueWords(self._table, self._queue, self._fair)
         self._runs = self._table.runs
+        self._waiting: Mapping[str, Told] | None = None
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -108,12 +111,16 @@ class Scheduler:
             return False
         return room.stock.many or any(not line.simulated for line in room.stock.counts)
 
-    def waiting(self) -> dict[str, Told]:
+    def waiting(self) -> Mapping[str, Told]:
         """Return each waiting run's current position, in the order in which they would start, and its reason."""
-        return self._words.now()
+        # one status follows the other, and most find the queue as it was
+        if self._waiting is None:
+            self._waiting = self._words.now()
+        return self._waiting
 
     def drop(self, run_id: str) -> None:
         """Forget a run that the pool could not accept."""
+        self._waiting = None
         self._table.drop(run_id)
 
     def run(self, run_id: str) -> Run | None:
@@ -151,6 +158,7 @@ class Scheduler:
             ValueError: `RunOver` with a state that is not final.
         """
         now = self._table.now = max(self._table.now, stimulus.now)
+        self._waiting = None
         match stimulus:
             case RunSubmitted(run=run):
                 out = self._submit(run, now)

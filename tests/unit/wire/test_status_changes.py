@@ -1,0 +1,103 @@
+"""Changes of a status: with the status before, they give the new one, whatever has changed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.devices import Device, Inventory
+from sgpu_magic.wire.pool_status import PoolStatus, RunSummary, changes_between, with_changes
+from sgpu_magic.wire.states import RunState
+
+IDS = [f"{number:08x}" for number in range(6)]
+
+
+def run(run_id: str, state: RunState) -> RunSummary:
+    return RunSummary(
+        run_id=run_id, name="cell", ranks=1, device_type="a10", simulated=True, state=state, submitted_at=1.0
+    )
+
+
+def device(number: int, memory_bytes: int) -> Device:
+    return Device(type="a10", uuid=f"GPU-{number}", index=number, memory_bytes=memory_bytes)
+
+
+RUNS = st.lists(
+    st.builds(run, st.sampled_from(IDS), st.sampled_from([RunState.QUEUED, RunState.RUNNING, RunState.SUCCEEDED])),
+    unique_by=lambda each: each.run_id,
+).map(tuple)
+INVENTORIES = st.builds(
+    lambda numbers, memory, slots: Inventory(
+        host="here", devices=tuple(device(number, memory + number % 2) for number in numbers), cpu_slots=slots
+    ),
+    st.lists(st.integers(0, 3), unique=True),
+    st.integers(1, 2),
+    st.integers(1, 2),
+)
+
+
+@st.composite
+def statuses(draw: st.DrawFn, version: str) -> PoolStatus:
+    return PoolStatus(
+        request=draw(st.integers(1, 9)),
+        pool="team",
+        pid=1,
+        package_version="1",
+        started_at=0.0,
+        inventory=draw(INVENTORIES),
+        cpu_slots_free=draw(st.integers(0, 2)),
+        runs=draw(RUNS),
+        clients=draw(st.integers(1, 2)),
+        version=version,
+    )
+
+
+@given(old=statuses("1"), new=statuses("2"))
+def test_changes_give_the_new_status(old: PoolStatus, new: PoolStatus):
+    told = codec.pool_messages.decode(codec.encode(changes_between(old, new)))
+    assert isinstance(told, PoolStatus)
+    assert with_changes(old, told) == new
+
+
+@given(old=statuses("1"))
+def test_what_is_the_same_is_not_told(old: PoolStatus):
+    told = changes_between(old, replace(old, version="2"))
+    assert (told.runs, told.inventory.devices) == ((), ())
+    assert told.changes is not None
+    assert (told.changes.listed, told.changes.devices) == (None, ())
+
+
+def test_of_many_devices_and_runs_the_changed_ones_are_told():
+    devices = tuple(device(number, 1) for number in range(100))
+    runs = tuple(run(f"{number:08x}", RunState.RUNNING) for number in range(100))
+    old = PoolStatus(
+        request=1, pool="team", pid=1, package_version="1", started_at=0.0, cpu_slots_free=0, clients=1, version="1",
+        inventory=Inventory(host="", devices=devices), runs=runs,
+    )  # fmt: skip
+    changed = device(7, 2)
+    new = replace(
+        old,
+        version="2",
+        inventory=Inventory(host="", devices=(*devices[:7], changed, *devices[8:])),
+        runs=(run("ffffffff", RunState.QUEUED), *runs[:5], replace(runs[5], state=RunState.FAILED), *runs[6:]),
+    )
+    told = changes_between(old, new)
+    assert told.changes is not None
+    assert told.changes.devices == (changed,)
+    assert [each.run_id for each in told.runs] == ["ffffffff", "00000005"]
+    assert with_changes(old, told) == new
+
+
+def test_changes_of_another_status_are_not_taken():
+    status = PoolStatus(
+        request=1, pool="team", pid=1, package_version="1", started_at=0.0, inventory=Inventory(host=""),
+        cpu_slots_free=0, runs=(), clients=1, version="1",
+    )  # fmt: skip
+    told = changes_between(status, replace(status, version="2"))
+    assert with_changes(None, status) is status
+    for known in (None, replace(status, version="0")):
+        with pytest.raises(ValueError, match="not known"):
+            with_changes(known, told)
