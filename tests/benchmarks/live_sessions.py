@@ -27,6 +27,7 @@ def bench_magic(magic, body):
     return bench_time.perf_counter() - started
 """
 _REST_S = 0.05  # a person rests longer; processes that have slept are slower, ours and the peers' alike
+_LONG_REST_S = 0.5
 _NOT_COUNTED = 5
 _READY_ROUNDS = 20
 
@@ -62,7 +63,7 @@ class LiveSession:
             self.kernel.check(f"bench_magic({self.magic!r}, {NOTHING!r})")
 
     def series(self, body: str, count: int) -> list[Series]:
-        """Time a cell as the kernel sees its magic, with and without rest, and as its client sees the whole cell.
+        """Time a cell as its client sees it, with and without rest, and as the kernel sees its magic.
 
         Args:
             body: `NOTHING` or `PRINT`; a sample of the latter whose lines are not all in the output fails.
@@ -81,12 +82,14 @@ class LiveSession:
             return reply.round_trip_s
 
         def taken(label: str, sample: Callable[[], float], pause_s: float) -> Series:
-            return collect(label, sample, count, pause_s=pause_s, most_failures=count)
+            samples = count if pause_s < _LONG_REST_S else count // 5
+            return collect(label, sample, samples, pause_s=pause_s, most_failures=count)
 
         return [
+            taken(f"{self.label}, at the front end", seen_by_client, _REST_S),
+            taken(f"{self.label}, at the front end, without rest", seen_by_client, 0.0),
+            taken(f"{self.label}, at the front end, 0.5 s of rest", seen_by_client, _LONG_REST_S),
             taken(f"{self.label}, in the kernel", seen_by_kernel, _REST_S),
-            taken(f"{self.label}, client's round trip", seen_by_client, _REST_S),
-            taken(f"{self.label}, in the kernel, without rest", seen_by_kernel, 0.0),
         ]
 
 

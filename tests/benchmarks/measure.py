@@ -43,11 +43,19 @@ class Series:
         return max(self.values, default=math.nan)
 
     @property
+    def p90(self) -> float:
+        """The 90th percentile by nearest rank."""
+        return self._percentile(0.90)
+
+    @property
     def p99(self) -> float:
         """The 99th percentile by nearest rank; with fewer than 100 samples that is the slowest."""
+        return self._percentile(0.99)
+
+    def _percentile(self, share: float) -> float:
         if not self.values:
             return math.nan
-        return sorted(self.values)[max(0, math.ceil(0.99 * len(self.values)) - 1)]
+        return sorted(self.values)[max(0, math.ceil(share * len(self.values)) - 1)]
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,15 @@ def at_most(series: Series, limit: float, *, of: str = "median", what: str = "")
         return Check(must, "not measured", None)
     failed = f", {len(series.failures)} failed" if series.failures else ""
     return Check(must, show(value, series.unit) + failed, value <= limit and not series.failures)
+
+
+def at_most_beyond(series: Series, base: Series, limit: float, *, of: str = "median") -> Check:
+    """Hold what a series takes longer than another one, in the median or `p90`, against a limit in seconds."""
+    must = f"{of} at most {limit * 1e3:g} ms beyond {base.label}"
+    more = (series.median if of == "median" else series.p90) - base.median
+    if math.isnan(more):
+        return Check(must, "not measured", None)
+    return Check(must, f"{more * 1e3:.1f} ms", more <= limit)
 
 
 def at_most_p99(series: Series, limit: float) -> Check:

@@ -54,6 +54,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "output": output.numbered_lines,
     "failure": failure.one_rank_raises,
     "ranks64": launch.many_ranks,
+    "ranks256": launch.most_ranks,
     "session": session.empty_cell,
     "session-print": session.printing_cell,
     "session-fresh": session.fresh_on_lease,

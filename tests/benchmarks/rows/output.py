@@ -8,6 +8,7 @@ from tests.benchmarks import peers
 from tests.benchmarks.environment import Bench, distributed
 from tests.benchmarks.kernel import BenchKernel, CommProbe
 from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, at_most, collect
+from tests.benchmarks.rows.launch import CLIENT
 
 LINES = peers.LINES_PER_RANK
 BODY = f"for number in range({LINES}):\n    print(f'line {{number:06d}} of rank {{rank}}')\n"
@@ -44,22 +45,17 @@ def numbered_lines(bench: Bench) -> Row:
             probe = kernel.open_probe()
         except MeasurementFailed as reason:
             row.notes.append(f"Answers to a comm could not be measured: {reason}.")
+        in_kernel = collect(
+            "in the kernel", lambda: _sample(kernel, probe, counts, round_trips), bench.count(7, 2), pause_s=0.6
+        )
+        if probe:
+            answers = probe.answers_s
         row.ours = [
-            collect(
-                "in the kernel",
-                lambda: _sample(kernel, probe, counts, round_trips),
-                bench.count(7, 2),
-                pause_s=0.6,
-            )
-        ]
-    if probe:
-        answers = probe.answers_s
-    if row.ours:
-        row.ours += [
-            Series("client's round trip", tuple(round_trips)),
+            Series(CLIENT, tuple(round_trips), failures=in_kernel.failures),
+            in_kernel,
             Series("comm's answer", tuple(answers)),
         ]
-    row.checks = [at_most(row.series(0), 1.2), *_wholeness(counts)]
+    row.checks = [at_most(row.series(0), 0.3), *_wholeness(counts)]
     row.checks.append(at_most(row.series(2), 0.2, of="slowest", what="answer to a comm"))
     for series, note in (peers.torchrun_lines(bench), peers.ipyparallel_lines(bench)):
         row.peers.append(series)

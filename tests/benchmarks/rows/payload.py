@@ -18,6 +18,7 @@ from tests.benchmarks.measure import (
     at_most_times,
     collect,
 )
+from tests.benchmarks.rows.launch import CLIENT
 
 FLOATS, FLOATS_PER_PAGE, PAGES = 2**28, 1024, 2**18
 
@@ -46,7 +47,7 @@ def _ship(kernel: BenchKernel, round_number: int, body: str = SPARSE) -> float:
     cell = distributed(kernel, "--gpus 4 --out touched:all", body, expression="touched")
     if cell.value != [float(round_number * (1024 if body is SPARSE else PAGES))] * 4:
         raise MeasurementFailed(f"the ranks saw other numbers than the notebook's: {cell.value!r}")
-    return cell.kernel_s
+    return cell.round_trip_s
 
 
 def to_all_ranks(bench: Bench) -> Row:
@@ -116,12 +117,12 @@ def back_from_each(bench: Bench) -> Row:
         cell = distributed(kernel, "--gpus 4 --out x:all", body, then=touch, expression="bench_sums")
         if cell.value != [float((rank + 1) * PAGES // 4) for rank in range(4)]:
             raise MeasurementFailed(f"other numbers came back than were sent: {cell.value!r}")
-        return cell.kernel_s
+        return cell.round_trip_s
 
     with row.attempt(), bench.our_kernel() as kernel:
         kernel.check("import torch")
         distributed(kernel, "--gpus 4", "rank")
-        row.ours = [collect("in the kernel", sample, bench.count(10, 3), pause_s=0.6)]
+        row.ours = [collect(CLIENT, sample, bench.count(10, 3), pause_s=0.6)]
     arguments = ("shared", str(bench.count(10, 3)))
     label = "one shared-memory file each"
     floor = bench.once(label, lambda: peers.seconds_of(bench, "ours", "forked_ranks.py", *arguments, label=label))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 
@@ -86,7 +87,8 @@ def _in_turn(label: str, kernel: BenchKernel, line: str, body: str, count: int, 
     for _ in range(max(1, count // 10)):
         for option, found in values.items():
             command = f"{line} {option}".strip()
-            block = collect(label, lambda: distributed(kernel, command, body).kernel_s, 10, pause_s=pause_s)  # noqa: B023
+            cell = functools.partial(distributed, kernel, command, body)
+            block = collect(label, lambda: cell().round_trip_s, 10, pause_s=pause_s)  # noqa: B023
             found.extend(block.values)
     return [Series(label, tuple(values[""])), Series(f"{label}, `--no-track`", tuple(values["--no-track"]))]
 

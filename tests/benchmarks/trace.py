@@ -1,0 +1,169 @@
+"""Where the time of a cell goes: when it passes which function, from the front end's request to idle.
+
+    PYTHONPATH=tests/support python -m tests.benchmarks.trace [--cells N]
+
+Traces an empty cell of a session, and one in new processes from the standby group. The functions are wrapped when
+their modules are imported, in all processes, and write the time of each call; that costs about 2 % of the whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.benchmarks.environment import ROOT, Bench
+from tests.benchmarks.kernel import BenchKernel
+from tests.benchmarks.processes import end_descendants
+
+RANKS = 4
+# where, what, and function; "<" is its beginning, ">" its end; with a class after it, only for arguments of that class
+POINTS = (
+    ("kernel", "calls the magic", "magics.run_magics:DistributedMagics._run <"),
+    ("kernel", "has packed the cell", "client.submitter:Submitter.submit <"),
+    ("pool", "has the request", "pool.submissions:Submissions.submit <"),
+    ("pool", "orders it from the agent", "pool.instructions:Launches.order <"),
+    ("agent", "has the order", "agent.service:Agent._launch <"),
+    ("first rank", "has the order", "worker.process.rank:_Life._execute <"),
+    ("last rank", "begins the cell", "worker.cell.cell_run:run_cell <"),
+    ("last rank", "has executed it", "worker.cell.cell_run:run_cell >"),
+    ("last rank", "reports", "worker.process.rank:_Life._tell <"),
+    ("agent", "reports the end", "agent.reports:Reports.happened < RunEnded"),
+    ("pool", "has the end", "pool.reports:Reports.run_happened < RunEnded"),
+    ("kernel", "has the end", "runs.follow.run_loop:Followed.apply < RunEnded"),
+    ("kernel", "returns from the magic", "magics.run_magics:DistributedMagics._run >"),
+)
+_HOOK = """
+import importlib.abc, importlib.machinery, os, sys, time
+
+POINTS = {points!r}
+FILE = os.open({file!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+def wrapped(plain, points):
+    def note(number, kind, values):
+        if not kind or any(kind in (type(v).__name__, type(getattr(v, "body", None)).__name__) for v in values):
+            os.write(FILE, f"{{time.perf_counter():.6f}} {{number}}\\n".encode())
+
+    def call(*args, **more):
+        for number, when, kind in points:
+            if when == "<":
+                note(number, kind, args)
+        try:
+            return plain(*args, **more)
+        finally:
+            for number, when, kind in points:
+                if when == ">":
+                    note(number, kind, args)
+
+    return call
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name not in POINTS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            for where, points in POINTS[name].items():
+                *parents, last = where.split(".")
+                owner = module
+                for parent in parents:
+                    owner = getattr(owner, parent)
+                setattr(owner, last, wrapped(getattr(owner, last), points))
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.trace", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--cells", type=int, default=60, help="cells of each kind")
+    options = parser.parse_args(arguments)
+    scratch = Path(tempfile.mkdtemp(prefix="sb", dir="/tmp"))
+    with _kernel(Bench(None, scratch)) as (kernel, trace):
+        kernel.check("%load_ext sgpu_magic")
+        for _ in range(5):
+            kernel.check(f"%%distributed -n {RANKS}\npass")
+        print(f"\nnew processes, {options.cells} cells, a second apart\n")
+        print(_table(kernel, trace, f"%%distributed -n {RANKS}\npass", options.cells, 1.0))
+        kernel.check(f"%sgpu_connect -n {RANKS}")
+        for _ in range(10):
+            kernel.check("%%distributed\npass")
+        print(f"\na session, {options.cells} cells, 0.1 s apart\n")
+        print(_table(kernel, trace, "%%distributed\npass", options.cells, 0.1))
+    return 0
+
+
+@contextmanager
+def _kernel(bench: Bench) -> Iterator[tuple[BenchKernel, Path]]:
+    folder = bench.new_folder()
+    file = folder / "trace"
+    (folder / "sitecustomize.py").write_text(_HOOK.format(points=_by_module(), file=str(file)))
+    places = {
+        "SGPU_STATE_DIR": str(folder / "state"),
+        "SGPU_RUNTIME_DIR": str(folder / "run"),
+        "SGPU_LOCK_DIR": str(folder / "lock"),
+        "SGPU_CONFIG": str(folder / "no-config.toml"),
+        "PYTHONPATH": f"{folder}:{ROOT}",
+    }
+    try:
+        with BenchKernel(bench.python, folder, bench.environment(folder, **places)) as kernel:
+            yield kernel, file
+    finally:
+        end_descendants()
+
+
+def _by_module() -> dict[str, dict[str, list[tuple[int, str, str]]]]:
+    found: dict[str, dict[str, list[tuple[int, str, str]]]] = {}
+    for number, (_, _, point) in enumerate(POINTS):
+        where, when, *kind = point.split()
+        module, _, path = where.partition(":")
+        found.setdefault(f"sgpu_magic.{module}", {}).setdefault(path, []).append((number, when, "".join(kind)))
+    return found
+
+
+def _table(kernel: BenchKernel, trace: Path, cell: str, count: int, pause_s: float) -> str:
+    """Return the medians of the cells' times at each point, and since the point before, as Markdown."""
+    times: list[list[float]] = [[] for _ in POINTS]
+    idle: list[float] = []
+    for _ in range(count):
+        time.sleep(pause_s)
+        trace.write_bytes(b"")
+        began = time.perf_counter()
+        kernel.check(cell)
+        idle.append(time.perf_counter() - began)
+        passed: dict[int, list[float]] = {}
+        for line in trace.read_text().splitlines():
+            at, number = line.split()
+            passed.setdefault(int(number), []).append(float(at) - began)
+        for number, all_times in passed.items():
+            last: Callable[[list[float]], float] = max if POINTS[number][0] == "last rank" else min
+            times[number].append(last(all_times))
+    rows = [
+        (where, what, statistics.median(at) * 1e3)
+        for (where, what, _), at in zip(POINTS, times, strict=True)
+        if len(at) > count // 2
+    ]
+    rows.append(("front end", "has the reply, and idle", statistics.median(idle) * 1e3))
+    lines = ["| where | what | at, ms | since the line above, ms |", "|---|---|---|---|"]
+    before = 0.0
+    for where, what, at in rows:
+        lines.append(f"| {where} | {what} | {at:.1f} | {at - before:.1f} |")
+        before = at
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
