@@ -95,10 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _kernel(Bench(None, scratch)) as (kernel, trace):
         kernel.check("%load_ext sgpu_magic")
         for _ in range(5):
-            kernel.check(f"%%distributed -n {RANKS}\npass")
+            kernel.check(f"%%distributed -n {RANKS} --type cpu\npass")
         print(f"\nnew processes, {options.cells} cells, a second apart\n")
-        print(_table(kernel, trace, f"%%distributed -n {RANKS}\npass", options.cells, 1.0))
-        kernel.check(f"%sgpu_connect -n {RANKS}")
+        print(_table(kernel, trace, f"%%distributed -n {RANKS} --type cpu\npass", options.cells, 1.0))
+        kernel.check(f"%sgpu_connect -n {RANKS} --type cpu")
         for _ in range(10):
             kernel.check("%%distributed\npass")
         print(f"\na session, {options.cells} cells, 0.1 s apart\n")
