@@ -21,14 +21,13 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.launch import StandbyGroups
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.run_files import sweep_ray_directories
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
-from sgpu_magic.agent.watch.inventory import take_inventory
+from sgpu_magic.agent.watch.inventory import KeptOpen, take_inventory
 from sgpu_magic.config import Settings
 from sgpu_magic.system import processes
 from sgpu_magic.system.processes import may_be_alive
@@ -53,6 +52,7 @@ class Introduction(msgspec.Struct, frozen=True):
         far: Provides launches as the pool sent them.
         groups: Provides the agent's zygotes, whose processes count as its own.
         send: Sends to the current service.
+        nvml: Keeps the driver's library open for a while.
     """
 
     settings: Settings
@@ -60,6 +60,7 @@ class Introduction(msgspec.Struct, frozen=True):
     far: FilesToPool
     groups: StandbyGroups
     send: Send
+    nvml: KeptOpen = msgspec.field(default_factory=KeptOpen)
 
     async def ready(self) -> None:
         """Send the agent's first message to a service, as soon as the driver has listed the devices."""
@@ -87,7 +88,6 @@ class Introduction(msgspec.Struct, frozen=True):
         self.send(InventoryTaken(inventory=await self._take()))
 
     async def _take(self) -> Inventory:
-        """Take the inventory in a thread, since a driver may take seconds to answer."""
         own = [pid for run in self.runs.all() for pid in run.pids]
         take = functools.partial(
             take_inventory,
@@ -95,7 +95,7 @@ class Introduction(msgspec.Struct, frozen=True):
             cpu_slots=self.settings.cpu_slot_count,
             own_pids=[*own, *self.groups.zygotes.pids()],
         )
-        return await call_in_background(take, "sgpu-inventory")
+        return take() if self.settings.simulate.strip() else await self.nvml.during(take)
 
 
 class ServiceSocket:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import nvml_stub as nvml
 import pytest
+from waiting import eventually
 
 from sgpu_magic.agent.watch.inventory import take_inventory
 from sgpu_magic.errors import UsageError
@@ -402,3 +403,41 @@ def test_nvml_is_loaded_only_when_it_is_asked() -> None:
         "take_inventory(simulate='a10:1', cpu_slots=1); sys.exit('pynvml' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
+
+
+KEEP = """
+import asyncio, functools, sys
+from sgpu_magic.agent.watch import inventory
+
+async def main():
+    inventory.KEPT_OPEN_S = 0.2
+    kept = inventory.KeptOpen()
+    for _ in sys.stdin:
+        found = await kept.during(functools.partial(inventory.take_inventory, simulate="", cpu_slots=1))
+        print(len(found.devices), flush=True)
+    await asyncio.sleep(30)
+
+asyncio.run(main())
+"""
+
+
+def test_nvml_stays_open_for_a_while_after_an_inventory(nvml_stub: Stub) -> None:
+    environ = nvml_stub(devices=nvml.a10s(2))
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEP],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as keeper:
+        assert keeper.stdin is not None
+        assert keeper.stdout is not None
+        for _ in range(2):
+            keeper.stdin.write("take\n")
+            keeper.stdin.flush()
+            assert keeper.stdout.readline() == "2\n"
+            # once: an inventory has closed it again for itself
+            assert nvml.times_open(environ, keeper.pid) == 1
+        keeper.stdin.close()
+        eventually(lambda: nvml.times_open(environ, keeper.pid) == 0, 5, "NVML closed")
+        keeper.kill()
