@@ -1,21 +1,20 @@
 """The `sgpu` command: one module for each command or group of commands, with its options and its work.
 
-__main__        `python -m sgpu_magic.cli`
-main            the top-level parser, exit codes, the table of commands, shared option types
-runs            `sgpu runs`, `sgpu usage`, `sgpu cancel`, `sgpu detach`, `sgpu stacks`
-forwarding      `sgpu port-forward`
-logs            `sgpu logs`
-copying         `sgpu cp`
-sync            `sgpu sync`: sends to MLflow what is not there yet
-environments    `sgpu env`
-pools           `sgpu pool status`, `stop`, `add`, `list`, `remove`, and `sgpu types`
-serving         `sgpu pool serve`, `deploy`, `undeploy`, `keygen`, `authorize`, `revoke`
-run             `sgpu run`, `sgpu replay`
-torchrun        `sgpu torchrun`: torchrun's options for `sgpu run`
-jobs            `sgpu jobs`, and the records of the jobs that `sgpu run` executes
-headless/       executing a notebook without a front end
+__main__         `python -m sgpu_magic.cli`
+main             the top-level parser, exit codes, the table of commands, shared option types
+runs             `sgpu runs`, `sgpu usage`, `sgpu cancel`, `sgpu detach`, `sgpu stacks`
+forwarding       `sgpu port-forward`
+run_directories  `sgpu logs`; `sgpu sync`: sends to MLflow what is not there yet
+copying          `sgpu cp`
+environments     `sgpu env`
+pools            `sgpu pool status`, `stop`, `add`, `list`, `remove`, and `sgpu types`
+serving          `sgpu pool serve`, `deploy`, `undeploy`, `keygen`, `authorize`, `revoke`
+run              `sgpu run`, `sgpu replay`
+torchrun         `sgpu torchrun`: torchrun's options for `sgpu run`
+jobs             `sgpu jobs`, and the records of the jobs that `sgpu run` executes
+headless/        executing a notebook without a front end
 
-doctor          `sgpu doctor`: all checks in order; those of settings, directories and pools
-python_checks   checks of this Python, its packages and GPUs, with a real two-rank group
-machine_checks  the result of a check; checks of the system: host name, memory files, process control, limits
+doctor           `sgpu doctor`: all checks in order; those of settings, directories and pools
+python_checks    checks of this Python, its packages and GPUs, with a real two-rank group
+machine_checks   the result of a check; checks of the system: host name, memory files, process control, limits
 """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sgpu_magic.cli import sync as command
-from sgpu_magic.cli.sync import Left, sync
+from sgpu_magic.cli import run_directories as command
+from sgpu_magic.cli.run_directories import Left, sync
 from sgpu_magic.config import Settings
 from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.progress import Sent

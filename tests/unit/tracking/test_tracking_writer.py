@@ -24,7 +24,7 @@ from tracking_writers import Runs, ToldRun, WriterProcess, quiet_mlflow
 from waiting import eventually
 
 import sgpu_magic
-from sgpu_magic.cli.sync import sync
+from sgpu_magic.cli.run_directories import sync
 from sgpu_magic.config import Settings
 from sgpu_magic.files.whole_file import locked
 from sgpu_magic.pool.retention import RunOnDisk, Why, choose_removals
