@@ -10,9 +10,8 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.contract import EngineListener, NodeChannel
+from sgpu_magic.nodes.engine_reports import EngineListener, NodeChannel, merged_inventory
 from sgpu_magic.nodes.engine_runs import EngineRuns
-from sgpu_magic.nodes.merge_parts import merged_inventory
 from sgpu_magic.nodes.node_files import NodeFiles
 from sgpu_magic.nodes.run_on_nodes import HeldParts, RunOnNodes
 from sgpu_magic.packages.node.store import needs_build

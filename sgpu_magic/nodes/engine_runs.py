@@ -13,9 +13,8 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import list_below
-from sgpu_magic.nodes.contract import EngineListener, NodeChannel
+from sgpu_magic.nodes.engine_reports import EngineListener, JointStacks, NodeChannel
 from sgpu_magic.nodes.joint_run import Told
-from sgpu_magic.nodes.merge_parts import JointStacks
 from sgpu_magic.nodes.run_on_nodes import BusyNodes, RunOnNodes, nodes_of
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease

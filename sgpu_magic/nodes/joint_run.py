@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping, Sequence
 
 import msgspec
 
-from sgpu_magic.nodes.merge_parts import PartEnd, join_ends, join_releases, join_starts
+from sgpu_magic.nodes.engine_reports import PartEnd, join_ends, join_releases, join_starts
 from sgpu_magic.wire.events import EnvironmentMoved, EventBody, Noted, PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import Resumed, Stalled

@@ -17,9 +17,9 @@ import msgspec
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.runs.run_files import remove_ray_directories, sweep_ray_directories
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
 from sgpu_magic.nodes.engine import Engine
+from sgpu_magic.nodes.engine_reports import EngineListener
 from sgpu_magic.nodes.run_on_nodes import HERE
 from sgpu_magic.system import child_process, processes
 from sgpu_magic.system.message_stream import MessageStream

@@ -10,8 +10,8 @@ import msgspec
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.engine import Engine
+from sgpu_magic.nodes.engine_reports import EngineListener
 from sgpu_magic.nodes.ray import leases
 from sgpu_magic.nodes.ray.agent_listener import AgentListener, NodeKeys, NodeLink, keep_port, listen_address
 from sgpu_magic.nodes.ray.driver import (

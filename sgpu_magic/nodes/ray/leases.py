@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 import msgspec
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.nodes.merge_parts import inventory_with
+from sgpu_magic.nodes.engine_reports import inventory_with
 from sgpu_magic.nodes.ray.driver import AskLease, LeasePart, NodeFacts
 from sgpu_magic.wire.devices import (
     ANY,

@@ -12,8 +12,8 @@ from launches import RUN, launch
 from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.engine import Engine
+from sgpu_magic.nodes.engine_reports import EngineListener
 from sgpu_magic.wire.devices import Inventory, Lease, NodeShare
 from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.node import (

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgpu_magic.nodes.engine_reports import JointStacks, PartEnd, join_ends, join_releases
 from sgpu_magic.nodes.joint_run import JointRun, JointStalls, Told
-from sgpu_magic.nodes.merge_parts import JointStacks, PartEnd, join_ends, join_releases
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.events import EnvironmentMoved, EventBody, Noted, PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.node import RunEvent

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes import local
-from sgpu_magic.nodes.contract import EngineListener
 from sgpu_magic.nodes.device_locks import DeviceLocks
+from sgpu_magic.nodes.engine_reports import EngineListener
 from sgpu_magic.nodes.local import LocalAgent, LocalEngine
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.node import AgentReady, FromAgent, HeldRun, Launch, RanksGone, ToAgent
