@@ -28,13 +28,13 @@ from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
-from sgpu_magic.tracking import progress
-from sgpu_magic.tracking.progress import SYNC, Progress, Sent, Unsent, without_user
+from sgpu_magic.tracking.store import SYNC, Progress, Sent, Unsent, load_progress, unsent
 from sgpu_magic.views import ansi
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.record import short
+from sgpu_magic.wire.tracking import without_user
 
 _LOG_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,4})\.log")
 _READ_BYTES = 1 << 18
@@ -249,9 +249,9 @@ def sync(settings: Settings, run: str = "", *, only_list: bool = False) -> tuple
 
 def _left(settings: Settings, run: str) -> list[Left]:
     if not run:
-        return list(progress.unsent(settings.runs_path))
+        return list(unsent(settings.runs_path))
     directory = settings.runs_path / find_directory(settings, run)
-    found = progress.load(directory)
+    found = load_progress(directory)
     if found is None:
         raise UsageError(
             f"run {short(directory.name)} is not tracked: it was submitted with --no-track or SGPU_TRACK=off, or it "

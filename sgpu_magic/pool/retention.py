@@ -30,7 +30,7 @@ import msgspec
 from sgpu_magic.config import Settings
 from sgpu_magic.files.whole_file import remove_tree
 from sgpu_magic.system.processes import write_log
-from sgpu_magic.tracking.progress import is_unsent
+from sgpu_magic.tracking.store import is_unsent
 from sgpu_magic.wire.record import is_valid_id, short
 
 JUST_ENDED_S = 300.0

@@ -19,8 +19,7 @@ from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.tracker_process import TrackerProcess
-from sgpu_magic.tracking import progress
-from sgpu_magic.tracking.progress import Progress, without_user
+from sgpu_magic.tracking.store import Progress, load_progress, opening, save_progress, unsent
 from sgpu_magic.wire.events import Noted, Tracked
 from sgpu_magic.wire.record import is_valid_id, short
 from sgpu_magic.wire.states import RunState
@@ -32,6 +31,7 @@ from sgpu_magic.wire.tracking import (
     TrackingDone,
     TrackingStarted,
     TrackingTroubled,
+    without_user,
 )
 
 # delay after the first run that needs a writer: launches come in bursts, and their results have precedence
@@ -120,7 +120,7 @@ class Tracker:
                 self._send(entry)
             return
         directory = self._active.directory(run_id)
-        if is_valid_id(run_id) and directory.is_dir() and progress.load(directory) is None:
+        if is_valid_id(run_id) and directory.is_dir() and load_progress(directory) is None:
             # it ended earlier and was not tracked
             entry = self._entries[run_id] = _Entry(Track(run_id=run_id, run_dir=str(directory), tracking=tracking))
             self._send(entry)
@@ -223,10 +223,10 @@ class Tracker:
     def _write_opening(self, entry: _Entry) -> None:
         """Save in the run's directory what is to be sent where, in case all processes are killed."""
         directory = Path(entry.order.run_dir)
-        if progress.load(directory) is None:
+        if load_progress(directory) is None:
             # a full disk is already reported by the run's event log
             with contextlib.suppress(OSError):
-                progress.save(directory, progress.opening(entry.order.tracking, entry.order.parent_run))
+                save_progress(directory, opening(entry.order.tracking, entry.order.parent_run))
 
     def _process(self, tracking: Tracking) -> TrackerProcess:
         key = _key(tracking)
@@ -239,7 +239,7 @@ class Tracker:
 
     def _look(self) -> None:
         self._search = None
-        search = self._loop.run_in_executor(None, lambda: list(progress.unsent(self._settings.runs_path)))
+        search = self._loop.run_in_executor(None, lambda: list(unsent(self._settings.runs_path)))
         search.add_done_callback(self._found)
 
     def _found(self, search: asyncio.Future[list[tuple[Path, Progress]]]) -> None:

@@ -5,8 +5,7 @@ writer_queue     the runs of one store, and the schedule of their steps
 writer           writes one run to its store, step by step, with the files of its directory as artifacts
 runs             converts a run's events to MLflow's params, tags, metrics and system metrics
 client           the writer's client of an MLflow store
-store            the default store: SQLite and a directory of artifacts
-progress         `tracking.json`: how far a run's events have been written
+store            on disk: the default store, and in `tracking.json` how far a run's events have been written
 in_rank          start and end of a tracked cell in a rank; patches MLflow when it is imported
 in_rank_cell     the tracked cell: its MLflow run, and what its code logs, sent to the agent in batches
 in_rank_fluent   replacements for `mlflow.start_run` and the like in a rank

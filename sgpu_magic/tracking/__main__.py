@@ -24,7 +24,7 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.tracking import store
-from sgpu_magic.tracking.progress import SYNC, Sent, Unsent
+from sgpu_magic.tracking.store import SYNC, Sent, Unsent
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.tracking import (
     EndTracker,

@@ -21,10 +21,9 @@ from mlflow.exceptions import MlflowException
 from sgpu_magic.config import Settings
 from sgpu_magic.packages.secrets import find_secrets, without_secrets
 from sgpu_magic.tracking import store
-from sgpu_magic.tracking.progress import without_user
 from sgpu_magic.tracking.runs import LOGGED_TAG, RUN_TAG, Batch
 from sgpu_magic.wire.record import is_valid_id
-from sgpu_magic.wire.tracking import Tracking
+from sgpu_magic.wire.tracking import Tracking, without_user
 
 # per request: MLflow's servers accept up to 1,000 entities and a megabyte (mlflow.utils.validation)
 _METRICS, _NAMES = 800, 50

@@ -29,8 +29,7 @@ from mlflow.utils.validation import (
 )
 
 from sgpu_magic.tracking.in_rank_cell import CellHere, current
-from sgpu_magic.tracking.progress import without_user
-from sgpu_magic.wire.tracking import MetricPoint, absolute_uri
+from sgpu_magic.wire.tracking import MetricPoint, absolute_uri, without_user
 
 # tags that MLflow sets on every run it creates; the writer has set them on this run
 _SET_BY_WRITER = ("mlflow.source.", "mlflow.user")

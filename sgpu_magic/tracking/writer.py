@@ -19,9 +19,9 @@ import msgspec
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.files.whole_file import locked
-from sgpu_magic.tracking import progress
 from sgpu_magic.tracking.client import PLAIN_FILES, Gone, Rejected, Store, StoreTroubled
 from sgpu_magic.tracking.runs import NAME_TAG, PARENT_TAG, Batch, RunFold, closing_tags, opening_tags, status_of
+from sgpu_magic.tracking.store import load_progress, opening, save_progress
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.run_notes import run_name
@@ -72,7 +72,7 @@ class RunWriter:
         self.failures = 0
         self.announced = False
         self.troubled_told = False
-        self.progress = progress.load(directory) or progress.opening(tracking, parent_run)
+        self.progress = load_progress(directory) or opening(tracking, parent_run)
         self._settings = settings
         self._store = store
         self._begin_again()
@@ -92,7 +92,7 @@ class RunWriter:
         with locked(self.directory, wait=False) as held:
             if not held:
                 raise Busy
-            on_disk = progress.load(self.directory)
+            on_disk = load_progress(self.directory)
             if on_disk is not None and on_disk != self.progress:
                 # another process has continued it
                 self.progress = on_disk
@@ -109,7 +109,7 @@ class RunWriter:
         """Record why the run can't be written."""
         if text != self.progress.problem:
             with locked(self.directory, wait=False) as held:
-                on_disk = progress.load(self.directory)
+                on_disk = load_progress(self.directory)
                 if held and (on_disk is None or on_disk == self.progress):
                     self._keep(problem=text)
 
@@ -182,7 +182,7 @@ class RunWriter:
         """Return the MLflow run id of the run's session, "" if it has none in this store."""
         if not run_id:
             return ""
-        found = progress.load(self.directory.parent / run_id)
+        found = load_progress(self.directory.parent / run_id)
         if found is None or found.uri != self.progress.uri:
             return ""
         if not found.mlflow_run_id and not found.complete:
@@ -247,7 +247,7 @@ class RunWriter:
 
     def _keep(self, **changes: object) -> None:
         self.progress = msgspec.structs.replace(self.progress, **changes)
-        progress.save(self.directory, self.progress)
+        save_progress(self.directory, self.progress)
 
 
 # ---------------------------------------------------------------- artifacts

@@ -7,6 +7,7 @@ tracker -> pool     FromTracker     socketpair
 from __future__ import annotations
 
 import posixpath
+import re
 
 from sgpu_magic.wire.record import Record
 
@@ -28,11 +29,17 @@ STORE_VARIABLES = (
 
 # stores that MLflow accepts although they are neither a URI nor a path
 _NAMES = ("databricks", "databricks-uc", "uc")
+_USER = re.compile(r"(?<=://)[^/]*@")
 
 
 def is_store_variable(name: str) -> bool:
     """Whether MLflow's client or an artifact store may read the variable, which may be a token."""
     return name.startswith(STORE_VARIABLES)
+
+
+def without_user(uri: str) -> str:
+    """Return the URI without user name and password."""
+    return _USER.sub("", uri)
 
 
 def absolute_uri(uri: str, directory: str) -> str:

@@ -17,7 +17,7 @@ from tracking_writers import Runs
 from waiting import eventually
 
 from sgpu_magic.client.submitter import Attachments
-from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.store import load_progress
 from sgpu_magic.wire.events import AttemptFailed, Noted, RunEnded
 from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.tracking import Tracking
@@ -103,7 +103,7 @@ def _check_metrics(home: Home, run_id: str) -> None:
     store = Runs(f"sqlite:///{home.state}/mlflow/mlflow.db")
 
     def complete() -> bool:
-        found = progress.load(home.run_dir(run_id))
+        found = load_progress(home.run_dir(run_id))
         return found is not None and found.complete
 
     eventually(complete, 60, "the MLflow run is not complete")

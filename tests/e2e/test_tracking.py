@@ -20,9 +20,10 @@ from tracking_writers import Runs
 from waiting import eventually
 
 from sgpu_magic.client.submitter import Attachments
-from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.store import Progress, is_unsent, load_progress
 from sgpu_magic.wire.client import TrackRun
 from sgpu_magic.wire.events import Noted, RanksStarted, Tracked
+from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.states import RunKind, RunState
 from sgpu_magic.wire.tracking import Tracking
 
@@ -51,10 +52,10 @@ class TrackedPool:
         directory = self.home.run_dir(run.run_id)
 
         def is_complete() -> bool:
-            found = progress.load(directory)
+            found = load_progress(directory)
             return found is not None and found.complete
 
-        eventually(is_complete, 60, lambda: f"{progress.load(directory)}; {self.log()}")
+        eventually(is_complete, 60, lambda: f"{load_progress(directory)}; {self.log()}")
         return self.store.one(run.run_id)
 
     def log(self) -> str:
@@ -118,7 +119,7 @@ def test_runs_sessions_and_what_was_never_started(pool: TrackedPool):
     assert (again.info.status, again.data.tags["sgpu.attempts"]) == ("FAILED", "2 of 2")
     assert "ZeroDivisionError" in again.data.tags["sgpu.failure"]
     assert pool.store.of(plain.run_id) == []
-    assert not (pool.home.run_dir(plain.run_id) / progress.TRACKING).exists()
+    assert not (pool.home.run_dir(plain.run_id) / TRACKING).exists()
     assert len(pool.store.all()) == 5
 
 
@@ -148,7 +149,7 @@ def test_what_a_stopped_pool_has_not_written_the_next_one_writes(pool: TrackedPo
     run.wait_for(RanksStarted)
     # before anything of it is in MLflow: nothing was waited for
     stop_process(pool.home.pool_pid(), signal.SIGTERM, 25)
-    left = progress.load(pool.home.run_dir(run.run_id))
+    left = load_progress(pool.home.run_dir(run.run_id))
     assert left is not None
     assert not left.complete
     pool.client.close()
@@ -167,7 +168,7 @@ def test_a_dead_server_costs_a_run_nothing_but_a_sentence(pool: TrackedPool):
     assert run.ended().state is RunState.SUCCEEDED
     assert time.monotonic() - began < 5
     directory = pool.home.run_dir(run.run_id)
-    eventually(lambda: (progress.load(directory) or progress.Progress()).problem, 60, pool.log)
+    eventually(lambda: (load_progress(directory) or Progress()).problem, 60, pool.log)
     # it had ended by then: the next one for the same store says so
     following = pool.begin("pass", tracking=dead)
     assert following.ended().state is RunState.SUCCEEDED
@@ -199,13 +200,13 @@ def test_credentials_of_one_notebook_reach_no_other_server(pool: TrackedPool, em
             run.ended()
 
         def sent(run: ClientRun) -> bool:
-            return not progress.is_unsent(pool.home.run_dir(run.run_id))
+            return not is_unsent(pool.home.run_dir(run.run_id))
 
         eventually(
             lambda: all(map(sent, runs)) and all(gateway.seen for gateway in gateways),
             60,
             lambda: (
-                f"{[progress.load(pool.home.run_dir(run.run_id)) for run in runs]} {[len(g.seen) for g in gateways]}"
+                f"{[load_progress(pool.home.run_dir(run.run_id)) for run in runs]} {[len(g.seen) for g in gateways]}"
             ),
         )
         for gateway, token in zip(gateways, tokens, strict=True):
@@ -264,7 +265,7 @@ def test_only_what_matters_is_tracked_by_itself(new_pool: Callable[[str], Tracke
     long.wait_for(Tracked)
     (pool.home.work / "go").touch()
     assert pool.complete(long).info.status == "FINISHED"
-    assert not (pool.home.run_dir(short.run_id) / progress.TRACKING).exists()
+    assert not (pool.home.run_dir(short.run_id) / TRACKING).exists()
     pool.client.pool.tell(TrackRun(run_id=short.run_id, tracking=auto))
     assert pool.complete(short).info.status == "FINISHED"
     assert len(pool.store.all()) == 4

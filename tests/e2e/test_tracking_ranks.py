@@ -13,7 +13,7 @@ from mlflow_stores import lay_store
 from shared_homes import SharedKernel
 from tracking_writers import Runs
 
-from sgpu_magic.tracking import progress
+from sgpu_magic.tracking.store import load_progress
 
 TRACKS = {"SGPU_TRACK": "on"}
 
@@ -39,7 +39,7 @@ def kernel(kernel: Kernel, home: Home, store: Runs) -> Kernel:
 
 
 def is_written(home: Home, run_id: str) -> bool:
-    found = progress.load(home.run_dir(run_id))
+    found = load_progress(home.run_dir(run_id))
     return found is not None and found.complete
 
 
@@ -111,7 +111,7 @@ def test_a_cell_that_fails_keeps_what_it_has_logged(kernel: Kernel, store: Runs)
     directory = kernel.home.run_dir(kernel.home.runs[-1])
 
     def made() -> str:
-        found = progress.load(directory)
+        found = load_progress(directory)
         return "" if found is None else found.mlflow_run_id
 
     found = settled(store, eventually(made, 60, "the failed run's MLflow id"))

@@ -21,8 +21,7 @@ from waiting import eventually
 
 from sgpu_magic.config import Settings
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.tracking import progress
-from sgpu_magic.tracking.progress import Progress
+from sgpu_magic.tracking.store import Progress, load_progress
 from sgpu_magic.wire import codec, rank_events
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.devices import Lease, Placement
@@ -169,7 +168,7 @@ class ToldRun:
 
     @property
     def progress(self) -> Progress | None:
-        return progress.load(self.directory)
+        return load_progress(self.directory)
 
     @property
     def complete(self) -> bool:

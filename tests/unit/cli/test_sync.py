@@ -10,8 +10,7 @@ import pytest
 from sgpu_magic.cli import run_directories as command
 from sgpu_magic.cli.run_directories import Left, sync
 from sgpu_magic.config import Settings
-from sgpu_magic.tracking import progress
-from sgpu_magic.tracking.progress import Sent
+from sgpu_magic.tracking.store import Sent, opening, save_progress
 from sgpu_magic.wire.record import new_id, short
 from sgpu_magic.wire.tracking import Tracking
 
@@ -44,7 +43,7 @@ def leave(settings: Settings, uri: str) -> str:
     """A run of which the pool has written down where it is to go, and no more."""
     directory = settings.runs_path / new_id()
     directory.mkdir()
-    progress.save(directory, progress.opening(Tracking(uri=uri, experiment="nb")))
+    save_progress(directory, opening(Tracking(uri=uri, experiment="nb")))
     return directory.name
 
 

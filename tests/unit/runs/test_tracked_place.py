@@ -23,8 +23,7 @@ from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.runs.notebook import Tags, git_tags, tell_git_state
 from sgpu_magic.runs.submit.spec import Submission, place_of
-from sgpu_magic.tracking import progress
-from sgpu_magic.tracking.progress import Progress
+from sgpu_magic.tracking.store import Progress, save_progress
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import Noted, Submitted
@@ -200,7 +199,7 @@ def test_the_next_service_tells_the_same_user_what_is_not_in_the_store(tmp_path:
         log = RunLog(left, "000000a1")
         log.append(Submitted(spec=submitted("000000a1", "ann").spec), 1.0)
         log.close()
-        progress.save(left, Progress(uri=store.uri, problem="it does not answer."))
+        save_progress(left, Progress(uri=store.uri, problem="it does not answer."))
         tracker = Tracker(settings, Book(), None, lambda _: False)  # pyright: ignore[reportArgumentType]
         tracker._look()
         deadline = loop.time() + 10

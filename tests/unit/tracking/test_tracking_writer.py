@@ -28,15 +28,14 @@ from sgpu_magic.cli.run_directories import sync
 from sgpu_magic.config import Settings
 from sgpu_magic.files.whole_file import locked
 from sgpu_magic.pool.retention import RunOnDisk, Why, choose_removals
-from sgpu_magic.tracking import progress
-from sgpu_magic.tracking.progress import Progress, without_user
 from sgpu_magic.tracking.runs import Batch, RunFold, SystemMetrics, key
+from sgpu_magic.tracking.store import Progress, is_unsent, opening, save_progress
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.rank_events import Failure, RankSample
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import FailureKind, RunKind, RunState
-from sgpu_magic.wire.tracking import MetricPoint, Tracking
+from sgpu_magic.wire.tracking import MetricPoint, Tracking, without_user
 
 # ---------------------------------------------------------------- pure parts
 
@@ -440,7 +439,7 @@ def test_a_killed_writer_is_gone_on_after_and_end_of_file_ends_it(settings: Sett
             history = store.history(store.one(run.run_id).info.run_id, "loss")
             assert history == [(step, float(step)) for step in range(400)]
         assert store.history(store.one(runs[2].run_id).info.run_id, "last") == [(0, 1.0)]
-        assert progress.is_unsent(runs[2].directory)
+        assert is_unsent(runs[2].directory)
     finally:
         writer.close()
 
@@ -499,7 +498,7 @@ print("made")
 def test_sync_sends_what_no_writer_has(settings: Settings, store: Runs):
     run = ToldRun(settings)
     # as the pool leaves it
-    progress.save(run.directory, progress.opening(Tracking(experiment="nb")))
+    save_progress(run.directory, opening(Tracking(experiment="nb")))
     run.start()
     run.metric(0, "loss", 0.5)
     run.end()
