@@ -1,21 +1,26 @@
-"""Submits a function call as a run: chooses where it runs, and waits for it or returns its handle."""
+"""Submits function calls as runs: one call, or one for each item of a sweep, as many at a time as the pool can hold."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
+import queue
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
+import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.errors import CapacityError, RunCancelled, UsageError
+from sgpu_magic.client.pool_choosing import KINDS
+from sgpu_magic.client.pools_file import LOCAL
+from sgpu_magic.errors import KeyRefused, PoolError, PoolVersionError, RunCancelled, SerializationError
 from sgpu_magic.options.asked import CallOptions, RunOptions, check_call
-from sgpu_magic.options.table import in_pythons_words
+from sgpu_magic.options.python_form import errors_in_pythons_words
+from sgpu_magic.payload.call import name_of
 from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.runs.submit.pack_call import pack_call
@@ -23,10 +28,23 @@ from sgpu_magic.runs.submit.placing import PYTHON_WAYS, placed
 from sgpu_magic.runs.submit.spec import Submission, describe
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import Workplace, workplace
+from sgpu_magic.views.cell_outputs import SweepPicture, SweepProgress, failure_line
 from sgpu_magic.wire.record import short
 from sgpu_magic.wire.states import RunState
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 _IPYTHON = "IPython.core.interactiveshell"
+
+_TICK_S = 0.1
+# runs that wait in the pool's queue beside those that have devices: a device that gets free has the next one at once
+_AHEAD = 2
+# a pool that can't be reached is tried again for so long; one of another machine for the setting `link_timeout_s`
+_LOCAL_PATIENCE_S = 60.0
+_TRY_AGAIN_S = 1.0
+# an interrupted sweep is free after this whatever its ranks do
+_CANCEL_PATIENCE_S = 2.5
 
 
 def run_here(
@@ -39,7 +57,7 @@ def run_here(
     """
     place = workplace()
     session = options.session
-    with _pinned_to_its_cell(place.shell):
+    with place.pinned_to_its_cell():
         try:
             if session is not None:
                 check_call(session, options)
@@ -100,13 +118,13 @@ def prepare(
         TypeError: The arguments do not match the function's signature.
         SgpuError: The function is not callable, something can't be pickled, or the pool does not exist.
     """
-    with _in_pythons_words():
+    with errors_in_pythons_words():
         place.wanted_pool(options.pool)
     code = pack_call(place, function, args, kwargs, options)
     session = registry.lending(options) if beside_sessions and not options.ray else None
     if session is not None:
         return describe(place, code, replace(options, fresh=True), session.lends(options.ranks), session)
-    with _in_pythons_words():
+    with errors_in_pythons_words():
         options, found = placed(place, options, PYTHON_WAYS)
     return describe(place, code, options, found)
 
@@ -123,17 +141,6 @@ def _bring_back(place: Workplace, submission: Submission, ui: str) -> list[Any]:
     return result.values
 
 
-@contextlib.contextmanager
-def _in_pythons_words() -> Generator[None]:
-    """Rewrite errors about the magic's options in terms of the decorator's."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(in_pythons_words(error.message)) from None
-    except CapacityError as error:
-        raise CapacityError(in_pythons_words(error.message)) from None
-
-
 def _is_in_a_task() -> bool:
     """Return whether an event loop called this, except for a notebook cell: the kernel runs in a loop too."""
     try:
@@ -148,18 +155,195 @@ def _is_in_a_task() -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _pinned_to_its_cell(shell: Any) -> Generator[None]:
-    """Keep a thread's output with the cell that runs now; otherwise later cells would get it.
+# ---------------------------------------------------------------- sweeps
 
-    ipykernel finds a thread's cell in a context variable, which threads that a program starts do not have.
+
+class Task(msgspec.Struct, Generic[T, R]):
+    """One item of a sweep, with its run and its outcome."""
+
+    index: int
+    item: T
+    run: Run[R] | None = None
+    value: R | None = None
+    error: BaseException | None = None
+
+    def outcome(self, return_exceptions: bool) -> R:
+        if self.error is None:
+            return cast("R", self.value)
+        if return_exceptions:
+            return cast("R", self.error)
+        raise self.error
+
+    def take(self, run: Run[R]) -> None:
+        """Store the result or the exception of the item's run."""
+        try:
+            self.value = run.result(0)[0]
+        except CancelledError:
+            self.error = CancelledError(f"run {short(run.run_id)} was cancelled")
+        except Exception as error:  # noqa: BLE001  what user code raised, kept beside the results
+            self.error = error
+
+
+class Sweeping(Generic[T, R]):
+    """A sweep in progress.
+
+    Attributes:
+        late: Tasks that had ended when the sweep was interrupted but were not yielded.
     """
-    pin: Any = getattr(shell, "set_thread_parent", None)
-    if pin is None or threading.current_thread() is threading.main_thread():
-        yield
-        return
-    tokens = pin(shell.parent_header)
-    try:
-        yield
-    finally:
-        shell.reset_thread_parent(tokens)
+
+    def __init__(
+        self, place: Workplace, function: Callable[..., object], options: CallOptions, total: int | None
+    ) -> None:
+        self._place = place
+        self._function = function
+        self._options = options
+        self._total = total
+        self._name = options.name or name_of(function)
+        self._began = time.monotonic()
+        self._ended: queue.SimpleQueue[Run[Any]] = queue.SimpleQueue()
+        self._out: dict[str, Task[T, R]] = {}
+        self._failures: list[str] = []
+        self._done = self._failed = 0
+        self.late: list[Task[T, R]] = []
+        # an item that the pool could not be given, since when, why, and when it is tried again
+        self._unsent: Task[T, R] | None = None
+        self._unreached_since = self._try_at = 0.0
+        self._unreached = ""
+
+    def tasks(self, items: Iterable[T], at_once: int | None) -> Generator[Task[T, R]]:
+        """Yield each item's task when it ends."""
+        bound = at_once or self._bound()
+        progress = SweepProgress(sys.stdout, is_notebook=self._place.is_notebook, ui=self._options.ui)
+        waiting: Iterator[Task[T, R]] = (Task(*numbered) for numbered in enumerate(items))
+        ending = "stopped"
+        try:
+            more = True
+            while more or self._out or self._unsent is not None:
+                while len(self._out) < bound and (more or self._unsent is not None):
+                    task = self._unsent or next(waiting, None)
+                    if task is None:
+                        more = False
+                    elif task is self._unsent and time.monotonic() < self._try_at:
+                        break
+                    elif self._start(task).error is not None:
+                        yield self._over(task)
+                now = time.monotonic()
+                if progress.is_due(now):
+                    progress.show(self._picture(self._unreached), now)
+                if (self._out or self._unsent is not None) and (task := self._next()) is not None:
+                    yield self._over(task)
+            ending = ""
+        except KeyboardInterrupt as error:
+            ending = "interrupted"
+            while not self._ended.empty() and (task := self._next()) is not None:
+                self.late.append(self._over(task))
+            told = (
+                f"the sweep was interrupted when {self._done} of its items were done; the other runs are stopped. "
+                "The results so far are in the exception's .results, `sys.last_value.results` in the next cell."
+            )
+            raise RunCancelled(told) from error
+        finally:
+            if self._out:
+                self._cancel_all()
+            progress.show(self._picture(ending, is_final=True), time.monotonic())
+
+    def _bound(self) -> int:
+        """Return the maximum number of runs submitted at the same time."""
+        name = self._place.wanted_pool(self._options.pool)
+        if name not in KINDS and not (not name and self._place.pools.entries()):
+            pool = self._place.pools.named(name or LOCAL)
+        else:
+            # where each of them goes is decided when it is its turn, and as a rule that is here
+            pool = self._place.find(name, self._options.devices).pool
+        status = pool.status(recent=0)
+        ranks = self._options.ranks or 1
+        if status is None:
+            return _AHEAD
+        wanted = self._options.device_type or "any"
+        devices = sum(1 for device in status.inventory.devices if wanted in ("any", device.type))
+        if devices:
+            return max(1, devices // ranks) + _AHEAD
+        # ranks on CPU may be more than there are cores, which helps none of them
+        return max(1, min(status.inventory.cores, status.inventory.cpu_slots) // ranks)
+
+    def _start(self, task: Task[T, R]) -> Task[T, R]:
+        try:
+            options = replace(self._options, name=f"{self._name}[{task.index}]")
+            submission = prepare(self._place, self._function, (task.item,), {}, options, beside_sessions=False)
+        except SerializationError as error:
+            if not self._done and not self._out:
+                raise
+            # of one item among others that can be sent
+            task.error = error
+            return task
+        except PoolError as error:
+            return self._kept(task, error)
+        try:
+            run = task.run = cast("Run[R]", submitted(self._place, submission))
+        except PoolError as error:
+            return self._kept(task, error)
+        self._unsent, self._unreached_since, self._unreached = None, 0.0, ""
+        self._out[run.run_id] = task
+        run.add_done_callback(cast("Callable[[object], object]", self._ended.put))
+        return task
+
+    def _kept(self, task: Task[T, R], error: PoolError) -> Task[T, R]:
+        """Keep an item to try again later: a pool that was reached before may come back.
+
+        Raises:
+            PoolError: The pool has been unreachable for too long, or was never reached.
+        """
+        now = time.monotonic()
+        if not (self._done or self._failed or self._out) or isinstance(error, PoolVersionError | KeyRefused):
+            raise error
+        self._unreached_since = self._unreached_since or now
+        is_local = self._place.wanted_pool(self._options.pool) in ("", LOCAL)
+        if now - self._unreached_since > (_LOCAL_PATIENCE_S if is_local else self._place.settings.link_timeout_s):
+            raise error
+        self._unsent, self._try_at = task, now + _TRY_AGAIN_S
+        self._unreached = "the pool does not answer; further items wait"
+        return task
+
+    def _next(self) -> Task[T, R] | None:
+        try:
+            run = self._ended.get(timeout=_TICK_S)
+        except queue.Empty:
+            return None
+        task = self._out.pop(run.run_id)
+        task.take(run)
+        return task
+
+    def _over(self, task: Task[T, R]) -> Task[T, R]:
+        if task.error is None:
+            self._done += 1
+        else:
+            self._failed += 1
+            run = short(task.run.run_id) if task.run is not None else ""
+            self._failures.append(failure_line(task.index, run, task.error))
+        return task
+
+    def _cancel_all(self) -> None:
+        for task in self._out.values():
+            if task.run is not None:
+                task.run.cancel("its sweep was interrupted")
+        until = time.monotonic() + _CANCEL_PATIENCE_S
+        while self._out and time.monotonic() < until:
+            try:
+                self._out.pop(self._ended.get(timeout=max(0.0, until - time.monotonic())).run_id, None)
+            except queue.Empty:
+                return
+
+    def _picture(self, ending: str = "", *, is_final: bool = False) -> SweepPicture:
+        waits = (RunState.QUEUED, RunState.PREPARING, RunState.STARTING)
+        running = sum(1 for task in list(self._out.values()) if task.run is not None and task.run.state not in waits)
+        return SweepPicture(
+            name=self._name,
+            done=self._done,
+            running=running,
+            failed=self._failed,
+            total=self._total,
+            seconds=time.monotonic() - self._began,
+            failures=tuple(self._failures),
+            ending=ending,
+            is_final=is_final,
+        )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from sgpu_magic.errors import UsageError
+from sgpu_magic.errors import CapacityError, UsageError
 from sgpu_magic.options import table, values
 from sgpu_magic.options.asked import CallOptions, Devices, SessionOptions
 from sgpu_magic.options.table import MOST_RETRIES, RETRY_CHOICES, UI_CHOICES, Reader, in_python, in_pythons_words
@@ -209,3 +210,14 @@ _READERS: Mapping[str, Reader] = {
     "retry-on": lambda option, given: _choice(RETRY_CHOICES)(option, given) == "any",
     "ui": _choice(UI_CHOICES),
 }
+
+
+@contextlib.contextmanager
+def errors_in_pythons_words() -> Generator[None]:
+    """Rewrite errors about the magic's options in terms of the decorator's."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(in_pythons_words(error.message)) from None
+    except CapacityError as error:
+        raise CapacityError(in_pythons_words(error.message)) from None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from sgpu_magic.client import find_run
@@ -96,6 +97,22 @@ class Workplace:
             publish({"text/plain": text, **rich})
         else:
             print(text)  # noqa: T201
+
+    @contextlib.contextmanager
+    def pinned_to_its_cell(self) -> Generator[None]:
+        """Keep a thread's output with the cell that runs now; otherwise later cells would get it.
+
+        ipykernel finds a thread's cell in a context variable, which threads that a program starts do not have.
+        """
+        pin: Any = getattr(self.shell, "set_thread_parent", None)
+        if pin is None or threading.current_thread() is threading.main_thread():
+            yield
+            return
+        tokens = pin(self.shell.parent_header)
+        try:
+            yield
+        finally:
+            self.shell.reset_thread_parent(tokens)
 
     def current_settings(self) -> Settings:
         """Read the settings again, since `%env` may have changed them."""
