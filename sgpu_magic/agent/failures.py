@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.packages.secrets import Blanker, find_secrets
-from sgpu_magic.system.byte_sizes import memory_groups, memory_limit, number_in
-from sgpu_magic.system.processes import signal_name
+from sgpu_magic.system.processes import memory_groups, memory_limit, number_in, signal_name
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure, RankStack
 from sgpu_magic.wire.run import RankResult

@@ -29,8 +29,9 @@ from sgpu_magic.client.pools_file import pools_path, read_pools
 from sgpu_magic.client.this_machine import find_pool, own_key_path
 from sgpu_magic.config import Settings, config_path, load_settings
 from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.files.run_directory import disk_room
 from sgpu_magic.files.run_directory import remedy as remedy_for_disk
-from sgpu_magic.system.byte_sizes import disk_room, format_bytes
+from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import count_of

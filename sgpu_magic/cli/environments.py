@@ -13,10 +13,10 @@ import msgspec
 from sgpu_magic.cli.main import Parser
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
 from sgpu_magic.packages.node.store import Built, Store, read_built
-from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views.units import aligned, count_of, format_clock
 
 _DAY_S = 24 * 3600.0

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.config import is_linux
-from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.system.secure_sockets import new_key_pair
 from sgpu_magic.views.units import format_seconds
 

@@ -19,9 +19,9 @@ from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.wires import A, Answer
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.files.content_store import blob_digest
+from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.payload.buffers import regions_of
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.attachments import StoredPart, StoredPayload
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,

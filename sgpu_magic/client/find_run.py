@@ -20,7 +20,7 @@ from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import list_below, open_below
-from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.wire.files import EVENTS, KEY, PAYLOAD, REQUIREMENTS, RunFiles
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.record import check_id, is_valid_id, short

@@ -24,7 +24,7 @@ from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunUnknown, SgpuError
 from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, write_file
 from sgpu_magic.payload.pack import Packed
-from sgpu_magic.system.byte_sizes import fits_memory
+from sgpu_magic.system.processes import fits_memory
 from sgpu_magic.wire.attachments import (
     CodeBundle,
     Environment,

@@ -21,8 +21,7 @@ from sgpu_magic.client.blob_sender import BlobSender, Piece, Sending, pieces_of
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import SerializationError, UsageError
-from sgpu_magic.files.whole_file import keep_newest, write_whole
-from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.files.whole_file import format_bytes, keep_newest, write_whole
 from sgpu_magic.wire.attachments import (
     MOST_UPLOADED_FILES,
     CodeBundle,

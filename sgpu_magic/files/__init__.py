@@ -2,6 +2,6 @@
 
 content_store  blobs by digest, one folder per user; reassembles objects from their blobs
 kept_folders   folders that are filled once and kept while in use; a node's cache on fast local disk
-run_directory  a run's events; its files by names from untrusted sources; the message for a disk too full for a run
-whole_file     files that appear under their names once they are complete; locks, eviction, removal
+run_directory  a run's events; its files by names from untrusted sources; whether the disk has room for a run
+whole_file     files that appear under their names once they are complete; locks, sizes, eviction, removal
 """

@@ -28,8 +28,17 @@ from platformdirs import user_cache_path
 
 from sgpu_magic.config import Settings, host_name, load_settings, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, evict, locked, remove_tree, remove_unused, take_lock
-from sgpu_magic.system.byte_sizes import folder_bytes, size_bytes
+from sgpu_magic.files.whole_file import (
+    LOCK_FILE,
+    HeldLock,
+    evict,
+    folder_bytes,
+    locked,
+    remove_tree,
+    remove_unused,
+    size_bytes,
+    take_lock,
+)
 
 # leftovers of interrupted programs are removed after this time
 _LEFTOVER_S = 3600.0

@@ -1,4 +1,4 @@
-"""Files and folders that several processes use: written whole, linked, locked, evicted in order of last use, removed.
+"""Files and folders that several processes use: written whole, linked, locked, measured, evicted, removed.
 
 Readers of a file see its old or its new content, never a partial one. A process that uses a folder holds a shared lock
 on it (flock(2), released when the process exits); one that removes it, or builds it in place, holds an exclusive lock.
@@ -168,6 +168,36 @@ def locked(path: Path, *, wait: bool = True, flags: int = os.O_RDONLY) -> Genera
 
 
 # ---------------------------------------------------------------- room
+
+
+def folder_bytes(folder: str | os.PathLike[str]) -> int:
+    """Return the total size of all files below a folder. Symbolic links count as themselves, hard links each time.
+
+    Files that are removed meanwhile, or can't be inspected, count as 0.
+    """
+    total = 0
+    for directory, _, files in os.walk(folder):
+        for file in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(directory, file)).st_size
+    return total
+
+
+def size_bytes(path: Path) -> int:
+    """Return the size of a file, or of all files below a folder; symlinks count as themselves."""
+    own = os.lstat(path)
+    return folder_bytes(path) if stat.S_ISDIR(own.st_mode) else own.st_size
+
+
+def format_bytes(count: float) -> str:
+    """Format a size like `1.2 kB` or `45.1 MB`: decimal units, one digit after the point."""
+    if count < 999.5:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
+        if count < 999.95:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} TB"
 
 
 def evict(entries: Iterable[tuple[float, int, T]], most_bytes: float, remove: Callable[[T], bool]) -> int:

@@ -22,9 +22,9 @@ from typing import cast
 import msgspec
 
 from sgpu_magic.errors import SerializationError
+from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.packages.code_files import TreeFile, Walk, walk
 from sgpu_magic.packages.snapshot import current_directory
-from sgpu_magic.system.byte_sizes import format_bytes
 
 # never sent: the node has it
 _OWN_PACKAGE = "sgpu_magic"

@@ -15,13 +15,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from sgpu_magic.files.run_directory import why_no_run
+from sgpu_magic.files.run_directory import disk_room, why_no_run
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.server import ConnectedClient, EventFeed, Offer
-from sgpu_magic.system.byte_sizes import disk_room
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload
 from sgpu_magic.wire.client import Accepted, Submit
 from sgpu_magic.wire.devices import Lease

@@ -16,12 +16,11 @@ import msgspec
 
 from sgpu_magic.errors import RunUnknown, UsageError
 from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, join_parts, store_name
-from sgpu_magic.files.run_directory import EventFile, list_below, open_below
+from sgpu_magic.files.run_directory import EventFile, disk_room, list_below, open_below
 from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.system.byte_sizes import disk_room
 from sgpu_magic.system.child_process import FileThread
 from sgpu_magic.wire.attachments import FilePayload, ManifestUnusable, SharedPayload, StoredPayload, Upload, manifest_in
 from sgpu_magic.wire.client import Submit

@@ -1,4 +1,4 @@
-"""Process utilities: prctl, thread and core counts, descendants, socket peers, the log of a service."""
+"""Processes and memory: prctl, thread and core counts, descendants, socket peers, the log of a service, free memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -184,3 +185,72 @@ def write_log(text: str, error: BaseException | None = None) -> None:
     trace = "" if error is None else "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{text}{trace}")
+
+
+# ---------------------------------------------------------------- memory
+
+_MEMORY_RESERVE = 1.25
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+# limit, usage, and the `memory.stat` field of reclaimable file cache, for cgroups v2 and v1
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def fits_memory(size: int) -> bool:
+    """Whether a memory file of `size` bytes, and a reserve of 25 %, fits into the available memory."""
+    return hasattr(os, "memfd_create") and size * _MEMORY_RESERVE < memory_available_bytes()
+
+
+def memory_available_bytes() -> int:
+    """Return the available memory: the machine's, or less if a control group limits it further."""
+    kilobytes = number_in(_MEMINFO, "MemAvailable:")
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kilobytes is None else kilobytes * 1024
+    available = [free]
+    for group in memory_groups():
+        for limit_name, usage_name, cached_name in _GROUP_FILES:
+            limit, usage = _number(group / limit_name), _number(group / usage_name)
+            if limit is not None and usage is not None:
+                cached = number_in(group / "memory.stat", cached_name) or 0
+                available.append(max(0, limit - usage + cached))
+    return min(available)
+
+
+def memory_limit() -> int:
+    """Return the machine's memory in bytes, or the control group's limit if that is smaller; 0 if unknown."""
+    limits = [(number_in(_MEMINFO, "MemTotal:") or 0) * 1024]
+    limits += [_number(group / names[0]) or 0 for group in memory_groups() for names in _GROUP_FILES]
+    return min(filter(None, limits), default=0)
+
+
+def memory_groups() -> Iterator[Path]:
+    """Yield this process's memory control groups up to the root, for cgroups v1 and v2."""
+    for line in _text(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = _CGROUP / "memory" if controllers else _CGROUP
+        # in a container the path may be the host's, with the group mounted at the root
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for depth in range(len(parts), -1, -1):
+            yield root.joinpath(*parts[:depth])
+
+
+def number_in(file: Path, name: str) -> int | None:
+    """Return the number after a name at the beginning of a line, None if there is none."""
+    lines = _text(file).splitlines()
+    return next((int(fields[1]) for line in lines if (fields := line.split())[:1] == [name]), None)
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

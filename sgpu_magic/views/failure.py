@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Literal
 
-from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import BAD, LINE, MONO, PRE, SOFT, fold, safe, scroll

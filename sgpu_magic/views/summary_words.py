@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import SANS, SOFT, safe
 from sgpu_magic.views.run_notes import restart_command

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from sgpu_magic.config import host_name
-from sgpu_magic.system.byte_sizes import format_bytes
+from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import Link, Tone

@@ -21,7 +21,7 @@ from sgpu_magic.cli.runs import runs_table
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.errors import CapacityError, SessionError, UsageError
-from sgpu_magic.system.byte_sizes import RUN_BYTES, RUN_INODES
+from sgpu_magic.files.run_directory import RUN_BYTES, RUN_INODES
 from sgpu_magic.wire.events import (
     Detached,
     Placed,

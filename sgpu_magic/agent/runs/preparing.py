@@ -30,7 +30,7 @@ from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.content_store import join_blobs, join_parts, piece_sizes
 from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.packages.node.store import Built
-from sgpu_magic.system.byte_sizes import fits_memory
+from sgpu_magic.system.processes import fits_memory
 from sgpu_magic.wire.attachments import CodeBundle, StoredPayload, Wheel
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
 from sgpu_magic.wire.node import Launch, MasterKnown, PartsOver, PeerFailed

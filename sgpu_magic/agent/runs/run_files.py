@@ -17,9 +17,8 @@ from sgpu_magic import __version__
 from sgpu_magic.agent.runs.run_memory import RunMemory
 from sgpu_magic.config import Settings, host_name
 from sgpu_magic.files.whole_file import has_content, link_or_copy, write_whole
-from sgpu_magic.system.byte_sizes import memory_limit
 from sgpu_magic.system.message_stream import MessageStream
-from sgpu_magic.system.processes import core_count
+from sgpu_magic.system.processes import core_count, memory_limit
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased

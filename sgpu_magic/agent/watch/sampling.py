@@ -19,8 +19,7 @@ from sgpu_magic.agent.ranks.rank_process import NotebookFrames, parse
 from sgpu_magic.agent.ranks.run_processes import ProcessTable, TreeUse
 from sgpu_magic.agent.watch.gpus import Gpus
 from sgpu_magic.agent.watch.nvml import GpuReading
-from sgpu_magic.system.byte_sizes import memory_limit
-from sgpu_magic.system.processes import core_count
+from sgpu_magic.system.processes import core_count, memory_limit
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Noted
 from sgpu_magic.wire.rank_events import RankSample, Sampled

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.whole_file import format_bytes, write_whole
 from sgpu_magic.packages.distributions import normalised, own_platform, own_python, some_of
 from sgpu_magic.packages.requirement_files import name_of, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import UvFailed
-from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.wire.attachments import Environment
 
 _NO_WHEEL = re.compile(r"Wheels are required for `([^`]+)`|Because ([\w.-]+==\S+) has no (?:usable )?wheels")

@@ -22,8 +22,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, evict, locked, take_lock
-from sgpu_magic.system.byte_sizes import folder_bytes
+from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, evict, folder_bytes, locked, take_lock
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.record import Record
 

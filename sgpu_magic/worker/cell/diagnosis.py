@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
-from sgpu_magic.system.byte_sizes import memory_available_bytes
+from sgpu_magic.system.processes import memory_available_bytes
 from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
 from sgpu_magic.wire.states import FailureKind
 from sgpu_magic.worker.cell import failures

@@ -26,7 +26,7 @@ from IPython.utils.tokenutil import token_at_cursor
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.payload import buffers
 from sgpu_magic.payload.pack import Packed, pack_object
-from sgpu_magic.system.byte_sizes import fits_memory
+from sgpu_magic.system.processes import fits_memory
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
 from sgpu_magic.wire.rank import Execute, Failed, Finished, RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import Failure

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sgpu_magic.system.byte_sizes import memory_available_bytes
+from sgpu_magic.system.processes import memory_available_bytes
 
 NAME = "CPU in place of a GPU"
 # of the first GPUs with bfloat16, which the CPU has too

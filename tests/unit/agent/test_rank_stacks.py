@@ -20,7 +20,7 @@ from sgpu_magic.agent.ranks.run_processes import CpuWatch, ProcessTable
 from sgpu_magic.agent.ranks.stop import catches
 from sgpu_magic.agent.watch.run_watch import RankLook, StallJudge
 from sgpu_magic.agent.watch.stack_taking import find_py_spy, parse_py_spy
-from sgpu_magic.system.byte_sizes import memory_limit
+from sgpu_magic.system.processes import memory_limit
 from sgpu_magic.wire.codec import AREA_BYTES, STACK_SIGNAL
 from sgpu_magic.wire.rank_events import Collective, RankStack, Resumed, StackFrame, Stalled
 from sgpu_magic.wire.run import CellSource

@@ -21,7 +21,7 @@ from sgpu_magic.cli import doctor, machine_checks, python_checks
 from sgpu_magic.cli.machine_checks import Finding, Level
 from sgpu_magic.cli.python_checks import ProbeFacts
 from sgpu_magic.config import load_settings
-from sgpu_magic.system.byte_sizes import mount_of
+from sgpu_magic.files.run_directory import mount_of
 
 nvml_stub = nvml.nvml_stub
 ROOT = Path(__file__).parents[3]

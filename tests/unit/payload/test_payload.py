@@ -39,7 +39,7 @@ from sgpu_magic.payload import buffers
 from sgpu_magic.payload.pack import Packed, pack_namespace, pack_object
 from sgpu_magic.payload.tensors import own_device
 from sgpu_magic.payload.unpack import map_private, unpack, unpack_namespace
-from sgpu_magic.system import byte_sizes
+from sgpu_magic.system import processes
 from sgpu_magic.wire.attachments import PackedLayout
 
 KEY = b"k" * 32
@@ -1058,7 +1058,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_available_is_sane() -> None:
-    available = byte_sizes.memory_available_bytes()
+    available = processes.memory_available_bytes()
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 1_000_000 < available <= total
 

@@ -51,10 +51,10 @@ from stories import (
 
 from sgpu_magic import errors
 from sgpu_magic.config import host_name
+from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.runs.follow.outcome import deliver
 from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.server.runs import cell_outputs
-from sgpu_magic.system.byte_sizes import format_bytes
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import RUN_MIME, caption_bundle, mime_bundle, summary_line
 from sgpu_magic.views.cell_outputs import OutputSlots
