@@ -32,13 +32,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, ClassVar
 
-from sgpu_magic.wire.states import FailureKind
-
 if TYPE_CHECKING:
     from sgpu_magic.wire.rank_events import Failure
-
-OUT_OF_MEMORY = "memory"
-"""Help page for failed allocations, whatever the exception's type."""
 
 
 def see(topic: str) -> str:
@@ -48,11 +43,6 @@ def see(topic: str) -> str:
     """
     loaded = "sgpu_magic.magics" in sys.modules or "sgpu_magic.server" in sys.modules
     return f"See `%sgpu_help {topic}`." if loaded else f"See `sgpu help {topic}` in a shell."
-
-
-def topic_of(kind: FailureKind, *, out_of_memory: bool = False) -> str:
-    """Return the topic of the help page for runs that failed this way."""
-    return OUT_OF_MEMORY if out_of_memory else BY_KIND[kind].topic
 
 
 class SgpuError(Exception):
@@ -227,17 +217,3 @@ class RunCancelled(SgpuError, KeyboardInterrupt):
     def __init__(self, message: str, *, run_id: str = "") -> None:
         super().__init__(message)
         self.run_id = run_id
-
-
-BY_KIND: dict[FailureKind, type[SgpuError]] = {
-    FailureKind.USER_CODE: RemoteError,
-    FailureKind.SERIALIZATION: SerializationError,
-    FailureKind.ENVIRONMENT: EnvironmentFailed,
-    FailureKind.WORKER_DIED: WorkerDied,
-    FailureKind.NODE_LOST: NodeLost,
-    FailureKind.TIMEOUT: RunTimeout,
-    FailureKind.CAPACITY: CapacityError,
-    FailureKind.SESSION: SessionError,
-    FailureKind.INTERNAL: InternalError,
-}
-"""The class by which the notebook raises a run's failure."""

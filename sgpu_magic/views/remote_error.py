@@ -24,6 +24,27 @@ _MAX_BRIEF_CHARS = 90
 _RED, _DEFAULT = "\x1b[31m", "\x1b[39m"
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 
+OUT_OF_MEMORY = "memory"
+"""Help page for failed allocations, whatever the exception's type."""
+
+BY_KIND: dict[FailureKind, type[errors.SgpuError]] = {
+    FailureKind.USER_CODE: errors.RemoteError,
+    FailureKind.SERIALIZATION: errors.SerializationError,
+    FailureKind.ENVIRONMENT: errors.EnvironmentFailed,
+    FailureKind.WORKER_DIED: errors.WorkerDied,
+    FailureKind.NODE_LOST: errors.NodeLost,
+    FailureKind.TIMEOUT: errors.RunTimeout,
+    FailureKind.CAPACITY: errors.CapacityError,
+    FailureKind.SESSION: errors.SessionError,
+    FailureKind.INTERNAL: errors.InternalError,
+}
+"""The class by which the notebook raises a run's failure."""
+
+
+def topic_of(kind: FailureKind, *, out_of_memory: bool = False) -> str:
+    """Return the topic of the help page for runs that failed this way."""
+    return OUT_OF_MEMORY if out_of_memory else BY_KIND[kind].topic
+
 
 class _Drawing(msgspec.Struct, frozen=True):
     """The `_render_traceback_` of one exception object. Picklable, so that the exception stays picklable."""
@@ -89,10 +110,10 @@ def run_exception(
         words = last_words(view, failure) if failure.kind is FailureKind.WORKER_DIED else []
         words += [*group_sentences(stacks, cell), *verdict(stacks, cell)]
         message = _message(failure, ended.starting_s + ended.running_s, view.ranks, words, more, run)
-        raised = errors.BY_KIND[failure.kind](message)
+        raised = BY_KIND[failure.kind](message)
         trace = plain if failure.kind is FailureKind.INTERNAL else ""
         lines = (trace, f"{type(raised).__name__}: {message}")
-    lines = (*lines, errors.see(errors.topic_of(failure.kind, out_of_memory=failure.out_of_memory)))
+    lines = (*lines, errors.see(topic_of(failure.kind, out_of_memory=failure.out_of_memory)))
     attributes["_render_traceback_"] = _Drawing(tuple(line for line in lines if line))
     return _dressed(raised, attributes)
 

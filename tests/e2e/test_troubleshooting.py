@@ -16,6 +16,7 @@ from kernels import Home, Kernel
 
 from sgpu_magic import errors
 from sgpu_magic.views import help as help_pages
+from sgpu_magic.views.remote_error import OUT_OF_MEMORY, topic_of
 from sgpu_magic.wire.states import FailureKind
 
 NOTEBOOK = ROOT / "notebooks/troubleshooting.ipynb"
@@ -46,7 +47,7 @@ def executed(home: Home) -> Executed:
 
 @pytest.mark.parametrize("kind", FailureKind)
 def test_every_failure_kind_has_a_section(kind: FailureKind):
-    assert title(errors.topic_of(kind)) in headings(NOTEBOOK)
+    assert title(topic_of(kind)) in headings(NOTEBOOK)
 
 
 @pytest.mark.parametrize("cls", error_classes())
@@ -63,7 +64,7 @@ def test_every_error_has_a_page_and_names_it(cls: type[errors.SgpuError], monkey
 
 
 def test_every_section_is_some_errors_and_the_table_leads_to_all():
-    assert set(help_pages.topics()) == {cls.topic for cls in error_classes()} | {HANGS, errors.OUT_OF_MEMORY}
+    assert set(help_pages.topics()) == {cls.topic for cls in error_classes()} | {HANGS, OUT_OF_MEMORY}
     assert sorted(headings(NOTEBOOK)) == sorted(map(title, help_pages.topics()))
     assert len(headings(NOTEBOOK)) == len(set(headings(NOTEBOOK)))
     table = introduction(NOTEBOOK)
