@@ -18,10 +18,10 @@ import msgspec
 
 from sgpu_magic.packages.secrets import Blanker, find_secrets
 from sgpu_magic.system.processes import memory_groups, memory_limit, number_in, signal_name
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure, RankStack
 from sgpu_magic.wire.run import RankResult
-from sgpu_magic.wire.states import FailureKind, RunState
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.ranks.group import RunRanks

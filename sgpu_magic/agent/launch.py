@@ -26,9 +26,9 @@ from sgpu_magic.agent.runs.preparing import LaunchInputs, PreparingRun, travels_
 from sgpu_magic.agent.runs.session import Session, SessionRefuses
 from sgpu_magic.config import Settings
 from sgpu_magic.packages.node.store import Built
+from sgpu_magic.wire.base import FailureKind, RunKind
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.run import Interpreter
-from sgpu_magic.wire.states import FailureKind, RunKind
 
 
 class Launches(msgspec.Struct, frozen=True):

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import msgspec
 
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.events import EventBody, PayloadReleased, RunEnded
 from sgpu_magic.wire.node import DevicesFree, MasterBound, PartEnded, RanksGone, RunEvent, TrackingAsked
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.record import Record
 
 # output beyond this, of all runs together, is not kept for the next service; the ranks' logs have it
 _KEPT_BYTES = 64 << 20

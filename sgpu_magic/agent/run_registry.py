@@ -21,11 +21,11 @@ from sgpu_magic.agent.runs.execution_kinds import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import Session
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import UnreadableLaunch
 from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.states import FailureKind, RunState
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.launch import StandbyGroups

@@ -28,6 +28,7 @@ from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.codec import Order, UnreadableLaunch
 from sgpu_magic.wire.files import (
@@ -62,7 +63,6 @@ from sgpu_magic.wire.node import (
     WarmZygote,
 )
 from sgpu_magic.wire.pool_status import agent_socket_file, lock_file
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import RankAnswer
 
 _HOUSEKEEPING_S = 5.0

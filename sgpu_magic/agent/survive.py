@@ -31,10 +31,10 @@ from sgpu_magic.agent.watch.inventory import KeptOpen, take_inventory
 from sgpu_magic.config import Settings
 from sgpu_magic.system import processes
 from sgpu_magic.system.processes import may_be_alive
+from sgpu_magic.wire.base import OWNER_GONE, RunState
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.node import AgentReady, HeldRun, InventoryTaken
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
-from sgpu_magic.wire.states import OWNER_GONE, RunState
 
 _LOOK_S = 0.25
 # finished runs wait this long: a notebook that follows one starts the next service within a second or two

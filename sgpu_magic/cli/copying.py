@@ -24,8 +24,8 @@ from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.files.run_directory import BadName, open_below, parts_of, replace_below
 from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.files import KEY, RunFile, work_folders
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RUN_RECORD, RunRecord
 
 _ADDRESS = re.compile(r"(?P<run>[0-9A-Fa-f]{1,40})(?:/(?P<rank>\d{1,6}))?:(?P<path>.*)", re.DOTALL)

@@ -18,8 +18,8 @@ from sgpu_magic.config import load_settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.system.byte_stream import ByteStream
 from sgpu_magic.system.message_stream import Pending
+from sgpu_magic.wire.base import Record, short
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
-from sgpu_magic.wire.record import Record, short
 
 _LOOPBACK = "127.0.0.1"
 _MOST_PORT = 65535

@@ -21,8 +21,8 @@ from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.views.units import aligned, format_clock
+from sgpu_magic.wire.base import is_valid_id, short
 from sgpu_magic.wire.pool_status import process_start
-from sgpu_magic.wire.record import is_valid_id, short
 
 
 def listing(settings: Settings, limit: int) -> str:

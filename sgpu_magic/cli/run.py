@@ -26,8 +26,7 @@ from sgpu_magic.options.asked import ReplayOptions
 from sgpu_magic.options.job_form import EXTRA, JobFile, read_mapping, read_yaml
 from sgpu_magic.options.values import STRATEGIES, key_values
 from sgpu_magic.views.units import format_seconds
-from sgpu_magic.wire.record import new_id, short
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.base import RunState, new_id, short
 
 _NEEDS = ("nbclient", "nbformat")
 # back-off between retries: 3 s, 6 s, 12 s ...

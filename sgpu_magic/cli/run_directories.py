@@ -32,8 +32,8 @@ from sgpu_magic.tracking.store import SYNC, Progress, Sent, Unsent, load_progres
 from sgpu_magic.views import ansi
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import aligned
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.tracking import without_user
 
 _LOG_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,4})\.log")

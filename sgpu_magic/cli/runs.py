@@ -24,10 +24,9 @@ from sgpu_magic.errors import PoolError
 from sgpu_magic.views.pool_tables import run_duration
 from sgpu_magic.views.stacks import stacks_text
 from sgpu_magic.views.units import TIMES, aligned
+from sgpu_magic.wire.base import RunKind, short
 from sgpu_magic.wire.costs import HOUR_S, cost_so_far, format_money
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import RunKind
 
 _MAX_FAILURE = 100
 _ALL = 1_000_000_000

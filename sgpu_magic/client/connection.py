@@ -27,9 +27,9 @@ from sgpu_magic.client.wires import A, LocalWire
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, read_key_pair
+from sgpu_magic.wire.base import Record, short
 from sgpu_magic.wire.client import Accepted, AskStacks, Attach, Goodbye, StopPool, Warm
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, PoolAddress, PoolStatus, socket_file
-from sgpu_magic.wire.record import Record, short
 
 REPLY_TIMEOUT_S = 15.0
 _MOST_NAMED = 3

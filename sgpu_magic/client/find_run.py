@@ -21,9 +21,9 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import list_below, open_below
 from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.wire.base import check_id, is_valid_id, short
 from sgpu_magic.wire.files import EVENTS, KEY, PAYLOAD, REQUIREMENTS, RunFiles
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.record import check_id, is_valid_id, short
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord
 
 # how many of each pool's newest runs are searched; the pools are asked for older ones by id

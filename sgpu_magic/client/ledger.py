@@ -17,11 +17,10 @@ import msgspec
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.costs import HOUR_S, Prices, cost_so_far, gpu_s_so_far, idle_seconds, read_prices
 from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.pool_status import RunSummary, agent_socket_file
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import RunKind, RunState
 
 _BUSY_TIMEOUT_S = 2.0
 # two clocks may differ by this much without having been set

@@ -21,6 +21,7 @@ from sgpu_magic.client.wires import Answer, EventQueue, FilePart, LocalWire, Out
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.client import Attach, Attached, Notice, Pong, PoolMessage, Refused, Unfollow
 from sgpu_magic.wire.events import Event, PayloadReleased
 from sgpu_magic.wire.files import (
@@ -34,7 +35,6 @@ from sgpu_magic.wire.files import (
     StreamTaken,
 )
 from sgpu_magic.wire.pool_status import BulkOffered, Welcome
-from sgpu_magic.wire.record import Record
 
 if TYPE_CHECKING:
     from sgpu_magic.client.remote_wire import RemoteWire

@@ -21,10 +21,9 @@ from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
 from sgpu_magic.files.run_directory import open_below, parts_of
 from sgpu_magic.files.whole_file import appearing, keep_newest, write_at, write_whole
 from sgpu_magic.system.processes import fits_memory
+from sgpu_magic.wire.base import RunState, is_valid_id
 from sgpu_magic.wire.files import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
-from sgpu_magic.wire.record import is_valid_id
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import RunState
 
 MIRRORS = "remote"
 """Folder of all mirrors in the state directory: `remote/<pool>/<run>`."""

@@ -16,6 +16,7 @@ from sgpu_magic.client.this_machine import CurrentSettings
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.client import (
     Accepted,
     AskRank,
@@ -34,7 +35,6 @@ from sgpu_magic.wire.client import (
 )
 from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, with_changes
 from sgpu_magic.wire.run import Interpreter, RankAnswer, RankQuestion, RunSpec
-from sgpu_magic.wire.states import RunState
 
 # the replacement processes join a process group: the same limit as for a session's start when a rank is missing
 RESTART_TIMEOUT_S = 120.0

@@ -13,9 +13,9 @@ import msgspec
 
 from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import TRACKING
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec, Shipped
 
 _TEXT_LIMIT = 60

@@ -17,9 +17,9 @@ from sgpu_magic.client.wires import EventQueue
 from sgpu_magic.errors import PoolError, RunFileUnknown, SerializationError
 from sgpu_magic.payload import unpack
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource, SharedPayload
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.client import Cancel, ResultsReceived, Submit, TellComms, Unfollow
 from sgpu_magic.wire.events import Event, Placed, RunEnded
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
 
 

@@ -29,8 +29,7 @@ from sgpu_magic.runs.submit.spec import Submission, describe
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.views.cell_outputs import SweepPicture, SweepProgress, failure_line
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.base import RunState, short
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -32,7 +32,7 @@ from sgpu_magic.packages.named_environments import BASE_NAMES
 from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.views import help as help_pages
-from sgpu_magic.wire.record import is_valid_id, short
+from sgpu_magic.wire.base import is_valid_id, short
 from sgpu_magic.wire.run import RankAnswer, RankQuestion
 
 _CELL = re.compile(r"\s*%%?(?P<magic>distributed|rank|ray_launch)\s")

@@ -33,7 +33,7 @@ from sgpu_magic.runs.workplace import close_workplace, workplace
 from sgpu_magic.views import help as help_pages
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.stacks import stacks_html, stacks_text
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.base import RunState
 
 Launched = RunResult | Run[Any] | None
 """A cell's value: its result, its handle with `--nowait`, None if it was detached."""

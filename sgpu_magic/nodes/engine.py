@@ -16,6 +16,7 @@ from sgpu_magic.nodes.node_files import NodeFiles
 from sgpu_magic.nodes.run_on_nodes import HeldParts, RunOnNodes
 from sgpu_magic.packages.node.store import needs_build
 from sgpu_magic.wire.attachments import Environment
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.files import (
@@ -50,7 +51,6 @@ from sgpu_magic.wire.node import (
     WarmZygote,
 )
 from sgpu_magic.wire.run import Interpreter
-from sgpu_magic.wire.states import RunState
 
 # wait for nodes that had runs when the last pool service ended; nodes still missing after it are lost
 _COME_BACK_S = 10.0

@@ -11,13 +11,13 @@ from typing import Protocol
 import msgspec
 
 from sgpu_magic.agent.failures import find_root_cause
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory, Lease, Node
 from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.files import FromStream
 from sgpu_magic.wire.node import HeldRun, RunEvent, ToAgent
 from sgpu_magic.wire.rank_events import Failure, RankStack
 from sgpu_magic.wire.run import RankAnswer
-from sgpu_magic.wire.states import RunState
 
 # slowest first: the slowest start of any node counts for the run
 _WARMTH = ("cold", "zygote", "standby", "session")

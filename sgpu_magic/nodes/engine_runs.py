@@ -16,6 +16,7 @@ from sgpu_magic.files.run_directory import list_below
 from sgpu_magic.nodes.engine_reports import EngineListener, JointStacks, NodeChannel
 from sgpu_magic.nodes.joint_run import Told
 from sgpu_magic.nodes.run_on_nodes import BusyNodes, RunOnNodes, nodes_of
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
@@ -33,7 +34,6 @@ from sgpu_magic.wire.node import (
 )
 from sgpu_magic.wire.rank_events import Failure, RankStack
 from sgpu_magic.wire.run import RankAnswer, RankQuestion
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
 _NO_SESSION = "its session has ended"

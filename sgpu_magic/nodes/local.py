@@ -25,6 +25,7 @@ from sgpu_magic.system import child_process, processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import Environment
+from sgpu_magic.wire.base import Record, RunState
 from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RanksStarted
@@ -40,9 +41,7 @@ from sgpu_magic.wire.node import (
     WarmZygote,
 )
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, agent_socket_file
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import Interpreter
-from sgpu_magic.wire.states import RunState
 
 # the engine gives up after this many agents in a row that exit within this time without having started a run
 _SHORT_LIFE_S = 5.0

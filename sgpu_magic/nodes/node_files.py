@@ -17,6 +17,7 @@ from sgpu_magic.files.content_store import blob_path
 from sgpu_magic.files.run_directory import BadName, open_below, parts_of, remove_below, replace_below
 from sgpu_magic.files.whole_file import write_at
 from sgpu_magic.system.child_process import FileThread
+from sgpu_magic.wire.base import is_valid_id
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,
     BlobFetched,
@@ -27,7 +28,6 @@ from sgpu_magic.wire.files import (
     RunFileStored,
     StoreRunFile,
 )
-from sgpu_magic.wire.record import is_valid_id
 
 Answer = Callable[[NodeFileReply, Sequence[bytes]], None]
 

@@ -15,6 +15,7 @@ import msgspec
 
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.nodes.joint_run import JointRun
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, RunEnded
@@ -35,7 +36,6 @@ from sgpu_magic.wire.node import (
     ToAgent,
 )
 from sgpu_magic.wire.rank_events import RankFailed
-from sgpu_magic.wire.states import RunState
 
 HERE = ""
 """The node id in a pool of one machine, where devices and leases name no node."""

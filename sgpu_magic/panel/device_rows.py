@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from sgpu_magic.panel.schema import DevicePicture
 from sgpu_magic.views.pool_words import HOLDING, Holders, device_name, is_free, outside_words
 from sgpu_magic.views.run_notes import run_name
+from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.devices import CPU, Device, Inventory
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.states import RunKind, RunState
 
 Use = Mapping[str, tuple[float | None, int | None]]
 """Maps a device's UUID to its utilization in percent and the memory in use in bytes; None when unknown."""

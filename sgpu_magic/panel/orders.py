@@ -23,7 +23,7 @@ from sgpu_magic.panel.schema import PanelTold
 from sgpu_magic.panel.watch import ListWatcher, PoolWatcher, Watchers
 from sgpu_magic.views.live.schema import Message
 from sgpu_magic.views.run_notes import stop_words
-from sgpu_magic.wire.record import is_valid_id, short
+from sgpu_magic.wire.base import is_valid_id, short
 
 
 class Watch(Message, frozen=True, tag_field="kind", tag="watch"):

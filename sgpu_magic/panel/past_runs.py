@@ -19,11 +19,11 @@ from sgpu_magic.panel.device_rows import Use as DeviceUse
 from sgpu_magic.panel.pool_state import RunFiles
 from sgpu_magic.panel.schema import RunParameter
 from sgpu_magic.views.pool_words import HOLDING
+from sgpu_magic.wire.base import is_valid_id
 from sgpu_magic.wire.costs import HOUR_S, Prices, format_money
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.pool_status import BudgetState, RunSummary
 from sgpu_magic.wire.rank_events import RankSample, Sampled
-from sgpu_magic.wire.record import is_valid_id
 
 # an MLflow page may appear this long after the run's end
 _LATE_S = 60.0

@@ -35,9 +35,9 @@ from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.units import count_of
 from sgpu_magic.views.words import names_text
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.pool_status import PoolStatus
-from sgpu_magic.wire.states import RunState
 
 _MOST_NAMED = 5
 _OWN = ("", "none")

@@ -35,11 +35,10 @@ from sgpu_magic.views.pool_words import (
 )
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import count_of
+from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.costs import Prices, format_money
 from sgpu_magic.wire.devices import CPU, Device, memory_bytes, vendor_bytes
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import RunKind, RunState
 
 NO_GPU = "No GPU on this machine: ranks run on CPU."
 NO_GPU_THERE = "No GPU in this pool: ranks run on CPU."

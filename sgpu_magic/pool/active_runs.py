@@ -22,14 +22,13 @@ from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.server import ConnectedClient, EventFeed, Offer
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload
+from sgpu_magic.wire.base import FailureKind, Record, RunState
 from sgpu_magic.wire.client import Accepted, Submit
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import FailureKind, RunState
 
 _CUT_SHORT = (
     "the disk has accepted no events for too long: output, displays and samples are left out until it does; the ranks' "

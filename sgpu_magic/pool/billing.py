@@ -15,11 +15,11 @@ from sgpu_magic.config import Settings
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, Tariff
 from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.costs import idle_seconds
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Placed, RunEnded
 from sgpu_magic.wire.pool_status import BudgetState
-from sgpu_magic.wire.states import RunState
 
 
 class IdleMeter:

@@ -23,6 +23,7 @@ from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.system.child_process import FileThread
 from sgpu_magic.wire.attachments import FilePayload, ManifestUnusable, SharedPayload, StoredPayload, Upload, manifest_in
+from sgpu_magic.wire.base import Record, short
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import (
@@ -38,7 +39,6 @@ from sgpu_magic.wire.files import (
     RunFileRead,
     RunFiles,
 )
-from sgpu_magic.wire.record import Record, short
 from sgpu_magic.wire.run import RUN_RECORD
 
 _RESULT = re.compile(r"result-(\d+)\.bin")

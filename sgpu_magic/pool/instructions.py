@@ -17,11 +17,11 @@ from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.submissions import KeptEnvironments, Submissions
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import AttemptFailed, Noted, QueueMoved, RunEnded, StateChanged
 from sgpu_magic.wire.files import PAYLOAD
 from sgpu_magic.wire.node import Launch
-from sgpu_magic.wire.states import FailureKind, RunState
 
 # delay until a run's environment files are linked into its directory, so that its ranks start first
 _LINK_LATER_S = 0.1

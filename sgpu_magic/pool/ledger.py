@@ -22,12 +22,11 @@ from typing import Any
 import msgspec
 
 from sgpu_magic.pool.ledger_database import LedgerDatabase, Statement
+from sgpu_magic.wire.base import RunKind, RunState, check_id
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.record import check_id
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
 
 _COLUMNS = (
     "run_id, name, ranks, device_type, simulated, state, submitted_at, started_at, ended_at, failure, uuids, "

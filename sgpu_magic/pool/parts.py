@@ -26,13 +26,13 @@ from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import Stimulus
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.system.processes import may_be_alive, write_log
+from sgpu_magic.wire.base import OWNER_GONE, FailureKind, RunState
 from sgpu_magic.wire.client import ClientMessage, Submit
 from sgpu_magic.wire.costs import cost_so_far, gpu_s_so_far
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.events import Noted, RunEnded, Submitted
 from sgpu_magic.wire.node import HeldRun
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.states import OWNER_GONE, FailureKind, RunState
 
 # an inventory older than this is refreshed before a run is placed on real devices
 FRESH_S = 2.0

@@ -16,6 +16,7 @@ from sgpu_magic.errors import PoolError, RunUnknown, SessionError
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.client import (
     AskRank,
     ClientMessage,
@@ -32,7 +33,6 @@ from sgpu_magic.wire.client import (
     Warm,
 )
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.record import short
 
 # a remote user's newest run is searched among this many
 _LOOK_BACK = 200

@@ -19,12 +19,11 @@ from sgpu_magic.pool.scheduling.run import named
 from sgpu_magic.pool.scheduling.words import titled
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.system.message_stream import Pending
+from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened
 from sgpu_magic.wire.rank_events import RankStack
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import CellSource, RankAnswer
-from sgpu_magic.wire.states import RunKind, RunState
 
 _REMEDY = "Start another with %sgpu_connect."
 _MOST_OF_CLIENT = 256

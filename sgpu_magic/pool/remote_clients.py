@@ -23,10 +23,10 @@ from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Router
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.client import Cancel, ClientMessage, Detach, Ping, Pong, RestartRanks, StopPool, Submit
 from sgpu_magic.wire.files import FileRequest
 from sgpu_magic.wire.pool_status import AskBulk, Hello
-from sgpu_magic.wire.record import Record
 
 # executed only once, however often a client repeats the request after a broken connection
 _ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)

@@ -16,10 +16,10 @@ from sgpu_magic.pool.instructions import Launches
 from sgpu_magic.pool.ledger import in_one_line
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import EnvironmentMoved, Noted, PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.states import FailureKind, RunState
 
 # events are confirmed to the agent this long after they are on disk
 _CONFIRM_S = 1.0

@@ -23,6 +23,7 @@ from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.pool.status import StatusReports
 from sgpu_magic.pool.submissions import KeptEnvironments, Submissions, ends_with_notebook
 from sgpu_magic.pool.tracker import Tracker
+from sgpu_magic.wire.base import OWNER_GONE, RunState, short
 from sgpu_magic.wire.client import (
     Accepted,
     AskRank,
@@ -60,8 +61,6 @@ from sgpu_magic.wire.files import (
     StreamTaken,
 )
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskBulk, AskStatus, Hello, Welcome
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import OWNER_GONE, RunState
 
 # a stopping pool first sends its reply
 _ANSWER_FIRST_S = 0.05

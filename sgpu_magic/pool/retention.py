@@ -31,7 +31,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.files.whole_file import remove_tree
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.tracking.store import is_unsent
-from sgpu_magic.wire.record import is_valid_id, short
+from sgpu_magic.wire.base import is_valid_id, short
 
 JUST_ENDED_S = 300.0
 _DAY_S = 24 * 3600.0

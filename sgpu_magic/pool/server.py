@@ -24,10 +24,10 @@ from sgpu_magic.pool.remote_clients import Listening, RemoteClients
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.client import ClientMessage, Notice, Refused
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.pool_status import Hello
-from sgpu_magic.wire.record import Record
 
 _NO_PIDFD_POLL_S = 1.0
 _SENT_AHEAD = 500

@@ -31,6 +31,7 @@ from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.submissions import KeptEnvironments
 from sgpu_magic.pool.tracker import Tracker
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import ClientMessage, Goodbye
 from sgpu_magic.wire.costs import read_limits
 from sgpu_magic.wire.devices import Inventory, Lease
@@ -39,7 +40,6 @@ from sgpu_magic.wire.node import HeldRun, RunEvent
 from sgpu_magic.wire.pool_status import AskStatus, Hello
 from sgpu_magic.wire.rank_events import RankStack
 from sgpu_magic.wire.run import RankAnswer
-from sgpu_magic.wire.states import FailureKind, RunState
 
 # how long a queued run may not notice that a GPU came free outside the pool; a look takes some 20 ms on each node
 _QUEUE_REFRESH_S = 1.0

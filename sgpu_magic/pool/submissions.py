@@ -31,10 +31,9 @@ from sgpu_magic.pool.file_requests import FileRequests, names_files
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.wire.base import RunKind, RunState, is_valid_id, short
 from sgpu_magic.wire.client import KeepEnvironment, Submit
-from sgpu_magic.wire.record import is_valid_id, short
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
 
 # CPU ranks may share slots, and each costs the agent several descriptors
 _MOST_RANKS = 4096

@@ -20,9 +20,8 @@ from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.tracker_process import TrackerProcess
 from sgpu_magic.tracking.store import Progress, load_progress, opening, save_progress, unsent
+from sgpu_magic.wire.base import RunState, is_valid_id, short
 from sgpu_magic.wire.events import Noted, Tracked
-from sgpu_magic.wire.record import is_valid_id, short
-from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import (
     FromTracker,
     Track,

@@ -21,9 +21,8 @@ from sgpu_magic.runs.follow.run_loop import Ending, Followed
 from sgpu_magic.runs.submit.submit import let_go
 from sgpu_magic.runs.workplace import Workplace, workplace
 from sgpu_magic.views.fold import RunView
+from sgpu_magic.wire.base import RunState, short
 from sgpu_magic.wire.events import Event, RunEnded
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import RunState
 
 R = TypeVar("R")
 _EVENT_S = 0.25

@@ -33,8 +33,7 @@ from sgpu_magic.views.live.live_views import Buttons, LiveViews
 from sgpu_magic.views.publisher import SilentPublisher
 from sgpu_magic.views.run_notes import stop_words
 from sgpu_magic.views.stacks import stacks_text
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.base import RunState, short
 
 
 class Workplace:

@@ -29,10 +29,9 @@ from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.server.run_places import Elsewhere
 from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, Output, RunNotHere
 from sgpu_magic.views.live.messages import questions
+from sgpu_magic.wire.base import RunKind, RunState, check_id
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.record import check_id
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
 
 MAX_WAIT_S = 20.0
 _LOOK_EVERY_S = 0.25

@@ -19,9 +19,9 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import KeyRefused, PoolError, RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.views.run_notes import stop_words
+from sgpu_magic.wire.base import is_valid_id
 from sgpu_magic.wire.files import EVENTS
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.record import is_valid_id
 from sgpu_magic.wire.run import RunSpec
 
 if TYPE_CHECKING:

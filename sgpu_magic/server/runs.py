@@ -24,10 +24,9 @@ from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.output import Caption, ShownDisplay, TextSegment, segments
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import last_part
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState, is_valid_id, short
 from sgpu_magic.wire.events import Detached, Event, EventBody, Noted, RunEnded
 from sgpu_magic.wire.rank_events import DisplayPublished, Failure, OutputCleared
-from sgpu_magic.wire.record import is_valid_id, short
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 Output = dict[str, object]
 """One output of a cell, in the notebook format."""

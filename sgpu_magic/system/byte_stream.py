@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.files import (
     STREAM_CHUNK_BYTES,
     WINDOW_BYTES,
@@ -15,7 +16,6 @@ from sgpu_magic.wire.files import (
     StreamMessage,
     StreamTaken,
 )
-from sgpu_magic.wire.record import Record
 
 # acknowledge after this many bytes: one acknowledgment per chunk would double the number of messages
 _TOLD_BYTES = WINDOW_BYTES // 4

@@ -15,8 +15,8 @@ import msgspec
 
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import write_log
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.codec import Decoder
-from sgpu_magic.wire.record import Record
 
 M = TypeVar("M")
 T = TypeVar("T")

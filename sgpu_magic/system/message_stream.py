@@ -15,8 +15,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.codec import Decoder, FrameReader, frame
-from sgpu_magic.wire.record import Record
 
 M = TypeVar("M")
 K = TypeVar("K", bound=Hashable)

@@ -22,7 +22,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.packages.secrets import find_secrets, without_secrets
 from sgpu_magic.tracking import store
 from sgpu_magic.tracking.runs import LOGGED_TAG, RUN_TAG, Batch
-from sgpu_magic.wire.record import is_valid_id
+from sgpu_magic.wire.base import is_valid_id
 from sgpu_magic.wire.tracking import Tracking, without_user
 
 # per request: MLflow's servers accept up to 1,000 entities and a megabyte (mlflow.utils.validation)

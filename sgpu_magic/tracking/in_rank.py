@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from sgpu_magic.tracking.in_rank_cell import CellHere, Reports, current, hold
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.rank import TrackingAnswered
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import Tracking
 
 # with MLflow's defaults, calls to a dead server take 8 minutes or more

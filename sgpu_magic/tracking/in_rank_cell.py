@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import msgspec
 
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.rank import AskTracking, MetricsReported, Remarked, TrackingAnswered
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
 
 # a batch is sent when it is this old ...

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sgpu_magic.views.run_notes import run_name
+from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.events import (
     AttemptFailed,
     Described,
@@ -23,7 +24,6 @@ from sgpu_magic.wire.events import (
 )
 from sgpu_magic.wire.rank_events import MetricsLogged, RankSample, Sampled
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
 from sgpu_magic.wire.tracking import MetricPoint
 
 RUN_TAG = "sgpu.run_id"

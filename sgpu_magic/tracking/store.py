@@ -24,8 +24,8 @@ import msgspec
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import PoolError
 from sgpu_magic.files.whole_file import LOCK_FILE, locked, write_whole
+from sgpu_magic.wire.base import Record, is_valid_id
 from sgpu_magic.wire.files import TRACKING
-from sgpu_magic.wire.record import Record, is_valid_id
 from sgpu_magic.wire.tracking import TrackedRun, Tracking, is_store_variable, without_user
 
 _SCHEME = "sqlite:///"

@@ -25,11 +25,10 @@ from sgpu_magic.tracking.store import load_progress, opening, save_progress
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.run_notes import run_name
+from sgpu_magic.wire.base import FailureKind, RunState, short
 from sgpu_magic.wire.events import RunEnded, Submitted
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.tracking import Tracking
 
 # maximum per step, so that one run does not delay the others

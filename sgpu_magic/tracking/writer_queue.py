@@ -10,7 +10,7 @@ from pathlib import Path
 from sgpu_magic.config import Settings
 from sgpu_magic.tracking.client import Store, StoreTroubled
 from sgpu_magic.tracking.writer import Busy, RunWriter
-from sgpu_magic.wire.record import short
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.tracking import (
     FromTracker,
     Track,

@@ -50,7 +50,7 @@ from sgpu_magic.views.words import (
     state_word,
     tracked_text,
 )
-from sgpu_magic.wire.states import RunKind, RunState
+from sgpu_magic.wire.base import RunKind, RunState
 
 # bytes of a segment's lines, however little is left
 _MIN_BYTES = 500

@@ -27,8 +27,8 @@ from sgpu_magic.views.tracebacks import (
 )
 from sgpu_magic.views.units import aligned, clipped, count_of, format_gb
 from sgpu_magic.views.words import failed_line, failure_sentence
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
-from sgpu_magic.wire.states import FailureKind, RunState
 
 # of the frames, and of the message
 _MAX_TRACEBACK_LINES = 80

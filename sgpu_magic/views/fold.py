@@ -15,6 +15,7 @@ from sgpu_magic.views.run_notes import Notes, SessionState
 from sgpu_magic.views.stacks import stall_note
 from sgpu_magic.views.units import RunTimes, heard_at
 from sgpu_magic.views.usage import RunUsage
+from sgpu_magic.wire.base import OWNER_GONE, RunKind, RunState, short
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import (
     AttemptFailed,
@@ -49,9 +50,7 @@ from sgpu_magic.wire.rank_events import (
     Sampled,
     Stalled,
 )
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RankResult, RunSpec
-from sgpu_magic.wire.states import OWNER_GONE, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
 if TYPE_CHECKING:

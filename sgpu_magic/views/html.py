@@ -75,7 +75,7 @@ from sgpu_magic.views.words import (
     tracked_text,
     values_left_there,
 )
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.base import RunState
 
 _COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "bad": BAD, "warn": WARN}
 _PILL = f"border:1px solid {LINE};border-radius:9px;padding:0 7px;font-size:11px;{SOFT}"

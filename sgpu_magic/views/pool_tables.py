@@ -29,10 +29,9 @@ from sgpu_magic.views.pool_words import (
 )
 from sgpu_magic.views.summary_words import idle_since
 from sgpu_magic.views.units import TIMES, Row, aligned, count_of, format_duration
+from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.costs import cost_so_far, format_money
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import RunKind, RunState
 
 # number of newest cells that are listed for a session
 _MAX_CELLS = 3

@@ -20,8 +20,8 @@ from sgpu_magic.views.summary_words import curve_text, is_low, measured_lines, w
 from sgpu_magic.views.units import count_of
 from sgpu_magic.views.usage import Drawn, detail_lines, use_text
 from sgpu_magic.views.words import BEFORE_RANKS, new_host
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.rank_events import Failure, RankSample
-from sgpu_magic.wire.states import FailureKind, RunState
 
 _MAX_LAST_CHARS = 160
 _MAX_SEEN_CHARS = 1000

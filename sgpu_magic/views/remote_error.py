@@ -14,10 +14,10 @@ from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, ot
 from sgpu_magic.views.stacks import group_sentences, stack_lines, stacks_text, verdict
 from sgpu_magic.views.tracebacks import cut_lines, line_of_cell, source_of, traceback_body
 from sgpu_magic.views.units import clipped, format_ranks, format_seconds
+from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import CellSource, RunSpec
-from sgpu_magic.wire.states import FailureKind
 
 _PLACE = re.compile(r"Cell In\[\d+\], line \d+")
 _MAX_BRIEF_CHARS = 90

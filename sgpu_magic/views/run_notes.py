@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.views.units import clipped, format_ranks, format_seconds
+from sgpu_magic.wire.base import BUDGET, COST_LIMIT, FailureKind, RunKind, short
 from sgpu_magic.wire.events import WARNING, AttemptFailed, GroupRenewed, RanksRestarted, SessionMoved
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import BUDGET, COST_LIMIT, FailureKind, RunKind
 
 _MOST_NOTES = 50
 

@@ -16,8 +16,8 @@ from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, PRE, SOFT, WARN,
 from sgpu_magic.views.run_notes import limit_of
 from sgpu_magic.views.tracebacks import NO_FUNCTION, Sources, caller_at, cut_lines
 from sgpu_magic.views.units import aligned, format_ranks, format_seconds
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.rank_events import Collective, RankStack, StackFrame, Stalled
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import CellSource
 
 if TYPE_CHECKING:

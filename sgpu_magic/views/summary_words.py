@@ -14,11 +14,11 @@ from sgpu_magic.views.run_notes import restart_command
 from sgpu_magic.views.units import count_of, format_gb, format_ranks, format_seconds, format_span
 from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, device_line, use_text
 from sgpu_magic.views.words import names_text, returned_bytes, session_text, tracked_text
+from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.costs import HOUR_S, cost_of, format_money
 from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.rank_events import IDLE_GPU_PCT
 from sgpu_magic.wire.run import OutputName
-from sgpu_magic.wire.states import RunKind, RunState
 
 # shorter idle times are normal at the start of a run
 _IDLE_S = 60.0

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from sgpu_magic.views.run_notes import error_text, last_part
 from sgpu_magic.views.units import ROW_CHARS, clipped
+from sgpu_magic.wire.base import FailureKind, RunKind
 from sgpu_magic.wire.rank_events import Failure, StackFrame
 from sgpu_magic.wire.run import CellSource, RunSpec
-from sgpu_magic.wire.states import FailureKind, RunKind
 
 _CELL_FILE = re.compile(r"<ipython-input-(\d+)-")
 NO_FUNCTION = ("<module>", "<cell line: 0>", "")

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 from sgpu_magic.views import ansi
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.states import RunState
 
 TIMES = "\u00d7"  # the multiplication sign of a number of devices
 ROW_CHARS = 85

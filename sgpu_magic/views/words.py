@@ -16,10 +16,9 @@ from sgpu_magic.views.live.schema import Link, Tone
 from sgpu_magic.views.run_notes import death_sentence, error_line, limit_of, timeout_sentence
 from sgpu_magic.views.units import TIMES, clipped, count_of, format_seconds
 from sgpu_magic.wire.attachments import Payload
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 AUTO = "auto"
 """Marks a plain cell that `%sgpu_auto` submitted."""

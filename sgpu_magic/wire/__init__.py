@@ -2,7 +2,7 @@
 
 Typed, frozen records and their codec. No sockets, clocks or threads.
 
-record        the base of records and messages; run ids and their validation
+base          the base of records and messages; run ids and their validation; states and kinds of runs
 codec         message encoding and framing on a byte stream; formats of a rank's output pipe and stack file
 client        messages between clients and the pool service; a table of all links
 node          messages between the pool service and its nodes' agents
@@ -12,7 +12,6 @@ events        events of a run
 rank_events   events of a run's ranks; why a rank failed, where it was, what used its memory
 run           what is submitted, where ranks start, what they return and are asked; the run directory's record
 attachments   what travels with a run: packed objects, packages, local code, uploads
-states        run states and the transitions between them
 files         blobs, files of run directories and TCP connections, carried over the links
 pool_status   how a client finds and greets a pool, and the pool's status
 devices       short names of GPU models, a node's devices, placement requests, leases

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.base import Record
 
 # ---------------------------------------------------------------- packed objects
 

@@ -13,6 +13,7 @@ The handshake (`Hello`, `Welcome`) and the pool's status are in pool_status.
 from __future__ import annotations
 
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
+from sgpu_magic.wire.base import Record, RunState
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.files import FileReply, FileRequest, FromStream, ToStream
 from sgpu_magic.wire.pool_status import (
@@ -26,9 +27,7 @@ from sgpu_magic.wire.pool_status import (
     Welcome,
 )
 from sgpu_magic.wire.rank_events import CommMessage, RankStack
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource, Interpreter, RankAnswer, RankContext, RankQuestion, RunSpec
-from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import Tracking
 
 # ---------------------------------------------------------------- client -> pool

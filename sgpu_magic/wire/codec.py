@@ -19,11 +19,11 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.client import ClientMessage, FromBulk, PoolMessage, ToBulk
 from sgpu_magic.wire.events import Noted
 from sgpu_magic.wire.node import FromAgent, RunEvent, ToAgent
 from sgpu_magic.wire.rank import FromRank, FromZygote, ToRank, ToZygote
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.tracking import FromTracker, ToTracker
 
 _encoder = msgspec.msgpack.Encoder()

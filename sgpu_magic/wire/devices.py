@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.base import Record
 
 CPU = "cpu"
 ANY = "any"

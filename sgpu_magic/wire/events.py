@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from sgpu_magic.wire.base import Record, RunState
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.rank_events import Failure, MetricsLogged, RankSaid, RankStack, RankWatched
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import RankResult, RunSpec
-from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
 WARNING = "warning: "

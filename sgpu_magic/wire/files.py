@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.base import Record
 
 CHUNK_BYTES = 1 << 18
 """Size of a chunk on a link with other messages: on a slow line, a heartbeat waits behind only a few."""

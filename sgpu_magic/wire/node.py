@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
+from sgpu_magic.wire.base import Record, RunState
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import EventBody
 from sgpu_magic.wire.files import FromStream, NodeFileReply, NodeFileRequest, RunFile, ToStream
 from sgpu_magic.wire.rank_events import RankStack
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import Interpreter, RankAnswer, RankContext, RankQuestion, RunSpec
-from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import TrackedRun, Tracking
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from sgpu_magic.wire.base import Record, RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory
-from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.states import RunKind, RunState
 
 PROTOCOL_VERSION = 5
 OLDEST_PROTOCOL_VERSION = 3

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from sgpu_magic.wire.attachments import PackedLayout
+from sgpu_magic.wire.base import Record, RunKind
 from sgpu_magic.wire.rank_events import Collective, CommMessage, Failure
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource, OutputName, PrivateRay, RankAnswer, RankContext, RankQuestion, RankResult
-from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
 
 # ---------------------------------------------------------------- agent -> rank

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sgpu_magic.wire.attachments import PackedLayout
-from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.states import FailureKind
+from sgpu_magic.wire.base import FailureKind, Record
 from sgpu_magic.wire.tracking import MetricPoint
 
 IDLE_GPU_PCT = 5.0

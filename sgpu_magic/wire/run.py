@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from sgpu_magic.wire.attachments import PackedLayout, Payload
+from sgpu_magic.wire.base import Record, RunKind, RunState
 from sgpu_magic.wire.devices import Lease, Placement
-from sgpu_magic.wire.record import Record
-from sgpu_magic.wire.states import RunKind, RunState
 
 
 class OutputName(Record, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.base import Record
 
 STORE_VARIABLES = (
     "MLFLOW_",

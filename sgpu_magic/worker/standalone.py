@@ -15,8 +15,8 @@ from sgpu_magic import runtime
 from sgpu_magic.functions import compat
 from sgpu_magic.payload import unpack
 from sgpu_magic.wire.attachments import PackedLayout
+from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import RunKind
 from sgpu_magic.worker.cell.cell_run import source_of
 from sgpu_magic.worker.cell.shell import enter_script
 

@@ -19,12 +19,12 @@ from sgpu_magic.config import Settings
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.lifecycle import PoolPresence
 from sgpu_magic.pool.service import PoolService
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.events import RanksStarted, RunEnded
 from sgpu_magic.wire.node import AgentReady, EndRun, Launch, RanksGone, RunEvent, ToAgent
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.states import RunState
 from tests.benchmarks.simulation import cluster
 
 LINE = "step 1200  loss 0.4213  lr 3.0e-4  tokens/s 51200  memory 61.2 GB\n"

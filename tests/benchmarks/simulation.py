@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun, RunMoved, RunOver, RunSubmitted, Stimulus
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory, Node, Placement
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import RunState
 
 GPUS_PER_NODE = 8
 _TYPES = ("h100", "a100", "l4", "a10")

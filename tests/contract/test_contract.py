@@ -14,9 +14,9 @@ from waiting import eventually
 
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Event, RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import OutputWritten, RankFailed
-from sgpu_magic.wire.states import FailureKind, RunState
 
 RANKS = 4
 BARRIER = "import torch.distributed as dist\ndist.barrier()"

@@ -19,9 +19,8 @@ from process_table import memory_files
 
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunUnknown
+from sgpu_magic.wire.base import RunState, new_id
 from sgpu_magic.wire.events import RanksStarted, RunEnded, Submitted
-from sgpu_magic.wire.record import new_id
-from sgpu_magic.wire.states import RunState
 
 nvml_stub = nvml.nvml_stub
 

@@ -18,8 +18,8 @@ from pool_client import PoolClient
 from served_pools import RemoteUser, ServedPool
 
 from sgpu_magic.client.submitter import Attachments
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.states import RunState
 
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli", "cp"]
 BIG = 60_000_000

@@ -17,9 +17,9 @@ from waiting import eventually
 from sgpu_magic.client.ledger import recent_runs
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import CapacityError, SgpuError, UsageError
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Noted, Placed, RanksStarted
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.states import FailureKind, RunState
 
 # a device and second for 0.01
 PRICES = "a10=36,cpu=3.6"

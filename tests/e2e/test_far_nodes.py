@@ -15,9 +15,9 @@ from pool_client import PoolClient
 from waiting import eventually
 
 from sgpu_magic.wire.attachments import StoredPayload
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import Noted, PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.states import FailureKind, RunState
 
 MB = 1 << 20
 # what a pool reads besides blobs while a run goes on

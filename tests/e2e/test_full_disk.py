@@ -16,7 +16,7 @@ from sgpu_magic.cli import doctor
 from sgpu_magic.cli.machine_checks import Level
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.base import RunState
 
 TRAINS = (
     "%%distributed -n 2 --out total --detach --session none\n"

@@ -14,9 +14,9 @@ from kernels import Home, Kernel, eventually
 
 from sgpu_magic.agent.watch.stack_taking import find_py_spy
 from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import EventBody, RunEnded
 from sgpu_magic.wire.rank_events import RankStack, Resumed, Stalled
-from sgpu_magic.wire.states import RunState
 
 HOME_VARIABLES = {"SGPU_STALL_S": "1"}
 

@@ -18,9 +18,9 @@ from waiting import eventually
 
 from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.errors import SessionError
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Placed, QueueMoved, RanksStarted, Tracked
 from sgpu_magic.wire.rank_events import OutputWritten, Sampled, Stalled
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import Tracking
 
 RANKS = 4

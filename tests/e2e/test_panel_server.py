@@ -30,9 +30,9 @@ from sgpu_magic.panel.pool_state import away_picture
 from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunsTold
 from sgpu_magic.panel.watch import FAILED, POLLED_S, PoolWatcher, Watchers
 from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import RunState
 
 VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_PRICES": "a10=2.5,h100=7", "SGPU_ADOPT_TIMEOUT_S": "20"}
 BASE = "/user/ann/"

@@ -22,6 +22,7 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.errors import CapacityError, SessionError, UsageError
 from sgpu_magic.files.run_directory import RUN_BYTES, RUN_INODES
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
 from sgpu_magic.wire.events import (
     Detached,
     Placed,
@@ -33,9 +34,7 @@ from sgpu_magic.wire.events import (
     Submitted,
 )
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RankAnswer, RankQuestion
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4"}
 UNSTOPPABLE = """

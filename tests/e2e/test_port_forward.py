@@ -23,8 +23,8 @@ from pool_client import ClientRun, PoolClient
 from served_pools import served_pool
 from tcp_proxy import Proxy
 
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.states import RunState
 
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]
 BIG = 20_000_000

@@ -21,8 +21,8 @@ from sgpu_magic.cli.serving import job_options
 from sgpu_magic.client.pools_file import PoolEntry, add_pool
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.nodes.ray.deploy import JobsApi
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RanksStarted
-from sgpu_magic.wire.states import RunState
 
 # a Ray cluster starts slowly on a machine that has much to do
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -15,8 +15,8 @@ from ray_clusters import FakeCluster, RayPool, ray_pool
 from waiting import eventually
 
 from sgpu_magic.errors import SgpuError
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Placed, QueueMoved, RanksStarted
-from sgpu_magic.wire.states import FailureKind, RunState
 
 ALL_REDUCE = """
 import os, torch, torch.distributed as dist

@@ -18,8 +18,8 @@ from waiting import eventually
 
 from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.tracking.store import load_progress
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Noted, RunEnded
-from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.tracking import Tracking
 
 VARIABLES = {"SGPU_SIMULATE": "a10:2", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false", "SGPU_TRACK": "on"}

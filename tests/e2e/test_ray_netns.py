@@ -13,8 +13,8 @@ from ray_clusters import RayPool, ray_pool
 from ray_netns import NetnsCluster
 from waiting import eventually
 
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Placed, RanksStarted
-from sgpu_magic.wire.states import FailureKind, RunState
 
 # a Ray cluster starts slowly on a machine that has much to do
 pytestmark = [pytest.mark.slow, pytest.mark.needs_root, pytest.mark.timeout(400)]

@@ -22,10 +22,10 @@ from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.attachments import Environment
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.devices import Inventory, Placement
 from sgpu_magic.wire.events import EnvironmentMoved, Placed, QueueMoved, RanksStarted, RunEnded, StateChanged
 from sgpu_magic.wire.run import CellSource, RunSpec
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 SHOW = """
 import sys, tinyone

@@ -27,14 +27,13 @@ from sgpu_magic.pool.remote_clients import MOST_UNKNOWN
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES, new_key_pair
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource, SharedPayload
+from sgpu_magic.wire.base import RunState, new_id
 from sgpu_magic.wire.client import Attach, Cancel, ClientMessage, Goodbye, Refused, StopPool, Submit
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import Event, RunEnded
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import CellSource, Interpreter, Owner, RankContext, RunSpec
-from sgpu_magic.wire.states import RunState
 
 needs_root = pytest.mark.needs_root
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to be another user")

@@ -35,11 +35,11 @@ from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.runs.replay.recorded import read_recorded
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.wire.attachments import StoredPayload
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RanksStarted
 from sgpu_magic.wire.files import BULK_CHUNK_BYTES, AskBlobs, BlobsHeld, ListRunFiles, PutBlob, ReadRunFile, RunFiles
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY
-from sgpu_magic.wire.states import RunState
 
 MB = 1 << 20
 PRINT = "import time, pathlib\nfor n in range(400): print('line', n, 'of rank', rank)"

@@ -26,9 +26,9 @@ from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.publisher import TerminalPublisher
+from sgpu_magic.wire.base import OWNER_GONE, RunState
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.run import Owner
-from sgpu_magic.wire.states import OWNER_GONE, RunState
 
 COUNT = """
 import pathlib, time

@@ -18,7 +18,7 @@ from lazy_modules import nbformat
 from pool_client import PoolClient
 from served_pools import served_pool
 
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.base import RunState
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2", "SGPU_PRICES": "a10=1.20"}
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]

@@ -13,7 +13,7 @@ from kernels import Home, plain
 from lazy_modules import nbformat
 from pool_client import PoolClient
 
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.base import RunState
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2", "SGPU_PRICES": "a10=1.20"}
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]

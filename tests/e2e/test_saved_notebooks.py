@@ -23,7 +23,7 @@ from stories import Run, released, value_error
 
 from sgpu_magic.config import host_name
 from sgpu_magic.views.html import render_html
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.base import RunState
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "notebooks"
 RUN_MIME = "application/vnd.sgpu.run.v1+json"

@@ -21,10 +21,10 @@ from kernels import Home, Kernel, descriptors, eventually
 
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource
+from sgpu_magic.wire.base import Record, new_id
 from sgpu_magic.wire.client import Refused, Submit
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
-from sgpu_magic.wire.record import Record, new_id
 from sgpu_magic.wire.run import CellSource, Interpreter, Owner, RankContext, RunSpec
 
 # what a pool lets in and keeps is looked at whole

@@ -14,10 +14,10 @@ from waiting import eventually
 from sgpu_magic.client.connection import ask
 from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.views.pool_tables import status_text
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import QueueMoved, RanksStarted
 from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, with_changes
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.states import RunState
 
 WAIT = "import threading\nprint('here', flush=True)\nthreading.Event().wait()"
 

@@ -21,10 +21,10 @@ from waiting import eventually
 
 from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.tracking.store import Progress, is_unsent, load_progress
+from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.client import TrackRun
 from sgpu_magic.wire.events import Noted, RanksStarted, Tracked
 from sgpu_magic.wire.files import TRACKING
-from sgpu_magic.wire.states import RunKind, RunState
 from sgpu_magic.wire.tracking import Tracking
 
 NB = Tracking(experiment="nb")

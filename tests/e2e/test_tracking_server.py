@@ -17,8 +17,8 @@ from tracking_writers import Runs, ToldRun, WriterProcess
 from waiting import eventually
 
 from sgpu_magic.config import Settings
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.rank_events import MetricsLogged
-from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import Tracking
 
 

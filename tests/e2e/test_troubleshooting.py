@@ -17,7 +17,7 @@ from kernels import Home, Kernel
 from sgpu_magic import errors
 from sgpu_magic.views import help as help_pages
 from sgpu_magic.views.remote_error import OUT_OF_MEMORY, topic_of
-from sgpu_magic.wire.states import FailureKind
+from sgpu_magic.wire.base import FailureKind
 
 NOTEBOOK = ROOT / "notebooks/troubleshooting.ipynb"
 # on two cores; a reader waits for it

@@ -18,7 +18,7 @@ from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.client.upload_files import IgnoreRules, KnownDigests, find_files
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.attachments import Manifest, Upload, UploadedFile, manifest_bytes
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.base import RunState
 
 LISTED = """
 import os, pathlib, json

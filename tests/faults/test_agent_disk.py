@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from agent_process import AgentProcess
 
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import Noted, RanksStarted, RunEnded
 from sgpu_magic.wire.run import OutputName
-from sgpu_magic.wire.states import RunState
 
 CELL = """
 import os, time

@@ -30,10 +30,9 @@ from planted_table import (
 from process_table import is_alive
 from waiting import eventually
 
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState, new_id
 from sgpu_magic.wire.events import RanksStarted, RunEnded
-from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import OutputName, RankQuestion
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 BESIDE = """
 import os, time

@@ -15,9 +15,9 @@ from served_pools import ServedPool
 from waiting import eventually
 
 from sgpu_magic.errors import InternalError
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.states import FailureKind, RunState
 
 WAITS = "import os, time\nprint('here', flush=True)\nwhile not os.path.exists({go!r}): time.sleep(0.01)\nprint('done')"
 # a service whose order to start a run of this name does not have its declared shape

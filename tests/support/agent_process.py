@@ -23,6 +23,7 @@ from sgpu_magic.payload.pack import pack_namespace
 from sgpu_magic.system.message_stream import Link
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import InlinePayload, Payload
+from sgpu_magic.wire.base import Record, RunKind, RunState, new_id
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.events import RanksStarted, RunEnded
 from sgpu_magic.wire.node import (
@@ -41,9 +42,7 @@ from sgpu_magic.wire.node import (
     TakeStacks,
 )
 from sgpu_magic.wire.rank_events import OutputWritten, RankStack
-from sgpu_magic.wire.record import Record, new_id
 from sgpu_magic.wire.run import CellSource, RankAnswer, RankQuestion, RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
 
 _KEY = bytes(range(32))
 _PATIENCE_S = 30.0

@@ -13,9 +13,9 @@ from sgpu_magic.views.live.log_reader import LogReader, line_text
 from sgpu_magic.views.live.messages import AskLines, LineRow, LinesAnswer, NewLines
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec, Shipped
-from sgpu_magic.wire.states import RunState
 
 RUN_ID = "7f3a90c1"
 CELL = CellSource(

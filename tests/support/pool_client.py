@@ -17,12 +17,11 @@ from sgpu_magic.client.submitter import Attachments
 from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.config import load_settings
 from sgpu_magic.payload.pack import new_key, pack_namespace
+from sgpu_magic.wire.base import RunKind, new_id
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import CellSource, OutputName, RunSpec
-from sgpu_magic.wire.states import RunKind
 
 PATIENCE_S = 30.0
 

@@ -22,6 +22,7 @@ from sgpu_magic.payload import pack, unpack
 from sgpu_magic.system.message_stream import Link
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import InlinePayload
+from sgpu_magic.wire.base import Record, RunKind, new_id
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
     AskTracking,
@@ -46,9 +47,7 @@ from sgpu_magic.wire.rank import (
     TrackingAnswered,
     ZygoteReady,
 )
-from sgpu_magic.wire.record import Record, new_id
 from sgpu_magic.wire.run import CellSource, OutputName, RankAnswer, RankContext, RankQuestion
-from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import Tracking
 
 KEY = b"k" * 32

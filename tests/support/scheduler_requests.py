@@ -9,9 +9,9 @@ from sgpu_magic import errors
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun, MoveRun, RefuseRun, RunMoved, RunSubmitted
+from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory, Lease, Placement
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
 
 SESSION = "5e550000"
 

@@ -17,9 +17,9 @@ from sgpu_magic.pool.scheduling.stimuli import (
     Stimulus,
     TimePassed,
 )
+from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory, Lease, Node, Placement
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
 
 GB = 10**9
 

@@ -16,10 +16,10 @@ from sgpu_magic.views.output_buffer import LineItem, display_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.devices import Lease, NodeShare, Placement
 from sgpu_magic.wire.rank_events import Collective, Failure, RankMemory, RankSample, RankStack, StackFrame, TensorUse
 from sgpu_magic.wire.run import CellSource, OutputName, Owner, RankResult, RunSpec, Shipped
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
 RUN_ID = "7f3a90c1"

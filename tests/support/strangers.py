@@ -14,8 +14,8 @@ import zmq
 
 from sgpu_magic.system.secure_sockets import KeyPair
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, Hello, Welcome
-from sgpu_magic.wire.record import Record
 
 
 class Bomb:

@@ -24,10 +24,9 @@ from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.tracking.store import Progress, load_progress
 from sgpu_magic.wire import codec, rank_events
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.base import RunState, new_id
 from sgpu_magic.wire.devices import Lease, Placement
-from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import RunState
 from sgpu_magic.wire.tracking import (
     FromTracker,
     MetricPoint,

@@ -15,8 +15,8 @@ from sgpu_magic import Run, connect, distributed
 from sgpu_magic.errors import RunFailed, SgpuError
 from sgpu_magic.functions.decorator import DistributedFunction
 from sgpu_magic.functions.sweep import Failed, Sweep, SweepResults
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import Event
-from sgpu_magic.wire.states import RunState
 
 
 class Gpu(enum.Enum):

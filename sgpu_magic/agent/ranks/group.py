@@ -20,11 +20,10 @@ from sgpu_magic.agent.ranks.zygotes import Zygote
 from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import FailureKind, new_id
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.rank import CommsHeard, Fork, FromRank, Leave, Release, StandsBy, ToRank
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.record import new_id
-from sgpu_magic.wire.states import FailureKind
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.execution_kinds import FreshRun

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from sgpu_magic.agent.ranks.rank_output import RankOutput
 from sgpu_magic.system.message_stream import MessageStream
+from sgpu_magic.wire.base import new_id
 from sgpu_magic.wire.codec import AREA_BYTES, read_area
 from sgpu_magic.wire.rank import FromRank
 from sgpu_magic.wire.rank_events import StackFrame
-from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import CellSource
 
 _CELL_PREFIX = "<ipython-input-"

@@ -20,8 +20,8 @@ import psutil
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.system.byte_stream import ByteStream, Send
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
-from sgpu_magic.wire.record import short
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.node_run import NodeRun

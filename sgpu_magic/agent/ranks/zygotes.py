@@ -14,10 +14,10 @@ from sgpu_magic.system import child_process
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.rank import Exited, Fork, Forked, ForkRefused, FromZygote, ZygoteFailed, ZygoteReady
 from sgpu_magic.wire.run import Interpreter
-from sgpu_magic.wire.states import FailureKind
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.ranks.group import Group

@@ -22,6 +22,7 @@ from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.ranks.stop import FailurePatience, StopPath
 from sgpu_magic.agent.runs.node_run import Attempt, CommReports, NodeRun, Surroundings, TrackingAnswers, show
 from sgpu_magic.agent.watch.run_watch import RunWatch
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Noted, RanksStarted
 from sgpu_magic.wire.node import TrackingKnown
@@ -40,7 +41,6 @@ from sgpu_magic.wire.rank import (
 )
 from sgpu_magic.wire.rank_events import Failure, MetricsLogged, OutputWritten, RankFailed, RankStack
 from sgpu_magic.wire.run import RankResult
-from sgpu_magic.wire.states import FailureKind, RunState
 
 
 class Execution(NodeRun):

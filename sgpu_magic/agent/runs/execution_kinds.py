@@ -26,10 +26,10 @@ from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, send_cell
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
 from sgpu_magic.agent.runs.run_files import make_ray_directories, remove_ray_directories
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import GroupRenewed
 from sgpu_magic.wire.node import MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.wire.rank import Failed, Finished, FromRank, Joined
-from sgpu_magic.wire.states import FailureKind, RunState
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.session import Session

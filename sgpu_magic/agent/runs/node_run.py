@@ -24,13 +24,13 @@ from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.system.message_stream import Pending
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import EventBody, Noted
 from sgpu_magic.wire.node import Launch, TrackingAsked, TrackingKnown
 from sgpu_magic.wire.rank import AnswerQuestion, Cleared, CommsSaid, Displayed, InPlace, TrackingAnswered
 from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, Failure, OutputCleared, RankStack
 from sgpu_magic.wire.run import RankAnswer, RankQuestion
-from sgpu_magic.wire.states import FailureKind, RunState
 from sgpu_magic.wire.tracking import TrackedRun
 
 if TYPE_CHECKING:

@@ -32,10 +32,10 @@ from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.system.processes import fits_memory
 from sgpu_magic.wire.attachments import CodeBundle, StoredPayload, Wheel
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
 from sgpu_magic.wire.node import Launch, MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.wire.rank_events import Failure, RankStack
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
 class PreparingRun(NodeRun):

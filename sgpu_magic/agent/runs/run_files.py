@@ -20,14 +20,13 @@ from sgpu_magic.files.whole_file import has_content, link_or_copy, write_whole
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import core_count, memory_limit
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
+from sgpu_magic.wire.base import RunState, check_id
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased
 from sgpu_magic.wire.files import KEY, PAYLOAD
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank import FromRank, PrivateRay
-from sgpu_magic.wire.record import check_id
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RankResult, RunRecord
-from sgpu_magic.wire.states import RunState
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.node_run import Attempt, Surroundings

@@ -20,6 +20,7 @@ from sgpu_magic.agent.runs.execution_kinds import SessionCell, Told
 from sgpu_magic.agent.runs.node_run import Attempt, CommReports, NodeRun, Questions, Surroundings, show
 from sgpu_magic.agent.runs.session_repair import SessionLogs, SessionNews, SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.events import Noted, RanksStarted, RunEnded
 from sgpu_magic.wire.rank import (
@@ -35,7 +36,6 @@ from sgpu_magic.wire.rank import (
 )
 from sgpu_magic.wire.rank_events import Failure, OutputWritten, RankStack
 from sgpu_magic.wire.run import RankAnswer, RankQuestion
-from sgpu_magic.wire.states import FailureKind, RunState
 
 # a cell that is stopped with its session gets this long to report its own end
 _CELL_ENDS_S = 0.5

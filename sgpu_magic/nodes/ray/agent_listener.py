@@ -40,8 +40,8 @@ from sgpu_magic.system.secure_sockets import (
     sender_of,
 )
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.node import FromAgent, ToAgent
-from sgpu_magic.wire.record import Record
 
 _from_node = msgspec.msgpack.Decoder[FromNode](FromNode)
 # check for silence more often than heartbeats arrive: a lost node is reported within 5 s

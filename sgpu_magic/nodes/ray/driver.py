@@ -19,7 +19,7 @@ import msgspec
 from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.packages.code_files import archive_entry
 from sgpu_magic.system import child_process
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.base import Record
 
 
 class Watch(Record, frozen=True, tag="watch", kw_only=True):

@@ -30,9 +30,9 @@ from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, LoopSocket, secure_client
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.node import EndAgent
 from sgpu_magic.wire.pool_status import agent_socket_file
-from sgpu_magic.wire.record import Record
 
 # ---------------------------------------------------------------- messages of the two ends
 

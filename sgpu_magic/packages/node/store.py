@@ -24,7 +24,7 @@ import msgspec
 from sgpu_magic.config import Settings
 from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, evict, folder_bytes, locked, take_lock
 from sgpu_magic.wire.attachments import Environment
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.base import Record
 
 _DESCRIPTION = "environment.json"
 _LAST_USED = "last-used"

@@ -20,10 +20,10 @@ from sgpu_magic.pool.scheduling.capacity import Refusal, Want
 from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, Run, rough, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, Remark
+from sgpu_magic.wire.base import BUDGET, COST_LIMIT, RunState
 from sgpu_magic.wire.costs import HOUR_S, Prices, device_count, format_money, read_prices
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import BUDGET, COST_LIMIT, RunState
 
 _NONE = Prices()
 DAY_S = 24 * 3600.0

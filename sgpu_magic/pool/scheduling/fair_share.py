@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Refusal, Want, amount
 from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.costs import UserLimits, quota_types
 from sgpu_magic.wire.devices import CPU, Lease
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
 
 NO_LIMITS = UserLimits()

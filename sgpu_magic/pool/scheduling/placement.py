@@ -20,8 +20,8 @@ from sgpu_magic.pool.scheduling.capacity import (
     laid_out,
     line_of,
 )
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare, memory_bytes
-from sgpu_magic.wire.record import short
 
 _ASKED = "requested from the cluster, which has to add nodes for it"
 

@@ -18,8 +18,8 @@ from sgpu_magic.pool.scheduling.capacity import (
     amount,
 )
 from sgpu_magic.pool.scheduling.run import Run, named
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.devices import ANY, CPU, Placement, memory_bytes, memory_text
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
 
 _GB = 1e9

@@ -8,11 +8,10 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.pool.scheduling.capacity import Want
+from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.costs import HOUR_S, billed_s, cost_of, device_count
 from sgpu_magic.wire.devices import CPU, Lease
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
 
 WARN_SHARE = 0.8
 """The share of a cost limit or a budget at which users are warned."""

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from sgpu_magic.pool.scheduling.capacity import Line
 from sgpu_magic.pool.scheduling.run import Run, named
 from sgpu_magic.pool.scheduling.stimuli import EndRun, Instruction, MoveRun, RefuseRun, StopRun
+from sgpu_magic.wire.base import FailureKind, RunState, can_move
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.states import FailureKind, RunState, can_move
 
 # a run that is over holds its devices until its ranks have exited; even a run with `wait_s=0` waits this long for that
 _LEAVING_S = 1.0

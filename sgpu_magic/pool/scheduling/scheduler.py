@@ -7,7 +7,7 @@ stimuli and executes its instructions. In the style of distributed's `worker_sta
       devices first. `words` tells the others why they wait.
     - `LaunchRun` grants the lease. `RunOver` frees it, or `LeaseFreed` if the run's final event comes later. The run
       stays queued until the agent's first `RunMoved`; until then the engine may return the lease with `LeaseRefused`.
-    - A state changes only with a `MoveRun`, and only along `wire.states.TRANSITIONS`.
+    - A state changes only with a `MoveRun`, and only along `wire.base.TRANSITIONS`.
     - Cells in a session's own ranks take turns, first come, first served; `--fresh` cells start at once beside them.
       They hold no devices: the session does, until its own ranks and all `--fresh` processes on them are gone. When a
       session ends, the waiting cells end and fresh ones are stopped; the agent ends those in the session's ranks.
@@ -47,10 +47,10 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TimePassed,
 )
 from sgpu_magic.pool.scheduling.words import QueueWords, Told, cell_waited_in_vain, obstacle
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.costs import UserLimits
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import RunState
 
 _NO_PRICES = Tariff()
 

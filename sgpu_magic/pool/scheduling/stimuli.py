@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.states import FailureKind, RunState
 
 # ---------------------------------------------------------------- stimuli
 

@@ -18,8 +18,7 @@ from sgpu_magic.pool.scheduling.placement import Room
 from sgpu_magic.pool.scheduling.run import Run, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, TellQueue
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import RunState
+from sgpu_magic.wire.base import RunState, short
 
 if TYPE_CHECKING:
     from sgpu_magic.pool.scheduling.queue_rules import QueueRules

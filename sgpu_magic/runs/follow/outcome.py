@@ -23,10 +23,9 @@ from sgpu_magic.runs.notebook import RestartWatch
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import unstopped_note
+from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
 
 # without an event for this long, all stored events of an active run have arrived
 _CAUGHT_UP_S = 0.3

@@ -16,10 +16,9 @@ from sgpu_magic.errors import CapacityError, KeyRefused, PoolError, PoolVersionE
 from sgpu_magic.runs.notebook import JOIN_S
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import Publisher
+from sgpu_magic.wire.base import FailureKind, short
 from sgpu_magic.wire.events import Detached, Event, RunEnded
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import FailureKind
 
 Ending = tuple[RunEnded, Sequence[bytes]]
 """A run's final event, with its raw frames."""

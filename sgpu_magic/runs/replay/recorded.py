@@ -21,11 +21,10 @@ from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.submit.spec import PackedCode, Submission, describe
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.attachments import PackedLayout
+from sgpu_magic.wire.base import RunKind, short
 from sgpu_magic.wire.events import Described, RanksStarted, RunEnded, as_warning
 from sgpu_magic.wire.files import KEY, PAYLOAD, REQUIREMENTS
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord, RunSpec
-from sgpu_magic.wire.states import RunKind
 
 _REPLAYABLE = (RunKind.CELL, RunKind.CALL)
 # a payload is copied about 2 s after the run's end

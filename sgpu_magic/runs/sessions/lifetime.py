@@ -21,9 +21,8 @@ from sgpu_magic.runs.notebook import Background, cell_number
 from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.views.run_notes import SessionState
+from sgpu_magic.wire.base import RunState, short
 from sgpu_magic.wire.devices import Placement
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import RunState
 
 _CLOSE_PATIENCE_S = 10.0
 # a dead pool service is replaced within about 1 s

@@ -17,7 +17,7 @@ from sgpu_magic.runs.submit.placing import MAGIC_WAYS, PYTHON_WAYS, placed
 from sgpu_magic.runs.submit.spec import describe, nothing_packed
 from sgpu_magic.runs.submit.submit import submit
 from sgpu_magic.runs.workplace import Workplace, workplace
-from sgpu_magic.wire.states import RunKind
+from sgpu_magic.wire.base import RunKind
 
 # a restart must not wait for a pool that does not answer
 _RESTART_PATIENCE_S = 0.5

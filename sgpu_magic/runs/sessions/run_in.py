@@ -22,8 +22,8 @@ from sgpu_magic.runs.submit.pack_call import pack_call
 from sgpu_magic.runs.submit.spec import PackedCode, Submission, describe, nothing_packed, pack
 from sgpu_magic.runs.submit.submit import let_go, submit
 from sgpu_magic.views.fold import RunView
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.run import CellSource, OutputName, RankQuestion
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,9 +21,9 @@ from sgpu_magic.payload.namespace import collect, submodules_read
 from sgpu_magic.runs.notebook import cell_number, future_flags
 from sgpu_magic.runs.submit import spec
 from sgpu_magic.runs.submit.spec import PackedCode
+from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.run import CellSource, OutputName
-from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.workplace import Workplace

@@ -18,8 +18,8 @@ from sgpu_magic.payload.pack import Packed
 from sgpu_magic.runs.notebook import cell_number
 from sgpu_magic.runs.submit.spec import PackedCode, pack, scalars
 from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.run import CellSource, OutputName
-from sgpu_magic.wire.states import RunKind
 
 CALL_NAME = "__sgpu_call__"
 RESULT_NAME = "__sgpu_result__"

@@ -24,9 +24,8 @@ from sgpu_magic.payload.namespace import cell_sources
 from sgpu_magic.payload.pack import Packed, new_key, pack_namespace
 from sgpu_magic.runs.notebook import cell_numbers, owner, working_directory
 from sgpu_magic.runs.submit.placing import Found
-from sgpu_magic.wire.record import new_id
+from sgpu_magic.wire.base import RunKind, new_id
 from sgpu_magic.wire.run import CellSource, Interpreter, OutputName, RunSpec, Shipped
-from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import STORE_VARIABLES, Tracking, absolute_uri
 
 if TYPE_CHECKING:

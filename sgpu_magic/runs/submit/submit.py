@@ -29,12 +29,11 @@ from sgpu_magic.runs import packages
 from sgpu_magic.runs.notebook import tell_git_state, working_directory
 from sgpu_magic.runs.submit.spec import MOVE_NAMES, Submission, place_of
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Upload
+from sgpu_magic.wire.base import RunKind, short
 from sgpu_magic.wire.client import Describe, TrackRun
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.events import as_warning
-from sgpu_magic.wire.record import short
 from sgpu_magic.wire.run import CellSource, RunSpec
-from sgpu_magic.wire.states import RunKind
 
 if TYPE_CHECKING:
     from sgpu_magic.packages.code_files import Bundles

@@ -23,7 +23,7 @@ from sgpu_magic.views.live.messages import Answer, Question
 from sgpu_magic.views.live.rank_widgets import RankWidgets, SessionWidgets, Tell
 from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, NotebookPublisher, Pace, Publisher, publisher_for
 from sgpu_magic.views.summary_words import is_quiet
-from sgpu_magic.wire.states import RunKind
+from sgpu_magic.wire.base import RunKind
 
 HELLO_S = 5.0
 # the background import of the widget takes 50 ms, longer on a slow disk

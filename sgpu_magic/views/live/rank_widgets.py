@@ -16,9 +16,9 @@ from sgpu_magic.views.live.comm import Channels
 from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, Publisher
 from sgpu_magic.views.rank_models import REFERENCE, WIDGET_MIME, ModelKey, Moved, RankModels, inside, refers
+from sgpu_magic.wire.base import short
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
-from sgpu_magic.wire.record import short
 
 INTERVAL_S = 0.1
 # maximum number of unsent messages of one widget; older ones are dropped

@@ -47,9 +47,9 @@ from sgpu_magic.views.words import (
     tracked_text,
     values_left_there,
 )
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.costs import HOUR_S
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.states import RunState
 
 _MAX_NOTES = 20
 _MAX_CHARS = 500

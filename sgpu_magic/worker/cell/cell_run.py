@@ -18,10 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.payload import unpack
 from sgpu_magic.tracking import in_rank
+from sgpu_magic.wire.base import Record, RunKind
 from sgpu_magic.wire.rank import Execute, Joined, Remarked
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource
-from sgpu_magic.wire.states import RunKind
 from sgpu_magic.worker.cell import diagnosis, results
 from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.results import Reply, pack_names

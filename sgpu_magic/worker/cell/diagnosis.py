@@ -21,8 +21,8 @@ import torch
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
 from sgpu_magic.system.processes import memory_available_bytes
+from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
-from sgpu_magic.wire.states import FailureKind
 from sgpu_magic.worker.cell import failures
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.process import user_code

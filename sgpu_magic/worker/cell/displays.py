@@ -22,8 +22,8 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.rank import Cleared, Displayed
-from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.process import terminal
 
 Report = Callable[[Record], None]

@@ -28,11 +28,10 @@ from sgpu_magic.payload import buffers
 from sgpu_magic.payload.pack import Packed, pack_object
 from sgpu_magic.system.processes import fits_memory
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
+from sgpu_magic.wire.base import Record, RunKind
 from sgpu_magic.wire.rank import Execute, Failed, Finished, RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import Match, OutputName, RankResult
-from sgpu_magic.wire.states import RunKind
 from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous

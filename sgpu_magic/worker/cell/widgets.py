@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.rank import CommsSaid, Remarked
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
-from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.cell import displays
 
 _INTERVAL_S = 0.1

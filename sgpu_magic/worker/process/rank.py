@@ -22,6 +22,7 @@ from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import Link
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
     CommsHeard,
@@ -38,7 +39,6 @@ from sgpu_magic.wire.rank import (
     StandsBy,
     ToRank,
 )
-from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.cell import diagnosis, results, widgets
 from sgpu_magic.worker.cell.cell_run import CellRun, rehearse
 from sgpu_magic.worker.cell.displays import RankDisplayPublisher

@@ -33,8 +33,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from sgpu_magic.errors import EnvironmentFailed, SgpuError
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.rank import Execute, Remarked
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import PrivateRay
 from sgpu_magic.worker.cell.cell_run import CellRun
 from sgpu_magic.worker.cell.results import Reply

@@ -37,7 +37,7 @@ import msgspec
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.system import processes
 from sgpu_magic.system.child_process import wait_or_kill
-from sgpu_magic.wire.record import Record
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.run import PrivateRay
 
 # more than the sum of Ray's own time limits, also on a machine that swaps

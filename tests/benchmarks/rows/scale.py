@@ -22,10 +22,10 @@ from sgpu_magic.config import load_settings
 from sgpu_magic.payload.pack import new_key, pack_namespace
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import LaunchRun
+from sgpu_magic.wire.base import new_id
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import RanksStarted
 from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.record import new_id
 from sgpu_magic.wire.run import RunSpec
 from tests.benchmarks.environment import ROOT, Bench
 from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, at_most

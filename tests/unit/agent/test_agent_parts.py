@@ -35,10 +35,10 @@ from sgpu_magic.agent.ranks.stop import connections_between
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier, CopyJob
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
 from sgpu_magic.wire.rank import Fork, FromRank, Leave, Remarked, StandsBy
 from sgpu_magic.wire.rank_events import Failure, OutputWritten
-from sgpu_magic.wire.states import FailureKind
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -14,10 +14,10 @@ from free_ports import free_port
 from process_table import below, is_alive, process_table
 from waiting import eventually
 
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import GroupRenewed, Noted, RanksRestarted, RanksStarted, RunEnded, SessionMoved
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.run import Interpreter, RankQuestion
-from sgpu_magic.wire.states import FailureKind, RunState
 
 MODEL = """
 import torch, torch.distributed as dist

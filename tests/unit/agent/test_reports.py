@@ -28,14 +28,13 @@ from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import EventFile, read_spec
 from sgpu_magic.pool.run_log import RunLog
+from sgpu_magic.wire.base import FailureKind, Record, RunState
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import AttemptFailed, EventBody, Noted, RunEnded, Submitted
 from sgpu_magic.wire.files import EVENTS, RunFileStored, StoreRunFile
 from sgpu_magic.wire.node import DevicesFree, RanksGone, RunEvent
 from sgpu_magic.wire.rank_events import Failure, OutputWritten, Sampled
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import FailureKind, RunState
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.launch import StandbyGroups

@@ -11,8 +11,8 @@ from sgpu_magic.agent import failures as failure_blanking
 from sgpu_magic.packages.secrets import find_secrets, is_secret, without_secrets, without_url_credentials
 from sgpu_magic.runs.submit.cell_source import without_values
 from sgpu_magic.wire.attachments import PackedLayout
+from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.states import FailureKind
 
 LAYOUT = PackedLayout(pickle_size=7, buffers=(), mac=b"")
 

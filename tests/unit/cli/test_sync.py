@@ -11,7 +11,7 @@ from sgpu_magic.cli import run_directories as command
 from sgpu_magic.cli.run_directories import Left, sync
 from sgpu_magic.config import Settings
 from sgpu_magic.tracking.store import Sent, opening, save_progress
-from sgpu_magic.wire.record import new_id, short
+from sgpu_magic.wire.base import new_id, short
 from sgpu_magic.wire.tracking import Tracking
 
 ONE, OTHER = "http://one:5000", "http://other:5000"

@@ -15,12 +15,11 @@ from sgpu_magic.client.wires import Outgoing, Parcel
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import Record, RunState
 from sgpu_magic.wire.client import Attach, Attached, Unfollow
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.pool_status import Welcome
-from sgpu_magic.wire.record import Record
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import RunState
 
 RUN = "0123456789abcdef0123456789abcdef"
 

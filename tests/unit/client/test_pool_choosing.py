@@ -21,11 +21,10 @@ from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.errors import CapacityError, UsageError
 from sgpu_magic.options.table import in_pythons_words
 from sgpu_magic.options.values import check_spread, memory_bytes, node_count, strategy_of
+from sgpu_magic.wire.base import RunState, new_id
 from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.record import new_id
-from sgpu_magic.wire.states import RunState
 
 GB = 10**9
 MONEY = Money(read_prices("a10=2.00,h100=8.00"), read_prices("a10=1.00"), "USD")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from sgpu_magic.client.result import RunResult
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.run import CellSource, Owner, RankResult, RunSpec
-from sgpu_magic.wire.states import RunState
 
 
 class Frame:

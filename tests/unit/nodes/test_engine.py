@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.nodes.engine_reports import EngineListener
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease, NodeShare
 from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.node import (
@@ -30,7 +31,6 @@ from sgpu_magic.wire.node import (
 )
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.rank_events import Failure, RankFailed
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
 class Link:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from sgpu_magic.nodes.engine_reports import JointStacks, PartEnd, join_ends, join_releases
 from sgpu_magic.nodes.joint_run import JointRun, JointStalls, Told
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import EnvironmentMoved, EventBody, Noted, PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import Failure, OutputWritten, RankFailed, RankStack, Resumed, Stalled
 from sgpu_magic.wire.run import RankResult
-from sgpu_magic.wire.states import FailureKind, RunState
 
 NODES = 3
 RANKS_EACH = 2

@@ -18,10 +18,10 @@ from sgpu_magic.nodes import local
 from sgpu_magic.nodes.device_locks import DeviceLocks
 from sgpu_magic.nodes.engine_reports import EngineListener
 from sgpu_magic.nodes.local import LocalAgent, LocalEngine
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.node import AgentReady, FromAgent, HeldRun, Launch, RanksGone, ToAgent
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
-from sgpu_magic.wire.states import RunState
 
 A, B, GPU = "aaaa0000", "bbbb0000", "GPU-0"
 

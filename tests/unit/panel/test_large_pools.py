@@ -13,9 +13,9 @@ from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.pool_state import pool_picture, rates_of
 from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.units import TIMES
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.states import RunState
 
 
 def run(run_id: str, uuids: Sequence[str], user: str = "alice", kernel: str = "", **more: object) -> RunSummary:

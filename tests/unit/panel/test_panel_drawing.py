@@ -19,6 +19,7 @@ from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunParameter, RunRow,
 from sgpu_magic.panel.watch import changes
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.server.panel_handlers import Outbox
+from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.codec import frame
 from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Device, Inventory, Placement
@@ -26,7 +27,6 @@ from sgpu_magic.wire.events import Event, Submitted
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
 from sgpu_magic.wire.rank_events import RankSample, Sampled
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
 
 NOW = 1_795_344_000.0
 RATES = Money(read_prices("a10=2.5,h100=7,cpu=0.04"), read_prices("b300=9,a10=1"), "USD")

@@ -15,9 +15,9 @@ from sgpu_magic.panel.plan import Plan, plan
 from sgpu_magic.runs.choice import packages as chosen_packages
 from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.schema import Choice
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.states import RunState
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 SIX = metadata.version("six")

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgpu_magic.panel.device_rows import Durations, Held, Queued, holders_of, queue_of, waits
+from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.states import RunKind, RunState
 
 NOW = 1_000_000.0
 SECONDS = st.floats(0, 1e6)

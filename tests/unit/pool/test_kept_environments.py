@@ -13,8 +13,8 @@ from waiting import eventually
 from sgpu_magic.config import Settings
 from sgpu_magic.pool.retention import Retention
 from sgpu_magic.pool.submissions import KeptEnvironments
+from sgpu_magic.wire.base import new_id
 from sgpu_magic.wire.client import KeepEnvironment
-from sgpu_magic.wire.record import new_id
 
 DIGEST = "0123456789abcdef" * 2
 FILES = (("requirements.txt", "six==1.17.0\n"), ("pylock.toml", 'lock-version = "1.0"\n'))

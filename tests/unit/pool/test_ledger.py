@@ -20,12 +20,12 @@ from sgpu_magic.errors import PoolError
 from sgpu_magic.pool import ledger_database
 from sgpu_magic.pool.ledger import Ledger, in_one_line
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.devices import Lease, Placement
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
 def spec(
@@ -220,7 +220,7 @@ def test_a_killed_service_loses_nothing_it_wrote(path: Path) -> None:
     code = (
         "import os, signal, sys; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path; from test_ledger import spec; from sgpu_magic.pool.ledger import Ledger\n"
-        "from sgpu_magic.wire.states import RunState\n"
+        "from sgpu_magic.wire.base import RunState\n"
         "book = Ledger(Path(sys.argv[1])); book.record(spec('0000000a'), RunState.QUEUED)\n"
         "book.update('0000000a', state=RunState.RUNNING); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -37,12 +37,12 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TimePassed,
 )
 from sgpu_magic.pool.submissions import unfit
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.costs import Prices, billed_s, cost_so_far, format_money, gpu_s_so_far, idle_seconds, read_prices
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 A, B, C = "aaaa0000", "bbbb0000", "cccc0000"
 # a device and second for 0.01

@@ -19,10 +19,10 @@ from sgpu_magic.pool.scheduling.stimuli import (
     MoveRun,
     RunRequeued,
 )
+from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Inventory, NodeShare
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import RunKind, RunState
 
 A, B, C, D, E = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000", "eeee0000"
 TWO: Mapping[str, tuple[str, int]] = {"n1": ("h100", 8), "n2": ("h100", 8)}

@@ -36,9 +36,8 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TellQueue,
     TimePassed,
 )
+from sgpu_magic.wire.base import RunState, can_move, is_valid_id
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.record import is_valid_id
-from sgpu_magic.wire.states import RunState, can_move
 
 A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
 

@@ -33,9 +33,9 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TellQueue,
     TimePassed,
 )
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState, can_move
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.run import RunSpec
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState, can_move
 
 A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
 

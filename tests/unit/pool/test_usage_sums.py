@@ -25,11 +25,11 @@ from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
+from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import Owner
-from sgpu_magic.wire.states import RunKind, RunState
 
 DAY = 86400.0
 NOW = 1_000_000.0

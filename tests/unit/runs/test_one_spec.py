@@ -13,9 +13,9 @@ from sgpu_magic.runs.submit.cell_source import check_outputs, pack_cell, read_ce
 from sgpu_magic.runs.submit.pack_call import pack_call
 from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.submit.spec import describe
+from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.run import OutputName, RunSpec
-from sgpu_magic.wire.states import RunKind
 
 PLACE = cast("Any", SimpleNamespace(shell=None, namespace={"x": 1, "y": 2}))
 POOL = cast("Any", SimpleNamespace(name="lab"))

@@ -24,11 +24,11 @@ from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.runs.notebook import Tags, git_tags, tell_git_state
 from sgpu_magic.runs.submit.spec import Submission, place_of
 from sgpu_magic.tracking.store import Progress, save_progress
+from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import Noted, Submitted
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import RunKind
 from sgpu_magic.wire.tracking import Tracking
 
 

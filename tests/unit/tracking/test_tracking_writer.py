@@ -32,9 +32,8 @@ from sgpu_magic.tracking.runs import Batch, RunFold, SystemMetrics, key
 from sgpu_magic.tracking.store import Progress, is_unsent, opening, save_progress
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
 from sgpu_magic.wire.rank_events import Failure, RankSample
-from sgpu_magic.wire.record import short
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 from sgpu_magic.wire.tracking import MetricPoint, Tracking, without_user
 
 # ---------------------------------------------------------------- pure parts

@@ -18,10 +18,10 @@ from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.summary_words import billed_text, cost_text
 from sgpu_magic.views.words import packages_text, tracked_link, tracked_text
 from sgpu_magic.wire import events as ev
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 
 def test_what_a_run_costs_goes_by_the_views_clock() -> None:

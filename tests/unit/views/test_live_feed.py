@@ -34,8 +34,8 @@ from sgpu_magic.views.live.messages import (
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.rank_events import Failure, RankSample
-from sgpu_magic.wire.states import FailureKind, RunState
 
 MOST_BYTES = 64_000
 

@@ -21,11 +21,11 @@ from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.rank_events import Collective, Failure, RankMemory, RankSample, RankStack, StackFrame, TensorUse
 from sgpu_magic.wire.run import CellSource, OutputName, RankResult, Shipped
-from sgpu_magic.wire.states import FailureKind, RunKind, RunState
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "snapshots.json"
 TRACEBACK = """\

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from sgpu_magic.views.remote_error import no_cuda_hint
+from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.states import FailureKind
 
 FIRST_LINES = {
     "to": lambda: torch.zeros(1).to("cuda"),

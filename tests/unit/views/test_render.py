@@ -70,12 +70,12 @@ from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html,
 from sgpu_magic.views.units import format_clock, format_duration, format_elapsed, format_ranks, format_seconds
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.rank_events import Failure, RankStack, StackFrame
 from sgpu_magic.wire.run import CellSource, RunSpec, Shipped
-from sgpu_magic.wire.states import FailureKind, RunState
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 PNG = "iVBORw0KGgo="

@@ -5,9 +5,9 @@ from __future__ import annotations
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.views.stacks import last_python_line, stack_lines
 from sgpu_magic.views.tracebacks import excerpt_of
+from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.rank_events import Failure, StackFrame
 from sgpu_magic.wire.run import CellSource
-from sgpu_magic.wire.states import FailureKind
 
 FILE = "/home/u/train.py"
 SCRIPT = CellSource(body="import os\ndef step():\n    os._exit(4)\nstep()\n", file=FILE, arguments=("train.py",))

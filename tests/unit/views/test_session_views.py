@@ -53,10 +53,10 @@ from sgpu_magic.views.publisher import TerminalPublisher
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
+from sgpu_magic.wire.base import OWNER_GONE, FailureKind, RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.rank_events import Failure, TensorUse
-from sgpu_magic.wire.states import OWNER_GONE, FailureKind, RunKind, RunState
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SESSIONS = [name for name in FORMS if "session" in name]

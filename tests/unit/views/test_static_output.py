@@ -20,10 +20,10 @@ from sgpu_magic.views.html_style import HEIGHT, WIDTH, sparkline
 from sgpu_magic.views.output import TextSegment, segments
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.rank_events import Failure, RankSample
 from sgpu_magic.wire.run import Shipped
-from sgpu_magic.wire.states import FailureKind, RunState
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 DIRECTORY = "/home/anna/.local/state/sgpu-magic/box/runs/7f3a90c1"

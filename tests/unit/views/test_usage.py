@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.usage import MAX_POINTS, RunUsage, Series, detail_lines, use_text
+from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import AttemptFailed, Event, EventBody, RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import DeviceBusy, DeviceIdle, Failure, RankSample, Sampled
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
-from sgpu_magic.wire.states import FailureKind, RunState
 
 GB = 1_000_000_000
 BUSY = RankSample(

@@ -34,8 +34,7 @@ from sgpu_magic.wire import (
     run,
     tracking,
 )
-from sgpu_magic.wire.record import Record, check_id, is_valid_id, new_id
-from sgpu_magic.wire.states import TRANSITIONS, RunState, can_move
+from sgpu_magic.wire.base import TRANSITIONS, Record, RunState, can_move, check_id, is_valid_id, new_id
 
 MODULES = (
     attachments,

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary, changes_between, with_changes
-from sgpu_magic.wire.states import RunState
 
 IDS = [f"{number:08x}" for number in range(6)]
 

@@ -23,9 +23,9 @@ from msgspec.structs import replace
 
 from sgpu_magic.agent.runs.run_files import make_ray_directories, remove_ray_directories, sweep_ray_directories
 from sgpu_magic.config import Settings
+from sgpu_magic.wire.base import new_id
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.node import Launch, Part
-from sgpu_magic.wire.record import new_id
 from sgpu_magic.worker.ray import ray_processes
 from sgpu_magic.worker.ray.driver import with_frames
 from sgpu_magic.worker.ray.ray_processes import values_in, written_in

@@ -12,9 +12,9 @@ import pytest
 
 from sgpu_magic.views.live.rank_widgets import references, with_prefix, without_prefix
 from sgpu_magic.views.rank_models import WIDGET_MIME, RankModels
+from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.rank import CommsSaid
 from sgpu_magic.wire.rank_events import CommMessage, CommsMoved, can_merge
-from sgpu_magic.wire.record import Record
 from sgpu_magic.worker.cell import widgets
 
 

@@ -14,8 +14,8 @@ from hostile_exceptions import HOSTILE, LOOPS
 from ranks import Session, Zygote
 from waiting import eventually
 
+from sgpu_magic.wire.base import FailureKind, RunKind
 from sgpu_magic.wire.rank import Displayed, Failed, Finished, Joined, Leave, Remarked
-from sgpu_magic.wire.states import FailureKind, RunKind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files")
 
