@@ -1,19 +1,24 @@
-"""One `Execute` order: prepare, run the cell in the shell, make the reply."""
+"""One `Execute` order: prepare, run the cell in the shell, with a trace of it if asked for, make the reply."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import os
+import shutil
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from IPython.core.inputtransformer2 import leading_indent
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.payload import unpack
@@ -31,17 +36,11 @@ from sgpu_magic.worker.process.helper import Order
 from sgpu_magic.worker.process.rank_context import Standing, results_received
 from sgpu_magic.worker.process.user_code import encodable
 
+# 100,000 small operations a second take half a kilobyte of memory each: a longer trace may not fit in the rank's
+# memory, and no viewer opens it
+LONGEST_TRACE_S = 20.0
 
-def warm_up(shell: RankShell) -> None:
-    """Run a cell and format a traceback once in the zygote: the first ones take 10 and 140 ms."""
-    for source in ("1 + 1", "def _f():\n    raise ValueError('warm')\n_f()"):
-        shell.run_cell(source, store_history=False)
-    shell.reset(new_session=True)
-    # `reset` removes these too, and multiprocessing reads them
-    shell.user_ns.update(dict.fromkeys(("__spec__", "__loader__", "__package__", "__doc__")))
-    shell.begin_cell(is_first=True)
-    # multiprocessing reads it before it starts a child that is not forked
-    shell.user_module.__spec__ = None
+_LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
 
 
 def rehearse(shell: RankShell) -> None:
@@ -143,7 +142,7 @@ class CellRun:
         kind = self._message.kind
         seconds = 0.0
         if kind in (RunKind.CELL, RunKind.CALL):
-            training = LoneTraining(self._rank, len(self._message.only) or self._standing.ranks)
+            training = diagnosis.LoneTraining(self._rank, len(self._message.only) or self._standing.ranks)
             if self._shell.is_first and self._standing.stand_in_note:
                 self._say(Remarked(text=self._standing.stand_in_note))
             error, seconds = self._run_cell()
@@ -167,8 +166,6 @@ class CellRun:
         message = self._message
         if not message.profile:
             return run_cell(self._shell, message)
-        from sgpu_magic.worker.cell.profiling import CellTrace
-
         trace = CellTrace(message.run_dir, self._rank)
         trace.begin()
         try:
@@ -254,48 +251,91 @@ class CellRun:
             unpack.unpack_namespace(data, message.layout, message.context.key, self._shell.user_ns)
 
 
-class _Steps:
-    """Number of optimizer steps in this process."""
-
-    count = 0
+# ---------------------------------------------------------------- trace
 
 
-def count_optimizer_steps() -> None:
-    """Count optimizer steps from now on. Called in the zygote."""
-    register_optimizer_step_post_hook(_stepped)
+class CellTrace:
+    """`--profile`: a trace of torch's profiler around the cell, for chrome://tracing and ui.perfetto.dev.
 
-
-def _stepped(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    # a compiled step would be recompiled for each count
-    if not torch.compiler.is_compiling():
-        _Steps.count += 1
-
-
-class LoneTraining:
-    """Detects a rank of several that trains without the others, which is rarely intended and never an error.
-
-    Covers one cell, from the creation of this object on.
+    Traces the main thread and torch's threads.
 
     Args:
+        run_dir: The run's directory.
         rank: This rank.
-        ranks: Number of ranks that run the cell.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank = rank
-        self._ranks = ranks
-        self._steps = _Steps.count
-        self._began_at = time.time()
+    def __init__(self, run_dir: str, rank: int) -> None:
+        self._directory = os.path.join(run_dir, "profile")
+        self._path = os.path.join(self._directory, f"rank-{rank}.pt.trace.json.gz")
+        self._profiler: Any = None
+        self._began = 0.0
+        self._over = threading.Event()
+        self._stopped_after: float | None = None
 
-    def remark(self) -> str:
-        """Return a remark for the user, "" if this rank has not trained or has called a collective."""
-        if self._ranks == 1 or _Steps.count == self._steps or not position.records_every_backend():
-            return ""
-        _, entered_at = position.current_collective()
-        if entered_at >= self._began_at:
-            return ""
-        return (
-            f"rank {self._rank} has trained by itself: an optimizer made steps there, but it called no collective. One "
-            f"model on all {self._ranks} ranks needs DistributedDataParallel or a framework that uses the ranks; "
-            "accelerate on CPU ranks needs Accelerator(cpu=True)."
-        )
+    def begin(self) -> None:
+        """Start tracing."""
+        from torch import profiler
+
+        activities = [profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(profiler.ProfilerActivity.CUDA)
+        # one cycle has nothing to clear, but without the setting torch 2.11 warns that it clears
+        self._profiler = profiler.profile(activities=activities, acc_events=True)
+        # Kineto logs each of its steps to the rank's stderr unless it starts with this setting
+        said = os.environ.setdefault(_LOG_LEVEL, _SILENT)
+        try:
+            self._profiler.start()
+        finally:
+            if said == _SILENT:
+                del os.environ[_LOG_LEVEL]
+        self._began = time.monotonic()
+        threading.Thread(target=self._limit, name="sgpu-profile", daemon=True).start()
+
+    def end(self) -> str:
+        """Write the trace and return a remark for the user."""
+        self._over.set()
+        ends_by_term = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if ends_by_term:
+            # another rank has failed, or the run was cancelled; the agent gives the rank time to write
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            self._stop()
+            self._write()
+        except (OSError, RuntimeError) as error:
+            return f"the profiler's trace could not be written: {error}"
+        finally:
+            if ends_by_term:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        text = f"the profiler's traces are in {self._directory}, one for each rank; ui.perfetto.dev opens them."
+        if self._stopped_after is not None:
+            text += f" They end after {self._stopped_after:.0f} s: what the cell did later is not in them."
+        return text
+
+    def _limit(self) -> None:
+        if not self._over.wait(LONGEST_TRACE_S):
+            user_code.in_main_thread(self._stop_early)
+
+    def _stop_early(self) -> None:
+        if not self._over.is_set():
+            self._stopped_after = time.monotonic() - self._began
+            self._stop()
+
+    def _stop(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+            self._stopped = profiler
+
+    def _write(self) -> None:
+        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        text, packed = f"{self._path}.json", f"{self._path}.tmp"
+        try:
+            self._stopped.export_chrome_trace(text)
+            # torch compresses at the slowest level: three times as long for a file a tenth smaller
+            with open(text, "rb") as plain, gzip.open(packed, "wb", compresslevel=3) as file:
+                shutil.copyfileobj(plain, file, 1 << 20)
+            os.replace(packed, self._path)
+        finally:
+            for left in (text, packed):
+                with contextlib.suppress(OSError):
+                    os.unlink(left)

@@ -9,6 +9,8 @@ of their result.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import signal
 import threading
 import types
@@ -245,3 +247,29 @@ def reset_refused() -> None:
 def refused() -> int:
     """Return the number of calls since `reset_refused` that gave no result of their own."""
     return _state.refused
+
+
+# ---------------------------------------------------------------- calls from other threads
+
+_waiting: list[Callable[[], None]] = []
+
+
+def in_main_thread(call: Callable[[], None]) -> None:
+    """Let the main thread call `call` between two of its bytecode instructions.
+
+    A profiler must be stopped in the thread that started it, and a signal would interrupt the cell's system calls.
+    """
+    _waiting.append(call)
+    ctypes.pythonapi.Py_AddPendingCall(_call_waiting(), None)
+
+
+@functools.cache
+def _call_waiting() -> Any:
+    # made in the rank that needs it: the zygote's forks would share the memory of a callback
+    @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def call_waiting(_: object) -> int:
+        while _waiting:
+            _waiting.pop()()
+        return 0
+
+    return call_waiting

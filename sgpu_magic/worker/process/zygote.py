@@ -75,7 +75,7 @@ def _preload() -> str:
         for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.process.rank"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        from sgpu_magic.worker.cell import cell_run, edited_modules, results, shell, widgets
+        from sgpu_magic.worker.cell import diagnosis, edited_modules, results, shell, widgets
         from sgpu_magic.worker.group import rendezvous
         from sgpu_magic.worker.process import patches, position, rank_context
 
@@ -85,13 +85,13 @@ def _preload() -> str:
         patches.teach_multiprocessing()
         patches.refuse_launchers()
         edited_modules.note_imports()
-        cell_run.count_optimizer_steps()
+        diagnosis.count_optimizer_steps()
         widgets.install()
     compat.install()
     # outside `catch_warnings`: the filters that the shell sets stay, as in the notebook
     rank_shell = shell.create()
     rank_context.share_store(rank_shell)
-    cell_run.warm_up(rank_shell)
+    shell.warm_up(rank_shell)
     results.warm_up_questions(rank_shell)
     codec.to_rank.prepare()
     rank_context.remember_path_entries()
