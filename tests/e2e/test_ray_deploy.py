@@ -25,7 +25,7 @@ from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RanksStarted
 
 # a Ray cluster starts slowly on a machine that has much to do
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 _ADD = re.compile(r"sgpu pool add (?P<name>\S+) (?P<address>tcp://\S+) --key '(?P<key>[^']{40})'")
 
 
@@ -44,6 +44,7 @@ def sgpu(home: Home, variables: Mapping[str, str], *arguments: str) -> subproces
     )
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_told_at_once(head: RayHead):
     began = time.monotonic()
     with pytest.raises(PoolError, match="rejected the token"):
@@ -53,6 +54,7 @@ def test_a_wrong_token_is_told_at_once(head: RayHead):
     assert time.monotonic() - began < 2
 
 
+@pytest.mark.slow
 def test_where_the_token_is_found(head: RayHead, tmp_path: Path):
     (tmp_path / "token").write_text(f"{head.token}\n")
     JobsApi(head.dashboard, {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}).check()
@@ -78,6 +80,7 @@ def test_options_of_the_job():
             job_options(wrong)
 
 
+@pytest.mark.slow
 def test_a_pool_is_deployed_used_and_undeployed(head: RayHead):
     (port,) = free_ports(1)
     user = RemoteUser("ann", PoolEntry("nobody", "tcp://127.0.0.1:1", "0" * 40))
