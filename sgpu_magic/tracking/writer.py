@@ -28,13 +28,14 @@ from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.base import FailureKind, RunState, short
 from sgpu_magic.wire.events import RunEnded, Submitted
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.run import RunSpec
+from sgpu_magic.wire.run import RUN_RECORD, RunSpec
 from sgpu_magic.wire.tracking import Tracking
 
 # maximum per step, so that one run does not delay the others
 _STEP_METRICS = 5000
-# how long to wait after the end for the lock file of new packages
+# how long to wait after the end for the lock file of new packages, and for the record
 _LOCK_S = 15.0
+_RECORD_S = 5.0
 _END_UNKNOWN = "its pool ended before the run did"
 
 
@@ -213,7 +214,7 @@ class RunWriter:
                 self._drop_doubles(spec)
             self._store.close_run(mlflow_run_id, status_of(spec, ended.state), int(self._fold.ended_at * 1000))
             self._keep(closed=True, problem="")
-        waits = self._waits_for_lock(spec)
+        waits = self._waits_for_record() or self._waits_for_lock(spec)
         if waits and self.progress.artifacts:
             return
         left_out: list[str] = []
@@ -231,6 +232,10 @@ class RunWriter:
             self._store.write(mlflow_run_id, Batch(tags={"sgpu.left_out": text}))
         if not waits:
             self._keep(complete=True, problem="")
+
+    def _waits_for_record(self) -> bool:
+        """Whether the run's record may still appear: that of a session's cell is written after its end was told."""
+        return not (self.directory / RUN_RECORD).exists() and time.time() - self._fold.ended_at < _RECORD_S
 
     def _waits_for_lock(self, spec: RunSpec) -> bool:
         """Whether the lock file of the run's packages may still appear; for new packages it takes some seconds."""
@@ -300,8 +305,8 @@ def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[ArtifactFile
     for name in PLAIN_FILES:
         if (directory / name).is_file():
             yield ArtifactFile(directory / name)
-    if _write_record(directory / "run.json", scratch / "run.json"):
-        yield ArtifactFile(scratch / "run.json")
+    if _write_record(directory / RUN_RECORD, scratch / RUN_RECORD):
+        yield ArtifactFile(scratch / RUN_RECORD)
     if _write_page(directory, scratch / "run.html", pool):
         yield ArtifactFile(scratch / "run.html")
     # skip empty logs, of ranks that printed nothing

@@ -136,6 +136,7 @@ class ToldRun:
             **fields,
         )
         self.log = RunLog(self.directory, self.run_id)
+        (self.directory / "run.json").write_text("{}")
         self.tell(ev.Submitted(spec=self.spec))
 
     def tell(self, *bodies: ev.EventBody) -> None:

@@ -383,6 +383,18 @@ def test_a_sessions_cells_are_its_children(settings: Settings, writer: WriterPro
     assert store.one(cell.run_id).data.tags["mlflow.parentRunId"] == made.info.run_id
 
 
+def test_a_record_that_is_written_after_the_end_is_there_too(settings: Settings, writer: WriterProcess, store: Runs):
+    run = ToldRun(settings)
+    record = run.directory / "run.json"
+    record.unlink()
+    run.end()
+    writer.track(run)
+    writer.until(lambda: run.progress is not None and run.progress.closed)
+    record.write_text('{"executable": "python"}')
+    writer.until_done(run)
+    assert "run.json" in store.artifacts(store.one(run.run_id).info.run_id)
+
+
 def test_a_log_without_a_last_word_ends_as_failed(settings: Settings, writer: WriterProcess, store: Runs):
     run = ToldRun(settings)
     run.start()
