@@ -33,8 +33,9 @@ from sgpu_magic.wire.tracking import Tracking
 
 # maximum per step, so that one run does not delay the others
 _STEP_METRICS = 5000
-# how long to wait after the end for the lock file of new packages, and for the record
+# how long to wait after the end for the lock file of new packages
 _LOCK_S = 15.0
+# how long to wait for the record after the writer has seen the end, which may be late: importing MLflow takes seconds
 _RECORD_S = 5.0
 _END_UNKNOWN = "its pool ended before the run did"
 
@@ -75,6 +76,7 @@ class RunWriter:
         self.progress = load_progress(directory) or opening(tracking, parent_run)
         self._settings = settings
         self._store = store
+        self._record_until: float | None = None
         self._begin_again()
 
     def _begin_again(self) -> None:
@@ -235,7 +237,9 @@ class RunWriter:
 
     def _waits_for_record(self) -> bool:
         """Whether the run's record may still appear: that of a session's cell is written after its end was told."""
-        return not (self.directory / RUN_RECORD).exists() and time.time() - self._fold.ended_at < _RECORD_S
+        if self._record_until is None:
+            self._record_until = time.monotonic() + _RECORD_S
+        return not (self.directory / RUN_RECORD).exists() and time.monotonic() < self._record_until
 
     def _waits_for_lock(self, spec: RunSpec) -> bool:
         """Whether the lock file of the run's packages may still appear; for new packages it takes some seconds."""
