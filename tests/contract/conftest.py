@@ -12,12 +12,23 @@ from pool_client import PoolClient
 from waiting import eventually
 
 _RANKS = 4
+# these walk through most of the engine for Ray in few seconds
+_SHORT_ON_RAY = (
+    "test_all_ranks_are_one_group",
+    "test_results_of_all_ranks_come_back_in_order_small_and_large",
+    "test_what_was_captured_is_on_every_rank",
+    "test_a_rank_that_is_killed_is_named",
+    "test_a_run_that_hangs_is_cancelled",
+    "test_a_run_outlives_its_service",
+    "test_what_can_not_be_placed_is_refused",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # a cluster that starts beside other tests takes a minute, and several agents are in other tests too
+    # several agents are in other tests too
+    short = ("[local", *(f"{name}[ray" for name in _SHORT_ON_RAY))
     for item in items:
-        if item.path.name == "test_contract.py" and "[local" not in item.name:
+        if item.path.name == "test_contract.py" and not any(part in item.nodeid for part in short):
             item.add_marker(pytest.mark.slow)
 
 

@@ -63,7 +63,7 @@ def two_nodes(home: Home) -> Service:
 
 
 class RayService:
-    """A Ray cluster of two fake nodes with two GPUs each, and a pool service on it.
+    """A Ray cluster of a head and a fake node with two GPUs each, and a pool service on it.
 
     Args:
         home: The service's.
@@ -72,7 +72,7 @@ class RayService:
     nodes = 2
 
     def __init__(self, home: Home) -> None:
-        self._cluster = FakeCluster((2, 2))
+        self._cluster = FakeCluster((2,), head_gpus=2)
         self._pool = RayPool(self._cluster.address, {"SGPU_RAY_AGENT_IDLE_S": "60"}, home)
 
     def kill(self) -> None:

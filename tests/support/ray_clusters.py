@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,24 +30,39 @@ _STARTS = 4
 
 
 class FakeCluster:
-    """A head without GPUs, and fake nodes, all raylets on this machine with this machine's address.
+    """A head and fake nodes, all raylets on this machine with this machine's address.
 
     Args:
         gpus: GPUs of each node.
+        head_gpus: GPUs of the head. With some, it is a node too: one raylet less, 4 s of processor time.
         cpus: CPUs of each node.
         label: Label `ray.io/accelerator-type` of the nodes; "" declares the resource `accelerator_type:` instead.
         resource: See `label`.
     """
 
-    def __init__(self, gpus: tuple[int, ...] = (2, 2), cpus: int = 4, label: str = "A10G", resource: str = "") -> None:
+    def __init__(
+        self,
+        gpus: tuple[int, ...] = (2, 2),
+        cpus: int = 4,
+        label: str = "A10G",
+        resource: str = "",
+        *,
+        head_gpus: int = 0,
+    ) -> None:
         self.nodes: list[Any] = []
         self._environ = dict(os.environ)
+        # short: a socket's path ends at 108 bytes
+        self._directory = Path(tempfile.mkdtemp(prefix="src", dir="/tmp"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from ray.cluster_utils import Cluster
 
             self._cluster: Any = Cluster()
-        self._add(num_cpus=1, num_gpus=0, include_dashboard=False)
+        labels = {"ray.io/accelerator-type": label} if head_gpus else None
+        self._add(
+            num_cpus=cpus if head_gpus else 1, num_gpus=head_gpus, labels=labels, include_dashboard=False,
+            include_log_monitor=False, temp_dir=str(self._directory),
+        )  # fmt: skip
         for count in gpus:
             self.add(count, cpus, label, resource)
         self.address: str = self._cluster.address
@@ -166,6 +183,7 @@ for line in sys.stdin:
             warnings.simplefilter("ignore")
             self._cluster.shutdown()
         eventually(lambda: not _rays(), 20, lambda: f"Ray's processes are left: {_rays()}")
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _rays() -> list[str]:
