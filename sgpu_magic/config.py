@@ -21,7 +21,7 @@ import msgspec
 from platformdirs import user_config_path, user_state_path
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.wire.costs import is_currency, prices_text, read_prices, read_priorities, read_quotas
+from sgpu_magic.wire.costs import is_currency, prices_text, read_prices, read_priorities, read_quotas, read_simulated
 
 # what a remedy adds that changes where a pool lives, which a kernel reads when it loads the extension
 SET_IN_NOTEBOOK = "(in a notebook with %env, then %reload_ext sgpu_magic)"
@@ -310,16 +310,18 @@ def _unquoted(value: str) -> str:
 
 
 def _check(settings: Settings) -> None:
-    """Reject amounts, priorities, quotas and times with which a pool would not start."""
+    """Reject amounts, devices, priorities, quotas and times with which a pool would not start."""
     budget, days, half_life_s = settings.budget, settings.budget_days, settings.fair_half_life_s
-    if not (math.isfinite(budget) and budget >= 0):
+    if not 0 <= budget < math.inf:
         raise UsageError(f"the setting budget is {budget:g}; an amount of 0 or more is needed, and 0 means no limit.")
     if not 0 < days <= _MAX_BUDGET_DAYS:
         raise UsageError(f"the setting budget_days is {days:g}; it must be more than 0 and at most {_MAX_BUDGET_DAYS}.")
     if not is_currency(settings.currency):
-        currency = settings.currency[:40]
-        raise UsageError(f"the setting currency is {currency!r}; a word or sign such as USD or € is needed.")
-    for name, read in (("user_priorities", read_priorities), ("user_quotas", read_quotas)):
+        raise UsageError(
+            f"the setting currency is {settings.currency[:40]!r}; a word or sign such as USD or € is needed."
+        )
+    readers = {"simulate": read_simulated, "user_priorities": read_priorities, "user_quotas": read_quotas}
+    for name, read in readers.items():
         try:
             read(getattr(settings, name))
         except ValueError as error:

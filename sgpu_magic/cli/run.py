@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from types import ModuleType
+from typing import Any, TextIO, cast
 
 import msgspec
 
@@ -46,6 +47,8 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     Raises:
         UsageError: An option is not valid, or an extra is not installed.
     """
+    # nbformat imports jsonschema, which builds a parser for IRIs if it has this package: a second, for nothing
+    sys.modules.setdefault("rfc3987_syntax", cast("ModuleType", None))
     job = job_from(values.target, options_from(values), script_arguments(values.words), as_script=values.as_script)
     if values.as_script:
         job = msgspec.structs.replace(job, cells="ranks", module=values.module, restarts=values.restarts)

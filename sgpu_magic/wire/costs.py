@@ -1,4 +1,4 @@
-"""The terms of a pool: prices, priorities and quotas in its settings; billing by the second. No I/O, no clock.
+"""The terms of a pool in its settings: prices, priorities, quotas, simulated devices; billing by the second. No I/O.
 
 Metering of a run or session starts when its ranks are started (STARTING) and stops at its end. It includes all attempts
 and the time between them. Each second that has begun is billed in full. Cells in a session cost nothing themselves:
@@ -8,6 +8,7 @@ the session pays for the devices.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,12 @@ _EXAMPLE = "a10=1.20,h100=4.50,team/h100=3.90"
 EVERYBODY = "*"
 _PRIORITIES = "alice=10,*=0"
 _QUOTAS = "alice=8,alice:h100=4,*=16"
+
+MAX_SIMULATED = 1024
+"""Maximum number of simulated devices of one type."""
+
+_SIMULATED = re.compile(r"(?P<type>[^:]+):\s*(?P<count>[0-9]{1,4})\s*")
+_DEVICES = "a10:4,h100:8"
 
 
 # ---------------------------------------------------------------- prices
@@ -200,6 +207,31 @@ def read_limits(priorities: str, quotas: str) -> UserLimits:
 def quota_types(device_type: str) -> Iterable[str]:
     """Return the quota types that apply to a device type: its own, and "" for all GPUs together."""
     return (CPU,) if device_type == CPU else (device_type, "")
+
+
+def read_simulated(text: str) -> dict[str, int]:
+    """Parse the simulated devices in a setting: `a10:4,h100:8`.
+
+    Returns:
+        The number of devices of each type.
+
+    Raises:
+        ValueError: The text is invalid; the message says why.
+    """
+    found: dict[str, int] = {}
+    for part in text.split(",") if text.strip() else ():
+        match = _SIMULATED.fullmatch(part)
+        count = int(match["count"]) if match else 0
+        if not match or not 1 <= count <= MAX_SIMULATED:
+            wanted = f"a type, a colon and a count from 1 to {MAX_SIMULATED}"
+            raise ValueError(f"{part.strip()[:60]!r} is not {wanted}; write it like {_DEVICES}")
+        kind = canonical_type(match["type"])
+        if kind in (CPU, ANY):
+            raise ValueError(f"{kind} can't be simulated; write it like {_DEVICES}")
+        if kind in found:
+            raise ValueError(f"{kind} is listed twice")
+        found[kind] = count
+    return found
 
 
 def _limits_in(text: str, example: str) -> Iterable[tuple[str, str]]:

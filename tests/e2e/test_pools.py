@@ -87,23 +87,28 @@ def test_stand_in_runs_a_missing_type_on_cpu_and_says_so(kernel: Kernel):
 def test_cuda_is_mapped_to_the_cpu_where_asked_for(kernel: Kernel):
     """A notebook for GPUs, unchanged; the run says it, the notebook's own torch is left alone, and a session has it."""
     kernel.check("%env SGPU_STAND_IN=cpu,cuda")
-    cell = (
-        "import torch, torch.distributed as dist\nfrom torch.nn.parallel import DistributedDataParallel\n"
+    begin = (
+        "import torch, torch.distributed as dist\n"
         "dist.init_process_group('nccl', device_id=torch.device('cuda', local_rank))\n"
         "torch.cuda.set_device(local_rank)\n"
+    )
+    train = (
+        "from torch.nn.parallel import DistributedDataParallel\n"
         "model = DistributedDataParallel(torch.nn.Linear(2, 1).cuda(), device_ids=[local_rank])\n"
         "with torch.autocast('cuda', dtype=torch.bfloat16):\n"
         "    model(torch.ones(4, 2, device=f'cuda:{local_rank}')).sum().backward()\n"
         "dist.barrier(device_ids=[local_rank])\n"
+    )
+    say = (
         "print(torch.cuda.is_available(), torch.cuda.device_count(), torch.cuda.current_device(), dist.get_backend())\n"
     )
-    reply = kernel.check(f"%%distributed -n 2 --type b200\n{cell}")
+    reply = kernel.check(f"%%distributed -n 2 --type b200\n{begin}{train}{say}")
     assert reply.lines(1) == ["True 2 1 gloo"]
     assert "cuda is mapped to the CPU (SGPU_STAND_IN=cpu,cuda)" in reply.text
     kernel.check("import torch\nassert not torch.cuda.is_available()\nassert torch.device('cuda').type == 'cuda'")
     kernel.check("%sgpu_connect -n 2 --type b200")
-    again = cell + "dist.destroy_process_group()\ndist.init_process_group('nccl')\nprint(dist.get_backend())"
-    assert kernel.check(f"%%distributed\n{again}").lines(0) == ["True 2 0 gloo", "gloo"]
+    again = "dist.destroy_process_group()\ndist.init_process_group('nccl')\nprint(dist.get_backend())"
+    assert kernel.check(f"%%distributed\n{begin}{say}{again}").lines(0) == ["True 2 0 gloo", "gloo"]
     kernel.check("%sgpu_disconnect")
     kernel.check("%env SGPU_STAND_IN=cpu")
     reply = kernel.run("%%distributed -n 2 --type b200\nimport torch\ntorch.cuda.set_device(local_rank)")

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
+from types import ModuleType
+from typing import Any, cast
+
+# for nbformat, as in `sgpu run`: jsonschema then builds no parser for IRIs, which takes a second
+sys.modules.setdefault("rfc3987_syntax", cast("ModuleType", None))
 
 
 class LazyModule:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import re
 import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -29,15 +28,11 @@ from sgpu_magic.agent.watch.nvml import (
     utilization,
 )
 from sgpu_magic.config import host_name
-from sgpu_magic.errors import UsageError
 from sgpu_magic.packages.mismatches import driver_version
 from sgpu_magic.system.processes import core_count
-from sgpu_magic.wire.devices import ANY, CPU, Device, Inventory, canonical_type, memory_of, memory_text, used_bytes_of
+from sgpu_magic.wire.costs import read_simulated
+from sgpu_magic.wire.devices import Device, Inventory, canonical_type, memory_of, memory_text, used_bytes_of
 
-MAX_SIMULATED = 1024
-"""Maximum number of simulated devices of one type."""
-
-_SIMULATED = re.compile(r"(?P<type>[^:]+):\s*(?P<count>[0-9]{1,4})\s*")
 BUSY_MEMORY_SHARE = 0.05
 KEPT_OPEN_S = 5.0
 """Seconds after an inventory for which NVML stays open."""
@@ -64,10 +59,10 @@ def take_inventory(*, simulate: str, cpu_slots: int, own_pids: Collection[int] =
         devices could be read; on a machine without a driver there are no devices and no problem.
 
     Raises:
-        UsageError: `simulate` can't be parsed.
+        ValueError: `simulate` can't be parsed; `load_settings` refuses such a setting.
     """
     if simulate.strip():
-        devices, problem = simulated_devices(simulate), ""
+        devices, problem = _simulated_devices(simulate), ""
     else:
         devices, problem = _real_devices(frozenset(own_pids))
     return Inventory(
@@ -117,50 +112,18 @@ class KeptOpen:
                 self._nvml = None
 
 
-# ---------------------------------------------------------------- simulated
-
-
-def simulated_devices(text: str) -> tuple[Device, ...]:
-    """Return the devices that `text` (the setting `simulate`) declares.
-
-    Raises:
-        UsageError: A part is not `type:count`, or a type occurs twice.
-    """
-    devices: list[Device] = []
-    seen: set[str] = set()
-    for part in text.split(","):
-        match = _SIMULATED.fullmatch(part)
-        count = int(match["count"]) if match else 0
-        if not match or not 1 <= count <= MAX_SIMULATED:
-            wanted = f"a type, a colon and a count from 1 to {MAX_SIMULATED}"
-            raise _simulate_error(text, f"{part.strip()!r} is not {wanted}.")
-        try:
-            kind = canonical_type(match["type"])
-        except ValueError as error:
-            raise _simulate_error(text, str(error)) from None
-        if kind in (CPU, ANY):
-            raise _simulate_error(text, f"{kind} can't be simulated.")
-        if kind in seen:
-            raise _simulate_error(text, f"{kind} is listed twice.")
-        seen.add(kind)
-        devices.extend(
-            Device(
-                uuid=f"SIM-{kind}-{number}",
-                type=kind,
-                name=f"simulated {kind}",
-                index=number,
-                memory_bytes=memory_of(kind),
-                simulated=True,
-            )
-            for number in range(count)
+def _simulated_devices(simulate: str) -> tuple[Device, ...]:
+    return tuple(
+        Device(
+            uuid=f"SIM-{kind}-{number}",
+            type=kind,
+            name=f"simulated {kind}",
+            index=number,
+            memory_bytes=memory_of(kind),
+            simulated=True,
         )
-    return tuple(devices)
-
-
-def _simulate_error(text: str, reason: str) -> UsageError:
-    return UsageError(
-        f"the simulated devices {text!r} are invalid: {reason} "
-        "Set SGPU_SIMULATE (or simulate in config.toml) to something like a10:4,h100:8, or leave it empty."
+        for kind, count in read_simulated(simulate).items()
+        for number in range(count)
     )
 
 
