@@ -10,7 +10,6 @@ import math
 import os
 import socket
 import stat
-import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
@@ -346,7 +345,3 @@ def private_dir(path: Path) -> Path:
     if stat.S_IMODE(status.st_mode) != 0o700:
         path.chmod(0o700)
     return path
-
-
-def is_linux() -> bool:
-    return sys.platform == "linux"

@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from sgpu_magic.config import is_linux
 from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.system.processes import IS_LINUX
 from sgpu_magic.system.secure_sockets import new_key_pair
 from sgpu_magic.views.units import format_seconds
 
@@ -110,7 +110,7 @@ def visible_devices(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def memory_files() -> Iterator[Finding]:
     """Check memfd, which payloads use, and the size of /dev/shm, which user code may need."""
-    if not is_linux():
+    if not IS_LINUX:
         yield ok("memory files", "this system has none: payloads go through files in the state directory")
         return
     try:
@@ -190,7 +190,7 @@ def _encrypted_per_s() -> float:
 
 def process_control() -> Iterator[Finding]:
     """Check pidfd, which reports a process's death at once, and subreapers, which keep descendants from escaping."""
-    if not is_linux():
+    if not IS_LINUX:
         yield ok("process control", "no pidfd and no subreaper here: process deaths are noticed within a second")
         return
     try:

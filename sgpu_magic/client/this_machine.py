@@ -26,7 +26,6 @@ from sgpu_magic.config import (
     Settings,
     config_path,
     host_name,
-    is_linux,
     load_settings,
     pool_settings,
     private_dir,
@@ -34,6 +33,7 @@ from sgpu_magic.config import (
 from sgpu_magic.errors import PoolError
 from sgpu_magic.files.run_directory import why_no_run
 from sgpu_magic.packages.local_code import installed_entries
+from sgpu_magic.system.processes import IS_LINUX
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.pool_status import (
@@ -286,7 +286,7 @@ def wait_for_exit(pid: int) -> None:
             os.kill(pid, 0)
         except OSError:
             return
-        if process_start(pid) != started or (is_linux() and not started):
+        if process_start(pid) != started or (IS_LINUX and not started):
             # a zombie, or another process with the same pid
             return
         time.sleep(0.01)

@@ -22,18 +22,18 @@ _MADV_COLLAPSE = 25
 _CREDENTIALS = struct.Struct("3i")
 _HUGE_PAGE = 2 << 20
 _LOOK_AGAIN_S = 0.005
-_LINUX = sys.platform == "linux"
+IS_LINUX = sys.platform == "linux"
 
 
 def become_subreaper(on: bool = True) -> None:
     """Make orphaned descendants children of this process instead of init's (PR_SET_CHILD_SUBREAPER), or stop that."""
-    if _LINUX:
+    if IS_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:
     """Get SIGKILL when the parent exits (PR_SET_PDEATHSIG). Exit at once if it has exited already."""
-    if _LINUX:
+    if IS_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -77,7 +77,7 @@ def signal_name(number: int) -> str:
 
 def is_alive(pid: int) -> bool:
     """Whether the process runs. A zombie does not count: in a container it may never be reaped."""
-    if _LINUX:
+    if IS_LINUX:
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
@@ -102,7 +102,7 @@ def collapse_pages() -> None:
 
     A fork copies page tables. With huge pages they are smaller: it takes 1.0 ms instead of 1.7 (3.1 with none).
     """
-    if not _LINUX:
+    if not IS_LINUX:
         return
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -124,7 +124,7 @@ def allow_huge_pages(allowed: bool) -> None:
 
     With huge pages, an idle process takes 2 MB for each touched part of its heap. Existing pages are not changed.
     """
-    if _LINUX:
+    if IS_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, int(not allowed), 0, 0, 0)
 
 
@@ -135,7 +135,7 @@ def core_count() -> int:
 
 def thread_count() -> int:
     """The number of threads of this process, including those of C and C++ libraries."""
-    if _LINUX:
+    if IS_LINUX:
         return len(os.listdir("/proc/self/task"))
     import threading
 
@@ -144,7 +144,7 @@ def thread_count() -> int:
 
 def descendants(root: int) -> list[int]:
     """Pids below `root`, parents first. Linux only; elsewhere empty."""
-    if not _LINUX:
+    if not IS_LINUX:
         return []
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
