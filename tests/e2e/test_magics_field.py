@@ -12,19 +12,20 @@ from pathlib import Path
 
 import pytest
 from kernels import Kernel, eventually
+from shared_homes import SharedKernel
 
 RANKS = 3
 
 
 @pytest.fixture
-def session(kernel: Kernel) -> Iterator[Kernel]:
+def session(kernel: Kernel, module_kernel: SharedKernel) -> Iterator[Kernel]:
     """A kernel that is connected to three ranks."""
     kernel.check(f"%sgpu_connect --gpus {RANKS} --type cpu")
     kernel.check("%%distributed\npass")
     yield kernel
     kernel.run("%sgpu_auto off")
     kernel.check("%sgpu_disconnect")
-    kernel.check("%reset -f")
+    module_kernel.forget()
 
 
 # ---------------------------------------------------------------- targets

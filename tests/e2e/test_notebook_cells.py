@@ -6,17 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 from kernels import Kernel
+from shared_homes import SharedKernel
 
 RANKS = range(2)
 
 
 @pytest.fixture
-def session(kernel: Kernel) -> Iterator[Kernel]:
+def session(kernel: Kernel, module_kernel: SharedKernel) -> Iterator[Kernel]:
     """A kernel that is connected to two ranks."""
     kernel.check("%sgpu_connect --gpus 2 --type cpu")
     yield kernel
     kernel.check("%sgpu_disconnect")
-    kernel.check("%reset -f")
+    module_kernel.forget()
 
 
 # what a plain cell does first, the cell, and what each rank prints

@@ -6,18 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 from kernels import Kernel
+from shared_homes import SharedKernel
 
 RANKS = 3
 
 
 @pytest.fixture
-def session(kernel: Kernel) -> Iterator[Kernel]:
+def session(kernel: Kernel, module_kernel: SharedKernel) -> Iterator[Kernel]:
     """A kernel with a session `s` of three ranks, connected."""
     kernel.check(f"s = %sgpu_connect -n {RANKS}")
     kernel.check("s.wait(30)")
     yield kernel
     kernel.run("%sgpu_disconnect")
-    kernel.check("%reset -f")
+    module_kernel.forget()
 
 
 def until_go(name: str) -> str:

@@ -37,6 +37,9 @@ for name in [name for name in shell.user_ns if not name.startswith("_") and name
 # where a cell has set them IPython leaves them alone from then on
 for name in ("_", "__", "___"):
     shell.user_ns[name] = getattr(shell.displayhook, name)
+# ipykernel closes the sockets of threads that have ended every 10 s; until then they would count as a leak
+printing = shell.kernel.iopub_thread
+printing.io_loop.add_callback(printing._event_pipe_gc)
 """
 
 
