@@ -273,13 +273,17 @@ class Home:
                 self._levels[pid] = level(pid)
                 continue
             before = self._levels[pid]
-            if level(pid)["libraries"] != before["libraries"]:
+            # taken once: reading what a process has mapped is most of this check's cost
+            now = level(pid)
+            if now["libraries"] != before["libraries"]:
                 # the notebook has imported something that may have threads of its own
                 now = level(pid)
                 before = self._levels[pid] = now | {
                     name: max(now[name], before[name]) for name in ("fds", "most fds", "threads")
                 }
             slack = _LIBRARIES_KEEP if kind == "kernel" else 2
+            if no_more(now, before, slack):
+                continue
             try:
                 eventually(
                     lambda pid=pid, before=before, slack=slack: no_more(level(pid), before, slack),
