@@ -37,6 +37,7 @@ process_table         processes as the system reports them: table, descriptors, 
 ranks                 ranks of a real zygote, controlled over the wire as by an agent
 ray_clusters          Ray clusters: fake nodes of one machine, and raylets with their own addresses
 ray_head              a Ray head as an operator starts it, with a dashboard and token authentication
+ray_jobs_api          an HTTP server that answers as Ray's Jobs API does, with jobs that do what a test says
 ray_netns             a Ray cluster whose raylets are in network namespaces, on a bridge; needs root
 ray_pool              a pool service with the Ray engine in the foreground
 ray_traces            what a run's own Ray cluster leaves behind on a machine
