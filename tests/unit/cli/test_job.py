@@ -58,7 +58,7 @@ def test_jobs_that_can_not_be_meant(folder: Path, target: str, line: dict[str, o
 
 
 def test_targets_that_can_not_be_meant(folder: Path):
-    with pytest.raises(UsageError, match="takes no arguments. Give it parameters: -p NAME=VALUE"):
+    with pytest.raises(UsageError, match=r"takes no arguments\. Give it parameters: -p NAME=VALUE"):
         job_from("train.ipynb", {}, ("--lr",))
     with pytest.raises(UsageError, match=r"train\.ipynb is not a Python script"):
         job_from("train.ipynb", {}, as_script=True)
@@ -103,7 +103,7 @@ def test_parameters_are_python_that_gives_the_same_values():
 
 def test_values_that_can_not_be_written_into_a_cell():
     for value in ({1}, b"x", [1, {2}], {"a": {3: 4}}):
-        with pytest.raises(UsageError, match="here: a is a .*Write it as a string, and parse that in the notebook"):
+        with pytest.raises(UsageError, match=r"here: a is a .*Write it as a string, and parse that in the notebook"):
             check_values("here", {"a": value})
 
 
