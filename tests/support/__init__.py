@@ -17,6 +17,7 @@ importable_functions  functions of a module that ranks can import
 installed_venvs       virtual environments with every kind of installation, and the servers that they are installed from
 ipykernels            other versions of ipykernel, laid over this environment for one kernel at a time
 jupyter_servers       real Jupyter servers in a home, with the extensions of this source tree
+kept_runs             runs as a pool keeps them: rows of a real ledger and directories, without a pool that answers
 kernels               real kernels in their own home
 launches              orders to start a run, as agents get them
 lazy_modules          modules that take seconds to import, imported when a test first uses them
