@@ -48,7 +48,7 @@ def test_a_terminated_notebook_says_where_and_keeps_its_outputs(folder: Path, ca
         folder,
         "import os\nprint(os.environ['SGPU_POOL'], os.environ['SGPU_VARIABLES'], os.environ['A'])\n6 * 7",
         # the command is this process
-        "import signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(100)",
+        "import signal, time\nos.kill(os.getppid(), signal.SIGTERM)\nwhile True: time.sleep(0.01)",
         "print('never')",
     )
     before = signal.getsignal(signal.SIGTERM)
