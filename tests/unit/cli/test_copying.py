@@ -22,7 +22,7 @@ from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import NodeShare
 
 RUN = "7f3a0001"
-NODES = (NodeShare(node="a", host="ml-1", ranks=1), NodeShare(node="b", host="ml-2", ranks=2))
+NODES = (NodeShare(node="a", host="ml-1", ranks=2), NodeShare(node="b", host="ml-2", ranks=1))
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_everything_is_listed_but_the_runs_key(kept: KeptRuns, capsys: pytest.Ca
 def test_ranks_of_other_nodes_have_their_own_folders(kept: KeptRuns, capsys: pytest.CaptureFixture[str]):
     kept.add(RUN, ranks=3, files={"work/a.txt": b"node a", "node-1/work/a.txt": b"node b"})
     kept.write_record(RUN, "/elsewhere", NODES, ranks=3)
-    for rank, text in (("", "node a"), ("/0", "node a"), ("/1", "node b"), ("/2", "node b")):
+    for rank, text in (("", "node a"), ("/0", "node a"), ("/1", "node a"), ("/2", "node b")):
         assert cli.main(["cp", f"7f3a{rank}:a.txt", f"{rank.strip('/') or 'x'}.txt"]) == 0
         assert Path(f"{rank.strip('/') or 'x'}.txt").read_text() == text
     assert cli.main(["cp", "7f3a/3:a.txt"]) == 2
