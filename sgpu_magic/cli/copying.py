@@ -70,7 +70,7 @@ def copy(options: argparse.Namespace) -> int:
             _to_stream(files, wanted, source, sys.stdout.buffer)
         else:
             try:
-                _to_disk(files, wanted, Path(os.path.expanduser(target)), sys.stdout)
+                _to_disk(files, wanted, target, sys.stdout)
             except OSError as error:
                 raise UsageError(
                     f"{error.filename or target} can't be written: {error.strerror or error}. Fix that and run "
@@ -182,17 +182,17 @@ def _to_stream(files: FilesOfRun, wanted: Sequence[_Wanted], source: str, data: 
     data.flush()
 
 
-def _to_disk(files: FilesOfRun, wanted: Sequence[_Wanted], target: Path, out: TextIO) -> None:
-    folder = target
-    if len(wanted) == 1 and "/" not in wanted[0].name and not target.is_dir() and not str(target).endswith("/"):
+def _to_disk(files: FilesOfRun, wanted: Sequence[_Wanted], target: str, out: TextIO) -> None:
+    folder = Path(os.path.expanduser(target))
+    if len(wanted) == 1 and "/" not in wanted[0].name and not folder.is_dir() and not target.endswith("/"):
         # a single file, copied under another name
-        folder, wanted = target.parent, [_Wanted(wanted[0].file, target.name)]
-    elif not target.is_dir():
+        folder, wanted = folder.parent, [_Wanted(wanted[0].file, folder.name)]
+    elif not folder.is_dir():
         # like `cp -r`: a target that does not exist becomes the copied folder itself
         first = {each.name.split("/", 1)[0] for each in wanted}
         if len(first) == 1 and all("/" in each.name for each in wanted):
             wanted = [_Wanted(each.file, each.name.split("/", 1)[1]) for each in wanted]
-        target.mkdir(parents=True)
+        folder.mkdir(parents=True)
     total = copied = 0
     for each in wanted:
         size = _one(files, each, folder)

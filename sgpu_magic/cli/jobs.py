@@ -17,7 +17,7 @@ from typing import TextIO
 import msgspec
 
 from sgpu_magic.cli.main import Parser, positive
-from sgpu_magic.config import Settings, load_settings, private_dir
+from sgpu_magic.config import Settings, is_linux, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.views.units import aligned, format_clock
@@ -122,7 +122,11 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def goes_on(self) -> bool:
         """Whether the job is running: its process is alive."""
-        return self.code is None and self.pid > 0 and process_start(self.pid) == self.process_start
+        if self.code is not None or self.pid <= 0:
+            return False
+        started = process_start(self.pid)
+        # 0 is a process that has ended, also where it had ended when the record was written
+        return started == self.process_start and (started > 0 or not is_linux())
 
     @property
     def state(self) -> str:

@@ -79,8 +79,9 @@ def hostname() -> Iterator[Finding]:
         start = time.monotonic()
         try:
             socket.getaddrinfo(name, None)
-        except OSError as error:
-            problems.append(error.strerror or str(error))
+        except (OSError, UnicodeError) as error:
+            # UnicodeError: a part of the name is empty, or has more than 63 characters
+            problems.append(getattr(error, "strerror", "") or str(error))
         seconds.append(time.monotonic() - start)
 
     thread = threading.Thread(target=look_up, daemon=True)

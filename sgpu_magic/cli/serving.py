@@ -184,7 +184,8 @@ def job_options(words: Sequence[str]) -> dict[str, object]:
             value: object = json.loads(text)
         except ValueError:
             value = None
-        if not isinstance(value, dict if name in ("runtime_env", "metadata", "entrypoint_resources") else int | float):
+        wanted = dict if name in ("runtime_env", "metadata", "entrypoint_resources") else int | float
+        if not isinstance(value, wanted) or isinstance(value, bool):
             raise UsageError(f"--{match['name']} takes JSON, not {text[:80]!r}.")
         fields[name] = value
     return fields
@@ -202,10 +203,15 @@ def _clients(settings: Settings, name: str) -> tuple[tuple[str, str, bool], ...]
 
 
 def main() -> None:
-    what = msgspec.json.decode(os.environ.pop(DEPLOYED), type=Deployment)
+    try:
+        what = msgspec.json.decode(os.environ.pop(DEPLOYED, ""), type=Deployment)
+    except msgspec.DecodeError as error:
+        sys.exit(
+            f"sgpu: this is the entry point of `sgpu pool deploy`, and the variable {DEPLOYED} is invalid: {error}"
+        )
     try:
         settings = load_settings()
-        folder = private_dir(served_settings(settings, what.name).state_path)
+        folder = private_dir(served_settings(settings, checked_name(what.name)).state_path)
         for name, key, admin in what.clients:
             # clients that are listed there already are left unchanged
             with contextlib.suppress(UsageError):

@@ -302,8 +302,12 @@ def _walk(root: Path, under: str) -> Iterator[RunFile]:
     waiting = [under]
     while waiting:
         prefix = waiting.pop()
-        with contextlib.suppress(FileNotFoundError, PermissionError), _opened(root, prefix) as folder:
-            for entry in os.scandir(folder):
+        with (
+            contextlib.suppress(FileNotFoundError, PermissionError),
+            _opened(root, prefix) as folder,
+            os.scandir(folder) as entries,
+        ):
+            for entry in entries:
                 name = f"{prefix}/{entry.name}" if prefix else entry.name
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(name)

@@ -17,7 +17,6 @@ from ray_head import RayHead
 from served_pools import SGPU, RemoteUser
 from waiting import eventually
 
-from sgpu_magic.cli.serving import job_options
 from sgpu_magic.client.pools_file import PoolEntry, add_pool
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.nodes.ray.deploy import JobsApi
@@ -64,20 +63,6 @@ def test_where_the_token_is_found(head: RayHead, tmp_path: Path):
     JobsApi(head.dashboard, {"RAY_JOB_HEADERS": f'{{"Authorization": "Bearer {head.token}"}}'}).check()
     with pytest.raises(UsageError, match="no such file"):
         JobsApi(head.dashboard, {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")})
-
-
-def test_a_cluster_that_is_not_there_is_told():
-    (port,) = free_ports(1)
-    with pytest.raises(PoolError, match="can't be reached"):
-        JobsApi(f"http://127.0.0.1:{port}").check()
-
-
-def test_options_of_the_job():
-    words = ["--runtime-env-json", '{"pip": ["msgspec"]}', "--entrypoint-num-cpus=0.5"]
-    assert job_options(words) == {"runtime_env": {"pip": ["msgspec"]}, "entrypoint_num_cpus": 0.5}
-    for wrong in (["--nothing", "1"], ["--runtime-env-json"], ["--entrypoint-num-cpus", "{}"]):
-        with pytest.raises(UsageError):
-            job_options(wrong)
 
 
 @pytest.mark.slow

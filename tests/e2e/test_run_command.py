@@ -391,7 +391,8 @@ def test_a_failing_cell_is_code_1_and_the_copy_has_what_there_was(home: Home):
         home,
         "bad.ipynb",
         "print('before')",
-        "%%distributed -n 2\nprint('on it')\nif rank == 1: raise ValueError('bad batch')",
+        "%%distributed -n 2\nfor n in range(40): print('step', n)\nprint('on it')\n"
+        "if rank == 1: raise ValueError('bad batch')",
         "after = 1",
     )
     code, out, err = run(home, "run", "bad.ipynb")
@@ -403,6 +404,8 @@ def test_a_failing_cell_is_code_1_and_the_copy_has_what_there_was(home: Home):
     assert made.metadata.papermill.exception is True
     assert "ValueError: bad batch" in err
     assert "[1] on it" in err
+    assert "[0] step 0\n" not in err
+    assert re.search(rf"^\.\.\. \d+ more lines are in {re.escape(out.strip())}$", err, re.MULTILINE)
     assert "bad.ipynb: ended with code 1 in" in err
 
 

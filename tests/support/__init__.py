@@ -17,6 +17,7 @@ importable_functions  functions of a module that ranks can import
 installed_venvs       virtual environments with every kind of installation, and the servers that they are installed from
 ipykernels            other versions of ipykernel, laid over this environment for one kernel at a time
 jupyter_servers       real Jupyter servers in a home, with the extensions of this source tree
+kept_runs             runs as a pool keeps them: rows of a real ledger and directories, without a pool that answers
 kernels               real kernels in their own home
 launches              orders to start a run, as agents get them
 lazy_modules          modules that take seconds to import, imported when a test first uses them
@@ -37,6 +38,7 @@ process_table         processes as the system reports them: table, descriptors, 
 ranks                 ranks of a real zygote, controlled over the wire as by an agent
 ray_clusters          Ray clusters: fake nodes of one machine, and raylets with their own addresses
 ray_head              a Ray head as an operator starts it, with a dashboard and token authentication
+ray_jobs_api          an HTTP server that answers as Ray's Jobs API does, with jobs that do what a test says
 ray_netns             a Ray cluster whose raylets are in network namespaces, on a bridge; needs root
 ray_pool              a pool service with the Ray engine in the foreground
 ray_traces            what a run's own Ray cluster leaves behind on a machine

@@ -5,6 +5,7 @@ Token and certificates are looked up as Ray does.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import json
@@ -204,15 +205,10 @@ class JobsApi:
 
     def __init__(self, address: str, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
-        parts = urllib.parse.urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--ray takes the address of Ray's dashboard, http://HEAD:8265, not {address[:80]!r}.")
+        scheme, self.host = _place(address)
         self.address = address.rstrip("/")
-        self.host = parts.hostname
         self._headers = _headers(environ)
-        handlers: list[urllib.request.BaseHandler] = []
-        if parts.scheme == "https":
-            handlers.append(urllib.request.HTTPSHandler(context=_tls(environ)))
+        handlers = [urllib.request.HTTPSHandler(context=_tls(environ))] if scheme == "https" else []
         self._opener = urllib.request.build_opener(*handlers)
 
     def check(self) -> None:
@@ -297,6 +293,16 @@ class JobsApi:
         return PoolError(f"Ray's dashboard at {self.address} refused the request (HTTP {status}): {words[:500]}")
 
 
+def _place(address: str) -> tuple[str, str]:
+    """Return scheme and host of the dashboard's address."""
+    with contextlib.suppress(ValueError):
+        parts = urllib.parse.urlsplit(address)
+        # an invalid port raises ValueError
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts.scheme, parts.hostname
+    raise UsageError(f"--ray takes the address of Ray's dashboard, http://HEAD:8265, not {address[:80]!r}.")
+
+
 def _headers(environ: Mapping[str, str]) -> dict[str, str]:
     try:
         headers = msgspec.json.decode(environ.get("RAY_JOB_HEADERS") or "{}", type=_HEADERS)
@@ -305,6 +311,9 @@ def _headers(environ: Mapping[str, str]) -> dict[str, str]:
     token = _token(environ)
     if token and not any(name.lower() == "authorization" for name in headers):
         headers["Authorization"] = f"Bearer {token}"
+    # http.client's own error would show the token
+    if not all((name + value).isascii() and (name + value).isprintable() for name, value in headers.items()):
+        raise UsageError("Ray's token or a header in RAY_JOB_HEADERS has line breaks or characters outside ASCII.")
     return headers
 
 

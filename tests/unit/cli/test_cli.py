@@ -16,6 +16,10 @@ from pathlib import Path
 import pytest
 from kernels import Home, Kernel, eventually
 
+from sgpu_magic.cli import doctor
+from sgpu_magic.cli.machine_checks import Level
+from sgpu_magic.config import load_settings
+
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]
 # the command's memory without any log, measured at 45 MB
 MOST_MEMORY_KB = 90_000
@@ -218,6 +222,21 @@ def test_status_is_that_of_the_magic(kernel: Kernel, home: Home):
     shown = output_of(home, "pool", "status")
     assert shown.splitlines()[0] == kernel.check("%sgpu_status").text.splitlines()[0]
     assert "succeeded" in shown
+
+
+def test_the_doctor_names_the_pool_and_its_version(kernel: Kernel, home: Home, monkeypatch: pytest.MonkeyPatch):
+    kernel.check("%sgpu_status")
+    settings = load_settings(home.environ)
+    (found,) = doctor.pool(settings)
+    assert found.level is Level.OK
+    assert found.text.startswith(f"process {home.pool_pid()}, sgpu-magic ")
+    # the notebook is one
+    assert re.search(r", [1-9]\d* clients?$", found.text)
+    monkeypatch.setattr(doctor, "__version__", "0.0.9")
+    (found,) = doctor.pool(settings)
+    assert found.level is Level.WARNING
+    assert found.text.endswith(", but this is sgpu-magic 0.0.9")
+    assert "`sgpu pool stop` when it is idle" in found.remedy
 
 
 def test_runs_and_logs_of_a_cell(kernel: Kernel, home: Home):

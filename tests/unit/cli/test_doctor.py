@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import nvml_stub as nvml
@@ -20,8 +22,9 @@ from served_pools import served_pool
 from sgpu_magic.cli import doctor, machine_checks, python_checks
 from sgpu_magic.cli.machine_checks import Finding, Level
 from sgpu_magic.cli.python_checks import ProbeFacts
-from sgpu_magic.config import load_settings
-from sgpu_magic.files.run_directory import mount_of
+from sgpu_magic.config import Settings, load_settings
+from sgpu_magic.files.run_directory import DiskRoom, mount_of
+from sgpu_magic.wire.pool_status import socket_file
 
 nvml_stub = nvml.nvml_stub
 ROOT = Path(__file__).parents[3]
@@ -237,10 +240,125 @@ def test_the_state_directory_of_another_user(bare_home: Home):
     if os.getuid() != 0:
         pytest.skip("needs root to give a directory away")
     os.chown(bare_home.state, 12345, 12345)
-    from sgpu_magic.config import Settings
-
     (found,) = doctor.state_directory(Settings(state_dir=str(bare_home.state)))
     assert (found.level, "another user" in found.text) == (Level.PROBLEM, True)
+
+
+# ---------------------------------------------------------------- settings and directories
+
+
+def told(found: Iterable[Finding]) -> list[tuple[str, Level, str]]:
+    return [(finding.name, finding.level, finding.text) for finding in found]
+
+
+def test_which_settings_file_is_read(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    environ = {"SGPU_CONFIG": str(path), "HOME": str(tmp_path)}
+    _, found = doctor.settings_file(environ)
+    text = f"SGPU_CONFIG names {path}, which does not exist: the defaults apply"
+    assert told(found) == [("settings", Level.WARNING, text)]
+    path.write_text('pool = "team"\n')
+    settings, found = doctor.settings_file(environ)
+    assert told(found) == [("settings", Level.OK, str(path))]
+    assert settings.pool == "team"
+    # the checks go on with the directories that the variables name
+    path.write_text("pool =\n")
+    settings, found = doctor.settings_file(environ | {"SGPU_STATE_DIR": "/a", "SGPU_RUNTIME_DIR": "/b"})
+    assert [finding.level for finding in found] == [Level.PROBLEM]
+    assert (settings.state_dir, settings.runtime_dir) == ("/a", "/b")
+
+
+def test_a_check_that_the_system_refuses_is_a_warning_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def refuse(_: Settings) -> Iterator[Finding]:
+        raise OSError(5, "Input/output error", "/data")
+
+    monkeypatch.setattr(doctor, "state_directory", refuse)
+    # the probe of torch takes seconds, and is not in question here
+    monkeypatch.setattr(python_checks, "probe", lambda _: ProbeFacts(numpy="2.3"))
+    monkeypatch.setattr(machine_checks, "encryption", lambda: iter(()))
+    out = io.StringIO()
+    places = {"SGPU_STATE_DIR": str(tmp_path / "state"), "SGPU_RUNTIME_DIR": str(tmp_path / "run")}
+    assert doctor.run({"HOME": str(tmp_path)} | places, out) is False
+    text = out.getvalue()
+    assert re.search(
+        r"^warning  state directory +could not be checked: \[Errno 5\] Input/output error: '/data'$", text, re.M
+    )
+    assert text.index("state directory") < text.index("runtime directory") < text.index("open files")
+
+
+@pytest.mark.parametrize(
+    ("kind", "free_bytes", "said"),
+    [
+        ("ext4", 10**12, [("state directory", Level.OK), ("disk", Level.OK)]),
+        ("nfs4", 10**12, [("state directory", Level.WARNING), ("disk", Level.OK)]),
+        ("fuse.sshfs", 10**12, [("state directory", Level.WARNING), ("disk", Level.OK)]),
+        ("ext4", 999_999_999, [("state directory", Level.OK), ("disk", Level.WARNING)]),
+        ("ext4", 49_999_999, [("state directory", Level.OK), ("disk", Level.PROBLEM)]),
+        ("ext4", 1000, [("disk", Level.PROBLEM)]),
+    ],
+)
+def test_the_disk_of_the_state_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, free_bytes: int, said: list[tuple[str, Level]]
+):
+    room = DiskRoom(tmp_path, "/data", kind, free_bytes, None, writable=True)
+    monkeypatch.setattr(doctor, "disk_room", lambda _: room)
+    found = list(doctor.state_directory(Settings(state_dir=str(tmp_path / "new" / "state"))))
+    assert [(finding.name, finding.level) for finding in found] == said
+    for finding in found:
+        if finding.name == "state directory" and finding.level is Level.WARNING:
+            assert f"is on a network file system ({kind})" in finding.text
+            assert "Set SGPU_STATE_DIR to a directory on a local disk" in finding.remedy
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_state_directory_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(**_: object) -> object:
+        raise PermissionError(13, "Permission denied")
+
+    # root may write everywhere
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    ((name, level, text),) = told(doctor.state_directory(Settings(state_dir=str(tmp_path))))
+    assert (name, level, text) == ("state directory", Level.PROBLEM, f"{tmp_path} can't be written: Permission denied")
+    ((name, level, text),) = told(doctor.runtime_directory(Settings(runtime_dir="/tmp")))
+    assert (name, level, text) == ("runtime directory", Level.PROBLEM, "/tmp can't be written: Permission denied")
+
+
+def test_a_ledger_that_was_moved_aside_is_named(tmp_path: Path):
+    aside = tmp_path / "ledger.sqlite3.damaged-20260101"
+    aside.touch()
+    *_, found = doctor.state_directory(Settings(state_dir=str(tmp_path)))
+    assert (found.name, found.level) == ("ledger", Level.WARNING)
+    assert found.text == f"{aside} could not be used and was moved aside"
+
+
+def test_a_runtime_directory_that_is_not_private(tmp_path: Path):
+    # short: a socket's path ends at 108 bytes
+    with tempfile.TemporaryDirectory(prefix="sgpu-", dir="/tmp") as folder:
+        here, link = Path(folder, "run"), Path(folder, "link")
+        here.mkdir(mode=0o700)
+        link.symlink_to(here)
+        assert told(doctor.runtime_directory(Settings(runtime_dir=str(here)))) == [
+            ("runtime directory", Level.OK, str(here))
+        ]
+        here.chmod(0o750)
+        (found,) = doctor.runtime_directory(Settings(runtime_dir=str(here)))
+        assert (found.level, found.remedy) == (Level.WARNING, f"`chmod 700 {here}`.")
+        assert "has mode 0750, so others can access it" in found.text
+        (found,) = doctor.runtime_directory(Settings(runtime_dir=str(link)))
+        assert (found.level, found.text) == (
+            Level.PROBLEM, f"{link} is a link, and private files are not kept behind links",
+        )  # fmt: skip
+
+
+def test_a_pool_that_was_killed_is_no_problem(bare_home: Home):
+    settings = Settings(state_dir=str(bare_home.state), runtime_dir=str(bare_home.runtime))
+    left = socket_file(bare_home.runtime)
+    left.touch()
+    (found,) = doctor.pool(settings)
+    assert (found.level, found.text) == (Level.WARNING, f"none is running, but one that was killed left {left}")
+    left.unlink()
 
 
 # ---------------------------------------------------------------- pools of other machines
@@ -320,6 +438,9 @@ def test_a_ray_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     there = tmp_path / f"ray-{version}.dist-info"
     there.mkdir()
     (there / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ray\nVersion: {version}\n")
+    with monkeypatch.context() as only:
+        only.setattr(sys, "path", [])
+        assert list(doctor.ray_version()) == []
     monkeypatch.syspath_prepend(tmp_path)
     (found,) = doctor.ray_version()
     assert (found.name, found.level) == ("ray", level)

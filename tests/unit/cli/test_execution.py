@@ -1,0 +1,85 @@
+"""Notebooks that `sgpu run` executes in real kernels without a pool: what they are given, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from lazy_modules import nbformat
+
+from sgpu_magic.cli import main as cli
+from sgpu_magic.cli.headless.execution import NotebookRun
+from sgpu_magic.cli.headless.job import job_from
+from sgpu_magic.cli.headless.outcome import ExitCode
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in {"STATE_DIR": "state", "RUNTIME_DIR": "run", "CONFIG": "config.toml"}.items():
+        monkeypatch.setenv(f"SGPU_{name}", str(tmp_path / value))
+    for name in ("SGPU_POOL", "SGPU_VARIABLES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.chdir(tmp_path)
+    add_kernel(tmp_path, monkeypatch, [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+    return tmp_path
+
+
+def add_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
+    """Make the kernel `it` one that is started by `argv`."""
+    spec = folder / "jupyter" / "kernels" / "it"
+    spec.mkdir(parents=True, exist_ok=True)
+    (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "it", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(folder / "jupyter"))
+
+
+def saved(folder: Path, *cells: str) -> None:
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    made.metadata["kernelspec"] = {"name": "it", "display_name": "it", "language": "python"}
+    nbformat.write(made, folder / "train.ipynb")
+
+
+def test_a_terminated_notebook_says_where_and_keeps_its_outputs(folder: Path, capsys: pytest.CaptureFixture[str]):
+    saved(
+        folder,
+        "import os\nprint(os.environ['SGPU_POOL'], os.environ['SGPU_VARIABLES'], os.environ['A'])\n6 * 7",
+        # the command is this process
+        "import signal, time\nos.kill(os.getppid(), signal.SIGTERM)\nwhile True: time.sleep(0.01)",
+        "print('never')",
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    words = ["train.ipynb", "-v", "-o", "copy.ipynb", "--pool", "team", "--env", "A=b"]
+    assert cli.main(["run", *words]) == 143
+    told = capsys.readouterr()
+    assert told.out == f"team A b\n42\n{folder}/copy.ipynb\n"
+    assert "stopped in cell 2; the notebook's runs were ended.\n" in told.err
+    assert "train.ipynb: ended with code 143 in " in told.err
+    made = nbformat.read(folder / "copy.ipynb", as_version=4)
+    nbformat.validate(made)
+    first, second, third = (cell.outputs for cell in made.cells)
+    assert [output.output_type for output in first] == ["stream", "execute_result"]
+    # the cell was interrupted as in a notebook
+    assert [output.ename for output in second] == ["KeyboardInterrupt"]
+    assert third == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_time_limit_counts_while_the_kernel_starts(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    saved(folder, "print('never')")
+    # never answers
+    add_kernel(folder, monkeypatch, ["sleep", "100"])
+    # a socket's path ends at 108 bytes, so a long folder of temporary files is not used
+    long = folder / ("long" * 25)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    told: list[tuple[int, int]] = []
+    job = job_from("train.ipynb", {"timeout": 0.1})
+    with open(os.devnull, "w") as nowhere:
+        code = NotebookRun(job, folder / "train.ipynb", None, nowhere, lambda *cells: told.append(cells)).run()
+    assert (code, told) == (ExitCode.TIMED_OUT, [])
+    assert list(long.iterdir()) == []
+    assert json.loads((folder / "train.ipynb").read_text())["metadata"]["papermill"]["exception"] is True

@@ -1,0 +1,122 @@
+"""What the doctor makes of the facts about this Python, its torch and the driver's GPUs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgpu_magic.cli import python_checks
+from sgpu_magic.cli.machine_checks import Level
+from sgpu_magic.cli.python_checks import ProbeFacts
+from sgpu_magic.wire.devices import Device, Inventory
+
+TORCH = ProbeFacts(torch="2.9.0", gpu_build="12.8", distributed=True, gloo=True, nccl=True, gpus=2)
+A10, H100 = (
+    Device(uuid="GPU-0", type="a10", name="NVIDIA A10", index=0),
+    Device(uuid="GPU-1", type="h100", index=1, outside_use="process 17 (python) uses 3 GB"),
+)
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        (
+            ProbeFacts(gloo=True, group_error="RuntimeError: lo is down"),
+            "could not reduce a tensor: RuntimeError: lo is",
+        ),
+        (ProbeFacts(gloo=True, last_words="its process was ended by signal 9"), "tensor: its process was ended by sig"),
+        (ProbeFacts(gloo=True, group_s=0.01, right=False), "two gloo ranks got a wrong sum"),
+    ],
+)
+def test_a_group_that_does_not_work(facts: ProbeFacts, says: str):
+    (found,) = python_checks.group(facts)
+    assert (found.name, found.level) == ("all_reduce", Level.PROBLEM)
+    assert says in found.text
+    assert found.remedy
+
+
+def test_without_gloo_no_group_is_reported():
+    # the missing gloo is
+    assert list(python_checks.group(ProbeFacts(torch="2.9.0"))) == []
+    # it crashed before numpy, too
+    found = list(python_checks.packages(ProbeFacts(last_words="Illegal instruction")))
+    assert [(each.name, each.level) for each in found] == [("torch", Level.PROBLEM)]
+    assert "can't be imported: Illegal instruction" in found[0].text
+
+
+def test_a_probe_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(python_checks, "_PROBE_TIMEOUT_S", 0.01)
+    facts = python_checks.probe(os.environ)
+    assert facts == ProbeFacts(last_words="it took longer than 0 s")
+
+
+def test_an_ipykernel_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("ipykernel")
+    (found,) = python_checks.ipykernel_version()
+    assert (found.level, found.text) == (Level.PROBLEM, "is not installed here")
+    assert "pip install 'ipykernel>=" in found.remedy
+
+
+def said_of(
+    monkeypatch: pytest.MonkeyPatch, inventory: Inventory, facts: ProbeFacts, simulate: str = ""
+) -> list[tuple[str, str, str, str]]:
+    """The findings on a machine whose driver lists these devices: name, level, text and remedy."""
+    monkeypatch.setattr(python_checks, "take_inventory", lambda **_: inventory)
+    found = python_checks.gpus(facts, simulate)
+    return [(each.name, each.level.value, each.text, each.remedy) for each in found]
+
+
+def test_gpus_are_counted_and_those_in_use_are_named(monkeypatch: pytest.MonkeyPatch):
+    count, busy, torch = said_of(monkeypatch, Inventory(host="h", devices=(A10, H100)), TORCH)
+    assert count == ("gpu", "ok", "2 devices: NVIDIA A10, h100", "")
+    assert busy[:3] == ("gpu", "warning", "H100 1 is in use outside the pool: process 17 (python) uses 3 GB")
+    assert "--allow-busy" in busy[3]
+    assert torch == ("torch and gpu", "ok", "built for CUDA 12.8, with NCCL", "")
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "says", "remedy"),
+    [
+        ({"gpu_build": ""}, "problem", "torch 2.9.0 was built without CUDA", "installation page of PyTorch"),
+        ({"gpus": 0}, "problem", "(CUDA 12.8) can use none of the GPUs that the driver lists", "Update the NVIDIA"),
+        ({"nccl": False}, "warning", "this torch has no NCCL", "Install a build with NCCL"),
+        # its crash before that is not a GPU without NCCL
+        ({"gpus": None}, "ok", "built for CUDA 12.8, with NCCL", ""),
+    ],
+)  # fmt: skip
+def test_a_torch_that_can_not_use_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, object], level: str, says: str, remedy: str
+):
+    facts = ProbeFacts(**{name: getattr(TORCH, name) for name in TORCH.__struct_fields__} | changed)
+    *_, found = said_of(monkeypatch, Inventory(host="h", devices=(A10,)), facts)
+    assert found[:2] == ("torch and gpu", level)
+    assert says in found[2]
+    assert remedy in found[3]
+
+
+def test_without_torch_nothing_is_said_of_torch_and_gpus(monkeypatch: pytest.MonkeyPatch):
+    found = said_of(monkeypatch, Inventory(host="h", devices=(A10,)), ProbeFacts(torch_error="ImportError: no"))
+    assert [each[0] for each in found] == ["gpu"]
+
+
+def test_a_driver_that_can_not_be_read(monkeypatch: pytest.MonkeyPatch):
+    problem = "NVML can't be loaded: Driver/library version mismatch; reboot this machine."
+    (found,) = said_of(monkeypatch, Inventory(host="h", problem=problem), TORCH)
+    assert found == (
+        "gpu", "problem", "NVML can't be loaded: Driver/library version mismatch", "Reboot this machine.",
+    )  # fmt: skip
+    (found,) = said_of(monkeypatch, Inventory(host="h", problem="NVML is silent"), TORCH)
+    assert found[2:] == ("NVML is silent", "See the output of `nvidia-smi`.")
+
+
+def test_simulated_devices_are_named_beside_the_real_ones(monkeypatch: pytest.MonkeyPatch):
+    found = said_of(monkeypatch, Inventory(host="h"), TORCH, simulate="a10:4")
+    assert [each[2] for each in found] == [
+        "no GPU on this machine: ranks run on CPU with gloo", "simulated devices replace the real ones: a10:4",
+    ]  # fmt: skip
