@@ -17,9 +17,10 @@ from typing import TextIO
 import msgspec
 
 from sgpu_magic.cli.main import Parser, positive
-from sgpu_magic.config import Settings, is_linux, load_settings, private_dir
+from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.system.processes import IS_LINUX
 from sgpu_magic.views.units import aligned, format_clock
 from sgpu_magic.wire.base import is_valid_id, short
 from sgpu_magic.wire.pool_status import process_start
@@ -126,7 +127,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
             return False
         started = process_start(self.pid)
         # 0 is a process that has ended, also where it had ended when the record was written
-        return started == self.process_start and (started > 0 or not is_linux())
+        return started == self.process_start and (started > 0 or not IS_LINUX)
 
     @property
     def state(self) -> str:
