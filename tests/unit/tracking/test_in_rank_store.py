@@ -1,4 +1,4 @@
-"""What MLflow of a tracked cell reads, logs and may not do, with a real store and no rank; and what reaches the agent."""
+"""What MLflow of a tracked cell reads, logs and may not do, with a real store and no rank; what reaches the agent."""
 
 from __future__ import annotations
 
