@@ -17,10 +17,11 @@ from waiting import eventually
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages import named_environments
-from sgpu_magic.panel import kernel_actions
+from sgpu_magic.panel import kernel_actions, kernel_endpoint
 from sgpu_magic.panel.kernel_actions import KernelActions, accept_choice
 from sgpu_magic.panel.kernel_endpoint import Lane
 from sgpu_magic.panel.kernel_state import panel_text
+from sgpu_magic.panel.watch import Watchers
 from sgpu_magic.runs.choice.keeper import ChoiceKeeper
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
 from sgpu_magic.runs.workplace import Workplace
@@ -33,11 +34,12 @@ BASE = f"# Python {HERE} on any machine, digest 00\n# Complete: all.\nalpha==1.0
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes a process's workplace with these settings, in a state folder of the test; starts no pool."""
+    """Makes a process's workplace with these settings, in folders of the test; starts no pool."""
     made: list[Workplace] = []
 
     def place(**settings: str) -> Workplace:
         monkeypatch.setenv("SGPU_STATE_DIR", str(tmp_path / "state"))
+        monkeypatch.setenv("SGPU_RUNTIME_DIR", str(tmp_path / "run"))
         monkeypatch.setenv("SGPU_CONFIG", str(tmp_path / "config.toml"))
         for name, value in settings.items():
             monkeypatch.setenv(f"SGPU_{name.upper()}", value)
@@ -261,11 +263,9 @@ def test_a_lane_does_one_task_after_the_other_and_none_after_its_end():
 
 
 def test_an_answer_that_can_not_be_sent_costs_nothing(make: Any, monkeypatch: pytest.MonkeyPatch):
-    from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
-
     said = io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", said)
-    endpoint = KernelEndpoint(make())
+    endpoint = kernel_endpoint.KernelEndpoint(make())
     answers: list[dict[str, Any]] = []
 
     def broken(_: dict[str, Any]) -> None:
@@ -280,3 +280,67 @@ def test_an_answer_that_can_not_be_sent_costs_nothing(make: Any, monkeypatch: py
     endpoint.close()
     endpoint.take({"kind": "kernel", "n": 3}, answers.append)
     assert len(answers) == 1
+
+
+# ---------------------------------------------------------------- a panel below a cell
+
+
+class Front:
+    """A widget, and the channels that deliver its messages."""
+
+    def __init__(self) -> None:
+        self.comm: object = object()
+        self.told: list[dict[str, Any]] = []
+        self.ended: list[str] = []
+        self.take: Any = None
+
+    def send(self, content: dict[str, Any]) -> None:
+        self.told.append(content)
+
+    def close(self) -> None:
+        self.ended.append("widget")
+
+    def opened_for(self, widget: object, take: Any) -> None:
+        self.take = take
+
+    def closed(self, widget: object) -> None:
+        self.ended.append("channel")
+
+
+def test_a_page_that_says_nothing_for_long_is_told_nothing(make: Any):
+    endpoint, watchers, front = kernel_endpoint.KernelEndpoint(make()), Watchers(interval_s=0.01), Front()
+    view = kernel_endpoint.PanelView(front, front, endpoint, watchers)  # type: ignore[arg-type]
+    answers: list[dict[str, Any]] = []
+    front.take("no message", answers.append)
+    front.take({"kind": "kernel", "n": 3}, answers.append)
+    eventually(lambda: answers, what="the page's question is answered")
+    assert (answers[0]["kind"], answers[0]["n"]) == ("kernel-answer", 3)
+    front.take({"kind": "dance"}, answers.append)
+    eventually(lambda: front.told, what="a wrong command is answered")
+    assert front.told[0]["text"].startswith("This request is not valid: ")
+    front.take({"kind": "watch", "pool": ""}, answers.append)
+    eventually(lambda: view._page.is_watching, what="it is watched")
+
+    def after(quiet_s: float) -> bool:
+        """Whether it is watched once its timer is due, so long after the page's last message."""
+        eventually(lambda: view._timer, what="the timer is set").cancel()
+        view._heard_at -= quiet_s
+        view._check()
+        return view._page.is_watching
+
+    assert after(kernel_endpoint.PATIENCE_S / 2)
+    # a page that is there says so
+    front.take({"kind": "here"}, answers.append)
+    assert after(kernel_endpoint.PATIENCE_S / 2)
+    assert not after(kernel_endpoint.PATIENCE_S / 2)
+    assert not view.is_closed
+    front.take({"kind": "watch", "pool": ""}, answers.append)
+    eventually(lambda: view._page.is_watching, what="it is there again")
+    view.close()
+    assert (view.is_closed, front.ended, view._timer) == (True, ["channel", "widget"], None)
+    assert not view._page.is_watching
+    told = len(front.told)
+    front.take({"kind": "dance"}, answers.append)
+    endpoint.close()
+    watchers.close()
+    assert len(front.told) == told
