@@ -221,7 +221,7 @@ def test_a_session_is_written_before_its_cells(service: Service):
 
 def test_short_runs_that_succeed_are_not_written_unless_asked_for(service: Service, monkeypatch: pytest.MonkeyPatch):
     async def story(tracker: Tracker) -> None:
-        names = ("short", "fails", "lost", "asked", "cancelled", "profiled")
+        names = ("short", "fails", "lost", "asked", "cancelled", "profiled", "unplaced")
         runs = {name: service.run(f"0000000{at}", AUTO, profile=name == "profiled") for at, name in enumerate(names)}
         for run in runs.values():
             tracker.follow(run)
@@ -233,7 +233,9 @@ def test_short_runs_that_succeed_are_not_written_unless_asked_for(service: Servi
         assert service.told == ["track 00000001"]
         runs["short"].state, runs["cancelled"].state = RunState.SUCCEEDED, RunState.CANCELLED
         runs["lost"].placed_at = runs["cancelled"].placed_at = 1.0
-        for name in ("short", "lost", "cancelled"):
+        # it got no devices
+        runs["unplaced"].state = RunState.QUEUED
+        for name in ("short", "lost", "cancelled", "unplaced"):
             tracker.over(runs[name].run_id)
         await later()
         # its ranks were gone without an end
