@@ -11,7 +11,8 @@ import pytest
 
 from sgpu_magic.packages import lock
 from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot
-from sgpu_magic.packages.lock import lock_order, make_lock
+from sgpu_magic.packages.lock import Lock, lock_order, make_lock
+from sgpu_magic.packages.order import order_of
 from sgpu_magic.wire.attachments import Environment
 
 NOWHERE = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_NO_CACHE": "1", "UV_HTTP_RETRIES": "0"}
@@ -62,6 +63,20 @@ def test_each_source_has_its_entry_and_what_is_not_in_the_file_is_said(tmp_path:
         "# Not in this file: large: in no package index, and too large to be repacked for the record"
     )
     assert made.left_out.keys() == {"bare", "gone", "large"}
+
+
+def test_a_folder_on_the_path_without_a_project_travels_as_code(tmp_path: Path):
+    odd = Distribution("odd", "1.0", Kind.EDITABLE, url=tmp_path.as_uri())
+    ordered = order_of(
+        Snapshot((odd,)),
+        Lock(),
+        torch_mine=False,
+        allow_build=False,
+        build=lambda found: pytest.fail(f"{found.name} is built"),
+        repack=lambda found: pytest.fail(f"{found.name} is repacked"),
+    )
+    assert ordered.notes == (f"odd in {tmp_path} has no project file: it travels as local code only.",)
+    assert (ordered.environment.requirements, ordered.environment.wheels) == ((), ())
 
 
 def test_why_there_is_no_lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

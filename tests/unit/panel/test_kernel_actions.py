@@ -17,7 +17,9 @@ from waiting import eventually
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages import named_environments
-from sgpu_magic.panel import kernel_actions, kernel_endpoint
+from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot
+from sgpu_magic.packages.snapshot import take_snapshot
+from sgpu_magic.panel import kernel_actions, kernel_endpoint, kernel_state
 from sgpu_magic.panel.kernel_actions import KernelActions, accept_choice
 from sgpu_magic.panel.kernel_endpoint import Lane
 from sgpu_magic.panel.kernel_state import panel_text
@@ -104,6 +106,25 @@ def test_more_differences_than_a_panel_has_room_for_are_counted(make: Any, base:
     many = tuple(f"p{number}" for number in range(100))
     found = picture(make(), Choice(env_version=base, dependencies=many))
     assert (len(found["differences"]), found["more_differences"]) == (60, 40)
+
+
+def test_own_packages_are_shown_with_what_changed_since_the_kernel_began(make: Any, monkeypatch: pytest.MonkeyPatch):
+    place, now = make(), take_snapshot()
+    before = [found for found in now.distributions if found.key not in ("six", "packaging")]
+    first = Snapshot(
+        (*before, Distribution("gone", "1.0", Kind.REGISTRY), Distribution("six", "0.1", Kind.REGISTRY)),
+        python=now.python,
+    )
+    monkeypatch.setattr(kernel_state.snapshot, "first_snapshot", lambda: first)
+    found = picture(place)
+    assert lines(found) == [
+        ("-", "gone 1.0"),
+        ("+", f"packaging {metadata.version('packaging')}"),
+        ("~", f"six 0.1 → {metadata.version('six')}"),
+    ]
+    # what is installed can be removed here; what changed or is gone is the user's doing
+    assert [line["removable"] for line in found["differences"]] == [False, True, False]
+    assert found["packages"] == len(now.distributions)
 
 
 def test_the_bases_on_offer_are_published_saved_and_chosen(make: Any, base: str):
