@@ -79,10 +79,11 @@ def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
     """Describe this process's context for the ranks: working directory, `sys.path`, umask, and `environ`."""
     try:
         cwd = os.getcwd()
+        # "" in sys.path means the current directory
+        path = tuple(entry or cwd for entry in sys.path)
     except FileNotFoundError:
-        cwd = ""
-    # "" in sys.path means the current directory
-    path = tuple(entry or cwd for entry in sys.path)
+        # the directory was removed, and relative entries have no meaning
+        cwd, path = "", tuple(filter(os.path.isabs, sys.path))
     settings = load_settings(environ)
     return RankContext(
         widgets=True,
@@ -317,7 +318,8 @@ def _first_line(process: subprocess.Popen[bytes], order: bytes) -> bytes | None:
     stdin, stdout = process.stdin, process.stdout
     if stdin is None or stdout is None:
         raise ValueError("the pool is started with both pipes")
-    with stdin, contextlib.suppress(BrokenPipeError):
+    # closing writes what is left, which fails as well if the process has ended
+    with contextlib.suppress(BrokenPipeError), stdin:
         stdin.write(order)
         stdin.flush()
     answer = b""

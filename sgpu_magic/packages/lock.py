@@ -115,7 +115,7 @@ def make_lock(snapshot: Snapshot, wheels: Path, variables: Mapping[str, str], *,
     repacked, left_out = _repacked(snapshot, unpublished | unlocked.keys(), wheels)
     entries = "".join(_own_entries(snapshot, repacked, asked))
     lock = Lock(
-        pylock=_head(snapshot, left_out) + text + entries,
+        pylock=_head(snapshot, left_out) + _joined(text, entries),
         unpublished=frozenset(unpublished),
         other_builds=other_builds,
         wheels={key: wheel for key, wheel in repacked.items() if key not in unlocked},
@@ -144,7 +144,7 @@ def lock_order(environment: Environment, python: str, variables: Mapping[str, st
     head = f"# Made with uv from what a node was asked to build, digest {environment.digest}.\n"
     head += "".join(f"# Not in this file: {pin}: the node's own is used instead\n" for pin in environment.needed)
     wheels = "".join(_entry(distribution_name(wheel), "", "archive", _archive(wheel)) for wheel in environment.wheels)
-    return _valid(Lock(pylock=head + text + wheels))
+    return _valid(Lock(pylock=head + _joined(text, wheels)))
 
 
 def _is_asked(distribution: Distribution) -> bool:
@@ -216,6 +216,11 @@ def _own_entries(snapshot: Snapshot, wheels: Mapping[str, Wheel], asked: Mapping
 
 def _archive(wheel: Wheel) -> dict[str, object]:
     return {"path": wheel.path, "size": wheel.size, "hashes": {"sha256": wheel.sha256}}
+
+
+def _joined(text: str, entries: str) -> str:
+    """Add entries to uv's lock file. Without packages, uv writes an empty list, which nothing can be added to."""
+    return (text.replace("packages = []\n", "") if entries else text) + entries
 
 
 def _entry(key: str, version: str, kind: str, source: Mapping[str, object]) -> str:

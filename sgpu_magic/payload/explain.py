@@ -154,8 +154,6 @@ def _special(obj: object) -> _Kind | None:
     package = module.partition(".")[0]
     if package == "_thread" and name in ("lock", "RLock"):
         return _Kind(f"a _thread.{name}", "lock", hides_inside=False)
-    if package == "_multiprocessing":
-        return _Kind("a multiprocessing lock", "lock")
     if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
         file = getattr(obj, "name", None)
         named = f" ({file})" if isinstance(file, str) else ""

@@ -211,6 +211,8 @@ class Run(Future[list[R]], Generic[R]):
                 elif run.link_lost:
                     while (item := run.next_event(0)) is not None:
                         yield item[0]
+                        if isinstance(item[0].body, RunEnded):
+                            return
                     if run_loop.find_again(followed) is not None:
                         return
                 elif state.is_final and time.monotonic() - heard_at > run_loop.HISTORY_PATIENCE_S:

@@ -43,6 +43,7 @@ ray_netns             a Ray cluster whose raylets are in network namespaces, on 
 ray_pool              a pool service with the Ray engine in the foreground
 ray_traces            what a run's own Ray cluster leaves behind on a machine
 scheduler_requests    requests to the scheduler and its answers, in short forms for its tests
+scripted_pools        pools at the other end of a real link, whose answers, events and death a test gives
 served_pools          pools served on a TCP port, and clients on other machines
 server_kernels        kernels of a Jupyter server driven as by a page, and cells that run in them meanwhile
 shared_homes          homes with a pool and a kernel that the modules of one test process share

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import signal
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from waiting import eventually
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.functions.compat.notebook import execution
 from sgpu_magic.functions.compat.notebook.dbutils import Secrets, Widgets, variable_of
-from sgpu_magic.functions.compat.notebook.execution import RunMagic, find_notebook, forget_replaced
+from sgpu_magic.functions.compat.notebook.execution import Library, Notebook, RunMagic, find_notebook, forget_replaced
 from sgpu_magic.functions.compat.notebook.file_system import FileSystem, run_line
 from sgpu_magic.functions.compat.notebook.names import CellMagics, Spark, run_sql
 from sgpu_magic.options import notebook_job
@@ -294,7 +301,168 @@ def test_what_ipython_runs_goes_to_ipython(line: str, tmp_path: Path, monkeypatc
     assert asked == [line]
 
 
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[InteractiveShell]:
+    """A notebook's shell; its variables are the test's own."""
+    made = InteractiveShell.instance()
+    before = dict(made.user_ns)
+    yield made
+    made.user_ns.clear()
+    made.user_ns.update(before)
+
+
+def notebook_file(path: Path, *sources: str) -> None:
+    cells = [{"cell_type": "markdown", "source": ["# Words"]}]
+    cells += [{"cell_type": "code", "source": source.splitlines(keepends=True)} for source in sources]
+    path.write_text(json.dumps({"cells": cells}))
+
+
+def test_a_notebook_runs_in_this_namespace_with_its_arguments(
+    shell: InteractiveShell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "setup.py").write_text(
+        "# Databricks notebook source\nfactor = dbutils_widgets.get('factor')\n\n# COMMAND ----------\n\n"
+        "# MAGIC %run ./script.py --fast\n\n# COMMAND ----------\n\nfactor * 2\n"
+    )
+    (tmp_path / "lib" / "script.py").write_text("print(1)\n")
+    (tmp_path / "lib" / "back.py").write_text("# Databricks notebook source\n# MAGIC %run ./again\n")
+    (tmp_path / "lib" / "again.py").write_text("# Databricks notebook source\n# MAGIC %run ./back\n")
+    notebook_file(tmp_path / "it.ipynb", "b = 2", "c = b + 1;")
+    widgets, asked = Widgets({}, None), list[str]()
+    magic = RunMagic(shell, widgets, asked.append)
+    monkeypatch.setitem(shell.magics_manager.magics["line"], "run", magic)
+    shell.user_ns["dbutils_widgets"] = widgets
+    magic('./lib/setup $factor="a b"')
+    assert shell.user_ns["factor"] == "a b"
+    # the value of its last cell is displayed, and what is relative to it stays so
+    assert "'a ba b'" in capsys.readouterr().out
+    assert asked == [f"{tmp_path}/lib/script.py --fast"]
+    # its arguments are its own
+    assert widgets.getAll() == {}
+    magic("it")
+    assert (shell.user_ns["b"], shell.user_ns["c"]) == (2, 3)
+    with pytest.raises(UsageError, match=r"run each other in a cycle: back\.py -> again\.py -> back\.py"):
+        magic("./lib/back")
+    with pytest.raises(UsageError) as raised:
+        magic("it fast=1")
+    assert raised.value.message == "`%run` of the notebook it.ipynb takes arguments as $name=\"value\", not 'fast=1'."
+    (tmp_path / "odd.ipynb").write_text("{}")
+    with pytest.raises(UsageError, match=r"odd\.ipynb is not a notebook: it is not valid notebook JSON"):
+        magic("odd")
+
+
+# ---------------------------------------------------------------- other notebooks
+
+
+PLAYS_SGPU_RUN = """#!{python}
+import json, os, pathlib, sys, time
+here = pathlib.Path({folder!r})
+(here / "asked.json").write_text(json.dumps(sys.argv[1:]))
+if "--timeout" in sys.argv:
+    sys.exit(124)
+if "-r" not in sys.argv:
+    (here / "begun.part").write_text(str(os.getpid()))
+    os.replace(here / "begun.part", here / "begun")
+    time.sleep(600)
+print("a line of the notebook's")
+if "name=bad" in sys.argv:
+    sys.stderr.write("".join(f"line {{number}}\\n" for number in range(100)))
+    sys.exit(1)
+copy = here / "child.executed.ipynb"
+copy.write_text(json.dumps({{"metadata": {{"sgpu": {{"exit_value": "abab"}}}} if "name=ab" in sys.argv else {{}}}}))
+print(copy)
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a notebook, and a program that stands for `sgpu run`; tests/e2e/test_run_databricks.py has that."""
+    program = tmp_path / "python"
+    program.write_text(PLAYS_SGPU_RUN.format(python=sys.executable, folder=str(tmp_path)))
+    program.chmod(0o755)
+    notebook_file(tmp_path / "child.ipynb")
+    monkeypatch.setattr(execution.sys, "executable", str(program))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_another_notebook_is_run_with_its_arguments_and_gives_its_value(
+    jobs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    job = notebook_job.JobDefaults(gpus=2, type="a10")
+    monkeypatch.setenv(notebook_job.VARIABLE, notebook_job.as_variable(job))
+    assert Notebook().run("./child", arguments={"name": "ab", "n": 3}) == "abab"
+    assert capsys.readouterr().out == f"sgpu: child.ipynb has run; its executed copy is {jobs}/child.executed.ipynb\n"
+    words = json.loads((jobs / "asked.json").read_text())
+    assert words[:4] == ["-m", "sgpu_magic.cli", "run", str(jobs / "child.ipynb")]
+    assert words[-4:] == ["-r", "name=ab", "-r", "n=3"]
+    # the child has the job's devices too
+    assert words[4:-4] == notebook_job.as_words(job)
+    assert Notebook().run("child", arguments={"name": "other"}) == ""
+
+
+def test_a_notebook_that_fails_is_missing_or_takes_too_long(jobs: Path):
+    with pytest.raises(UsageError) as missing:
+        Notebook().run("./none")
+    assert missing.value.message == f"dbutils.notebook.run: there is no notebook './none' in {jobs}."
+    with pytest.raises(RuntimeError) as failed:
+        Notebook().run("child", arguments={"name": "bad"})
+    said = str(failed.value).splitlines()
+    assert said[0] == "child.ipynb failed: `sgpu run` ended with code 1."
+    assert (said[1], said[-1], len(said)) == ("line 80", "line 99", 21)
+    with pytest.raises(TimeoutError, match=r"child\.ipynb took longer than 1\.5 s and was ended"):
+        Notebook().run("child", 1.5)
+    assert json.loads((jobs / "asked.json").read_text())[-2:] == ["--timeout", "1.5s"]
+
+
+def test_an_interrupt_ends_the_other_notebook(jobs: Path):
+    def interrupt() -> None:
+        eventually((jobs / "begun").exists, 30, "the other notebook begins")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        Notebook().run("child")
+    thread.join()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((jobs / "begun").read_text()), 0)
+
+
 # ---------------------------------------------------------------- restart
+
+
+def test_python_is_restarted_in_a_kernel_that_goes_on(
+    site: Path, shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    installed(site, "fast", "1", fast__init="__version__ = '1'")
+    taken = [snapshot(site)]
+    monkeypatch.setattr(execution, "take_snapshot", lambda: taken[-1])
+    library = Library(shell, {"dbutils"})
+    import fast  # pyright: ignore[reportMissingImports]
+
+    compiled = sys.modules["fast.core"] = types.ModuleType("fast.core")
+    compiled.__file__ = str(site / "fast/core.abi3.so")
+    shell.user_ns.update(dbutils=1, model=fast, _private=2)
+    installed(site, "fast", "2", fast__init="__version__ = '2'")
+    taken.append(snapshot(site))
+    library.restartPython()
+    assert capsys.readouterr().out == (
+        "sgpu: restart the kernel to use the change of fast 1 -> 2: compiled code of it is loaded.\n"
+    )
+    assert shell.user_ns["dbutils"] == 1
+    assert not {"model", "_private"} & shell.user_ns.keys()
+    assert "get_ipython" in shell.user_ns
+    # told once
+    library.restartPython()
+    assert capsys.readouterr().out == ""
+    # a package that is gone, and one without a list of its files
+    (site / "fast-2.dist-info" / "RECORD").unlink()
+    assert forget_replaced(taken[-1], Snapshot(()), sys.modules) == [
+        "restart the kernel to use the change of fast 2 removed: compiled code of it is loaded."
+    ]
 
 
 @pytest.fixture

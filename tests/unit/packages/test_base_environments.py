@@ -149,6 +149,27 @@ def test_a_base_for_another_python_is_refused_with_both_versions_and_the_remedy(
         assert words in raised.value.message
 
 
+def test_a_base_is_pins_and_says_what_it_leaves_out(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    """As in a kernel of its Python; `test_a_base_is_pins_without_what_the_node_brings` has one."""
+    monkeypatch.setattr(order, "own_python", lambda: base_list("4").python_minor)
+    plain, built = chosen(settings, "4"), chosen(settings, "4", allow_build=True)
+    assert (plain.environment.label, plain.environment.own, plain.environment.resolve) == ("4", False, False)
+    assert plain.environment.packages == len(plain.environment.requirements)
+    assert "torch==2.7.1" in plain.environment.needed
+    # older than what a rank needs
+    assert "cloudpickle==3.0.0" in plain.environment.needed
+    assert {"psutil==5.9.4"} <= set(plain.environment.requirements)
+    assert {"psutil==5.9.0", "psycopg2==2.9.3"} <= set(built.environment.requirements)
+    left_out, other, *old = plain.notes
+    assert left_out.startswith("left out of environment 4, as no package index has them for this Python: ")
+    assert other.startswith("environment 4 has versions that need no build: ")
+    assert "psutil 5.9.4 for 5.9.0" in other
+    assert any(note.startswith("cloudpickle 3.0.0 is too old for sgpu-magic, which needs cloudpickle") for note in old)
+    # with builds, every version is the page's
+    assert not [note for note in built.notes if "need no build" in note]
+    assert plain.environment.digest != built.environment.digest
+
+
 def python_of_the_base(folder: Path) -> str:
     """A Python 3.12 with this package but no torch, which needs no more to read its lists."""
     found = [*sorted(Path.home().glob(".pyenv/versions/3.12.*/bin/python")), "3.12"]

@@ -395,6 +395,36 @@ found
     assert ranks.remarks(0) == []
 
 
+def test_another_run_or_experiment_of_the_users_counts_for_its_cell(ranks: Tracked):
+    run_id = ranks.place.tracked.mlflow_run_id
+    other = ranks.place.ask("client.create_run(client.get_experiment_by_name('notebook').experiment_id).info.run_id")
+    body = f"""
+mlflow.set_tracking_uri({ranks.place.uri!r})
+mlflow.set_experiment("notebook")
+joined = mlflow.active_run().info
+found = mlflow.register_model("runs:/x/m", "m") if rank else None
+if rank == 0:
+    with mlflow.start_run(run_id={other!r}):
+        mlflow.log_metric("theirs", 1)
+    mlflow.log_metric("ours", 1)
+    mlflow.set_experiment("mine")
+    mlflow.set_experiment("mine")
+    found = mlflow.active_run()
+(joined.run_id, joined.artifact_uri, found)
+"""
+    artifacts = ranks.place.tracked.artifact_uri
+    # what is the run's place already changes nothing, and models are the first rank's alone
+    assert ranks.run(body) == [(run_id, artifacts, None), (run_id, artifacts, None)]
+    assert [key for key, _, _ in ranks.metrics(0)] == ["ours"]
+    assert ranks.place.ask(f"client.get_run({other!r}).data.metrics") == {"theirs": 1.0}
+    (remark,) = [text for text in ranks.remarks(0) if "the cell has set" in text]
+    assert remark.startswith("the cell has set MLflow's experiment: from then on MLflow follows the cell")
+    # the choice stays for later cells until it is taken back
+    body = "found = mlflow.active_run()\nmlflow.set_experiment('notebook')\nfound is None"
+    assert ranks.run(body) == [True, False]
+    assert ranks.run("mlflow.active_run().info.run_id") == [run_id] * 2
+
+
 # ---------------------------------------------------------------- no store, no answer
 
 

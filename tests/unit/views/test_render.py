@@ -711,6 +711,53 @@ def test_ansi_colours_become_spans() -> None:
     assert ansi.colours_only("\x1b[31mx\x1b[2K\x1b]52;c;aGk=\x07") == "\x1b[31mx\x1b[0m"
 
 
+@pytest.mark.parametrize(
+    ("codes", "style"),
+    [
+        # xterm's table: sixteen basic colours, a cube of 216, 24 greys
+        ("38;5;1", "color:#e75c58"),
+        ("38;5;21", "color:#0000ff"),
+        ("38;5;232", "color:#080808"),
+        ("38;5;255", "color:#eeeeee"),
+        ("38;5;999", "color:#eeeeee"),
+        ("38;2;300;0;1", "color:#ff0001"),
+        ("96", "color:#258f8f"),
+        ("41", "background:#e75c58"),
+        ("104", "background:#3b82f6"),
+        # grey text is white on a coloured background
+        ("37;41", "color:#ffffff;background:#e75c58"),
+        ("97;41", "color:#ffffff;background:#e75c58"),
+        ("37", "color:#a09c90"),
+        # inverse exchanges both, with colours for those that are not set
+        ("7", "color:#ffffff;background:#6b7280"),
+        ("31;7", "color:#ffffff;background:#e75c58"),
+        ("31;42;7", "color:#00a250;background:#e75c58"),
+        # underlined and crossed out are one property
+        ("4", "text-decoration:underline"),
+        ("4;9", "text-decoration:line-through"),
+        ("2;3", "opacity:.65;font-style:italic"),
+        # what ends one thing leaves the others
+        ("1;3;31;22", "color:#e75c58;font-style:italic"),
+        ("31;42;39", "background:#00a250"),
+        ("31;42;49", "color:#e75c58"),
+        ("31;7;27", "color:#e75c58"),
+        ("31;4;24", "color:#e75c58"),
+        # nothing is left
+        ("31;1;0", ""),
+        ("31;", ""),
+        ("3;23", ""),
+        # unknown codes, and colours that are cut off or unknown, are ignored
+        ("31;58", "color:#e75c58"),
+        ("1;38;9;31", "font-weight:bold"),
+        ("1;48;2;3", "font-weight:bold"),
+        (">4;1", ""),
+    ],
+)
+def test_ansi_codes_have_the_styles_of_a_terminal(codes: str, style: str) -> None:
+    expected = f'<span style="{style}">x</span>' if style else "x"
+    assert ansi.to_html(f"\x1b[{codes}mx") == expected
+
+
 def test_html_shows_the_cells_frames_first_and_keeps_the_rest() -> None:
     trace = (
         "Cell In[7], line 3\n----> 3 step()\n\nFile /lib/torch/nn.py:9, in step()\n      9 boom()\n\n"

@@ -1,0 +1,201 @@
+"""Submitting to a pool whose service dies meanwhile, and the memory that payloads lie in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_pools import RUN, ScriptedPool, Services, has_run, lacks_runs, spec_of
+from waiting import eventually
+
+from sgpu_magic.client import submitter as module
+from sgpu_magic.client.submitter import Attachments, PayloadMemory, Submitter
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import PoolError, RunUnknown, UsageError
+from sgpu_magic.payload.buffers import INLINE_LIMIT
+from sgpu_magic.payload.pack import Packed, pack_namespace
+from sgpu_magic.wire.attachments import FilePayload, SharedPayload
+from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.client import Attach, Cancel, Refused, Submit
+from sgpu_magic.wire.events import PayloadReleased
+
+KEY = b"k" * 32
+SMALL = pack_namespace({"x": 1}, {}, KEY)
+
+
+@pytest.fixture
+def large() -> Packed:
+    """Variables that are too large for a message."""
+    return pack_namespace({"x": b"x" * (INLINE_LIMIT + 1)}, {}, KEY)
+
+
+@pytest.fixture
+def memory() -> Iterator[PayloadMemory]:
+    made = PayloadMemory()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path, memory: PayloadMemory) -> Iterator[Any]:
+    """Makes a submitter to the services that a pool has one after the other."""
+    made: list[Services] = []
+
+    def submitter(*pools: ScriptedPool | Exception) -> Submitter:
+        services = Services(*pools)
+        made.append(services)
+        settings = Settings(state_dir=str(tmp_path / "state"))
+        return Submitter(services, memory, settings, "local", None)  # type: ignore[arg-type]
+
+    yield submitter
+    for services in made:
+        services.close()
+
+
+def submit(submitter: Submitter, packed: Packed = SMALL) -> Any:
+    return submitter.submit(spec_of(), packed, KEY, {}, Attachments())
+
+
+def dies_at_submit(message: Any) -> list[Record] | None:
+    return None if isinstance(message, Submit) else []
+
+
+def refuses(message: Any) -> list[Record]:
+    if isinstance(message, Submit):
+        return [Refused(request=message.request, error="UsageError", message="not like this.")]
+    return []
+
+
+# ---------------------------------------------------------------- the service dies
+
+
+def test_a_run_that_no_service_took_is_submitted_to_the_next(make: Any):
+    first, second = ScriptedPool(dies_at_submit), ScriptedPool(lacks_runs)
+    run = submit(make(first, second))
+    assert (first.kinds(), second.kinds()) == (["Submit"], ["Attach", "Submit"])
+    assert (run.run_id, run.owned, run.link_lost) == (RUN, True, False)
+
+
+def test_a_run_that_the_dead_service_took_is_not_submitted_twice(make: Any, large: Packed, memory: PayloadMemory):
+    first, second = ScriptedPool(dies_at_submit), ScriptedPool(has_run)
+    run = submit(make(first, second), large)
+    assert second.sent[-1].owns
+    # nobody says when its ranks have read the memory, so it is not written again
+    assert memory._slots == []
+    assert second.kinds() == ["Attach"]
+    assert (run.owned, run.submission, run.link_lost) == (True, None, False)
+
+
+def test_a_queued_run_is_submitted_again_and_counts_its_events_anew(make: Any):
+    first, second, third = ScriptedPool(), ScriptedPool(lacks_runs), ScriptedPool(lacks_runs)
+    submitter = make(first, second, third)
+    run = submit(submitter)
+    run.last_seq = 5
+    first.die()
+    assert run.link_lost
+    submitter.find_again(run)
+    assert second.kinds() == ["Attach", "Submit"]
+    assert (second.sent[-2].after, run.last_seq, run.link_lost) == (5, 0, False)
+    # once it was placed, only its ranks know of it
+    run.submission = None
+    second.die()
+    with pytest.raises(RunUnknown, match=f"there is no run {RUN}"):
+        submitter.find_again(run)
+
+
+def test_a_run_is_cancelled_at_the_next_service(make: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_CANCEL_PAUSE_S", 0.0)
+    first, second = ScriptedPool(), ScriptedPool()
+    run = submit(make(first))
+    first.die()
+    make(PoolError("it starts"), PoolError("it still starts"), second).cancel_in_background(run, "it was interrupted")
+    eventually(lambda: second.kinds() == ["Attach", "Cancel"], what="it is cancelled")
+    assert (second.sent[-1].run, second.sent[-1].reason) == (RUN, "it was interrupted")
+    # it must not be submitted again to be cancelled
+    assert run.submission is None
+
+
+def test_a_run_that_no_service_has_needs_no_cancelling(make: Any):
+    first, second = ScriptedPool(), ScriptedPool(lacks_runs)
+    submitter = make(first, second)
+    run = submit(submitter)
+    first.die()
+    before = threading.active_count()
+    submitter.cancel_in_background(run, "it was interrupted")
+    eventually(lambda: second.kinds() == ["Attach"] and threading.active_count() <= before, what="it is given up")
+    assert not [message for message in second.sent if isinstance(message, Submit | Cancel)]
+
+
+# ---------------------------------------------------------------- where the variables are
+
+
+def test_a_refused_run_leaves_nothing(make: Any, large: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "fits_memory", lambda _: False)
+    pool = ScriptedPool(refuses)
+    submitter = make(pool)
+    with pytest.raises(UsageError, match="not like this"):
+        submit(submitter, large)
+    eventually(lambda: pool.kinds() == ["Submit", "Cancel"], what="it is cancelled, in case it was accepted after all")
+    submitted, cancel = pool.sent[-2:]
+    # without memory the variables were in a file
+    assert isinstance(submitted.payload.source, FilePayload)
+    assert submitted.payload.source.size == large.total_bytes
+    assert (type(cancel), cancel.run) == (Cancel, RUN)
+    assert list((tmp_path / "state" / "uploads").iterdir()) == []
+    assert not pool.link.is_used
+
+
+def test_memory_is_used_again_once_its_run_is_over(make: Any, large: Packed, memory: PayloadMemory):
+    pool = ScriptedPool()
+    submitter = make(pool)
+
+    def descriptor() -> int:
+        submit(submitter, large)
+        source = next(message for message in reversed(pool.sent) if isinstance(message, Submit)).payload.source
+        assert isinstance(source, SharedPayload)
+        return source.fd
+
+    first, second = descriptor(), descriptor()
+    assert first != second
+    pool.tell(PayloadReleased(kept=True))
+    assert descriptor() in (first, second)
+    # a refused run's memory is free at once
+    refusing = ScriptedPool(refuses)
+    with pytest.raises(UsageError):
+        submit(make(refusing), large)
+    (refused,) = [message for message in refusing.sent if isinstance(message, Submit)]
+    assert refused.payload.source.fd == descriptor()
+
+
+def test_unused_memory_is_freed_after_a_while(make: Any, large: Packed, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_IDLE_S", 0.01)
+    memory = PayloadMemory()
+    pool = ScriptedPool()
+    services = Services(pool)
+    submitter = Submitter(services, memory, Settings(), "local", None)  # type: ignore[arg-type]
+    submit(submitter, large)
+    memory.run_over("other", accepted=True)
+    # the run may still read it: it is looked at again and again
+    timer = memory._timer  # pyright: ignore[reportPrivateUsage]
+    eventually(lambda: memory._timer is not timer, what="it is looked at")  # pyright: ignore[reportPrivateUsage]
+    assert len(memory._slots) == 1  # pyright: ignore[reportPrivateUsage]
+    memory.run_over(RUN, accepted=True)
+    eventually(lambda: not memory._slots, what="the memory is freed")  # pyright: ignore[reportPrivateUsage]
+    memory.close()
+    services.close()
+
+
+def test_a_successor_says_when_a_runs_memory_is_free(make: Any, large: Packed):
+    first, second = ScriptedPool(), ScriptedPool()
+    submitter = make(first, second)
+    run = submit(submitter, large)
+    first.die()
+    submitter.find_again(run)
+    assert isinstance(second.sent[-1], Attach)
+    slot = submitter._memory._slots[0]
+    assert not slot.released.is_set()
+    second.tell(PayloadReleased(kept=True))
+    assert slot.released.wait(10)
