@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--map", action="store_true", help="rooms in floors, with their sentences, modules and arrows")
     draws: bool = parser.parse_args().map
     sources = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
-    files = _imports_of_files(sources)
+    files = imports_of_files(sources)
     rooms = _rooms(files)
     print("\n".join(_map(rooms, sources) if draws else _figures(rooms, files, sources)))
     return 0
@@ -48,7 +48,8 @@ def _name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
-def _imports_of_files(sources: Mapping[Path, str]) -> dict[str, set[str]]:
+def imports_of_files(sources: Mapping[Path, str]) -> dict[str, set[str]]:
+    """Return which modules of the package each module imports at run time, by their sources."""
     known = {_name(path) for path in sources}
     return {
         _name(path): {found for found in _imported(source, known) if found != _name(path)}

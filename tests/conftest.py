@@ -38,7 +38,8 @@ def _starts_ray(path: Path) -> bool:
 @functools.cache
 def _variables_of(path: Path) -> str:
     """A module's `HOME_VARIABLES` as it writes them: the process that spreads the modules imports none of them."""
-    for statement in ast.parse(path.read_text()).body:
+    text = path.read_text()
+    for statement in ast.parse(text).body if "HOME_VARIABLES" in text else ():
         match statement:
             case ast.Assign(targets=[ast.Name(id="HOME_VARIABLES")], value=value):
                 return ast.unparse(value)

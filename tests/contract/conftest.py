@@ -19,7 +19,6 @@ _SHORT_ON_RAY = (
     "test_what_was_captured_is_on_every_rank",
     "test_a_rank_that_is_killed_is_named",
     "test_a_run_that_hangs_is_cancelled",
-    "test_a_run_outlives_its_service",
     "test_what_can_not_be_placed_is_refused",
 )
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
+from lazy_modules import torch
 
 from sgpu_magic.views.remote_error import no_cuda_hint
 from sgpu_magic.wire.base import FailureKind
@@ -12,7 +11,7 @@ from sgpu_magic.wire.rank_events import Failure
 
 FIRST_LINES = {
     "to": lambda: torch.zeros(1).to("cuda"),
-    "cuda": lambda: nn.Linear(1, 1).cuda(),
+    "cuda": lambda: torch.nn.Linear(1, 1).cuda(),
     "factory": lambda: torch.zeros(1, device="cuda"),
     "set_device": lambda: torch.cuda.set_device(0),
     "current_device": lambda: torch.cuda.current_device(),
@@ -29,9 +28,10 @@ def failure(message: str, rank: int | None = 0) -> Failure:
     return Failure(kind=FailureKind.USER_CODE, message=message, rank=rank)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="code for cuda runs here")
 @pytest.mark.parametrize("name", FIRST_LINES)
 def test_the_first_line_that_needs_cuda_has_the_hint(name: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("code for cuda runs here")
     with pytest.raises((RuntimeError, AssertionError, AttributeError)) as raised:
         FIRST_LINES[name]()
     assert "SGPU_STAND_IN=cpu,cuda" in no_cuda_hint(failure(str(raised.value)))
