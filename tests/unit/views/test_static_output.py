@@ -207,7 +207,7 @@ def printed(lines: int, ranks: int = 4) -> Run:
 
 
 def test_a_long_log_scrolls_in_a_box_of_twenty_lines() -> None:
-    html = render_html(printed(200_000).view)
+    html = render_html(printed(50_000).view)
     assert len(html.encode()) <= 75_000
     box = re.search(r'<div class="sgpu-scroll"[^>]*style="max-height:372px;overflow:auto">', html)
     assert box is not None
@@ -229,7 +229,7 @@ def test_paper_has_all_that_the_box_has() -> None:
     assert "<style" not in render_html(printed(20).view)
 
 
-@pytest.mark.parametrize("lines", [80, 81, 500, 200_000])
+@pytest.mark.parametrize("lines", [80, 81, 500, 50_000])
 def test_without_styles_the_first_and_the_last_40_lines_are_shown(lines: int) -> None:
     view = printed(lines).view
     html = render_html(view)
@@ -242,7 +242,7 @@ def test_without_styles_the_first_and_the_last_40_lines_are_shown(lines: int) ->
     where = f"sgpu logs 7f3a · {DIRECTORY}/rank-*.log"
     left_out = re.findall(r"^\.\.\. ([\d,]+) lines? of [14] ranks? in the run's log: (.*)$", text, re.MULTILINE)
     assert left_out == ([(f"{lines - 80:,}", where)] if lines > 80 else [])
-    if lines == 200_000:
+    if lines == 50_000:
         more = int(re.search(r">([\d,]+) more lines</summary>", html)[1].replace(",", ""))
         below = unescape(shown.partition("FOLDED")[2])
         dropped = re.search(r">\.\.\. ([\d,]+) lines of 4 ranks in the run's log: ([^<]*)</span></div>", below)
