@@ -18,7 +18,7 @@
 # PYTHON=...  the Python to use, 3.11 or newer; a torch that it has is used instead of a download
 # VENV=...    the environment's folder; one that is there already is used as it is
 # TESTS="tests/unit/payload/test_capture.py -k names"  what pytest gets
-# WORKERS=3   test processes; two cores are busy with three
+# WORKERS=4   test processes; two cores are busy with four
 
 SHELL := /bin/sh
 # an environment that happens to be active is not the one that is used
@@ -29,7 +29,7 @@ VENV ?= .venv
 PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && exit; done; echo python3)
 TESTS ?=
-WORKERS ?= 3
+WORKERS ?= 4
 # modules that share a home stay in one process; a few modules alone need no further ones
 SPREAD = $(if $(TESTS),,--numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder)
 WHEELS ?=
@@ -60,7 +60,7 @@ test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest $(SPREAD) -m "not slow" $(TESTS)
 
 test-all: $(VENV)/.ready-test-frameworks
-	$(BIN)/python -m pytest $(SPREAD) -m "not soak" $(TESTS)
+	WHOLE_TESTS=1 $(BIN)/python -m pytest $(SPREAD) -m "not soak" $(TESTS)
 
 test-gpu:
 	@$(PYTHON) -I scripts/test_gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(TESTS)

@@ -25,7 +25,7 @@ _SHORT_ON_RAY = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # several agents are in other tests too
-    short = ("[local", *(f"{name}[ray" for name in _SHORT_ON_RAY))
+    short = ("[local", *(f"{name}[ray alone" for name in _SHORT_ON_RAY))
     for item in items:
         if item.path.name == "test_contract.py" and not any(part in item.nodeid for part in short):
             item.add_marker(pytest.mark.slow)

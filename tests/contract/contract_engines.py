@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -63,16 +64,16 @@ def two_nodes(home: Home) -> Service:
 
 
 class RayService:
-    """A Ray cluster of a head and a fake node with two GPUs each, and a pool service on it.
+    """A Ray cluster whose head and fake nodes have two GPUs each, or whose head alone has four; a pool service on it.
 
     Args:
         home: The service's.
+        nodes: Number of nodes, 1 or 2.
     """
 
-    nodes = 2
-
-    def __init__(self, home: Home) -> None:
-        self._cluster = FakeCluster((2,), head_gpus=2)
+    def __init__(self, home: Home, nodes: int) -> None:
+        self.nodes = nodes
+        self._cluster = FakeCluster((2,) * (nodes - 1), head_gpus=4 // nodes)
         self._pool = RayPool(self._cluster.address, {"SGPU_RAY_AGENT_IDLE_S": "60"}, home)
 
     def kill(self) -> None:
@@ -89,7 +90,12 @@ class RayService:
             self._cluster.close()
 
 
-ENGINES: dict[str, Callable[[Home], Service]] = {"local": LocalService, "many": two_nodes, "ray": RayService}
+ENGINES: dict[str, Callable[[Home], Service]] = {
+    "local": LocalService,
+    "many": two_nodes,
+    "ray": functools.partial(RayService, nodes=2),
+    "ray alone": functools.partial(RayService, nodes=1),
+}
 
 
 @dataclass

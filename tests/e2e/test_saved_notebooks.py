@@ -182,6 +182,7 @@ def compare(text: str, name: str) -> None:
 # ---------------------------------------------------------------- as they are saved
 
 
+@pytest.mark.slow
 def test_nbclient(environment: Home, executed: Callable[..., nbformat.NotebookNode]) -> None:
     made = executed(*ALL)
     compare(story_of(made, environment), "nbclient")

@@ -207,6 +207,7 @@ def test_sixteen_ranks(kernel: Kernel):
     assert out == [[rank, 120] for rank in range(16)]
 
 
+@pytest.mark.slow
 def test_a_step_of_data_parallel_training(kernel: Kernel):
     out = on_ranks(
         kernel,

@@ -6,6 +6,7 @@ axe_pages             parts of a page as axe-core reads them
 browsers              notebooks in Debian's Chromium, with screenshots
 builds                real builders of environments, ordered as an agent orders them
 culprits              a rank that fails only once all others wait for it
+examples              how many examples property tests try, in make test and in make test-all
 executed_notebooks    this project's own notebooks, executed in a separate home
 file_pool             a pool that only takes and sends files, in a thread of this process
 free_ports            free ports outside the range that the system assigns to connections, for servers with a given port

@@ -11,7 +11,7 @@ from waiting import eventually
 
 from sgpu_magic.cli.runs import of_one
 from sgpu_magic.config import load_settings
-from sgpu_magic.errors import RunUnknown
+from sgpu_magic.errors import RunUnknown, UsageError
 
 
 class Culprit:
@@ -40,7 +40,8 @@ class Culprit:
         settings = load_settings(home.environ)
 
         def told() -> str:
-            with contextlib.suppress(RunUnknown):
+            # it may still be queued
+            with contextlib.suppress(RunUnknown, UsageError):
                 return of_one(settings, "stacks", run_id)
             return ""
 

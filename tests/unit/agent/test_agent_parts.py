@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import eventually
@@ -163,7 +164,7 @@ texts = st.text(st.sampled_from("ab\n\r\x1b]é🙂sgpu;12\x07"), min_size=1)
 pieces = st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), texts), max_size=6)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(written=pieces, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=30))
 def test_marked_output_cut_anywhere_is_the_same_text(written: list[tuple[str, str]], cuts: list[int]):
     # a program that prints a mark itself is not meant

@@ -134,6 +134,7 @@ def test_the_same_error_on_every_rank_leaves_the_groups_alone(session: AgentSess
     assert [e for e in session.agent.events[session.run_id] if isinstance(e, GroupRenewed)] == []
 
 
+@pytest.mark.slow
 def test_a_backward_pass_that_fails_alike_everywhere_leaves_the_model_usable(session: AgentSession):
     session.run(
         "import torch\nfrom torch.nn.parallel import DistributedDataParallel\n"

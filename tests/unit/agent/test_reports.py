@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 import pytest
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -137,7 +138,7 @@ class Wire(RuleBasedStateMachine):
 
 
 TestWire = Wire.TestCase
-TestWire.settings = settings(max_examples=150, stateful_step_count=30, deadline=None, database=None)
+TestWire.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None, database=None)
 
 
 def test_an_agent_that_takes_a_run_over_from_a_dead_one_goes_on_counting():

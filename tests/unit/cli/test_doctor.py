@@ -106,6 +106,7 @@ def test_a_machine_in_order(bare_home: Home):
     assert bare_home.pool_pid() is None
 
 
+@pytest.mark.slow
 def test_everything_wrong_at_once_is_named_with_its_remedy(bare_home: Home):
     packages = bare_home.path / "packages"
     info = packages / "ipykernel-7.0.1.dist-info"
@@ -381,6 +382,7 @@ def test_nothing_is_said_of_pools_where_none_is_listed(user_home: Home):
     assert said_of_pools(user_home) == {}
 
 
+@pytest.mark.slow
 def test_listed_pools_are_looked_at(user_home: Home, monkeypatch: pytest.MonkeyPatch):
     with served_pool({"SGPU_SIMULATE": "a10:2"}) as team:
         list_pools(user_home, [("team", team, {})])

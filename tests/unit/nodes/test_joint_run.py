@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -134,7 +135,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(moves=moves, lines=st.lists(st.integers(0, 1), min_size=NODES, max_size=NODES), builds=st.booleans())
 def test_whatever_the_order_a_run_is_told_once(moves: list[tuple[str, int]], lines: list[int], builds: bool):
     cluster = Cluster([story(part, lines[part], builds=builds) for part in range(NODES)])
@@ -170,7 +171,7 @@ def test_whatever_the_order_a_run_is_told_once(moves: list[tuple[str, int]], lin
     assert cluster.frames[kinds.index(RunEnded)] == tuple(f"{part}".encode() for part in range(NODES))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(moves=moves, lost=st.integers(0, NODES - 1), when=st.integers(0, 60))
 def test_of_a_run_that_lost_a_node_nobody_says_how_it_ended(moves: list[tuple[str, int]], lost: int, when: int):
     cluster = Cluster([story(part, 2) for part in range(NODES)])

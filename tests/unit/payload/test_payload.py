@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_modules import pandas as pd
@@ -1098,7 +1099,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,8}", fullmatch=True), plain))
 def test_plain_values_round_trip(values: dict[str, object]) -> None:
     packed = pack_namespace(values, values, KEY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from simulated_cluster import Driven, cluster, spec
 
@@ -220,7 +221,7 @@ def test_a_large_run_gets_its_node_though_small_ones_of_others_keep_coming() -> 
     assert number < 40
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(
         st.tuples(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_requests import gpus, launched, node, refusal, running, spec, submit
@@ -699,7 +700,7 @@ def test_a_device_can_not_be_counted_twice() -> None:
         room.take(B, lease)
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=examples(200), deadline=None, database=None)
 @given(
     traffic=st.lists(
         # ranks, seconds since the submission before, seconds that it runs
@@ -1003,7 +1004,7 @@ class Pool(RuleBasedStateMachine):
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(
-    max_examples=150,
+    max_examples=examples(150),
     stateful_step_count=40,
     deadline=None,
     database=None,

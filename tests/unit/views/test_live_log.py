@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_log import FrontEnd, LiveRun, lines_of
@@ -41,7 +42,7 @@ WRITES = st.lists(
 
 
 @pytest.mark.parametrize("small", [False, True])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(writes=WRITES)
 def test_what_is_told_and_what_is_fetched_are_the_logs(small: bool, writes: list[tuple[int, bytes, int, bool]]) -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as patches:
@@ -83,7 +84,7 @@ def test_what_is_told_and_what_is_fetched_are_the_logs(small: bool, writes: list
             assert found == [row[:2] for row in expected[first : first + 5]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(writes=WRITES)
 def test_the_whole_log_comes_in_pieces(writes: list[tuple[int, bytes, int, bool]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -284,7 +285,7 @@ def test_find_sees_what_a_person_sees(tmp_path: Path) -> None:
     assert reader.find(7, "loss", 100, 10) == ([], 0), "there is no such log yet"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(writes=WRITES, wanted=st.sampled_from(["loss", "A", "step 1", "é", "xx", "zz"]))
 def test_find_is_what_looking_at_every_line_finds(writes: list[tuple[int, bytes, int, bool]], wanted: str) -> None:
     with tempfile.TemporaryDirectory() as directory, mock.patch.object(log_reader, "_FIND_BYTES", 50):

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -177,7 +178,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize(("link", "record"), IN_A_UNION, ids=lambda value: getattr(value, "__name__", value))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_every_message_comes_back_as_it_was(link: str, record: type[Record], data: st.DataObject):
     message = data.draw(values(record))

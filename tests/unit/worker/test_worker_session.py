@@ -283,7 +283,9 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize(("together", "only", "told"), [(False, (), 1), (True, (), 0), (False, (1,), 0)])
+@pytest.mark.parametrize(
+    ("together", "only", "told"), [(False, (), 1), (True, (), 0), pytest.param(False, (1,), 0, marks=pytest.mark.slow)]
+)
 def test_ranks_that_train_without_each_other_are_told_so(
     session: Session, together: bool, only: tuple[int, ...], told: int
 ):
@@ -293,6 +295,7 @@ def test_ranks_that_train_without_each_other_are_told_so(
     assert all("rank 0 has trained by itself" in text for text in remarks)
 
 
+@pytest.mark.slow
 def test_the_sentence_about_such_ranks_can_be_turned_off(session: Session):
     session.lone_training = False
     session.run(TRAINS.format(together=False))
