@@ -37,7 +37,7 @@ def test_a_slow_look_up_and_one_without_an_answer(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     monkeypatch.setattr(machine_checks, "_SLOW_LOOKUP_S", -1.0)
     (found,) = hostname()
-    assert (found.level, found.text[:29]) == (Level.WARNING, "localhost: the look-up took 0")
+    assert (found.level, found.text[:27]) == (Level.WARNING, "localhost: the look-up took")
     asked = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: asked.wait(60))
     monkeypatch.setattr(machine_checks, "_LOOKUP_DEADLINE_S", 0.01)
