@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -49,7 +50,21 @@ def quiet_mlflow() -> Iterator[Any]:
         warnings.simplefilter("ignore")
         import mlflow
 
+        _configure_mappers()
         yield mlflow
+
+
+@functools.cache
+def _configure_mappers() -> None:
+    """Let SQLAlchemy configure the models of MLflow's store while warnings are ignored.
+
+    It does so once in a process, when the first is used. One warns, and where a warning is an error all stay broken.
+    """
+    import sqlalchemy.orm
+    from mlflow.store.model_registry.dbmodels import models as _registry  # noqa: F401
+    from mlflow.store.tracking.dbmodels import models as _tracking  # noqa: F401
+
+    sqlalchemy.orm.configure_mappers()
 
 
 class Runs:
