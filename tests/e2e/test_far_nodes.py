@@ -261,7 +261,9 @@ def test_files_that_are_lost_with_their_node_after_the_end_are_named(home: Home,
         nodes.order("slow", node)
     body = f"""
 import pathlib
-here = next(path for path in pathlib.Path({str(home.state / "nodes")!r}).glob(f"*/runs/*/run.json")).parent
+while not (found := [*pathlib.Path({str(home.state / "nodes")!r}).glob("*/runs/*/run.json")]):
+    pass  # the agent writes it while the cell begins
+here = found[0].parent
 (here / "out").write_text("left")
 raise ValueError(str(here))
 """
