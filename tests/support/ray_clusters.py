@@ -83,6 +83,7 @@ class FakeCluster:
         """Add a node, with retries: Ray gives a raylet's processes 15 s for imports, then raises a plain exception."""
         for left in reversed(range(_STARTS)):
             before, here = set(_ray_pids()), dict(os.environ)
+            on_term = signal.getsignal(signal.SIGTERM)
             # else the node would look like a part of the home that a test is in
             set_environ(self._environ)
             try:
@@ -96,6 +97,8 @@ class FakeCluster:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             finally:
+                # else a SIGTERM meant for a later test's subject would be Ray's
+                signal.signal(signal.SIGTERM, on_term)
                 set_environ(here)
         raise AssertionError("not reached")
 
