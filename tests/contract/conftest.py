@@ -29,6 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name == "test_contract.py" and not any(part in item.nodeid for part in short):
             item.add_marker(pytest.mark.slow)
+        if "[ray" in item.nodeid:
+            # the first one waits for Ray's head, which takes two minutes on a busy machine
+            item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))
