@@ -90,20 +90,11 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics and warm the local pool in the background (`%load_ext sgpu_magic`)."""
-    import gc
+    from sgpu_magic import magics
+    from sgpu_magic.functions import compat
 
-    # objects made by imports stay alive: scanning them repeatedly took a sixth of the loading time
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        from sgpu_magic import magics
-        from sgpu_magic.functions import compat
-
-        compat.install()
-        magics.load(ipython)
-    finally:
-        if collects:
-            gc.enable()
+    compat.install()
+    magics.load(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:

@@ -242,6 +242,16 @@ describe("a notebook's kernel is asked", () => {
     expect(kernel.requestKernelInfo).toHaveBeenCalledOnce();
   });
 
+  it("and whoever looks is told when that changes, also after the cell that loads it", () => {
+    const notebook = link();
+    const changed = vi.fn();
+    notebook.onChange(changed);
+    session.runCell();
+    changed.mockClear();
+    session.announce(true);
+    expect(changed).toHaveBeenCalledOnce();
+  });
+
   it("and a new process is looked at anew", async () => {
     const notebook = link();
     session.announce(true);

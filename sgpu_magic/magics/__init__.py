@@ -1,5 +1,6 @@
 """The magics: `%%distributed`, `%sgpu_connect` and others. They parse, submit and show; the work is in `runs`.
 
+extension       the extension as a whole: all magics, hooks and the panel's endpoint, registered with a shell
 run_magics      magics that run cells and inspect runs
 session_magics  magics of what cells run in: sessions, and the packages of `%sgpu_env`
 cell_hooks      hooks around plain cells: `%sgpu_auto`, rebound names, warm ranks, launchers of other packages
@@ -7,86 +8,136 @@ completion      completion of options, types and runs; completion and `obj?` ans
 """
 
 # IPython's own attributes are only partly typed
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import asyncio
+import contextlib
+import gc
+import sys
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from IPython.core.inputtransformer2 import cell_magic
-from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import Magics
+from sgpu_magic.config import load_settings
+from sgpu_magic.errors import SgpuError
 
-from sgpu_magic.magics import completion
-from sgpu_magic.magics.cell_hooks import Assignments, AutoMode, LauncherHints, draw_groups, draw_no_groups
-from sgpu_magic.magics.completion import RankQuestions
-from sgpu_magic.magics.run_magics import DistributedMagics
-from sgpu_magic.magics.session_magics import EnvironmentMagics, SessionMagics
-from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
-from sgpu_magic.runs import packages
-from sgpu_magic.runs.submit import placing
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
-_OURS = ("%%distributed", "%%rank", "%%ray_launch")
+NAMES = {
+    "line": (
+        "sgpu_attach", "sgpu_auto", "sgpu_connect", "sgpu_detach", "sgpu_disconnect", "sgpu_env", "sgpu_help",
+        "sgpu_pull", "sgpu_push", "sgpu_replay", "sgpu_restart", "sgpu_stacks", "sgpu_status",
+    ),
+    "cell": ("distributed", "rank", "ray_launch", "sgpu_auto_cell"),
+}  # fmt: skip
+"""Names of all magics, by kind."""
 
+# the reply of the cell with %load_ext is sent by then
+_LATER_S = 0.05
 
-# by the shell's id: callbacks that undo the loading
-_loaded: dict[int, ExitStack] = {}
+# by the shell's id: what is not loaded yet
+_deferred: dict[int, DeferredExtension] = {}
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and start the pool and a zygote in the background."""
-    if id(shell) in _loaded:
-        return
-    undo = ExitStack()
-    cleanup = shell.input_transformers_cleanup
-    cleanup.insert(cleanup.index(cell_magic) if cell_magic in cleanup else 0, _help_without_body)
-    undo.callback(lambda: _help_without_body in cleanup and cleanup.remove(_help_without_body))
-    auto = AutoMode(shell)
-    magics = DistributedMagics(shell, auto)
-    undo.callback(magics.close)
-    endpoint = KernelEndpoint(magics.place)
-    undo.callback(endpoint.close)
-    for each in (magics, SessionMagics(shell, auto), EnvironmentMagics(shell, endpoint)):
-        shell.register_magics(each)
-        undo.callback(_unregister, shell, each)
-    draw_groups(shell)
-    undo.callback(draw_no_groups, shell)
-    undo.callback(Assignments(shell, auto).remove)
-    hints = LauncherHints(shell, auto)
-    shell.events.register("pre_run_cell", hints.before_cell)
-    undo.callback(shell.events.unregister, "pre_run_cell", hints.before_cell)
-    shell.events.register("post_run_cell", magics.warmth.after_cell)
-    undo.callback(shell.events.unregister, "post_run_cell", magics.warmth.after_cell)
-    # before the sessions end, so that no message says that %sgpu_auto is off
-    undo.callback(auto.remove)
-    kernel = getattr(shell, "kernel", None)
-    if hasattr(kernel, "do_inspect"):
-        undo.callback(RankQuestions(kernel, auto).remove)
-    completion.install(shell)
-    undo.callback(completion.remove, shell)
-    _loaded[id(shell)] = undo
-    if placing.pool_name(magics.place) == magics.pool.name:
-        # not needed if runs go to another pool by default
-        magics.pool.warm_in_background()
-    packages.of(magics.pool).begin()
+    """Load the extension.
+
+    A kernel gets the magics' names at once, and the rest after the cell, before the next one, or when a magic is
+    called: the imports take a tenth of a second, and nobody has to wait for them.
+
+    Raises:
+        UsageError: The settings can't be read. Then nothing is registered.
+    """
+    load_settings()
+    loop = _loop_of_cells(shell)
+    if id(shell) in _deferred:
+        _deferred[id(shell)].complete()
+    elif loop is None or "sgpu_magic.magics.extension" in sys.modules:
+        _load_whole(shell)
+    else:
+        _deferred[id(shell)] = DeferredExtension(shell, loop)
 
 
 def unload(shell: InteractiveShell) -> None:
     """Unregister the magics, end the sessions and close the links; the local pool keeps running for other clients."""
-    undo = _loaded.pop(id(shell), None)
-    if undo is not None:
-        undo.close()
+    if id(shell) in _deferred:
+        _deferred[id(shell)].cancel()
+        return
+    from sgpu_magic.magics import extension
+
+    extension.unload(shell)
 
 
-def _unregister(shell: InteractiveShell, owner: Magics) -> None:
-    for kind, names in owner.magics.items():
-        for name in names:
-            shell.magics_manager.magics[kind].pop(name, None)
+class DeferredExtension:
+    """The extension before it is loaded: each of its magics loads it.
+
+    Args:
+        shell: A kernel's shell.
+        loop: The loop that runs its cells.
+    """
+
+    def __init__(self, shell: InteractiveShell, loop: asyncio.AbstractEventLoop) -> None:
+        self._shell = shell
+        self._magics: dict[str, dict[str, Any]] = shell.magics_manager.magics
+        for kind, names in NAMES.items():
+            for name in names:
+                # in the table itself: registering would make the function an attribute too
+                self._magics[kind][name] = partial(self._call, kind, name)
+        self._later = loop.call_later(_LATER_S, self._unasked)
+        self._hooked = True
+        shell.events.register("pre_execute", self._unasked)
+
+    def complete(self) -> None:
+        """Load the extension in place of this object."""
+        self._unhook()
+        _load_whole(self._shell)
+        _deferred.pop(id(self._shell), None)
+
+    def cancel(self) -> None:
+        """Remove the magics."""
+        self._unhook()
+        _deferred.pop(id(self._shell), None)
+        for kind, names in NAMES.items():
+            for name in names:
+                self._magics[kind].pop(name, None)
+
+    def _unhook(self) -> None:
+        if self._hooked:
+            self._hooked = False
+            self._later.cancel()
+            self._shell.events.unregister("pre_execute", self._unasked)
+
+    def _unasked(self) -> None:
+        # the magics are still these if it fails, and raise the error where somebody uses them
+        with contextlib.suppress(SgpuError):
+            self.complete()
+
+    def _call(self, kind: str, name: str, *given: str) -> object:
+        self.complete()
+        return self._magics[kind][name](*given)
 
 
-def _help_without_body(lines: list[str]) -> list[str]:
-    """Add a body to `%%distributed -h`: IPython rejects a cell magic without one before calling it."""
-    asks = lines and lines[0].startswith(_OURS) and {"-h", "--help"} & set(lines[0].split())
-    if asks and not any(line.strip() for line in lines[1:]):
-        return [lines[0].rstrip("\n") + "\n", "pass\n"]
-    return lines
+def _loop_of_cells(shell: InteractiveShell) -> asyncio.AbstractEventLoop | None:
+    if getattr(shell, "kernel", None) is None or threading.current_thread() is not threading.main_thread():
+        return None
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        # loaded by the kernel's configuration, before its first cell
+        return None
+
+
+def _load_whole(shell: InteractiveShell) -> None:
+    # objects made by imports stay alive: scanning them repeatedly took a sixth of the loading time
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        from sgpu_magic.magics import extension
+
+        extension.load(shell)
+    finally:
+        if collects:
+            gc.enable()

@@ -375,6 +375,30 @@ def test_load_twice_and_unload(new_kernel):
     assert "not found" in kernel.run("%%distributed -n 2\npass").text + kernel.run("%sgpu_status").text
 
 
+def test_a_cell_can_use_and_unload_what_it_loads(new_kernel):
+    kernel = new_kernel(load=False)
+    reply = kernel.check(
+        "import sys\n%load_ext sgpu_magic\nat_first = 'sgpu_magic.client.pool' in sys.modules\n%sgpu_status"
+    )
+    assert "cpu slots" in reply.text
+    assert kernel.value("at_first") is False
+    kernel.check("%unload_ext sgpu_magic")
+    assert "not found" in kernel.run("%sgpu_status").text
+
+
+def test_the_rest_of_the_extension_is_loaded_without_another_cell(new_kernel):
+    kernel = new_kernel(load=False)
+    kernel.check("%load_ext sgpu_magic")
+    eventually(lambda: kernel.complete("%%distributed --t") == ["--type", "--timeout", "--torch"], 10, "no completion")
+
+
+def test_an_extension_that_is_unloaded_at_once_leaves_nothing(new_kernel):
+    kernel = new_kernel(load=False)
+    kernel.check("import sys\n%load_ext sgpu_magic\n%unload_ext sgpu_magic")
+    assert "not found" in kernel.run("%%distributed -n 2\npass").text + kernel.run("%sgpu_status").text
+    assert kernel.value("'sgpu_magic.client.pool' in sys.modules") is False
+
+
 def test_import_leaves_heavy_modules_alone(new_kernel):
     kernel = new_kernel(load=False)
     kernel.check("import sgpu_magic")

@@ -209,6 +209,8 @@ class Kernel:
         self.value("setattr(get_ipython().kernel.iopub_thread, '_event_pipe_gc_seconds', 0.3)")
         if self._load:
             self.check("%load_ext sgpu_magic")
+            # most of the extension comes after the cell, and at the latest with the next one
+            self.start("pass", silent=True).wait()
 
     def _connect(self) -> None:
         self.client = self._manager.client()

@@ -81,7 +81,11 @@ export class LabNotebook implements NotebookLink {
         changed: () => this.changed(this.kernelState !== "busy"),
         cellEnded: () => this.changed(),
         replaced: (isOtherKernel) => this.replaced(isOtherKernel),
-        announced: (isLoaded) => this.setLoaded(this.kernelOf.kernelId, isLoaded),
+        announced: (isLoaded) => {
+          this.setLoaded(this.kernelOf.kernelId, isLoaded);
+          // most of the extension is loaded after the end of the cell that loads it
+          this.changed();
+        },
       },
       signal,
     );

@@ -127,7 +127,9 @@ HEAVY = {"torch", "ray", "mlflow", "pynvml", "IPython", "numpy", "zmq", "cloudpi
             id="pool",
         ),
         pytest.param("from sgpu_magic.payload import buffers, unpack", {"torch", "numpy"}, id="unpack"),
-        pytest.param("import sgpu_magic.magics", HEAVY - {"IPython", "numpy", "zmq", "cloudpickle"}, id="magics"),
+        pytest.param(
+            "import sgpu_magic.magics.extension", HEAVY - {"IPython", "numpy", "zmq", "cloudpickle"}, id="magics"
+        ),
         pytest.param("import sgpu_magic.cli.main", {"torch", "ray", "mlflow", "IPython"}, id="command"),
     ],
 )  # fmt: skip

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from sgpu_magic import magics  # noqa: F401  fills LINE_PARSERS
 from sgpu_magic.cli.main import command_parser
 from sgpu_magic.config import Settings
+from sgpu_magic.magics import extension  # noqa: F401  fills LINE_PARSERS
 from sgpu_magic.options.argparse_form import LINE_PARSERS, parser
 
 ROOT = Path(__file__).parents[3]
