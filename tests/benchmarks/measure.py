@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 # One-sided 95 % quantiles of Student's t by degrees of freedom; beyond the table the last is a safe bound.
+_T_MANY = 1.729
 _T_95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833, 10: 1.812}
-_T_95 |= {11: 1.796, 12: 1.782, 13: 1.771, 14: 1.761, 15: 1.753, 16: 1.746, 17: 1.740, 18: 1.734, 19: 1.729}
+_T_95 |= {11: 1.796, 12: 1.782, 13: 1.771, 14: 1.761, 15: 1.753, 16: 1.746, 17: 1.740, 18: 1.734, 19: _T_MANY}
 
 
 class MeasurementFailed(Exception):
@@ -180,12 +181,21 @@ def ratio_with_upper_bound(ours: Sequence[float], theirs: Sequence[float]) -> tu
     Returns:
         The geometric mean of the pairs' ratios, and its one-sided 95 % upper bound (Student's t).
     """
-    logs = [math.log(mine / other) for mine, other in zip(ours, theirs, strict=True)]
+    logs = _log_ratios(ours, theirs)
     if len(logs) < 2:
         return (math.exp(logs[0]) if logs else math.nan), math.nan
     mean = statistics.fmean(logs)
     error = statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(mean), math.exp(mean + _T_95.get(len(logs) - 1, 1.729) * error)
+    return math.exp(mean), math.exp(mean + _T_95.get(len(logs) - 1, _T_MANY) * error)
+
+
+def pairs_needed(ours: Sequence[float], theirs: Sequence[float], limit: float) -> int:
+    """How many pairs as noisy as these have an upper bound of `limit`, if the true ratio is 1."""
+    return math.ceil((_T_MANY * statistics.stdev(_log_ratios(ours, theirs)) / math.log(limit)) ** 2)
+
+
+def _log_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [math.log(mine / other) for mine, other in zip(ours, theirs, strict=True)]
 
 
 def show(value: float, unit: str = "s") -> str:

@@ -5,9 +5,15 @@ The data has the shape of scikit-learn's handwritten digits: 1,437 images of 64 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 
-def loop_seconds(rank: int, world_size: int, steps: int) -> float:
-    """Train a small network; the seconds of `steps` steps on this rank, after 30 that are not counted."""
+
+def trainer(rank: int, world_size: int) -> Callable[[int], float]:
+    """Prepare a small network and train 30 steps.
+
+    Returns:
+        Trains so many steps, and returns the seconds that they took on this rank.
+    """
     import time
 
     import torch
@@ -21,28 +27,58 @@ def loop_seconds(rank: int, world_size: int, steps: int) -> float:
     model = DistributedDataParallel(layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     mine = torch.arange(rank, len(images), world_size)
-    started = 0.0
-    for step in range(-30, steps):
-        if step == 0:
-            dist.barrier()
-            started = time.perf_counter()
-        chosen = mine[torch.randint(0, len(mine), (64,))]
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(images[chosen]), digits[chosen])
-        loss.backward()
-        optimizer.step()
-    dist.barrier()
-    return time.perf_counter() - started
+
+    def train(steps: int) -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(steps):
+            chosen = mine[torch.randint(0, len(mine), (64,))]
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(images[chosen]), digits[chosen])
+            loss.backward()
+            optimizer.step()
+        dist.barrier()
+        return time.perf_counter() - started
+
+    train(30)
+    return train
+
+
+def loop_seconds(rank: int, world_size: int, steps: int) -> float:
+    """Train; the seconds of `steps` steps on this rank, after 30 that are not counted."""
+    return trainer(rank, world_size)(steps)
+
+
+def train_on_request(rank: int, world_size: int, steps: int, address: str) -> None:
+    """Train `steps` steps for each byte from the Unix socket `address`, and answer with a line: their seconds.
+
+    Rank 0 connects; the others wait in a collective. All return when the socket closes.
+    """
+    import socket
+
+    import torch
+    import torch.distributed as dist
+
+    train = trainer(rank, world_size)
+    with socket.socket(socket.AF_UNIX) as requests:
+        if rank == 0:
+            requests.connect(address)
+        while True:
+            goes_on = torch.tensor([len(requests.recv(1)) if rank == 0 else 0])
+            dist.broadcast(goes_on, 0)
+            if not goes_on.item():
+                return
+            seconds = train(steps)
+            if rank == 0:
+                requests.sendall(f"{seconds}\n".encode())
 
 
 if __name__ == "__main__":
-    import json
     import sys
 
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    seconds = loop_seconds(dist.get_rank(), dist.get_world_size(), int(sys.argv[1]))
-    if dist.get_rank() == 0:
-        print("BENCH-RESULT " + json.dumps({"loop_s": seconds}), flush=True)
+    train_on_request(dist.get_rank(), dist.get_world_size(), int(sys.argv[1]), sys.argv[2])
+    dist.barrier()
     dist.destroy_process_group()
