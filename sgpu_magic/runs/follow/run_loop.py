@@ -266,11 +266,13 @@ class Follower:
                 if not self._entries:
                     self._thread = None
                     return
-                entries = list(self._entries)
-            # a silent link to a remote pool does not wake this thread
-            looks = any(entry.until is not None or entry.followed.run.mirror is not None for entry in entries)
+                # a silent link to a remote pool does not wake this thread
+                looks = any(entry.until is not None or entry.followed.run.mirror is not None for entry in self._entries)
             self._woken.wait(_LOOK_S if looks else None)
             self._woken.clear()
+            with self._lock:
+                # only now: the wake-up may be of a run that was added during the wait
+                entries = list(self._entries)
             for entry in entries:
                 try:
                     self._look_at(entry)

@@ -200,6 +200,32 @@ def test_of_many_runs_each_is_delivered_once(pool: ScriptedPool, capsys: pytest.
     other.link.close()
 
 
+def test_a_run_that_is_added_while_another_wakes_the_follower_is_not_missed(pool: ScriptedPool):
+    other, follower = ScriptedPool(), Follower()
+    ends: list[tuple[str, Ending | None]] = []
+
+    class Woken(threading.Event):
+        """Adds a run, whose end comes at once, between the wake-up for the other one and its handling."""
+
+        has_added = False
+
+        def wait(self, timeout: float | None = None) -> bool:
+            woken = super().wait(timeout)
+            if not self.has_added:
+                self.has_added = True
+                follower.add(followed_of(other, Found()), lambda ending: ends.append(("late", ending)))
+                other.tell(ev.RunEnded(state=RunState.SUCCEEDED))
+            return woken
+
+    follower._woken = Woken()  # pyright: ignore[reportPrivateUsage]
+    follower.add(followed_of(pool, Found()), lambda ending: ends.append(("first", ending)))
+    eventually(lambda: [name for name, _ in ends] == ["late"], what="the end of the run that was added late")
+    follower.close()
+    assert ends[0][1] is not None
+    assert ends[1:] == [("first", None)]
+    other.link.close()
+
+
 def test_an_ended_run_without_an_end_is_given_up(pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_loop, "HISTORY_PATIENCE_S", 0.0)
     monkeypatch.setattr(run_loop, "_LOOK_S", 0.01)
