@@ -171,7 +171,12 @@ class Pool:
             RunUnknown: There is no such run.
         """
         link = self._connection.made(start=True)
-        answer = ask(link, Attach(request=0, run=run), Attached)
+        try:
+            answer = ask(link, Attach(request=0, run=run), Attached)
+        except PoolLost:
+            # the pool had ended before the link noticed; ask the next one
+            link = self._connection.made(start=True)
+            answer = ask(link, Attach(request=0, run=run), Attached)
         spec = answer.spec
         events = link.attached(answer.request, spec.run_id)
         found = Run(spec, answer.key, link, events, self._submitter.directory(link, spec.run_id))

@@ -12,13 +12,14 @@ from scripted_pools import RUN, ScriptedPool, Services, has_run, lacks_runs, spe
 from waiting import eventually
 
 from sgpu_magic.client import submitter as module
+from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.submitter import Attachments, PayloadMemory, Submitter
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.payload.buffers import INLINE_LIMIT
 from sgpu_magic.payload.pack import Packed, pack_namespace
 from sgpu_magic.wire.attachments import FilePayload, SharedPayload
-from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.base import Record, RunState
 from sgpu_magic.wire.client import Attach, Cancel, Refused, Submit
 from sgpu_magic.wire.events import PayloadReleased
 
@@ -199,3 +200,14 @@ def test_a_successor_says_when_a_runs_memory_is_free(make: Any, large: Packed):
     assert not slot.released.is_set()
     second.tell(PayloadReleased(kept=True))
     assert slot.released.wait(10)
+
+
+def test_a_run_is_attached_through_the_next_service_if_the_pool_dies_at_that_moment(tmp_path: Path):
+    dies = ScriptedPool(lambda message: None if isinstance(message, Attach) else has_run(message))
+    services = Services(dies, ScriptedPool())
+    pool = Pool(load_settings({"SGPU_STATE_DIR": str(tmp_path), "SGPU_CONFIG": str(tmp_path / "none.toml")}))
+    pool._connection = services  # type: ignore[assignment]
+    run, state = pool.attach(RUN)
+    assert (run.run_id, state, run.link_lost) == (RUN, RunState.RUNNING, False)
+    assert dies.link.lost.is_set()
+    services.close()
