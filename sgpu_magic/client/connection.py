@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.pools_file import PoolEntry
@@ -30,6 +31,8 @@ from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, read_key_pair
 from sgpu_magic.wire.base import Record, short
 from sgpu_magic.wire.client import Accepted, AskStacks, Attach, Goodbye, StopPool, Warm
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, PoolAddress, PoolStatus, socket_file
+
+T = TypeVar("T")
 
 REPLY_TIMEOUT_S = 15.0
 _MOST_NAMED = 3
@@ -287,6 +290,16 @@ def ask(
         if isinstance(error, TimeoutError):
             raise _no_answer(link, timeout_s) from None
         raise
+
+
+def ask_this_or_next(connection: Connection, asking: Callable[[PoolLink], T], *, start: bool) -> T:
+    """Ask the pool's service; if it had ended before the link noticed, ask the next one, unless none may be started."""
+    try:
+        return asking(connection.made(start=start))
+    except PoolLost:
+        if not start:
+            raise
+        return asking(connection.made(start=start))
 
 
 def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:

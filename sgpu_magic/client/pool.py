@@ -6,8 +6,15 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from sgpu_magic.client.connection import REPLY_TIMEOUT_S, Connection, FarConnection, LocalConnection, ask
-from sgpu_magic.client.link import PoolLink, PoolLost
+from sgpu_magic.client.connection import (
+    REPLY_TIMEOUT_S,
+    Connection,
+    FarConnection,
+    LocalConnection,
+    ask,
+    ask_this_or_next,
+)
+from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.mirror import note_end
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Run
@@ -170,13 +177,9 @@ class Pool:
         Raises:
             RunUnknown: There is no such run.
         """
-        link = self._connection.made(start=True)
-        try:
-            answer = ask(link, Attach(request=0, run=run), Attached)
-        except PoolLost:
-            # the pool had ended before the link noticed; ask the next one
-            link = self._connection.made(start=True)
-            answer = ask(link, Attach(request=0, run=run), Attached)
+        link, answer = ask_this_or_next(
+            self._connection, lambda link: (link, ask(link, Attach(request=0, run=run), Attached)), start=True
+        )
         spec = answer.spec
         events = link.attached(answer.request, spec.run_id)
         found = Run(spec, answer.key, link, events, self._submitter.directory(link, spec.run_id))
@@ -233,13 +236,7 @@ class Pool:
         """
         if not start and self._connection.alive is None and not self._connection.exists:
             return None
-        try:
-            return self._status(self._connection.made(start=start), recent, timeout_s)
-        except PoolLost:
-            # the pool had ended before the link noticed; ask the next one
-            if not start:
-                raise
-            return self._status(self._connection.made(start=start), recent, timeout_s)
+        return ask_this_or_next(self._connection, lambda link: self._status(link, recent, timeout_s), start=start)
 
     def _status(self, link: PoolLink, recent: int, timeout_s: float) -> PoolStatus:
         of, known = self._known_status

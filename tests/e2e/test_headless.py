@@ -94,6 +94,8 @@ def test_papermill_passes_parameters_and_fails_alike(environment: Home, tmp_path
 
 IPYTHON = ["IPython", "--no-banner", "--no-confirm-exit", "--colors=NoColor", "--simple-prompt"]
 CONSOLE = ["jupyter_console", "--no-confirm-exit", "--simple-prompt"]
+_UNTIL_HEARD = "[(print('heard', flush=True), time.sleep(0.02)) for _ in iter(lambda: os.path.exists('heard'), True)]"
+_LOADING = "run_line_magic('load_ext', 'sgpu_magic')"
 
 
 class Terminal:
@@ -141,10 +143,19 @@ class Terminal:
 @contextlib.contextmanager
 def opened(home: Home, command: list[str]) -> Iterator[Terminal]:
     made = Terminal(home, command)
-    made.run("", r"In ?\[1\]: ")
-    made.run("%load_ext sgpu_magic\n", r"In ?\[2\]: ")
-    yield made
-    made.close()
+    try:
+        made.run("", r"In ?\[1\]: ")
+        if command is CONSOLE:
+            # it waits for ever if the first cell ends before it hears the kernel's messages
+            (home.work / "heard").unlink(missing_ok=True)
+            made.run(f"import os, time; {_UNTIL_HEARD}; get_ipython().{_LOADING}\n", r"(?m)^heard$")
+            (home.work / "heard").touch()
+            made.wait_for(lambda: re.search(r"In ?\[2\]: ", made.text), 60, "the prompt")
+        else:
+            made.run("%load_ext sgpu_magic\n", r"In ?\[2\]: ")
+        yield made
+    finally:
+        made.close()
     home.kernel_pids.discard(made.pid)
     home.check_leaks()
 
