@@ -96,7 +96,6 @@ class Inbox:
 def main() -> None:
     settings = msgspec.json.decode(sys.argv[2], type=Settings)
     inbox = Inbox(socket.socket(fileno=int(sys.argv[1])))
-    os.nice(_NICE)
     with contextlib.suppress(OSError, AttributeError):
         # never preempt a rank that has just woken up
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -104,11 +103,16 @@ def main() -> None:
     if not isinstance(first, Track):
         return
     store.stand_in(first.tracking.variables)
-    _import(urgent=URGENT in sys.argv)
+    urgent = URGENT in sys.argv
+    _import(urgent=urgent)
     from sgpu_magic.tracking.writer_queue import WriterQueue
 
     writers = WriterQueue(settings, first.tracking, inbox.send)
     writers.track(first)
+    if urgent:
+        # a rank waits for the run, and the first one of a new store for MLflow's migrations
+        writers.step()
+    os.nice(_NICE)
     _work(writers, inbox)
 
 

@@ -83,7 +83,8 @@ class RunTimes:
     def starting_s(self, now: float | None = None) -> float:
         """Return seconds from the lease until the ranks had started, or until `now`; 0 in the queue."""
         if self.ended is not None:
-            return self._start_s() or self.ended.starting_s
+            # the pool, interrupted after the launch, may have noted the lease when the ranks had started already
+            return max(self._start_s(), self.ended.starting_s)
         if self.placed_at is None or self.started_at is not None:
             return self._start_s()
         return max(_or_now(now) - self.placed_at, 0.0)

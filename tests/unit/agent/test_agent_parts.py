@@ -571,7 +571,8 @@ class Waiter:
         self._event.set()
 
     def wait(self) -> tuple[bool, str]:
-        assert self._event.wait(10)
+        # it copies at idle priority
+        assert self._event.wait(60)
         assert self.said is not None
         return self.said
 

@@ -67,7 +67,14 @@ from sgpu_magic.views.publisher import NotebookPublisher, SilentPublisher, Termi
 from sgpu_magic.views.ranks import ended_ranks_html, live_ranks_html, rank_cards
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
-from sgpu_magic.views.units import format_clock, format_duration, format_elapsed, format_ranks, format_seconds
+from sgpu_magic.views.units import (
+    RunTimes,
+    format_clock,
+    format_duration,
+    format_elapsed,
+    format_ranks,
+    format_seconds,
+)
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.base import FailureKind, RunState
@@ -1515,6 +1522,13 @@ def test_units() -> None:
     assert format_elapsed(3900) == "1 h 05 min"
     durations = [(12.4, 25.2), (12.4, 0.9), (0.0, 0.9), (0.0, 0.0)]
     assert [format_duration(*each) for each in durations] == ["12 s · start 25 s", "12 s", "start 0.90 s", ""]
+
+
+def test_a_start_is_as_long_as_its_node_has_measured_even_if_the_lease_was_noted_late():
+    times = RunTimes()
+    times.placed_at, times.started_at = 100.0, 100.0001
+    times.ended = ev.RunEnded(state=RunState.SUCCEEDED, starting_s=0.04, running_s=0.0001, total_s=0.05)
+    assert times.text() == "start 40 ms"
     assert format_ranks([3, 0, 2]) == "ranks 0, 2, 3"
     assert format_ranks(range(15)) == "ranks 0-14"
     assert format_ranks([1]) == "rank 1"
