@@ -159,9 +159,9 @@ class Ledger:
     def summaries(self, run_ids: Sequence[str]) -> list[RunSummary]:
         """Return the rows of these runs, in this order, without those that the ledger does not have."""
         sql = f"SELECT {_COLUMNS} FROM runs WHERE run_id IN (SELECT value FROM json_each(?))"
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
         if unknown := [run_id for run_id in run_ids if run_id not in self._known]:
-            if len(self._known) > _MOST_KNOWN:
-                self._known.clear()
             read = [*self._summaries(sql, json.dumps(unknown)), *self._unwritten()]
             self._known.update((row.run_id, row) for row in read)
         return [self._known[run_id] for run_id in run_ids if run_id in self._known]
@@ -177,8 +177,9 @@ class Ledger:
 
     def recent(self, limit: int) -> list[RunSummary]:
         """Return the rows of the `limit` runs submitted last, newest first."""
-        written = self._summaries(f"SELECT {_COLUMNS} FROM runs ORDER BY seq DESC LIMIT ?", max(0, limit))
-        return [*self._unwritten(), *written][: max(0, limit)]
+        limit = max(0, limit)
+        written = [row[0] for row in self._rows("SELECT run_id FROM runs ORDER BY seq DESC LIMIT ?", limit)]
+        return self.summaries([*reversed(self._new), *written][:limit])
 
     def unfinished(self) -> list[str]:
         """Return the runs that are not in a final state, oldest first: at startup, those that a dead service left."""

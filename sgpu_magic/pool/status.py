@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -19,6 +20,9 @@ from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, RunSummary, chang
 
 # a larger difference between the clocks means that the wall clock was set
 _STEP_S = 1.0
+
+_Added = tuple[tuple[int, str] | None, float | None, float | None]
+_NOTHING: _Added = (None, None, None)
 
 
 class StatusReports:
@@ -36,6 +40,7 @@ class StatusReports:
         self._idleness = idleness
         self._started_at = time.time()
         self._versions = itertools.count(1)
+        self._rows = RowsWithTimes()
 
     def tell(self, client: ConnectedClient, question: AskStatus) -> None:
         """Send a client the status, or its changes since the last one if it still has that."""
@@ -66,9 +71,7 @@ class StatusReports:
             started_at=self._started_at,
             inventory=pool.stock.inventory or Inventory(host=""),
             cpu_slots_free=scheduler.cpu_slots_free,
-            runs=tuple(
-                _with_times(row, waiting.get(row.run_id), ends.get(row.run_id), began.get(row.run_id)) for row in rows
-            ),
+            runs=self._rows.of(rows, waiting, ends, began),
             clients=len(pool.server.clients),
             problem=pool.ledger.problem,
             idle_ends_at=self._idleness.ends_at,
@@ -77,15 +80,55 @@ class StatusReports:
         )
 
 
-def _with_times(
+class RowsWithTimes:
+    """Adds to rows of the ledger what only the scheduler knows. Rows with the same additions stay the same objects."""
+
+    def __init__(self) -> None:
+        # by run: the ledger's row, what was added to it, and the result
+        self._made: dict[str, tuple[RunSummary, _Added, RunSummary]] = {}
+
+    def of(
+        self,
+        rows: Iterable[RunSummary],
+        waiting: Mapping[str, tuple[int, str]],
+        ends: Mapping[str, float],
+        began: Mapping[str, float],
+    ) -> tuple[RunSummary, ...]:
+        """Return the rows, in the same order.
+
+        Args:
+            rows: Rows of the ledger.
+            waiting: Queue position and reason, by run.
+            ends: When idle sessions end, seconds since the epoch, by run.
+            began: When metering began by the clock of now, seconds since the epoch, by run.
+        """
+        made: dict[str, tuple[RunSummary, _Added, RunSummary]] = {}
+        out: list[RunSummary] = []
+        for row in rows:
+            run_id = row.run_id
+            metered = began.get(run_id)
+            # the wall clock was set: with this time, the duration up to now is the billed one
+            moved = metered is not None and row.metered_at is not None and abs(metered - row.metered_at) > _STEP_S
+            added = waiting.get(run_id), ends.get(run_id), metered if moved else None
+            if added != _NOTHING:
+                last = self._made.get(run_id)
+                if last is None or last[0] is not row or last[1] != added:
+                    last = (row, added, _with(row, *added))
+                made[run_id] = last
+                row = last[2]
+            out.append(row)
+        self._made = made
+        return tuple(out)
+
+
+def _with(
     row: RunSummary, told: tuple[int, str] | None, idle_ends_at: float | None, metered_at: float | None
 ) -> RunSummary:
     changes: dict[str, object] = {}
-    if metered_at is not None and row.metered_at is not None and abs(metered_at - row.metered_at) > _STEP_S:
-        # the wall clock was set: with this time, the duration up to now is the billed one
+    if metered_at is not None:
         changes["metered_at"] = metered_at
     if told is not None:
         changes["position"], changes["waiting_for"] = told
     if idle_ends_at is not None:
         changes["idle_ends_at"] = float(idle_ends_at)
-    return replace(row, **changes) if changes else row
+    return replace(row, **changes)

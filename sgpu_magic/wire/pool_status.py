@@ -258,17 +258,20 @@ class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
 
 def changes_between(old: PoolStatus, new: PoolStatus) -> PoolStatus:
     """Return `new` without what is the same in `old`, for a client that has `old`."""
-    had = {run.run_id: run for run in old.runs}
-    listed = tuple(run.run_id for run in new.runs)
+    # most rows are the same objects: the service keeps what has not changed
+    differ = [(had, has) for had, has in zip(old.runs, new.runs, strict=False) if had is not has]
+    if len(old.runs) == len(new.runs) and all(had.run_id == has.run_id for had, has in differ):
+        listed, runs = None, tuple(has for had, has in differ if had != has)
+    else:
+        known = {run.run_id: run for run in old.runs}
+        listed = tuple(run.run_id for run in new.runs)
+        runs = tuple(run for run in new.runs if run != known.get(run.run_id))
     devices = _changed_devices(old.inventory, new.inventory)
-    changes = StatusChanges(
-        since=old.version, listed=None if listed == tuple(run.run_id for run in old.runs) else listed, devices=devices
-    )
     return replace(
         new,
-        runs=tuple(run for run in new.runs if run != had.get(run.run_id)),
+        runs=runs,
         inventory=new.inventory if devices is None else Inventory(host=new.inventory.host),
-        changes=changes,
+        changes=StatusChanges(since=old.version, listed=listed, devices=devices),
     )
 
 

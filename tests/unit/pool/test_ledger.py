@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from sgpu_magic.errors import PoolError
+from sgpu_magic.pool import ledger as ledger_of_pool
 from sgpu_magic.pool import ledger_database
 from sgpu_magic.pool.ledger import Ledger, in_one_line
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
@@ -144,6 +145,15 @@ def test_recent_is_newest_first_and_limited(ledger: Ledger) -> None:
     assert [summary.run_id for summary in ledger.recent(2)] == ["00000002", "00000001"]
     assert ledger.recent(0) == []
     assert len(ledger.recent(100)) == 3
+
+
+def test_rows_are_complete_when_there_are_more_than_are_kept(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_of_pool, "_MOST_KNOWN", 3)
+    ids = [f"{number:08x}" for number in range(6)]
+    for run_id in ids:
+        ledger.record(spec(run_id), RunState.QUEUED)
+    assert [summary.run_id for summary in ledger.summaries(ids[:5])] == ids[:5]
+    assert [summary.run_id for summary in ledger.summaries(ids)] == ids
 
 
 def test_find_takes_a_prefix(ledger: Ledger) -> None:
