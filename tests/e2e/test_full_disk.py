@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 from kernels import Home, Kernel, eventually
@@ -58,49 +59,63 @@ def make_room(disk: SmallDisk) -> None:
     disk.make_room()
 
 
+@dataclass
+class Training:
+    """A session, and a run that trains until its file `go on` is there; all runs lie on the disk."""
+
+    kernel: Kernel
+    disk: SmallDisk
+    filesystem: str
+
+
+@pytest.fixture
+def training(new_home: Callable[..., Home], request: pytest.FixtureRequest) -> Iterator[Training]:
+    home = new_home()
+    with small_disk(home.state, request.param, inodes=600) as disk:
+        kernel = Kernel(home)
+        try:
+            kernel.check("%sgpu_connect -n 2 --name work")
+            kernel.check(TRAINS)
+            eventually((home.work / "trains").exists, 30, "it does not train")
+            yield Training(kernel, disk, request.param)
+        finally:
+            kernel.close()
+
+
 @pytest.mark.needs_root
 @pytest.mark.parametrize(
-    ("kind", "spoil"),
+    ("training", "spoil"),
     [
         ("ext4", fill),
         pytest.param("ext4", use_up_inodes, marks=pytest.mark.slow),
         pytest.param("tmpfs", use_up_inodes, marks=pytest.mark.slow),
         pytest.param("ext4", make_read_only, marks=pytest.mark.slow),
     ],
+    indirect=["training"],
 )
-def test_a_disk_that_takes_nothing_costs_others_nothing(
-    new_home: Callable[..., Home], kind: str, spoil: Callable[[SmallDisk], str]
-):
-    home = new_home()
-    with small_disk(home.state, kind, inodes=600) as disk:
-        kernel = Kernel(home)
-        try:
-            kernel.check("%sgpu_connect -n 2 --name work")
-            kernel.check(TRAINS)
-            eventually((home.work / "trains").exists, 30, "it does not train")
-            pool = home.pool_pid()
-            says = spoil(disk)
-            for body in ("%%distributed -n 2 --fresh\nprint('never')", "%%distributed --session work\nprint('never')"):
-                reply = kernel.run(body)
-                assert (reply.status, reply.ename) == ("error", "PoolError"), reply.story
-                for word in ("can't record the run", str(home.state), kind, says, "SGPU_STATE_DIR"):
-                    assert word in reply.evalue, reply.story
-            (found,) = doctor.state_directory(Settings(state_dir=str(home.state)))
-            assert (found.level, found.name, "no run can be recorded" in found.text) == (Level.PROBLEM, "disk", True)
-            assert says in found.text
-            (home.work / "go on").touch()
-            reply = kernel.check("%sgpu_attach")
-            assert [reply.lines(rank)[-1] for rank in (0, 1)] == ["last line", "last line"]
-            assert kernel.value("total.item() > 0") is True
-            make_room(disk)
-            reply = kernel.run("%%distributed --session work\nprint('after')")
-            assert reply.status == "ok", reply.story
-            assert home.pool_pid() == pool
-            states = lambda: sorted(row.state for row in home.ledger().values())  # noqa: E731
-            eventually(lambda: states() == ["running", "succeeded", "succeeded"], 5, lambda: str(states()))
-            assert "Traceback" not in (home.state / "pool.log").read_text()
-        finally:
-            kernel.close()
+def test_a_disk_that_takes_nothing_costs_others_nothing(training: Training, spoil: Callable[[SmallDisk], str]):
+    kernel, home = training.kernel, training.kernel.home
+    pool = home.pool_pid()
+    says = spoil(training.disk)
+    for body in ("%%distributed -n 2 --fresh\nprint('never')", "%%distributed --session work\nprint('never')"):
+        reply = kernel.run(body)
+        assert (reply.status, reply.ename) == ("error", "PoolError"), reply.story
+        for word in ("can't record the run", str(home.state), training.filesystem, says, "SGPU_STATE_DIR"):
+            assert word in reply.evalue, reply.story
+    (found,) = doctor.state_directory(Settings(state_dir=str(home.state)))
+    assert (found.level, found.name, "no run can be recorded" in found.text) == (Level.PROBLEM, "disk", True)
+    assert says in found.text
+    (home.work / "go on").touch()
+    reply = kernel.check("%sgpu_attach")
+    assert [reply.lines(rank)[-1] for rank in (0, 1)] == ["last line", "last line"]
+    assert kernel.value("total.item() > 0") is True
+    make_room(training.disk)
+    reply = kernel.run("%%distributed --session work\nprint('after')")
+    assert reply.status == "ok", reply.story
+    assert home.pool_pid() == pool
+    states = lambda: sorted(row.state for row in home.ledger().values())  # noqa: E731
+    eventually(lambda: states() == ["running", "succeeded", "succeeded"], 5, lambda: str(states()))
+    assert "Traceback" not in (home.state / "pool.log").read_text()
 
 
 @pytest.mark.slow

@@ -68,17 +68,17 @@ def plain_pool(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def test_each_remedy_for_a_missing_type_works_in_the_same_notebook(plain_pool: Kernel):
-    kernel = plain_pool
+_FOR_A_MISSING_TYPE = ["%env SGPU_STAND_IN=cpu", "%env SGPU_SIMULATE=a10:8", ""]
+
+
+@pytest.mark.parametrize("remedy", _FOR_A_MISSING_TYPE)
+def test_each_remedy_for_a_missing_type_works_in_the_same_notebook(plain_pool: Kernel, remedy: str):
     cell = "%%distributed --gpus 4 --type a10\nprint(device)"
-    error = refused(kernel, cell)
-    named = remedies(error, cell)
-    assert [first for first, _ in named] == ["%env SGPU_STAND_IN=cpu", "%env SGPU_SIMULATE=a10:8", ""], error
-    for first, then in named:
-        refused(kernel, cell)
-        kernel.check(first)
-        ran(kernel.run(then), 4, "cpu")
-        kernel.check("%env SGPU_STAND_IN=\n%env SGPU_SIMULATE=")
+    error = refused(plain_pool, cell)
+    named = dict(remedies(error, cell))
+    assert list(named) == _FOR_A_MISSING_TYPE, error
+    plain_pool.check(remedy)
+    ran(plain_pool.run(named[remedy]), 4, "cpu")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -179,28 +180,31 @@ def test_the_state_of_the_repository_is_told(kernel: Kernel, store: Runs):
 # ---------------------------------------------------------------- a session
 
 
-def test_each_cell_of_a_session_is_a_run_below_the_sessions(kernel: Kernel, store: Runs):
+@pytest.fixture
+def session(kernel: Kernel) -> Iterator[Kernel]:
+    """The kernel with a session whose two ranks have imported MLflow."""
     kernel.check("%sgpu_connect -n 2 --name trial", 90)
-    try:
-        cells: list[str] = []
-        for number in (1, 2):
-            run(
-                kernel,
-                f"import mlflow\nmlflow.log_metric('n', {number})\nmlflow.active_run().info.run_id",
-                "%%distributed",
-            )
-            cells.append(run_id_of(kernel))
-            assert kernel.value("r.values") == [cells[-1]] * 2
-        assert cells[0] != cells[1]
-        found = [settled(store, run_id) for run_id in cells]
-        assert [one.data.metrics["n"] for one in found] == [1.0, 2.0]
-        parents = {one.data.tags["mlflow.parentRunId"] for one in found}
-        assert len(parents) == 1
-        # a run as a value would be MLflow in the notebook, which then says where
-        run(kernel, "mlflow.log_metric('n', 3)\nmlflow.active_run() is None", "%%distributed --no-track")
-        assert kernel.value("r.mlflow_run_id") == ""
-    finally:
-        kernel.check("%sgpu_disconnect")
+    kernel.check("%%distributed --ui none\nimport mlflow", 90)
+    yield kernel
+    # the test has ended it unless it failed
+    kernel.run("%sgpu_disconnect trial")
+
+
+def test_each_cell_of_a_session_is_a_run_below_the_sessions(session: Kernel, store: Runs):
+    cells: list[str] = []
+    for number in (1, 2):
+        run(session, f"mlflow.log_metric('n', {number})\nmlflow.active_run().info.run_id", "%%distributed")
+        cells.append(run_id_of(session))
+        assert session.value("r.values") == [cells[-1]] * 2
+    assert cells[0] != cells[1]
+    found = [settled(store, run_id) for run_id in cells]
+    assert [one.data.metrics["n"] for one in found] == [1.0, 2.0]
+    parents = {one.data.tags["mlflow.parentRunId"] for one in found}
+    assert len(parents) == 1
+    # a run as a value would be MLflow in the notebook, which then says where
+    run(session, "mlflow.log_metric('n', 3)\nmlflow.active_run() is None", "%%distributed --no-track")
+    assert session.value("r.mlflow_run_id") == ""
+    session.check("%sgpu_disconnect")
     assert settled(store, parents.pop()).info.run_name == "session trial"
 
 
