@@ -20,10 +20,9 @@ from sgpu_magic.cli.main import Parser, positive
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
-from sgpu_magic.system.processes import IS_LINUX
+from sgpu_magic.system.processes import is_running, process_start
 from sgpu_magic.views.units import aligned, format_clock
 from sgpu_magic.wire.base import is_valid_id, short
-from sgpu_magic.wire.pool_status import process_start
 
 
 def listing(settings: Settings, limit: int) -> str:
@@ -123,11 +122,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def goes_on(self) -> bool:
         """Whether the job is running: its process is alive."""
-        if self.code is not None or self.pid <= 0:
-            return False
-        started = process_start(self.pid)
-        # 0 is a process that has ended, also where it had ended when the record was written
-        return started == self.process_start and (started > 0 or not IS_LINUX)
+        return self.code is None and self.pid > 0 and is_running(self.pid, self.process_start)
 
     @property
     def state(self) -> str:

@@ -33,7 +33,7 @@ from sgpu_magic.config import (
 from sgpu_magic.errors import PoolError
 from sgpu_magic.files.run_directory import why_no_run
 from sgpu_magic.packages.local_code import installed_entries
-from sgpu_magic.system.processes import IS_LINUX
+from sgpu_magic.system.processes import is_running, process_start
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.pool_status import (
@@ -42,7 +42,6 @@ from sgpu_magic.wire.pool_status import (
     Hello,
     PoolAddress,
     address_file,
-    process_start,
     socket_file,
 )
 from sgpu_magic.wire.run import Interpreter, Owner, RankContext
@@ -211,11 +210,7 @@ def find_pool(settings: Settings) -> PoolAddress | None:
         address = msgspec.json.decode(address_file(settings.runtime_path).read_bytes(), type=PoolAddress)
     except (OSError, msgspec.DecodeError):
         return None
-    try:
-        os.kill(address.pid, 0)
-    except OSError:
-        return None
-    return address if process_start(address.pid) == address.process_start else None
+    return address if is_running(address.pid, address.process_start) else None
 
 
 def start_pool(settings: Settings, warm: Warm | None = None) -> PoolAddress:
@@ -283,12 +278,7 @@ def wait_for_exit(pid: int) -> None:
     deadline = time.monotonic() + _EXIT_S
     started = process_start(pid)
     while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except OSError:
-            return
-        if process_start(pid) != started or (IS_LINUX and not started):
-            # a zombie, or another process with the same pid
+        if not is_running(pid, started):
             return
         time.sleep(0.01)
     raise PoolError(f"the local pool (process {pid}) did not end within {_EXIT_S:.0f} s; end it with `kill -9 {pid}`.")

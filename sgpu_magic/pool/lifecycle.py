@@ -17,13 +17,13 @@ from sgpu_magic import __version__
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.system.processes import process_start
 from sgpu_magic.wire.pool_status import (
     PROTOCOL_VERSION,
     PoolAddress,
     address_file,
     agent_socket_file,
     lock_file,
-    process_start,
     socket_file,
 )
 

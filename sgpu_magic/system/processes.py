@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+IS_LINUX = sys.platform == "linux"
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_THP_DISABLE = 41
@@ -22,7 +24,6 @@ _MADV_COLLAPSE = 25
 _CREDENTIALS = struct.Struct("3i")
 _HUGE_PAGE = 2 << 20
 _LOOK_AGAIN_S = 0.005
-IS_LINUX = sys.platform == "linux"
 
 
 def become_subreaper(on: bool = True) -> None:
@@ -37,6 +38,30 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def process_start(pid: int) -> int:
+    """Return the process's start time in clock ticks since boot, 0 if it is unavailable or the process has ended.
+
+    A zombie counts as ended: in a container, a killed pool may never be reaped.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def is_running(pid: int, started: int) -> bool:
+    """Whether the process that had this start time (`process_start`) when it was alive still is."""
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    now = process_start(pid)
+    # elsewhere the start time is always 0
+    return now == started and (now > 0 or not IS_LINUX)
 
 
 class Peer(NamedTuple):

@@ -36,8 +36,9 @@ def steady_time() -> float:
 
 def heard_at(at: float) -> float:
     """Convert an event's wall-clock time to the steady clock. Call it when the event is received."""
-    set_by = time.time() - steady_time()
-    return at if abs(set_by) < _STEP_S else at - set_by
+    # this process may be interrupted between two readings
+    before, wall, after = steady_time(), time.time(), steady_time()
+    return at if before - _STEP_S < wall < after + _STEP_S else at - (wall - after)
 
 
 class RunTimes:

@@ -44,19 +44,6 @@ def address_file(runtime: Path) -> Path:
     return runtime / "pool.json"
 
 
-def process_start(pid: int) -> int:
-    """Return the process's start time in clock ticks since boot, 0 if it is unavailable or the process has ended.
-
-    A zombie counts as ended: in a container, a killed pool may never be reaped.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
 # ---------------------------------------------------------------- the greeting
 
 

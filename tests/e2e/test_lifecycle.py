@@ -19,9 +19,9 @@ from process_table import watched_pids
 from strikes import events_of
 
 from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.system.processes import process_start
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RanksStarted, RunEnded, StateChanged
-from sgpu_magic.wire.pool_status import process_start
 
 # promise 4: nothing outlives its owner
 GONE_S = 5.0

@@ -20,7 +20,7 @@ from sgpu_magic.cli import main as cli
 from sgpu_magic.cli.jobs import LOG, JobRecord, all_jobs, begun, ended, find, folder_of, prune, write
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.wire.pool_status import process_start
+from sgpu_magic.system.processes import process_start
 
 NOW = 1_700_000_000.0
 

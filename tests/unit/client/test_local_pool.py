@@ -21,8 +21,9 @@ from sgpu_magic.client.this_machine import (
 )
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
+from sgpu_magic.system.processes import process_start
 from sgpu_magic.wire.client import Warm
-from sgpu_magic.wire.pool_status import PoolAddress, address_file, process_start
+from sgpu_magic.wire.pool_status import PoolAddress, address_file
 
 
 @pytest.fixture

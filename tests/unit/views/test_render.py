@@ -55,7 +55,7 @@ from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.runs.follow.outcome import deliver
 from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.server.runs import cell_outputs
-from sgpu_magic.views import ansi
+from sgpu_magic.views import ansi, units
 from sgpu_magic.views.bundle import RUN_MIME, caption_bundle, mime_bundle, summary_line
 from sgpu_magic.views.cell_outputs import OutputSlots
 from sgpu_magic.views.failure import failure_html
@@ -1522,6 +1522,15 @@ def test_units() -> None:
     assert format_elapsed(3900) == "1 h 05 min"
     durations = [(12.4, 25.2), (12.4, 0.9), (0.0, 0.9), (0.0, 0.0)]
     assert [format_duration(*each) for each in durations] == ["12 s · start 25 s", "12 s", "start 0.90 s", ""]
+
+
+@pytest.mark.parametrize(("wall", "heard"), [(100.0, 50.0), (100.03, 50.0), (200.03, -50.0), (40.03, 110.0)])
+def test_only_a_clock_that_was_set_moves_an_event(monkeypatch: pytest.MonkeyPatch, wall: float, heard: float):
+    # 30 ms in which another process ran
+    steady = iter([100.0, 100.03])
+    monkeypatch.setattr(units, "steady_time", lambda: next(steady))
+    monkeypatch.setattr(units, "time", SimpleNamespace(time=lambda: wall))
+    assert units.heard_at(50.0) == pytest.approx(heard)
 
 
 def test_a_start_is_as_long_as_its_node_has_measured_even_if_the_lease_was_noted_late():
