@@ -457,6 +457,15 @@ def test_time_over_is_code_124(home: Home):
     eventually(lambda: home.ledger()[home.run_named("slow-one")].state == "cancelled")
 
 
+def test_time_over_before_the_kernel_is_there_says_so(home: Home):
+    saved(home, "early.ipynb", "open('ran', 'w')")
+    code, out, err = run(home, "run", "early.ipynb", "--timeout", "0.1s")
+    assert code == 124
+    assert "the time limit of 0.10 s was exceeded while the kernel was starting; nothing has run.\n" in err
+    assert copy_in(out).cells[-1].outputs == []
+    assert not (home.work / "ran").exists()
+
+
 @pytest.mark.slow
 def test_terminated_its_runs_end_first(home: Home):
     saved(

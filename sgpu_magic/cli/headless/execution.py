@@ -146,6 +146,8 @@ class NotebookRun:
         if not starting.done():
             starting.cancel()
             await asyncio.wait((starting,))
+            stopped_by = self._exceeded() if stopped.result() is ExitCode.TIMED_OUT else "stopped"
+            self._say(f"{stopped_by} while the kernel was starting; nothing has run.\n")
             return stopped.result()
         try:
             await starting
@@ -268,6 +270,9 @@ class NotebookRun:
         if not self._job.is_script:
             self._say(text)
 
+    def _exceeded(self) -> str:
+        return f"the time limit of {format_seconds(self._job.timeout_s or 0)} was exceeded"
+
     def _tell_failure(self, cell: Any, number: int, code: ExitCode) -> None:
         if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
             stopped = "stopped; its runs" if self._job.is_script else f"stopped in cell {number}; the notebook's runs"
@@ -275,7 +280,7 @@ class NotebookRun:
             return
         if self._job.timeout_s is not None and self._stopped.done():
             where = "" if self._job.is_script else f" in cell {number}"
-            self._say(f"the time limit of {format_seconds(self._job.timeout_s)} was exceeded{where}.\n")
+            self._say(f"{self._exceeded()}{where}.\n")
         # a script's output is shown already
         text = "\n".join(traceback_of(cell)) if self._job.is_script else text_of(cell)
         # name the help page by its shell command
