@@ -17,20 +17,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
-import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from sgpu_magic.cli.headless import formats
 from sgpu_magic.cli.headless.job import Job
 from sgpu_magic.cli.headless.outcome import (
     ExecutedCopy,
     ExitCode,
-    as_cell,
     code_of,
     is_exit,
     is_success,
     kernel_lines,
+    notebook_of,
     prepared,
     text_of,
     title_of,
@@ -71,7 +69,7 @@ class NotebookRun:
         self._err = err
         self._out = out
         self._told = told
-        self._notebook = _read(job)
+        self._notebook = notebook_of(job)
         self._copy = ExecutedCopy(self._notebook, copy, self._say)
         self._stopped: asyncio.Future[ExitCode]
         self.exit_value: str | None = None
@@ -337,13 +335,6 @@ class _Client(NotebookClient):
             if self._printed is not None and text:
                 self._printed.write(f"{ansi.plain(text)}\n")
                 self._printed.flush()
-
-
-def _read(job: Job) -> Any:
-    if not job.is_script:
-        return formats.read_notebook(job.source, job.form)
-    cell = as_cell(job.source.read_text(encoding="utf-8"), job)
-    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
 
 
 def _short_folder() -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.cli.headless.formats import NOTEBOOK, submits_runs
+from sgpu_magic.cli.headless.formats import NOTEBOOK, read_notebook, submits_runs
 from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, Job, declared, has_tag, source_of
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
@@ -65,7 +65,17 @@ def prepared(notebook: Any, job: Job) -> list[str]:
     return notes
 
 
-def as_cell(source: str, job: Job) -> str:
+def notebook_of(job: Job) -> Any:
+    """Read the job's notebook; a script becomes a notebook of one cell."""
+    if not job.is_script:
+        return read_notebook(job.source, job.form)
+    import nbformat
+
+    cell = nbformat.v4.new_code_cell(_as_cell(job.source.read_text(encoding="utf-8"), job))
+    return nbformat.v4.new_notebook(cells=[cell])
+
+
+def _as_cell(source: str, job: Job) -> str:
     """Return a script as a cell that runs on the ranks, or in the kernel if the script submits runs itself."""
     text = f"{source.rstrip()}\n"
     on_pool = job.cells == "ranks" or (job.cells == "auto" and not submits_runs(source))
