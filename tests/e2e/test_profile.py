@@ -53,7 +53,12 @@ def test_a_cell_that_fails_leaves_its_trace(kernel: Kernel):
 
 @pytest.mark.slow
 def test_a_cell_that_is_interrupted_leaves_its_trace(kernel: Kernel):
-    cell = kernel.start(f"%%distributed -n 2 --profile\n{WORK}print('there', flush=True)\nimport time\ntime.sleep(60)")
+    # as a busy machine's rank, which takes its time to see the interrupt
+    late = "end = time.monotonic() + 1\n    while time.monotonic() < end: pass"
+    cell = kernel.start(
+        f"%%distributed -n 2 --profile\nimport time\n{WORK}"
+        f"try:\n    print('there', flush=True)\n    time.sleep(60)\nfinally:\n    {late}"
+    )
     cell.until_shown("[1] there")
     kernel.interrupt()
     reply = cell.wait()

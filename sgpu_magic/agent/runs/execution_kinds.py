@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 _LEAVE_DELAY_S = 0.03
 # nothing may compete with the first line of output either
 _SETTLED_S = 0.05
-# for a rank that writes the trace of `--profile`
+# ranks that end early have this long to write the trace of `--profile`
 _TRACE_S = 15.0
+_TRACE_LOOK_S = 0.1
 
 
 class FreshRun(Execution):
@@ -52,6 +53,7 @@ class FreshRun(Execution):
         self._meeting: Rendezvous | None = None
         self._waits_for_parts = False
         self._parts_over = False
+        self._traces_until = 0.0
         group.listener = self
 
     def start(self) -> None:
@@ -146,6 +148,7 @@ class FreshRun(Execution):
         self._end(state)
 
     def _after_end(self) -> None:
+        self._traces_until = self._loop.time() + _TRACE_S
         part = self.launch.part
         if part is not None and self._final_state is RunState.SUCCEEDED and not self._parts_over:
             # ranks on other nodes may still connect to those here
@@ -155,15 +158,16 @@ class FreshRun(Execution):
         self._finish_if_gone()
 
     def _let_leave(self) -> None:
-        if self._ending_as is not None:
-            self._stop.end(self._grace())
+        cancelled = self._ending_as is not None
+        if not (cancelled or self._stop.begun or self._reports.complete):
+            self._stop.begin(self._grace_s or 0.0, interrupt_first=False, waited=self._let_leave)
             return
-        # survivors of a failure get no grace unless the user asked for it or a trace must be written
-        grace_s = self._grace_s or (_TRACE_S if self.launch.spec.profile else 0.0)
-        if self._stop.begun or self._reports.complete:
-            self._stop.end(grace_s)
-        else:
-            self._stop.begin(grace_s, interrupt_first=False, waited=lambda: self._stop.end(grace_s))
+        if self.launch.spec.profile and not self._reports.complete and self._loop.time() < self._traces_until:
+            # SIGTERM would end a rank before it has written its trace
+            self._later(_TRACE_LOOK_S, self._let_leave)
+            return
+        # survivors of a failure get no grace unless the user asked for it
+        self._stop.end(self._grace() if cancelled else self._grace_s or 0.0)
 
     def _finish_if_gone(self) -> None:
         if not self.ended or self.gone or not self.group.gone:

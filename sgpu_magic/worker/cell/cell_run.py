@@ -9,7 +9,6 @@ import contextlib
 import gzip
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -294,18 +293,11 @@ class CellTrace:
     def end(self) -> str:
         """Write the trace and return a remark for the user."""
         self._over.set()
-        ends_by_term = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        if ends_by_term:
-            # another rank has failed, or the run was cancelled; the agent gives the rank time to write
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             self._stop()
             self._write()
         except (OSError, RuntimeError) as error:
             return f"the profiler's trace could not be written: {error}"
-        finally:
-            if ends_by_term:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
         text = f"the profiler's traces are in {self._directory}, one for each rank; ui.perfetto.dev opens them."
         if self._stopped_after is not None:
             text += f" They end after {self._stopped_after:.0f} s: what the cell did later is not in them."
