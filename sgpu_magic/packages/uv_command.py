@@ -291,7 +291,7 @@ def call_pip(arguments: Sequence[str], variables: Mapping[str, str], timeout_s: 
 
 def _called(command: Sequence[str], environ: Mapping[str, str], timeout_s: float, stdin: str = "") -> Done:
     """Run a command and wait for it. It and its children are killed on an interrupt or a timeout."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         env=environ,
         cwd="/",
@@ -302,11 +302,11 @@ def _called(command: Sequence[str], environ: Mapping[str, str], timeout_s: float
         errors="replace",
         # Ctrl-C in a terminal reaches only this process, which then kills the whole group
         start_new_session=True,
-    )
-    try:
-        output, words = process.communicate(stdin, timeout=timeout_s)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    ) as process:
+        try:
+            output, words = process.communicate(stdin, timeout=timeout_s)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
     return Done(process.returncode, output, without_url_credentials(words).strip())

@@ -85,10 +85,10 @@ def test_why_there_is_no_lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert looked_up.problem == "the node resolved the dependencies itself"
     assert lock_order(environment, sys.executable, NOWHERE).problem.startswith("uv could not create it: ")
     # a uv that does not end
-    monkeypatch.setattr(lock, "_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(lock, "_TIMEOUT_S", 0.0)
     for made in (
         lock_order(environment, sys.executable, NOWHERE),
         make_lock(Snapshot((), executable=sys.executable), tmp_path, NOWHERE),
     ):
-        assert made.problem.startswith("`uv pip compile` was stopped after 0.001 s.")
+        assert made.problem.startswith("`uv pip compile` was stopped after 0 s.")
         assert made.pylock == ""
