@@ -101,6 +101,25 @@ def test_an_exception_under_run_is_the_ranks_failure_and_the_others_are_released
     assert reply.seconds < 3
 
 
+def test_a_rank_that_is_interrupted_on_its_way_out_of_a_collective_was_released_from_it(kernel: Kernel):
+    culprit = Culprit(kernel, "way-out")
+    culprit.start(
+        "-n 2",
+        "import time, torch.distributed as dist\n"
+        "if rank == 1:\n"
+        f"    {culprit.waits}\n"
+        "    raise ValueError('NaN')\n"
+        "try:\n"
+        "    dist.barrier()\n"
+        "except RuntimeError:\n"
+        # as a busy machine's rank, which sees the interrupt before it has left
+        "    time.sleep(30)",
+    )
+    reply = culprit.fails("rank 0 waits in barrier")
+    assert (reply.ename, reply.evalue) == ("ValueError", "NaN")
+    assert re.search(r"^rank 0 was released from barrier \(line 9\)", reply.shown, re.MULTILINE), reply.shown
+
+
 # ---------------------------------------------------------------- exceptions that do harm when they are described
 
 
