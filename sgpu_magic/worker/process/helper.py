@@ -12,6 +12,7 @@ import select
 import socket
 import termios
 import threading
+import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -121,12 +122,21 @@ class Helper:
         """Start the thread, which is the only one that receives from now on."""
         # not a `threading.Thread`: `start` waits until the thread runs, milliseconds on a busy machine, and user code
         # that lists threads need not see this one
-        _thread.start_new_thread(self._help, ())
+        _thread.start_new_thread(self._work, ())
 
     def rest(self) -> None:
         """Mark the main thread's order as finished. Called before its reply: the next order may come right after."""
         with self._count_lock:
             self._unended -= 1
+
+    def _work(self) -> None:
+        try:
+            self._help()
+        except BaseException:  # noqa: BLE001  a thread's top: the process ends
+            # without this thread the rank would hear of nothing any more
+            traceback.print_exc()
+            terminal.flush()
+            os._exit(1)
 
     def _help(self) -> None:
         while True:

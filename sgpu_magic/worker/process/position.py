@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import mmap
 import os
 import signal
@@ -35,6 +36,10 @@ _MAX_FRAMES = 200
 # frames kept of a deep stack: the innermost ones, and above them only those of notebook cells
 _INNERMOST = 24
 _CELL = "<ipython-input-"
+# Python 3.11 may collect garbage within `f_back`, while it makes the object of another thread's frame. Finalizers then
+# let that thread go on: its frame is gone, its memory used again, and the object refers to anything. Newer ones collect
+# between two bytecode instructions.
+_COLLECTS_WITHIN_CALLS = sys.version_info < (3, 12)
 _script = ""
 
 
@@ -105,10 +110,27 @@ class Sampler:
         self._main = threading.main_thread().ident or 0
         self._half = 0
         self._seen: list[tuple[int, int]] = []
+        # whether `sample` has garbage collection disabled
+        self._collects = False
+        # a child is forked in any moment
+        os.register_at_fork(after_in_child=self._collect_again)
         HEADER.pack_into(self._area, 0, self._main, 0)
 
     def sample(self) -> None:
         """Record the main thread's stack. May be called by any thread."""
+        self._collects = _COLLECTS_WITHIN_CALLS and gc.isenabled()
+        if self._collects:
+            gc.disable()
+        try:
+            frames, seen = self._look()
+        finally:
+            self._collect_again()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        self._write("".join(_lines(frames)).encode("utf-8", "backslashreplace")[:TEXT_BYTES])
+
+    def _look(self) -> tuple[list[FrameType], list[tuple[int, int]]]:
         frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
         frames: list[FrameType] = []
         seen: list[tuple[int, int]] = []
@@ -119,10 +141,12 @@ class Sampler:
             frames.append(frame)
             seen.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
-        if seen == self._seen:
-            return
-        self._seen = seen
-        self._write("".join(_lines(frames)).encode("utf-8", "backslashreplace")[:TEXT_BYTES])
+        return frames, seen
+
+    def _collect_again(self) -> None:
+        if self._collects:
+            self._collects = False
+            gc.enable()
 
     def _write(self, text: bytes) -> None:
         half = 2 if self._half == 1 else 1

@@ -42,6 +42,39 @@ def shown(message: Displayed) -> dict[str, str]:
     return json.loads(message.bundle)
 
 
+# ---------------------------------------------------------------- the helper thread
+
+
+def test_a_rank_ends_with_its_helper_thread_and_says_why(session: Session):
+    session.execute(
+        "import time\nfrom sgpu_magic.worker.process.position import Sampler\n"
+        "Sampler.sample = lambda self: 1 / 0\ntime.sleep(100)",
+        only=(1,),
+    )
+    rank = session.ranks[1]
+    with pytest.raises(AssertionError, match="rank 1 is gone"):
+        rank.expect(Finished)
+    eventually(lambda: "ZeroDivisionError: division by zero" in rank.printed, 5)
+    assert rank.printed.count("Traceback") == 1
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="collects between two bytecode instructions")
+def test_no_garbage_is_collected_while_a_stack_is_looked_at(session: Session):
+    body = (
+        "import gc, os, time\nfrom sgpu_magic.worker.process.position import Sampler\n"
+        "seen, look = [], Sampler._look\n"
+        "def noted(self):\n    seen.append(gc.isenabled())\n    return look(self)\n"
+        "Sampler._look = noted\n"
+        "end = time.monotonic() + 20\n"
+        "while len(seen) < 3 and time.monotonic() < end: time.sleep(0.01)\n"
+        "Sampler._look = look\n"
+        "(seen[:3], gc.isenabled())"
+    )
+    assert values(session, body, only=(0,)) == [([False, False, False], True)]
+    # as the cell has set it
+    assert values(session, f"import gc\ngc.disable()\n{body}", only=(0,)) == [([False, False, False], False)]
+
+
 # ---------------------------------------------------------------- cell after cell
 
 
