@@ -33,8 +33,8 @@ from sgpu_magic.wire.tracking import Tracking
 
 # maximum per step, so that one run does not delay the others
 _STEP_METRICS = 5000
-# how long to wait after the end for the lock file of new packages
-_LOCK_S = 15.0
+# how long to wait after the end for the lock file of new packages and for traces of the profiler
+_LATE_S = 15.0
 # how long to wait for the record after the writer has seen the end, which may be late: importing MLflow takes seconds
 _RECORD_S = 5.0
 _END_UNKNOWN = "its pool ended before the run did"
@@ -216,7 +216,7 @@ class RunWriter:
                 self._drop_doubles(spec)
             self._store.close_run(mlflow_run_id, status_of(spec, ended.state), int(self._fold.ended_at * 1000))
             self._keep(closed=True, problem="")
-        waits = self._waits_for_record() or self._waits_for_lock(spec)
+        waits = self._waits_for_files(spec, ended)
         if waits and self.progress.artifacts:
             return
         left_out: list[str] = []
@@ -235,17 +235,17 @@ class RunWriter:
         if not waits:
             self._keep(complete=True, problem="")
 
-    def _waits_for_record(self) -> bool:
-        """Whether the run's record may still appear: that of a session's cell is written after its end was told."""
+    def _waits_for_files(self, spec: RunSpec, ended: RunEnded) -> bool:
+        """Whether files may appear that are made after the end: a session cell's record, a lock file, traces."""
+        here, past_s = self.directory, time.time() - self._fold.ended_at
         if self._record_until is None:
             self._record_until = time.monotonic() + _RECORD_S
-        return not (self.directory / RUN_RECORD).exists() and time.monotonic() < self._record_until
-
-    def _waits_for_lock(self, spec: RunSpec) -> bool:
-        """Whether the lock file of the run's packages may still appear; for new packages it takes some seconds."""
-        if not spec.environment or not self._settings.lock_environments or (self.directory / "pylock.toml").exists():
-            return False
-        return time.time() - self._fold.ended_at < _LOCK_S
+        record = not (here / RUN_RECORD).exists() and time.monotonic() < self._record_until
+        lock = spec.environment and self._settings.lock_environments and not (here / "pylock.toml").exists()
+        # ranks that an interrupt or a peer's failure ended write theirs afterwards
+        traces = spec.profile and ended.state is not RunState.SUCCEEDED
+        traces = traces and len(list((here / "profile").glob("rank-*"))) < spec.placement.ranks
+        return record or ((bool(lock) or traces) and past_s < _LATE_S)
 
     def _drop_doubles(self, spec: RunSpec) -> None:
         """Delete duplicate MLflow runs, created by a request whose answer was lost."""

@@ -320,7 +320,9 @@ class CellTrace:
 
     def _write(self) -> None:
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
-        text, packed = f"{self._path}.json", f"{self._path}.tmp"
+        # hidden: MLflow's writer may look meanwhile
+        directory, name = os.path.split(self._path)
+        text, packed = (os.path.join(directory, f".{name}.{kind}") for kind in ("json", "tmp"))
         try:
             self._stopped.export_chrome_trace(text)
             # torch compresses at the slowest level: three times as long for a file a tenth smaller

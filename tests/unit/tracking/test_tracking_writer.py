@@ -401,6 +401,22 @@ def test_a_record_that_is_written_after_the_end_is_there_too(settings: Settings,
     assert "run.json" in store.artifacts(store.one(run.run_id).info.run_id)
 
 
+def test_traces_that_are_written_after_the_end_are_there_too(settings: Settings, writer: WriterProcess, store: Runs):
+    run = ToldRun(settings, profile=True)
+    profile = run.directory / "profile"
+    profile.mkdir()
+    (profile / ".rank-0.pt.trace.json.gz.tmp").write_text("half of it")
+    run.end(RunState.CANCELLED)
+    writer.track(run)
+    writer.until(lambda: run.progress is not None and run.progress.artifacts)
+    traces = [f"rank-{rank}.pt.trace.json.gz" for rank in range(2)]
+    for name in traces:
+        (profile / name).write_text("{}")
+    writer.until_done(run)
+    found = store.artifacts(store.one(run.run_id).info.run_id, "profile")
+    assert found == {f"profile/{name}" for name in traces}
+
+
 def test_a_log_without_a_last_word_ends_as_failed(settings: Settings, writer: WriterProcess, store: Runs):
     run = ToldRun(settings)
     run.start()
