@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import importlib.util
+import math
+import signal
 import sys
 import threading
 import time
@@ -53,7 +57,8 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     if values.as_script:
         job = msgspec.structs.replace(job, cells="ranks", module=values.module, restarts=values.restarts)
     _check_extra()
-    _check_kernel(job)
+    if not job.is_script or job.kernel:
+        formats.check_kernel(job.kernel or formats.kernel_name(job.source, job.form))
     continued = bool(values.job_id)
     record = jobs.JobRecord(
         job_id=values.job_id or new_id(),
@@ -117,28 +122,6 @@ def _check_extra() -> None:
         raise UsageError(f"{' and '.join(missing)} {verb} not installed, so no notebook can be executed. {EXTRA}")
 
 
-def _check_kernel(job: Job) -> None:
-    """Raise UsageError if there is no such kernel, before anything is written."""
-    name = job.kernel
-    if job.is_script and not name:
-        return
-    name = name or formats.kernel_name(job.source, job.form)
-    # installed with nbclient
-    specs: Any = importlib.import_module("jupyter_client.kernelspec")
-    manager = specs.KernelSpecManager()
-    try:
-        language = manager.get_kernel_spec(name or "python3").language
-    except specs.NoSuchKernel:
-        listed = ", ".join(sorted(manager.find_kernel_specs()))
-        raise UsageError(
-            f"there is no kernel {name!r} on this machine. Available: {listed}. Choose one with --kernel NAME."
-        ) from None
-    if language.lower() != "python":
-        raise UsageError(
-            f"the kernel {name!r} runs {language}, and cells for a pool must be Python. Choose another with --kernel."
-        )
-
-
 def _attempts(
     settings: Settings, job: Job, record: jobs.JobRecord, out: TextIO | None, err: TextIO
 ) -> tuple[ExitCode, jobs.JobRecord]:
@@ -152,10 +135,11 @@ def _attempts(
         jobs.write(settings, record)
 
     left, pause_s = job.retries, _RETRY_AFTER_S
+    until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s
     while True:
         began = time.monotonic()
         notebook_run = NotebookRun(job, Path(record.copy) if record.copy else None, out, err, told)
-        code = notebook_run.run()
+        code = notebook_run.run(until)
         took = format_seconds(time.monotonic() - began)
         is_whole = not job.is_script and notebook_run.exit_value is None
         ran = "every cell ran" if is_whole else "it succeeded"
@@ -166,8 +150,24 @@ def _attempts(
         left -= 1
         again = f"{job.source.name}: retrying in {format_seconds(pause_s)} ({left} more after that)"
         print(again, file=err, flush=True)
-        time.sleep(pause_s)
+        stopped = asyncio.run(_pause(min(pause_s, until - time.monotonic())))
+        if stopped is None and time.monotonic() >= until:
+            stopped = ExitCode.TIMED_OUT
+        if stopped is not None:
+            why = "its time limit was exceeded" if stopped is ExitCode.TIMED_OUT else "stopped"
+            print(f"{job.source.name}: {why} before the retry", file=err, flush=True)
+            return stopped, record
         pause_s = min(2 * pause_s, _RETRY_AFTER_MOST_S)
+
+
+async def _pause(seconds: float) -> ExitCode | None:
+    """Wait. Returns the job's code if a signal ends it meanwhile."""
+    stopped = asyncio.Queue[ExitCode]()
+    for number, code in ((signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.TERMINATED)):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.put_nowait, code)
+    with contextlib.suppress(TimeoutError):
+        return await asyncio.wait_for(stopped.get(), seconds)
+    return None
 
 
 def _detach(settings: Settings, record: jobs.JobRecord, words: Sequence[str], out: TextIO) -> int:

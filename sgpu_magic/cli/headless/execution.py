@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -74,13 +75,17 @@ class NotebookRun:
         self._stopped: asyncio.Future[ExitCode]
         self.exit_value: str | None = None
 
-    def run(self) -> ExitCode:
-        """Execute the notebook. SIGINT and SIGTERM end its runs first. The executed copy is written in any case."""
-        return asyncio.run(self._run())
+    def run(self, until: float = math.inf) -> ExitCode:
+        """Execute the notebook. SIGINT and SIGTERM end its runs first. The executed copy is written in any case.
+
+        Args:
+            until: When the job's time limit is over, by the monotonic clock.
+        """
+        return asyncio.run(self._run(until))
 
     # ------------------------------------------------------------ execution
 
-    async def _run(self) -> ExitCode:
+    async def _run(self, until: float) -> ExitCode:
         notebook = self._notebook
         for note in prepared(notebook, self._job):
             self._say(f"note: {note}\n")
@@ -100,8 +105,8 @@ class NotebookRun:
         )
         began = time.monotonic()
         timer = None
-        if self._job.timeout_s is not None:
-            timer = loop.call_later(self._job.timeout_s, self._stop, ExitCode.TIMED_OUT)
+        if until < math.inf:
+            timer = loop.call_later(until - time.monotonic(), self._stop, ExitCode.TIMED_OUT)
         code = ExitCode.FAILED
         try:
             code = await self._with_kernel(client)

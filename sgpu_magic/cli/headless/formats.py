@@ -110,6 +110,28 @@ def kernel_name(path: Path, form: Form) -> str:
     return named[1] if named is not None else ""
 
 
+def check_kernel(name: str) -> None:
+    """Check that there is a kernel for Python of this name, "" for the default.
+
+    Raises:
+        UsageError: There is none.
+    """
+    # installed with nbclient
+    specs: Any = importlib.import_module("jupyter_client.kernelspec")
+    manager = specs.KernelSpecManager()
+    try:
+        language = manager.get_kernel_spec(name or "python3").language
+    except specs.NoSuchKernel:
+        listed = ", ".join(sorted(manager.find_kernel_specs()))
+        raise UsageError(
+            f"there is no kernel {name!r} on this machine. Available: {listed}. Choose one with --kernel NAME."
+        ) from None
+    if language.lower() != "python":
+        raise UsageError(
+            f"the kernel {name!r} runs {language}, and cells for a pool must be Python. Choose another with --kernel."
+        )
+
+
 def submits_runs(source: str) -> bool:
     """Whether a script submits runs itself: then it runs once, locally, instead of on all ranks."""
     try:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import eventually
 
+from sgpu_magic.agent.ranks.stop import catches
 from sgpu_magic.cli import main as cli
 from sgpu_magic.cli import run as running
 from sgpu_magic.cli.jobs import all_jobs
@@ -110,3 +115,31 @@ def test_a_kernel_that_does_not_start_is_tried_again(
     assert told.err.count("the kernel broken does not start: ") == 3
     (record,) = all_jobs(load_settings())
     assert (record.state, record.code, record.copy) == ("pool failed", 3, f"{folder}/done.ipynb")
+
+
+def test_the_time_limit_counts_while_a_retry_is_waited_for(folder: Path, capsys: pytest.CaptureFixture[str]):
+    add_kernel(folder, "broken", ["/nowhere/python"], "python")
+    assert cli.main(["run", "train.ipynb", "--kernel", "broken", "--retries", "9", "--timeout", "2s"]) == 124
+    said = capsys.readouterr().err
+    assert said.count("the kernel broken does not start: ") == 1
+    assert said.endswith("train.ipynb: its time limit was exceeded before the retry\n")
+    assert all_jobs(load_settings())[0].state == "timed out"
+
+
+def test_sigterm_ends_the_wait_for_a_retry(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(running, "_RETRY_AFTER_S", 60.0)
+    add_kernel(folder, "broken", ["/nowhere/python"], "python")
+
+    def send() -> None:
+        eventually(lambda: "retrying in" in capsys.readouterr().err, 30)
+        eventually(lambda: catches(os.getpid(), signal.SIGTERM), 10)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    assert cli.main(["run", "train.ipynb", "--kernel", "broken", "--retries", "1"]) == 143
+    sending.join()
+    assert capsys.readouterr().err == "train.ipynb: stopped before the retry\n"
+    assert all_jobs(load_settings())[0].state == "terminated"
