@@ -221,7 +221,7 @@ def test_a_lost_pool_is_said_and_started_again(notebooks: Opener, lab_home: Home
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     start = shown.get_by_role("button", name="Start it again")
-    expect(start).to_be_visible(timeout=10_000)
+    expect(start).to_be_visible(timeout=30_000)
     expect(shown).to_contain_text("The pool ended unexpectedly.")
     notebook.picture("panel-lost")
     start.click()

@@ -68,8 +68,8 @@ def open_page(server: JupyterServer) -> Iterator[Callable[..., ServedPage]]:
 def test_all_pools_are_listed_with_how_each_is_now(place: Home, open_page: Callable[..., ServedPage]):
     page = open_page()
     page.until(lambda: "can't be reached" in str(page.pools))
-    # a run of another test may not have given its device back yet
-    page.until(lambda: "2 of 2 A10 free" in str(page.pools))
+    # a run of another test may not have given its device back yet, and all pools are looked at every 10 s
+    page.until(lambda: "2 of 2 A10 free" in str(page.pools), 60)
     assert [(pool["name"], pool["about"], pool["reserved"], pool["default"]) for pool in page.pools] == [
         ("team", "reserved · 2 of 2 A10 free · $1.50", True, True),
         ("gone", "on demand · can't be reached", False, False),

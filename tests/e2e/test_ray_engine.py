@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pool_client import ClientRun, PoolClient
@@ -93,11 +94,13 @@ def test_a_run_on_two_nodes(client: PoolClient, pool: RayPool):
 
 
 def test_spread_and_nodes_are_kept(client: PoolClient, pool: RayPool, cluster: FakeCluster):
-    # spread is a wish: Ray keeps it where both nodes have devices
+    def nodes(**asked: Any) -> list[str]:
+        return client.begin("import os; os.environ['GROUP_RANK']", ranks=2, device_type="a10", **asked).values
+
+    # a wish: Ray keeps it where both nodes have devices, as far as it has heard from them
     eventually(lambda: cluster.free_gpus() == 4, 20, lambda: f"{cluster.free_gpus()} are free")
-    for asked in ({"strategy": "spread"}, {"nodes": 2}):
-        run = client.begin("import os; os.environ['GROUP_RANK']", ranks=2, device_type="a10", **asked)
-        assert run.values == ["0", "1"], asked
+    eventually(lambda: nodes(strategy="spread") == ["0", "1"], 30, "no run is spread")
+    assert nodes(nodes=2) == ["0", "1"]
     run = client.begin(ALL_REDUCE, ranks=2, device_type="a10", strategy="strict_pack")
     assert run.ended().state is RunState.SUCCEEDED
     placed: Placed = run.wait_for(Placed)

@@ -142,6 +142,7 @@ class RayHead:
             "RAY_USAGE_STATS_ENABLED": "0",
             # of the dashboard's nine processes, which import Ray at the same time: 30 s are too few on two busy cores
             "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": str(_START_S),
+            "RAY_DASHBOARD_STARTUP_TIMEOUT_S": f"{_START_S:.0f}",
             # the entrypoint of a job is looked for there
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
