@@ -24,7 +24,10 @@ def store(home: Home, coming_store: Future[Path], module_kernel: SharedKernel) -
     """The home's default store. Making one takes longer than a rank waits, where everybody wants the processor."""
     module_kernel.get()
     database = home.state / "mlflow" / "mlflow.db"
-    return Runs(f"sqlite:///{database if database.exists() else lay_store(coming_store.result(), home.state)}")
+    made = Runs(f"sqlite:///{database if database.exists() else lay_store(coming_store.result(), home.state)}")
+    # imports MLflow here, seconds
+    made.all("notebook")
+    return made
 
 
 @pytest.fixture
