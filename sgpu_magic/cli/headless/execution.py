@@ -104,9 +104,7 @@ class NotebookRun:
             resources={"metadata": {"path": str(self._job.folder)}},
         )
         began = time.monotonic()
-        timer = None
-        if until < math.inf:
-            timer = loop.call_later(until - time.monotonic(), self._stop, ExitCode.TIMED_OUT)
+        timer = None if until == math.inf else loop.call_later(until - began, self._stop, ExitCode.TIMED_OUT)
         code = ExitCode.FAILED
         try:
             code = await self._with_kernel(client)

@@ -45,8 +45,6 @@ _START_S = 240.0
 _STOP_S = 10.0
 _LOOK_S = 0.1
 _STARTS = 3
-# seconds for one start of the dashboard
-_DASHBOARD_S = "75"
 _TAIL_LINES = 5
 _TEMP = "r"
 # `[2026-11-22 20:56:52,855 E 5600 5600] (raylet) ...` and the lines of its Python programs
@@ -221,11 +219,8 @@ def _start_patiently(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
     """Start Ray, and try again after a timeout.
 
     Ray gives its processes 15 s for their imports, which no setting changes. From a cold or shared disk the imports may
-    take longer; the next attempt finds the files in memory. The dashboard's nine processes import Ray at the same time,
-    which takes longer than their 30 s on few cores.
+    take longer; the next attempt finds the files in memory.
     """
-    for name in ("RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT", "RAY_DASHBOARD_STARTUP_TIMEOUT_S"):
-        os.environ.setdefault(name, _DASHBOARD_S)
     for _ in range(_STARTS - 1):
         try:
             return _start(order, head)

@@ -169,10 +169,19 @@ def test_tasks_are_no_ranks_and_another_clusters_variables_are_not_theirs():
         "RAY_JOB_ID": "7",
         "HOME": "/h",
         "HF_TOKEN": "t",
+        # the user's own
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
     }
     ray = {"RAY_AUTH_MODE": "token"}
     found = ray_processes.of_processes(rank, ray, ["/code"], "/package")
-    assert found == {"HOME": "/h", "HF_TOKEN": "t", "RAY_AUTH_MODE": "token", "PYTHONPATH": "/code:/package"}
+    assert found == {
+        "HOME": "/h",
+        "HF_TOKEN": "t",
+        "RAY_AUTH_MODE": "token",
+        "PYTHONPATH": "/code:/package",
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
+        "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "75",
+    }
     found = ray_processes.of_processes(rank, ray, ["/code"], "/package", maps_cuda=True)
     assert "sgpu_magic.worker.process.patches.map_cuda_in_task" in found.values()
 
