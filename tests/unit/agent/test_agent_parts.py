@@ -496,6 +496,8 @@ def sleeper(*, session: bool, mark: str = "", nested: bool = False) -> Iterator[
         command = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '300'])"]
     with subprocess.Popen(command, env=environ, start_new_session=session) as process:
         try:
+            # empty for a moment after Popen returns: exec closes the pipe that it waits for before it writes these
+            eventually(Path(f"/proc/{process.pid}/environ").read_bytes, 5, "the process's variables")
             yield process
         finally:
             process.kill()
