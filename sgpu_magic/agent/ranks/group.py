@@ -203,6 +203,10 @@ class Group:
         if process.is_doomed:
             process.signal(signal.SIGKILL, whole_session=True)
         self._order_done()
+        said, process.said_early = process.said_early, []
+        for message, frames in said:
+            with faults.guarded(self.faulted):
+                self._said(rank, message, frames)
 
     def fork_refused(self, rank: int, message: str) -> None:
         self._order_done()
@@ -279,7 +283,11 @@ class Group:
             self._store.close()
 
     def _said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
-        if isinstance(message, StandsBy):
+        process = self.rank(rank)
+        if process.pid is None:
+            # on a busy machine a rank may join before the zygote has run again
+            process.said_early.append((message, frames))
+        elif isinstance(message, StandsBy):
             self._standing_by.add(rank)
         elif self.listener is not None:
             self.listener.rank_said(rank, message, frames)

@@ -50,6 +50,8 @@ class RankProcess:
         self.exit_status: int | None = None
         self.peak_bytes = 0
         self.stream: MessageStream[FromRank] | None = None
+        # what it has said before the zygote has reported its pid
+        self.said_early: list[tuple[FromRank, Sequence[bytes]]] = []
 
     @property
     def alive(self) -> bool:

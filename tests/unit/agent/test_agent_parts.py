@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -38,7 +39,7 @@ from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
-from sgpu_magic.wire.rank import Fork, FromRank, Leave, Remarked, StandsBy
+from sgpu_magic.wire.rank import Fork, FromRank, Joined, Leave, Remarked, StandsBy
 from sgpu_magic.wire.rank_events import Failure, OutputWritten
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -670,6 +671,42 @@ def test_a_rank_that_was_reaped_before_it_could_be_watched_is_dead(tmp_path: Pat
         assert not asyncio.run(dead_after(alive.pid))
         assert alive.stdin is not None
         alive.stdin.close()
+
+
+def test_a_rank_that_speaks_before_its_fork_is_reported_is_heard_after_it(tmp_path: Path):
+    heard: list[tuple[int, FromRank, bool]] = []
+
+    class Listener:
+        def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+            assert frames == (b"frame",)
+            heard.append((rank, message, group.rank(rank).alive))
+
+    def say(rank: int, message: FromRank) -> None:
+        group._said(rank, message, (b"frame",))  # pyright: ignore[reportPrivateUsage]
+
+    async def make(pids: list[int]) -> None:
+        nonlocal group
+        group = Group(NothingForked(), 2, False, 1000, tmp_path)  # pyright: ignore[reportArgumentType]
+        group.listener = Listener()  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            group.forked(0, pids[0])
+            say(1, Joined())
+            say(0, Joined())
+            group.forked(1, pids[1])
+            say(1, Remarked(text="later"))
+        finally:
+            group.close()
+
+    group: Any = None
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as one,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as two,
+    ):
+        asyncio.run(make([one.pid, two.pid]))
+        for each in (one, two):
+            assert each.stdin is not None
+            each.stdin.close()
+    assert heard == [(0, Joined(), True), (1, Joined(), True), (1, Remarked(text="later"), True)]
 
 
 def test_ranks_are_paused_once_all_stand_by_and_continued_before_anything_else(tmp_path: Path):
