@@ -160,11 +160,16 @@ def test_a_cost_limit_warns_and_stops_with_term_and_grace(client: PoolClient) ->
     assert final_row(client, run.run_id).state is RunState.TIMED_OUT
 
 
-def test_a_step_of_the_clock_changes_no_limit_cost_or_time(clients: Callable[..., PoolClient], tmp_path: Path) -> None:
+@pytest.fixture
+def stepped_client(clients: Callable[..., PoolClient], tmp_path: Path) -> PoolClient:
+    """A pool whose wall clock is as many seconds off as the test's file `step` says."""
     (tmp_path / "sitecustomize.py").write_text(STEPPED_CLOCK)
-    step = tmp_path / "step"
-    step.write_text("0")
-    client = clients(PYTHONPATH=str(tmp_path))
+    (tmp_path / "step").write_text("0")
+    return clients(PYTHONPATH=str(tmp_path))
+
+
+def test_a_step_of_the_clock_changes_no_limit_cost_or_time(stepped_client: PoolClient, tmp_path: Path) -> None:
+    client, step = stepped_client, tmp_path / "step"
     for step_s in (3600, 0):
         run = client.begin(SLEEP.format(60), ranks=1, device_type="a10", max_cost=0.02)
         run.wait_for(RanksStarted)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from kernels import Kernel
 from page_snippets import README, snippets
 
 
-def test_every_snippet_does_what_is_said(new_kernel: Callable[[], Kernel]):
-    kernel = new_kernel()
+@pytest.fixture
+def kernel(new_kernel: Callable[[], Kernel]) -> Kernel:
+    """A kernel of its own, with the pool that it has started."""
+    made = new_kernel()
+    made.check("%%distributed -n 2 --type cpu\npass")
+    return made
+
+
+def test_every_snippet_does_what_is_said(kernel: Kernel):
     replies = {snippet: kernel.run(snippet.text) for snippet in snippets(README)}
     assert len(replies) >= 9
     for snippet, reply in replies.items():

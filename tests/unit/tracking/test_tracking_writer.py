@@ -551,28 +551,35 @@ def test_sync_sends_what_no_writer_has(settings: Settings, store: Runs):
     assert found.info.status == "FINISHED"
 
 
-def test_a_store_of_another_mlflow_is_a_sentence(empty_store: Path):
-    other = new_settings()
-    with contextlib.closing(sqlite3.connect(lay_store(empty_store, other.state_path))) as store:
+@pytest.fixture
+def another_mlflows(empty_store: Path) -> Iterator[tuple[WriterProcess, ToldRun]]:
+    """A writer whose store another version of MLflow has laid, and a run of which it has told troubles."""
+    settings = new_settings()
+    with contextlib.closing(sqlite3.connect(lay_store(empty_store, settings.state_path))) as store:
         store.execute("UPDATE alembic_version SET version_num = 'feedbeef0000'")
         store.commit()
-    writer = WriterProcess(other)
+    writer = WriterProcess(settings)
     try:
-        run = ToldRun(other)
+        run = ToldRun(settings)
         run.end()
         writer.track(run)
         writer.until(lambda: writer.troubles(run))
-        text = writer.troubles(run)[0].text
-        assert "another version of MLflow (feedbeef0000)" in text
-        assert "mlflow db upgrade" in text
-        assert "sgpu sync" in text
-        assert not run.complete
-        assert run.progress is not None
-        assert run.progress.problem
-        assert writer.end() == ""
+        yield writer, run
     finally:
         writer.close()
-        remove(other)
+        remove(settings)
+
+
+def test_a_store_of_another_mlflow_is_a_sentence(another_mlflows: tuple[WriterProcess, ToldRun]):
+    writer, run = another_mlflows
+    text = writer.troubles(run)[0].text
+    assert "another version of MLflow (feedbeef0000)" in text
+    assert "mlflow db upgrade" in text
+    assert "sgpu sync" in text
+    assert not run.complete
+    assert run.progress is not None
+    assert run.progress.problem
+    assert writer.end() == ""
 
 
 def many_runs(settings: Settings, count: int) -> list[ToldRun]:
