@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,8 +79,13 @@ def page(home: Home, browser: Browser, request: pytest.FixtureRequest) -> Iterat
     try:
 
         def is_up() -> bool:
+            # it prints its address before it listens
             assert server.poll() is None, log.read_text()
-            return f":{port}" in log.read_text()
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+            except ConnectionRefusedError:
+                return False
+            return True
 
         eventually(is_up, 60, lambda: log.read_text())
         made.goto(f"http://127.0.0.1:{port}")
