@@ -28,10 +28,10 @@ from sgpu_magic.worker.process.patches import map_cuda_in_task
 
 LOOPBACK = "127.0.0.1"
 
-# where Ray's workers find `worker_process_setup_hook` of a runtime environment, which code may set to another
 # seconds for the dashboard's start, unless the user has set them: its nine processes import Ray at the same time, which
 # takes longer than Ray's 30 s on few cores
 _PATIENCE = {"RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "75", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "75"}
+# where Ray's workers find `worker_process_setup_hook` of a runtime environment, which code may set to another
 _SETUP_HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 
 # variables of another cluster, which the notebook or the node's pool may be in

@@ -654,6 +654,17 @@ class NothingForked:
     def forget(self, group_id: str) -> None: ...
 
 
+@contextlib.contextmanager
+def two_processes() -> Iterator[list[int]]:
+    """The pids of two processes that wait until the block ends."""
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as one,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as two,
+    ):
+        # leaving `Popen` closes their standard input, at whose end they exit
+        yield [one.pid, two.pid]
+
+
 @linux_only
 def test_a_rank_that_was_reaped_before_it_could_be_watched_is_dead(tmp_path: Path):
     with subprocess.Popen(["true"]) as ended, subprocess.Popen(["cat"], stdin=subprocess.PIPE) as alive:
@@ -698,14 +709,8 @@ def test_a_rank_that_speaks_before_its_fork_is_reported_is_heard_after_it(tmp_pa
             group.close()
 
     group: Any = None
-    with (
-        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as one,
-        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as two,
-    ):
-        asyncio.run(make([one.pid, two.pid]))
-        for each in (one, two):
-            assert each.stdin is not None
-            each.stdin.close()
+    with two_processes() as pids:
+        asyncio.run(make(pids))
     assert heard == [(0, Joined(), True), (1, Joined(), True), (1, Remarked(text="later"), True)]
 
 
@@ -730,14 +735,8 @@ def test_ranks_are_paused_once_all_stand_by_and_continued_before_anything_else(t
         finally:
             group.close()
 
-    with (
-        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as one,
-        subprocess.Popen(["cat"], stdin=subprocess.PIPE) as two,
-    ):
-        asyncio.run(pause_and_resume([one.pid, two.pid]))
-        for each in (one, two):
-            assert each.stdin is not None
-            each.stdin.close()
+    with two_processes() as pids:
+        asyncio.run(pause_and_resume(pids))
 
 
 @linux_only
