@@ -175,7 +175,7 @@ _PAUSE_S = 2.0
 
 
 class StandbyGroups:
-    """The node's zygotes and its standby groups: one for runs, and one for each session's fresh runs.
+    """The node's zygotes and its standby groups: one for runs, and one for each session that has had a fresh run.
 
     Args:
         settings: The pool's settings.
@@ -239,7 +239,7 @@ class StandbyGroups:
         self._replenish("", launch.interpreter, launch.spec.placement.ranks, self._last_on_gpus)
 
     def keep_for_session(self, session: Launch) -> None:
-        """Keep a standby group for the session's fresh runs; on GPUs it creates its CUDA contexts.
+        """Keep a standby group for the session's next fresh run; on GPUs it creates its CUDA contexts.
 
         Args:
             session: The session's own launch.

@@ -23,7 +23,7 @@ from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import Session
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import UnreadableLaunch
-from sgpu_magic.wire.events import EventBody, RanksStarted, RunEnded
+from sgpu_magic.wire.events import EventBody, RunEnded
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank_events import Failure
 
@@ -189,8 +189,6 @@ class RunRegistry:
 
     def happened(self, run_id: str, body: EventBody, frames: Iterable[bytes]) -> None:
         self.far.happened(run_id, body, tuple(frames))
-        if isinstance(body, RanksStarted) and (session := self.session(run_id)) is not None:
-            self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
 
     def run_gone(self, run: NodeRun) -> None:
         self.ranks_gone(run.run_id)

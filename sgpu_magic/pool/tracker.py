@@ -23,11 +23,11 @@ from sgpu_magic.tracking.store import Progress, load_progress, opening, save_pro
 from sgpu_magic.wire.base import RunState, is_valid_id, short
 from sgpu_magic.wire.events import Noted, Tracked
 from sgpu_magic.wire.tracking import (
-    FromTracker,
     Track,
     TrackedRun,
     Tracking,
     TrackingDone,
+    TrackingReport,
     TrackingStarted,
     TrackingTroubled,
     without_user,
@@ -273,7 +273,7 @@ class Tracker:
 
     # ------------------------------------------------------------ from the writers
 
-    def _said(self, message: FromTracker) -> None:
+    def _said(self, message: TrackingReport) -> None:
         entry = self._entries.get(message.run_id)
         if entry is None:
             return

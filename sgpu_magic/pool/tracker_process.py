@@ -13,7 +13,17 @@ from msgspec.structs import replace
 from sgpu_magic.config import Settings
 from sgpu_magic.system import child_process
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.tracking import EndTracker, FromTracker, Hurry, RunOver, Track, TrackingDone, is_store_variable
+from sgpu_magic.wire.tracking import (
+    EndTracker,
+    FromTracker,
+    Hurry,
+    RunOver,
+    Track,
+    TrackerRests,
+    TrackingDone,
+    TrackingReport,
+    is_store_variable,
+)
 
 # time for the process to import at idle priority, while ranks may use all cores; then it is started anew
 _PATIENCE_S = 5.0
@@ -26,10 +36,10 @@ class TrackerProcess:
 
     Args:
         settings: The pool's settings.
-        said: Called with the process's messages.
+        said: Called with what the process reports about runs.
     """
 
-    def __init__(self, settings: Settings, said: Callable[[FromTracker], None]) -> None:
+    def __init__(self, settings: Settings, said: Callable[[TrackingReport], None]) -> None:
         # passed on its command line, so without secrets; those come with the runs
         self._settings = msgspec.json.encode(replace(settings, tracking_uri="", index_url="")).decode()
         self._said = said
@@ -41,9 +51,11 @@ class TrackerProcess:
             self._take,
             pauses_s=_AGAIN_S,
             # it exits after an idle minute, or is killed
-            wanted=lambda: bool(self._orders),
+            wanted=lambda: any(run not in self._resting or run in self._over for run in self._orders),
             begun=self._begun,
         )
+        # idle sessions that the last process has left
+        self._resting: frozenset[str] = frozenset()
         self._heard = False
         self._urgent = False
         self._patience: asyncio.TimerHandle | None = None
@@ -55,10 +67,8 @@ class TrackerProcess:
     def track(self, order: Track) -> None:
         """Start writing a run."""
         self._orders[order.run_id] = order
-        if self._child.pid is None:
-            self._child.begin()
-        else:
-            self._child.send(order)
+        self._child.send(order)
+        self._wake()
         if order.urgent:
             self.hurry(order.run_id)
 
@@ -68,22 +78,29 @@ class TrackerProcess:
         if order is None:
             return
         self._orders[run_id] = replace(order, urgent=True)
-        if not self._heard and not self._urgent:
+        if self._child.pid is not None and not self._heard and not self._urgent:
             # it is still importing at idle priority, which it can't leave: start another at normal priority
             self._child.begin_again()
         else:
             self._child.send(Hurry(run_id=run_id))
+            self._wake()
 
     def over(self, run_id: str) -> None:
         """Tell the process that the run's event log is complete."""
         if run_id in self._orders:
             self._over.add(run_id)
             self._child.send(RunOver(run_id=run_id))
+            self._wake()
 
     def close(self, wait_s: float) -> None:
         """End the process; if it has started writing, it gets `wait_s` seconds to finish."""
         self._lose_patience(None)
         self._child.end(EndTracker(), wait_s if self._heard else 0.0)
+
+    def _wake(self) -> None:
+        """Start the process, which is sent all orders, unless it runs or is about to be restarted."""
+        if self._child.pid is None:
+            self._child.begin()
 
     def _start(self) -> child_process.Started:
         self._heard = False
@@ -95,6 +112,7 @@ class TrackerProcess:
         )
 
     def _begun(self) -> None:
+        self._resting = frozenset()
         for run_id, order in self._orders.items():
             self._child.send(order)
             if run_id in self._over:
@@ -115,6 +133,12 @@ class TrackerProcess:
     def _take(self, message: FromTracker) -> None:
         self._heard = True
         self._child.well()
+        if isinstance(message, TrackerRests):
+            self._resting = frozenset(message.run_ids)
+            # no rank waits for them any more
+            idle = {name: replace(self._orders[name], urgent=False) for name in self._resting & self._orders.keys()}
+            self._orders |= idle
+            return
         if isinstance(message, TrackingDone):
             self._orders.pop(message.run_id, None)
             self._over.discard(message.run_id)

@@ -133,7 +133,7 @@ def _work(writers: WriterQueue, inbox: Inbox) -> None:
             case _:
                 writers.close()
                 return
-    writers.prune()
+    writers.rest()
 
 
 def sync() -> None:

@@ -25,7 +25,7 @@ from sgpu_magic.tracking.store import load_progress, opening, save_progress
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.run_notes import run_name
-from sgpu_magic.wire.base import FailureKind, RunState, short
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
 from sgpu_magic.wire.events import RunEnded, Submitted
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import RUN_RECORD, RunSpec
@@ -83,6 +83,12 @@ class RunWriter:
         self._events = EventFile(self.directory)
         self._fold = RunFold(self._settings.pool or "local", os.cpu_count(), self.progress.seq)
         self._batch: Batch | None = None
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is an open session that the pool knows to be in the store: between its cells, it only samples."""
+        spec, ends = self._fold.spec, self.over or self._fold.ended is not None
+        return spec is not None and spec.kind is RunKind.SESSION and self.announced and not (ends or self.failures)
 
     def step(self) -> bool:
         """Write new events. Returns whether there is more to write immediately.
@@ -260,13 +266,6 @@ class RunWriter:
 
 # ---------------------------------------------------------------- artifacts
 
-# The files of a run's directory that are logged to MLflow:
-#
-#     cell.py  requirements.txt  pylock.toml  run.json  run.html
-#     logs/rank-0.log ...     profile/...     and artifacts that the ranks could not log (`artifacts/`), at their paths
-#
-# Never the payload, the run's key or its results.
-
 MAX_BYTES = 200_000_000
 """Larger files are not logged."""
 
@@ -299,16 +298,17 @@ class ArtifactFile(msgspec.Struct, frozen=True):
 
 
 def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[ArtifactFile]:
-    """Yield the files to log. Generated files are written just before they are yielded.
+    """Yield the files to log: never the payload, the run's key or its results.
+
+    Those of `PLAIN_FILES`, `run.json`, `run.html`, `logs/`, `profile/` and artifacts that ranks could not log.
+    Generated files are written just before they are yielded.
 
     Args:
         directory: The run's directory.
         scratch: An empty directory for generated files.
         pool: The pool's name, shown in `run.html`.
     """
-    for name in PLAIN_FILES:
-        if (directory / name).is_file():
-            yield ArtifactFile(directory / name)
+    yield from (ArtifactFile(path) for name in PLAIN_FILES if (path := directory / name).is_file())
     if _write_record(directory / RUN_RECORD, scratch / RUN_RECORD):
         yield ArtifactFile(scratch / RUN_RECORD)
     if _write_page(directory, scratch / "run.html", pool):

@@ -14,6 +14,7 @@ from sgpu_magic.wire.base import short
 from sgpu_magic.wire.tracking import (
     FromTracker,
     Track,
+    TrackerRests,
     Tracking,
     TrackingDone,
     TrackingStarted,
@@ -22,6 +23,8 @@ from sgpu_magic.wire.tracking import (
 
 INTERVAL_S = 1.0
 IDLE_S = 60.0
+# with a session connected; longer, because a cell that uses MLflow then waits for a new process to import it
+QUIET_S = 300.0
 _FIRST_RETRY_S = 2.0
 _LAST_RETRY_S = 60.0
 _MAX_REST_S = 0.2
@@ -51,8 +54,9 @@ class WriterQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether there has been nothing to write for a minute."""
-        return not self._runs and time.monotonic() - self._used_at > IDLE_S
+        """Whether there was nothing to write for a minute, or for five minutes only what idle sessions sample."""
+        quiet_s = time.monotonic() - self._used_at
+        return quiet_s > (QUIET_S if self._runs else IDLE_S) and all(run.rests for run in self._runs.values())
 
     def track(self, order: Track) -> None:
         self._used_at = time.monotonic()
@@ -88,7 +92,8 @@ class WriterQueue:
         now = time.monotonic()
         if run is None or run.due > now:
             return
-        self._used_at = now
+        if not run.rests:
+            self._used_at = now
         if now < self._down_until:
             self._trouble(run, self._why_down)
             run.due = self._down_until
@@ -98,8 +103,10 @@ class WriterQueue:
         ended = time.monotonic()
         self._rest_until = ended + min(ended - now, _MAX_REST_S)
 
-    def prune(self) -> None:
-        """Delete removed runs from the default store. Call it when idle."""
+    def rest(self) -> None:
+        """Tell the pool if sessions are left, and delete removed runs from the default store. Call it when idle."""
+        if self._runs:
+            self._send(TrackerRests(run_ids=tuple(self._runs)))
         if self._store.is_default and not self._settings.keep_tracked:
             # the next process tries again
             with contextlib.suppress(StoreTroubled):

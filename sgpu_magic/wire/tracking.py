@@ -175,4 +175,17 @@ class TrackingDone(Record, frozen=True, tag="tracking-done", kw_only=True):
     complete: bool
 
 
-FromTracker = TrackingStarted | TrackingTroubled | TrackingDone
+TrackingReport = TrackingStarted | TrackingTroubled | TrackingDone
+
+
+class TrackerRests(Record, frozen=True, tag="tracker-rests", kw_only=True):
+    """The process exits to free its memory. The next order needs a new process.
+
+    Args:
+        run_ids: The runs that it leaves, sessions that have been idle for some minutes.
+    """
+
+    run_ids: tuple[str, ...]
+
+
+FromTracker = TrackingReport | TrackerRests

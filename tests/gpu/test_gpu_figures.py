@@ -255,6 +255,7 @@ def _session_mb(new_home: Callable[..., Home], standby: str) -> float:
         kernel.check("s = %sgpu_connect -n 1\ns.wait(60)", 120)
         kernel.check("%%distributed --out own\nimport os\nown = os.getpid()", 60)
         if standby == "1":
+            kernel.check(f"%%distributed --fresh --ui none\n{FIRST_KERNEL}", 60)
             # it has taken its place in the notebook's directory, as a rank does
             eventually(lambda: len(home.rank_pids()) == 2, 20, "a group stands by")
         return _mb(_settled(real_gpus.used_bytes) - before)

@@ -39,6 +39,8 @@ def test_a_sessions_standby_group_has_its_context(session: Kernel, home: Home):
     if mine not in real_gpus.smi_processes():
         pytest.skip("the driver lists no process of this machine")
 
+    session.check(f"%%distributed --fresh\n{FIRST_KERNEL}", 60)
+
     def ready() -> set[int]:
         # it has taken its place in the notebook's directory, as a rank does
         return (set(home.rank_pids()) & real_gpus.smi_processes().keys()) - {mine}

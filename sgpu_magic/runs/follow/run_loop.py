@@ -18,13 +18,13 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import Publisher
 from sgpu_magic.wire.base import FailureKind, short
 from sgpu_magic.wire.events import Detached, Event, RunEnded
-from sgpu_magic.wire.rank_events import Failure
+from sgpu_magic.wire.rank_events import Failure, Sampled
 
 Ending = tuple[RunEnded, Sequence[bytes]]
 """A run's final event, with its raw frames."""
 
 _TICK_S = 0.05
-# without events only the clock changes, and every wake-up takes CPU time from the ranks
+# with samples at most, the view changes slowly, and every wake-up takes CPU time from the ranks
 _IDLE_TICK_S = 0.25
 _LIVELY_S = 0.5
 # how long to look for, or start, the successor of a dead pool service
@@ -103,15 +103,17 @@ def follow(
         The run's final event; None if it returned for another reason.
     """
     run = followed.run
-    heard_at = time.monotonic()
+    heard_at = told_at = time.monotonic()
     while (now := time.monotonic()) < until and (stopped is None or not stopped.is_set()):
-        patience_s = min(_TICK_S if now - heard_at < _LIVELY_S else _IDLE_TICK_S, until - now)
+        patience_s = min(_TICK_S if now - told_at < _LIVELY_S else _IDLE_TICK_S, until - now)
         for turn in range(_BATCH):
             item = followed.take(0 if turn else patience_s)
             if item is None:
                 break
             heard_at = time.monotonic()
             body = item[0].body
+            if not isinstance(body, Sampled):
+                told_at = heard_at
             if isinstance(body, RunEnded):
                 return body, item[1]
             if until_detached and isinstance(body, Detached):

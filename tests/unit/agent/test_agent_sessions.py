@@ -301,6 +301,23 @@ def test_a_fresh_run_beside_the_ranks_sees_nothing_of_them(session: AgentSession
     agent.wait_until_gone(busy)
 
 
+def test_new_processes_stand_by_for_a_session_once_it_has_had_a_fresh_run(agent: AgentProcess, session: AgentSession):
+    def ranks() -> int:
+        table = process_table()
+        zygotes = [pid for pid, process in table.items() if process.parent == agent.process.pid]
+        return sum(process.parent in zygotes for process in table.values())
+
+    # a session that connected before it would have its group by the time that this run has one
+    agent.wait_until_gone(agent.launch("pass", ranks=1))
+    eventually(lambda: ranks() >= 3, what="the group that stands by for runs")
+    assert ranks() == 3
+    for warm in ("zygote", "standby"):
+        fresh = session.begin("pass", fresh=True)
+        assert agent.wait_for(fresh, RanksStarted).warm == warm
+        agent.wait_until_gone(fresh)
+        eventually(lambda: ranks() == 5, what="the group that stands by for the session")
+
+
 def test_the_end_takes_cells_and_fresh_runs_along_and_leaves_no_process(agent: AgentProcess):
     session = agent.connect(2)
     cell = session.begin(

@@ -20,11 +20,11 @@ from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.events import EventBody, Noted, Tracked
 from sgpu_magic.wire.tracking import (
-    FromTracker,
     Track,
     TrackedRun,
     Tracking,
     TrackingDone,
+    TrackingReport,
     TrackingStarted,
     TrackingTroubled,
 )
@@ -37,7 +37,7 @@ MLFLOW = TrackedRun(uri="", mlflow_run_id="a" * 32, experiment_id="1", experimen
 class Writer:
     """What a store's writer process is told, and its words."""
 
-    def __init__(self, heard: Callable[[FromTracker], None]) -> None:
+    def __init__(self, heard: Callable[[TrackingReport], None]) -> None:
         self.say = heard
         self.told: list[str] = []
 
@@ -106,7 +106,7 @@ class Service:
         run = self.runs[run_id] = PoolRun(submit, (), None)
         return run
 
-    def writer(self, settings: Settings, heard: Callable[[FromTracker], None]) -> Writer:
+    def writer(self, settings: Settings, heard: Callable[[TrackingReport], None]) -> Writer:
         self.writers.append(Writer(heard))
         return self.writers[-1]
 

@@ -34,7 +34,15 @@ from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
 from sgpu_magic.wire.rank_events import Failure, RankSample
-from sgpu_magic.wire.tracking import MetricPoint, Tracking, without_user
+from sgpu_magic.wire.tracking import (
+    FromTracker,
+    MetricPoint,
+    Track,
+    TrackerRests,
+    Tracking,
+    TrackingDone,
+    without_user,
+)
 
 # ---------------------------------------------------------------- pure parts
 
@@ -656,3 +664,36 @@ def test_a_writer_without_work_ends_and_takes_what_is_removed_out_of_the_store_u
     assert all(len(store.of(run.run_id)) == 1 for run in (kept, logged))
     folders = {run_id: Path(info.artifact_uri.removeprefix("file://")) for run_id, info in found.items()}
     assert [folders[run.run_id].parent.exists() for run in runs] == [True, False, True]
+
+
+def test_a_writer_leaves_when_only_idle_sessions_are_left(
+    settings: Settings, store: Runs, monkeypatch: pytest.MonkeyPatch
+):
+    session, cell = ToldRun(settings, kind=RunKind.SESSION), ToldRun(settings)
+    told: list[FromTracker] = []
+    with quiet_mlflow():
+        from sgpu_magic.tracking import __main__ as process
+        from sgpu_magic.tracking import writer_queue
+
+        monkeypatch.setattr(writer_queue, "QUIET_S", 0.0)
+        monkeypatch.setattr(writer_queue, "INTERVAL_S", 0.0)
+        writers = writer_queue.WriterQueue(settings, Tracking(), told.append)
+        messages: queue.SimpleQueue[None] = queue.SimpleQueue()
+        pool: Any = SimpleNamespace(take=lambda timeout_s: messages.get(timeout=timeout_s))
+        for run in (session, cell):
+            run.start()
+            writers.track(Track(run_id=run.run_id, run_dir=str(run.directory), tracking=Tracking(experiment="nb")))
+        assert not writers.idle, "the pool does not know the session's MLflow run"
+        work = threading.Thread(target=process._work, args=(writers, pool), daemon=True)
+        work.start()
+        eventually(lambda: len(told) == 2, 30, "both are announced")
+        assert work.is_alive(), "a run that is no session is left"
+        cell.end()
+        writers.over(cell.run_id)
+        work.join(30)
+        assert not work.is_alive(), "it does not leave"
+    assert told[2:] == [
+        TrackingDone(run_id=cell.run_id, complete=True),
+        TrackerRests(run_ids=(session.run_id,)),
+    ]
+    assert store.one(session.run_id).info.status == "RUNNING"

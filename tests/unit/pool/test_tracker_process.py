@@ -1,0 +1,133 @@
+"""The process that writes a store's runs, as the pool keeps it: it leaves idle sessions, and comes back for them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from sgpu_magic.config import Settings
+from sgpu_magic.pool.tracker_process import TrackerProcess
+from sgpu_magic.system import child_process
+from sgpu_magic.wire.tracking import Track, Tracking, TrackingReport
+
+# repeats each order to the pool; one that rests leaves the runs that it is named after the first order
+_REPEATS = """
+import socket, sys
+from sgpu_magic.wire import codec
+from sgpu_magic.wire.tracking import RunOver, Track, TrackerRests, TrackingDone, TrackingTroubled
+link = socket.socket(fileno=int(sys.argv[1]))
+rests = sys.argv[2:]
+reader = codec.FrameReader(codec.to_tracker)
+while data := link.recv(4096):
+    for message, _ in reader.feed(data):
+        if isinstance(message, RunOver):
+            link.sendall(codec.frame(TrackingDone(run_id=message.run_id, complete=True)))
+        elif isinstance(message, Track):
+            how = "now" if message.urgent else "later"
+            link.sendall(codec.frame(TrackingTroubled(run_id=message.run_id, text=how)))
+        if rests:
+            link.sendall(codec.frame(TrackerRests(run_ids=tuple(rests))))
+            sys.exit()
+"""
+
+
+class Processes:
+    """A tracker process whose first program rests.
+
+    Attributes:
+        said: Run and text of each report.
+        starts: The number of programs that were started.
+    """
+
+    def __init__(self, rests: tuple[str, ...]) -> None:
+        self.said: list[tuple[str, str]] = []
+        self.starts = 0
+        self._rests = rests
+        self.process = TrackerProcess(Settings(), self._hear)
+
+    def start(self, *_: object, **__: object) -> child_process.Started:
+        self.starts += 1
+        return _start([sys.executable, "-c", _REPEATS], self._rests if self.starts == 1 else ())
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        end = asyncio.get_running_loop().time() + 30
+        while not condition():
+            assert asyncio.get_running_loop().time() < end, (self.said, self.starts)
+            await asyncio.sleep(0.01)
+
+    def _hear(self, message: TrackingReport) -> None:
+        self.said.append((message.run_id, getattr(message, "text", "done")))
+
+
+_start = child_process.start
+
+
+def order(run_id: str, *, urgent: bool = False) -> Track:
+    return Track(run_id=run_id, run_dir=f"/runs/{run_id}", tracking=Tracking(), urgent=urgent)
+
+
+def played(
+    monkeypatch: pytest.MonkeyPatch, rests: tuple[str, ...], story: Callable[[Processes], Awaitable[None]]
+) -> None:
+    async def play() -> None:
+        made = Processes(rests)
+        monkeypatch.setattr(child_process, "start", made.start)
+        try:
+            await story(made)
+        finally:
+            made.process.close(5.0)
+
+    asyncio.run(play())
+
+
+async def resting(made: Processes) -> None:
+    """Have the session `s` tracked for a waiting rank, and left by the process."""
+    made.process.track(order("s", urgent=True))
+    await made.until(lambda: made.process.pid is None)
+    assert (made.said, made.starts) == ([("s", "now")], 1)
+
+
+def test_an_idle_session_that_ends_has_a_process_again(monkeypatch: pytest.MonkeyPatch):
+    async def story(made: Processes) -> None:
+        await resting(made)
+        made.process.over("s")
+        # nobody waits for it any more
+        await made.until(lambda: made.said[1:] == [("s", "later"), ("s", "done")])
+        assert made.starts == 2
+
+    played(monkeypatch, ("s",), story)
+
+
+def test_the_next_run_has_a_process_that_also_knows_the_idle_session(monkeypatch: pytest.MonkeyPatch):
+    async def story(made: Processes) -> None:
+        await resting(made)
+        made.process.track(order("r"))
+        await made.until(lambda: sorted(made.said[1:]) == [("r", "later"), ("s", "later")])
+        made.process.hurry("r")
+        assert made.starts == 2
+
+    played(monkeypatch, ("s",), story)
+
+
+def test_a_rank_that_waits_for_an_idle_session_has_a_process_at_once(monkeypatch: pytest.MonkeyPatch):
+    async def story(made: Processes) -> None:
+        await resting(made)
+        made.process.hurry("s")
+        await made.until(lambda: made.said[1:] == [("s", "now")])
+
+    played(monkeypatch, ("s",), story)
+
+
+def test_an_order_that_a_leaving_process_has_not_read_is_given_to_the_next(monkeypatch: pytest.MonkeyPatch):
+    async def story(made: Processes) -> None:
+        made.process.track(order("s"))
+        made.process.over("s")
+        # it has left for `s` alone, before it read that `s` is over
+        await made.until(lambda: ("s", "done") in made.said)
+        assert made.starts == 2
+
+    played(monkeypatch, ("s",), story)
