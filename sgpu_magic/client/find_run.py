@@ -22,7 +22,7 @@ from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import list_below, open_below
 from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.wire.base import check_id, is_valid_id, short
-from sgpu_magic.wire.files import EVENTS, KEY, PAYLOAD, REQUIREMENTS, RunFiles
+from sgpu_magic.wire.files import EVENTS, KEY, PAYLOAD, PAYLOAD_PARTS, REQUIREMENTS, RunFiles
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord
 
@@ -319,16 +319,17 @@ def recorded_directory(settings: Settings, text: str) -> Generator[Path]:
 def _bring_record(mirror: Mirror) -> None:
     """Fetch what a replay reads; wait for the payload of a run that has just ended, which is still being written."""
     until = time.monotonic() + _PAYLOAD_PATIENCE_S
+    parts = set[str]()
     while True:
         listed = {file.name for file in mirror.list().files}
         if RUN_RECORD not in listed:
             break
         record = msgspec.json.decode(mirror.bring(RUN_RECORD).read_bytes(), type=RunRecord)
         # the record is written after its payload; an older record may have been fetched just before
-        is_whole = PAYLOAD in listed if record.payload_kept else record.payload_note != UNDER_WAY
+        parts = {name for name in listed if name == PAYLOAD or name.startswith(f"{PAYLOAD_PARTS}/")}
+        is_whole = parts if record.payload_kept else record.payload_note != UNDER_WAY
         if is_whole or time.monotonic() > until:
             break
         time.sleep(_PAUSE_S)
-    for name in (KEY, EVENTS, REQUIREMENTS, PAYLOAD):
-        if name in listed:
-            mirror.bring(name)
+    for name in listed & {KEY, EVENTS, REQUIREMENTS, *parts}:
+        mirror.bring(name)

@@ -16,13 +16,15 @@ import msgspec
 
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.payload import explain
-from sgpu_magic.payload.buffers import write_packed
+from sgpu_magic.payload.buffers import LARGE_BYTES, write_packed
 from sgpu_magic.payload.namespace import is_ipythons, loaded_names
 from sgpu_magic.payload.pickler import NamespacePickler
 from sgpu_magic.payload.unpack import collector_paused, compute_mac
 from sgpu_magic.wire.attachments import PackedLayout
 
 _ALIGNMENT = 64
+# the usual page size: a large buffer can be mapped from a file that has only its bytes; with larger pages it is copied
+_LARGE_ALIGNMENT = 4096
 # names that need each other while they are rebuilt can't always be ordered
 _MOST_TRIES = 3
 
@@ -231,8 +233,12 @@ def _packed(
 ) -> Packed:
     end = len(stream)
     table: list[tuple[int, int]] = []
+    after_large = False
     for view in buffers:
-        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        is_large = view.nbytes >= LARGE_BYTES
+        alignment = _LARGE_ALIGNMENT if is_large or after_large else _ALIGNMENT
+        after_large = is_large
+        offset = -(-end // alignment) * alignment
         table.append((offset, view.nbytes))
         end = offset + view.nbytes
     places = tuple(table)

@@ -6,11 +6,14 @@ tensors use the given bytes without a copy.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import hmac
 import importlib
 import io
 import mmap
+import os
 import pickle
 import struct
 import sys
@@ -19,14 +22,18 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.wire.attachments import PackedLayout
+from sgpu_magic.wire.files import PAYLOAD, PAYLOAD_PARTS
 
 PackedBytes = bytes | bytearray | memoryview | mmap.mmap
 
 _MAC_PREFIX = b"sgpu-magic packed 1\0"
+# the same on Linux for all its processors, and on macOS; `mmap` has no name for it
+_MAP_FIXED = 0x10
 _namespace: ContextVar[dict[str, object]] = ContextVar("sgpu_namespace")
 # notebook classes that this process has sent or received: a returned class is the original object
 known_classes: weakref.WeakSet[type] = weakref.WeakSet()
@@ -148,6 +155,60 @@ def map_private(fd: int, size: int) -> mmap.mmap:
     if sys.version_info >= (3, 13):
         flags["trackfd"] = False  # else the mapping keeps a duplicate of the descriptor
     return mmap.mmap(fd, size, **flags)
+
+
+def map_over(mapping: mmap.mmap, offset: int, fd: int, size: int) -> None:
+    """Replace a range of a private mapping by `size` bytes of `fd`, also copy-on-write.
+
+    Args:
+        mapping: What `map_private` returned; nothing of the range was read or written yet.
+        offset: Where the range begins, a multiple of the page size. It ends with its last page.
+        fd: A file of at least `size` bytes.
+        size: The number of bytes.
+
+    Raises:
+        OSError: The file can't be mapped.
+    """
+    # `mmap.mmap` takes no address
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(3 * [ctypes.c_int]), ctypes.c_long)
+    if offset < 0 or offset % mmap.PAGESIZE or offset + size > len(mapping):
+        raise ValueError(f"{size} bytes can't be mapped at {offset}")
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + offset
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED
+    if libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def map_kept(directory: Path, layout: PackedLayout) -> mmap.mmap:
+    """Map the payload in a run's directory copy-on-write: one file, or its parts.
+
+    Raises:
+        OSError: It can't be read.
+        ValueError: It is not complete.
+    """
+    end = max((offset + length for offset, length in layout.buffers), default=layout.pickle_size)
+    with contextlib.ExitStack() as stack:
+        if (directory / PAYLOAD_PARTS).is_dir():
+            paths = {int(path.name): path for path in (directory / PAYLOAD_PARTS).iterdir()}
+        else:
+            paths = {0: directory / PAYLOAD}
+        parts = {begin: stack.enter_context(open(path, "rb")) for begin, path in sorted(paths.items())}
+        sizes = {begin: os.fstat(file.fileno()).st_size for begin, file in parts.items()}
+        size = max((begin + length for begin, length in sizes.items()), default=0)
+        if size < end:
+            raise ValueError(f"{size:,} bytes of {end:,} are there")
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        copied = {begin for begin in parts if begin % mmap.PAGESIZE or sizes[begin] < mmap.PAGESIZE}
+        for begin in parts.keys() - copied:
+            map_over(mapping, begin, parts[begin].fileno(), sizes[begin])
+        # after the mapped ones, which replace their last page as a whole
+        with memoryview(mapping) as whole:
+            for begin in copied:
+                parts[begin].readinto(whole[begin : begin + sizes[begin]])
+    return mapping
 
 
 # ---------------------------------------------------------------- called by pickle streams

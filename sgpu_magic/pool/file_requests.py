@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -15,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.errors import RunUnknown, UsageError
-from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, join_parts, store_name
+from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, store_name
 from sgpu_magic.files.run_directory import EventFile, disk_room, list_below, open_below
-from sgpu_magic.files.whole_file import appearing
+from sgpu_magic.files.whole_file import link_or_copy
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient
@@ -28,7 +29,7 @@ from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import (
     BULK_CHUNK_BYTES,
-    PAYLOAD,
+    PAYLOAD_PARTS,
     PIECE_BYTES,
     AskBlobs,
     BlobsHeld,
@@ -55,19 +56,15 @@ class FileRequests:
     """Handles clients' uploads and reads of files.
 
     Args:
-        pool: The service's shared parts. If the nodes do not see the runs' directories, payloads are copied there from
-            here.
+        pool: The service's shared parts.
         permissions: Says which user a run belongs to.
     """
 
     def __init__(self, pool: PoolParts, permissions: Permissions) -> None:
         settings = pool.settings
-        self._far = pool.engine.far
         self._most_kept_bytes = settings.keep_payload
         self._stores = settings.state_path / "blobs"
         self._payloads: dict[str, tuple[str, StoredPayload]] = {}
-        # a separate thread: a payload takes seconds to write, and must not delay uploads
-        self._joining = FileThread("sgpu-payloads")
         self._server = pool.server
         self._active = pool.active
         self._permissions = permissions
@@ -102,24 +99,23 @@ class FileRequests:
             uploaded = [digest for upload in submit.uploads for digest in self._uploaded(store, upload)]
             self._store.hold(submit.spec.run_id, store, [*digests, *uploaded])
             source = submit.payload.source
-            if self._far and isinstance(source, StoredPayload) and source.size <= self._most_kept_bytes:
+            if isinstance(source, StoredPayload) and source.size <= self._most_kept_bytes:
                 self._payloads[submit.spec.run_id] = store, source
 
     def let_go(self, run_id: str) -> None:
-        """Release what a finished run held in the store, after copying its payload if needed."""
+        """Release what a finished run held in the store, after its directory has its payload."""
         payload = self._payloads.pop(run_id, None)
         if payload is None:
             self._store.let_go(run_id)
             return
         directory = self._active.directory(run_id)
-        self._joining.do(
+        self._thread.do(
             lambda: _keep_payload(directory, self._stores, *payload),
             lambda _: self._store.let_go(run_id),
             lambda _: self._store.let_go(run_id),
         )
 
     def close(self) -> None:
-        self._joining.close()
         self._thread.close()
         self._store.close()
 
@@ -276,9 +272,14 @@ def _results_in_memory(directory: Path) -> dict[int, str]:
 
 
 def _keep_payload(directory: Path, stores: Path, store: str, source: StoredPayload) -> None:
-    """Write a run's payload into its directory, if the run was started."""
-    if not (directory / RUN_RECORD).is_file():
+    """Link a run's payload from the store into its directory, if the run was started."""
+    kept, folder = directory / PAYLOAD_PARTS, directory / f".{PAYLOAD_PARTS}.part"
+    if not (directory / RUN_RECORD).is_file() or kept.exists():
         return
-    parts = ((part, blob_path(stores, store, part.digest)) for part in source.parts)
-    with appearing(directory / PAYLOAD) as file:
-        join_parts(file.fileno(), source.size, parts)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    for part in source.parts:
+        link_or_copy(blob_path(stores, store, part.digest), folder / str(part.offset))
+        # a change would reach all runs with that part
+        os.chmod(folder / str(part.offset), 0o400)
+    os.replace(folder, kept)

@@ -19,6 +19,7 @@ import contextlib
 import enum
 import functools
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -228,10 +229,9 @@ def remove_directory(runs_path: Path, run_id: str) -> bool:
 def measure(directory: Path) -> tuple[int, float]:
     """Return a directory's size on disk in bytes, and when it or an entry directly in it last changed.
 
-    Symbolic links are not followed, and a file with several hard links counts once.
+    Symbolic links are not followed, and of a file with several hard links each counts a share.
     """
     total, changed = 0, 0.0
-    seen: set[tuple[int, int]] = set()
     with contextlib.suppress(OSError):
         changed = os.lstat(directory).st_mtime
     for folder, folders, files in os.walk(directory):
@@ -240,10 +240,8 @@ def measure(directory: Path) -> tuple[int, float]:
                 status = os.lstat(os.path.join(folder, name))
                 if folder == os.fspath(directory):
                     changed = max(changed, status.st_mtime)
-                file = (status.st_dev, status.st_ino)
-                total += 0 if file in seen else status.st_blocks * _BLOCK_BYTES
-                if status.st_nlink > 1:
-                    seen.add(file)
+                shares = 1 if stat.S_ISDIR(status.st_mode) else status.st_nlink
+                total += status.st_blocks * _BLOCK_BYTES // shares
     return total, changed
 
 

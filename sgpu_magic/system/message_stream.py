@@ -24,8 +24,8 @@ V = TypeVar("V")
 _CHUNK_BYTES = 1 << 18
 # SCM_MAX_FD: the kernel's limit per sendmsg call
 _MAX_DESCRIPTORS = 253
-# descriptors with one message to a rank or a zygote, at most
-_MOST_TO_A_RANK = 16
+# descriptors with one message to a rank or a zygote, at most: 128 are mapped parts of a payload
+_MOST_TO_A_RANK = 144
 # don't join more than this: it fills a socket's buffer by itself
 _JOINED_BYTES = 1 << 17
 

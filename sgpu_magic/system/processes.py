@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -222,6 +223,12 @@ _GROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+
+
+def leave_the_cores_to_ranks() -> None:
+    """Let this thread, and those that it starts, work only while no other thread wants the core (SCHED_IDLE)."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
 
 
 def fits_memory(size: int) -> bool:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.config import Settings
+from sgpu_magic.system.processes import leave_the_cores_to_ranks
 from sgpu_magic.tracking import store
 from sgpu_magic.tracking.store import SYNC, Sent, Unsent
 from sgpu_magic.wire import codec
@@ -179,8 +180,7 @@ def _import(*, urgent: bool) -> None:
 
     def work() -> None:
         if not urgent:
-            with contextlib.suppress(OSError, AttributeError):
-                os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+            leave_the_cores_to_ranks()
         import sgpu_magic.tracking.writer_queue  # pyright: ignore[reportUnusedImport]  # noqa: F401
 
     thread = threading.Thread(target=work, name="sgpu-import", daemon=True)

@@ -68,7 +68,8 @@ class PackedLayout(Record, frozen=True, kw_only=True):
 
     Args:
         pickle_size: Size in bytes of the pickle stream at offset 0.
-        buffers: (offset, size) of each out-of-band buffer, 64-byte aligned, in pickle order.
+        buffers: (offset, size) of each out-of-band buffer, 64-byte aligned, in pickle order. No page of 4096 bytes
+            has parts of a buffer of 1 MiB or more and of another one.
         mac: HMAC-SHA256 of the pickle stream and this table under the run's key, checked before unpickling. Buffers are
             raw data that is never unpickled, so they are not covered.
     """

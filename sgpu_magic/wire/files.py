@@ -41,6 +41,8 @@ def is_store_name(text: str) -> bool:
 # ---------------------------------------------------------------- names in a run's directory
 
 PAYLOAD = "payload.bin"
+PAYLOAD_PARTS = "payload"
+"""In place of `payload.bin` where the payload came in blobs: a file for each, named by its offset in the payload."""
 KEY = "key"
 EVENTS = "events.msgpack"
 TRACKING = "tracking.json"

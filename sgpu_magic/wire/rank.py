@@ -50,6 +50,8 @@ class Execute(Record, frozen=True, tag="execute", kw_only=True):
     it was prepared before.
 
     Args:
+        mapped: (offset, size) of the ranges of the payload whose bytes are in files of their own; their descriptors
+            follow the payload's.
         run_dir: Where to write results that do not fit into memory.
         device: `cpu`, or `cuda` if the rank has its own GPU.
         rank_variables: torchrun's variables for this rank. `MASTER_PORT` is a bound loopback socket, reserved for user
@@ -77,6 +79,7 @@ class Execute(Record, frozen=True, tag="execute", kw_only=True):
     tracking: Tracking | None = None
     profile: bool = False
     ray: PrivateRay | None = None
+    mapped: tuple[tuple[int, int], ...] = ()
 
 
 class AnswerQuestion(Record, frozen=True, tag="answer-question", kw_only=True):

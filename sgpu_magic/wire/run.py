@@ -313,8 +313,8 @@ class RunRecord(Record, frozen=True, kw_only=True):
     Args:
         executable: The Python executable of its ranks.
         cwd: Working directory of its ranks.
-        payload_layout: Layout of `payload.bin`.
-        payload_kept: Whether `payload.bin` is in the same directory.
+        payload_layout: Layout of the payload.
+        payload_kept: Whether it is in the same directory: `payload.bin`, or its parts in `payload/`.
         payload_note: Why it is not, or that it is still being written.
         state: The run's state when this file was written.
         sys_path: The notebook's `sys.path`.

@@ -70,10 +70,8 @@ def run(directory: Path) -> None:
     shell.user_ns.update(
         rank=rank, local_rank=runtime.get_local_rank(), world_size=runtime.get_world_size(), device=device
     )
-    payload = bytearray((directory / "payload.bin").read_bytes())
-    unpack.unpack_namespace(
-        memoryview(payload), recorded.payload_layout, (directory / "key").read_bytes(), shell.user_ns
-    )
+    payload = memoryview(unpack.map_kept(directory, recorded.payload_layout))
+    unpack.unpack_namespace(payload, recorded.payload_layout, (directory / "key").read_bytes(), shell.user_ns)
     shell.compile.flags |= recorded.spec.cell.future_flags
     if recorded.spec.cell.file:
         enter_script(recorded.spec.cell, shell.user_ns)

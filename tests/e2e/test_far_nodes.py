@@ -85,16 +85,20 @@ def test_a_payload_comes_once_to_each_node(home: Home, nodes: ManyAgents, client
     total = float(array.sum())
     assert run.values == [(total, "0"), (total, "0"), (total, "1"), (total, "1")]
     run.wait_for(PayloadReleased)
-    # the pool joins it for the run's directory
-    kept = home.run_dir(run.run_id) / "payload.bin"
+    # the pool links its parts into the run's directory
+    kept = home.run_dir(run.run_id) / "payload"
     eventually(kept.exists, 10, "the payload is not kept")
-    assert kept.stat().st_size == source.size
+    parts = {int(path.name): path.stat() for path in kept.iterdir()}
+    assert {begin: status.st_size for begin, status in parts.items()} == {
+        part.offset: part.size for part in source.parts
+    }
+    assert all(status.st_nlink == 2 for status in parts.values()), "they take no room of their own"
     before = read_bytes(nodes)
     again = client.begin(body, ranks=4, nodes=2, names={"array": array})
     again.wait_for(RanksStarted)
     assert read_bytes(nodes) - before < SPARE, "nodes have it since the last run"
     again.ended()
-    eventually((home.run_dir(again.run_id) / "payload.bin").exists, 10)
+    eventually((home.run_dir(again.run_id) / "payload").exists, 10)
 
 
 def test_results_of_all_nodes_come_back(home: Home, client: PoolClient):

@@ -257,7 +257,7 @@ def _send(
     default_store: str,
     ray: PrivateRay | None = None,
 ) -> None:
-    spec, inline = launch.spec, files.inline
+    spec, inline, mapped = launch.spec, files.inline, files.memory.mapped
     order = Execute(
         run_id=spec.run_id,
         cell=launch.context.cell or spec.cell,
@@ -275,8 +275,9 @@ def _send(
         tracking=_in_full(launch.tracking, default_store),
         profile=spec.profile,
         ray=ray,
+        mapped=tuple((part.offset, part.size) for part in mapped),
     )
-    descriptors = [] if inline else [files.memory.payload_fd]
+    descriptors = [] if inline else [files.memory.payload_fd, *(part.descriptor for part in mapped)]
     group.order(rank, order, files.frames[:1] if inline else (), [*descriptors, *further])
 
 

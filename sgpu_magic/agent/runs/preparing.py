@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,11 +25,11 @@ from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.node_context import CodeBundles
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.runs.node_run import Attempt, NodeRun, Surroundings
+from sgpu_magic.agent.runs.run_memory import ArrivedPayload, close_payload, lay_out
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.files.content_store import join_blobs, join_parts, piece_sizes
+from sgpu_magic.files.content_store import join_blobs, piece_sizes
 from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.packages.node.store import Built
-from sgpu_magic.system.processes import fits_memory
 from sgpu_magic.wire.attachments import CodeBundle, StoredPayload, Wheel
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
@@ -258,22 +257,22 @@ class LaunchInputs:
             await self.blobs.run_file(launch, file)
         return await self.uploaded.arrive(launch) if launch.uploads else launch
 
-    async def payload(self, launch: Launch, source: StoredPayload) -> tuple[int, str]:
-        """Assemble the payload in memory, or in a file where memory is short.
+    async def payload(self, launch: Launch, source: StoredPayload) -> ArrivedPayload:
+        """Fetch the payload's parts.
 
         Returns:
-            Its descriptor, and the file's path, "" for memory.
+            What `RunMemory.take_payload` takes.
 
         Raises:
             BlobMissing: A part can't be fetched.
             OSError: There is not enough space.
         """
         paths = await asyncio.gather(*(self.blobs.path(launch, part.digest, part.size) for part in source.parts))
-        joined = call_in_background(lambda: _joined(launch.run_dir, source, paths), "sgpu-arrival")
+        arriving = call_in_background(lambda: lay_out(launch.run_dir, source, paths), "sgpu-arrival")
         try:
-            return await asyncio.shield(joined)
+            return await asyncio.shield(arriving)
         except asyncio.CancelledError:
-            joined.add_done_callback(_discard)
+            arriving.add_done_callback(_discard)
             raise
 
     def over(self, run_id: str) -> None:
@@ -302,31 +301,10 @@ class LaunchInputs:
         return msgspec.structs.replace(each, path=str(target))
 
 
-def _joined(run_dir: str, source: StoredPayload, paths: Sequence[Path]) -> tuple[int, str]:
-    file = ""
-    if fits_memory(source.size):
-        descriptor = os.memfd_create("sgpu-payload-arrived", os.MFD_CLOEXEC)
-    else:
-        file = os.path.join(run_dir, ".payload.bin.part")
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        join_parts(descriptor, source.size, zip(source.parts, paths, strict=True))
-    except BaseException:
-        _remove(descriptor, file)
-        raise
-    return descriptor, file
-
-
-def _discard(joined: asyncio.Future[tuple[int, str]]) -> None:
-    """Remove a payload whose run was cancelled."""
-    if joined.exception() is None:
-        _remove(*joined.result())
-
-
-def _remove(descriptor: int, file: str) -> None:
-    os.close(descriptor)
-    if file:
-        Path(file).unlink(missing_ok=True)
+def _discard(arriving: asyncio.Future[ArrivedPayload]) -> None:
+    """Close a payload whose run was cancelled."""
+    if arriving.exception() is None:
+        close_payload(*arriving.result())
 
 
 def _join(paths: Sequence[Path], target: Path) -> None:

@@ -19,7 +19,7 @@ from sgpu_magic.config import Settings, host_name
 from sgpu_magic.files.whole_file import has_content, link_or_copy, write_whole
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import core_count, memory_limit
-from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
+from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload, StoredPayload
 from sgpu_magic.wire.base import RunState, check_id
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased
@@ -187,7 +187,7 @@ class RunFiles:
 
     def ended(self, state: RunState) -> None:
         """Record the run's final state."""
-        if self._far is not None:
+        if self._far is not None or isinstance(self.memory.source, StoredPayload):
             self.memory.leave_to_pool()
         try:
             self.directory.note(state=state)

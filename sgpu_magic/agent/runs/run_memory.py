@@ -10,22 +10,107 @@ import contextlib
 import functools
 import logging
 import os
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.agent import faults
+from sgpu_magic.files.content_store import join_parts
 from sgpu_magic.files.whole_file import appearing
-from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PayloadSource, SharedPayload, StoredPayload
+from sgpu_magic.system.processes import fits_memory, leave_the_cores_to_ranks
+from sgpu_magic.wire.attachments import (
+    FilePayload,
+    InlinePayload,
+    PayloadSource,
+    SharedPayload,
+    StoredPart,
+    StoredPayload,
+)
 from sgpu_magic.wire.files import PAYLOAD
 
 _CHUNK_BYTES = 16 << 20
+# smaller parts are copied: they may share pages, and each mapped one takes a descriptor of every rank for a moment
+_MAPPED_FROM_BYTES = 1 << 20
+_MOST_MAPPED = 128
 _log = logging.getLogger(__name__)
 _REUSED = "the notebook's next run used the same memory before it was copied"
+
+
+class MappedPart(msgspec.Struct, frozen=True):
+    """A range of a payload whose bytes are in a file of its own, from which ranks map it.
+
+    Args:
+        offset: Where it begins in the payload.
+        size: Size in bytes.
+        descriptor: The file's descriptor.
+    """
+
+    offset: int
+    size: int
+    descriptor: int
+
+
+ArrivedPayload = tuple[int, tuple[MappedPart, ...]]
+"""The descriptor of a file as large as the payload, and the ranges that are not in it: see `RunMemory.take_payload`."""
+
+
+def lay_out(run_dir: str, source: StoredPayload, paths: Sequence[Path]) -> ArrivedPayload:
+    """Make a payload of its blobs: open those that can be mapped, and copy others to memory, or to a file without name.
+
+    Args:
+        run_dir: The run's directory, for the file where memory is short.
+        source: The payload's parts.
+        paths: The paths of their blobs, in order.
+
+    Raises:
+        OSError: A part is too short or outside the payload, or there is no room.
+    """
+    found = list(zip(source.parts, paths, strict=True))
+    whole = _whole_pages(source)
+    copied = [(part, path) for part, path in found if part not in whole]
+    if fits_memory(sum(part.size for part, _ in copied)):
+        descriptor = os.memfd_create("sgpu-payload-arrived", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile(dir=run_dir) as file:
+            descriptor = os.dup(file.fileno())
+    mapped: list[MappedPart] = []
+    try:
+        join_parts(descriptor, source.size, copied)
+        for part, path in found:
+            if part in whole:
+                blob = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                mapped.append(MappedPart(part.offset, part.size, blob))
+                if os.fstat(blob).st_size < part.size:
+                    # a rank that read the rest would be killed by SIGBUS
+                    raise OSError("a part of them has become shorter")
+    except BaseException:
+        close_payload(descriptor, mapped)
+        raise
+    return descriptor, tuple(mapped)
+
+
+def _whole_pages(source: StoredPayload) -> set[StoredPart]:
+    """Return the large parts that share no page of memory with another part."""
+    found: set[StoredPart] = set()
+    parts = sorted(source.parts, key=lambda part: part.offset)
+    for part, begin in zip(parts, [*(part.offset for part in parts[1:]), source.size + PAGESIZE], strict=True):
+        end = part.offset + part.size
+        apart = part.offset % PAGESIZE == 0 and -(-end // PAGESIZE) * PAGESIZE <= begin and end <= source.size
+        if apart and part.size >= _MAPPED_FROM_BYTES and len(found) < _MOST_MAPPED:
+            found.add(part)
+    return found
+
+
+def close_payload(descriptor: int, mapped: Iterable[MappedPart]) -> None:
+    """Close the descriptors of an arrived payload."""
+    for each in (descriptor, *(part.descriptor for part in mapped)):
+        os.close(each)
 
 
 class CopyJob(msgspec.Struct):
@@ -50,7 +135,7 @@ class BackgroundCopier:
     """Copies memory files into run directories, one at a time."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "sgpu-keeper", _leave_the_cores_to_ranks)
+        self._thread = ThreadPoolExecutor(1, "sgpu-keeper", leave_the_cores_to_ranks)
 
     def keep(self, job: CopyJob) -> None:
         """Queue a copy job. After `close` nothing is copied any more."""
@@ -62,12 +147,6 @@ class BackgroundCopier:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
-
-
-def _leave_the_cores_to_ranks() -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        # per thread on Linux
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
 
 
 def _keep(job: CopyJob) -> None:
@@ -114,6 +193,7 @@ class RunMemory:
 
     Attributes:
         payload_fd: The payload's descriptor, -1 when it is inline or not open.
+        mapped: The ranges of the payload that are behind descriptors of their own.
     """
 
     source: PayloadSource
@@ -125,6 +205,7 @@ class RunMemory:
     def __post_init__(self) -> None:
         self._released = isinstance(self.source, InlinePayload)
         self.payload_fd = -1
+        self.mapped: tuple[MappedPart, ...] = ()
         self._job: CopyJob | None = None
         self._results: dict[int, int] = {}
         self._loop = asyncio.get_running_loop()
@@ -148,17 +229,15 @@ class RunMemory:
             case InlinePayload():
                 pass
 
-    def take_payload(self, descriptor: int, path: str) -> None:
+    def take_payload(self, descriptor: int, mapped: tuple[MappedPart, ...]) -> None:
         """Take over a payload that was fetched from the pool's store.
 
         Args:
-            descriptor: The payload's descriptor, owned by this object from now on.
-            path: The payload's file, "" for memory.
+            descriptor: The descriptor of a file as large as the payload, which has what is not in `mapped`.
+            mapped: The ranges that ranks map from the blobs themselves.
         """
         self._close_payload()
-        self.payload_fd = descriptor
-        if path:
-            self.source = FilePayload(path=path, size=os.fstat(descriptor).st_size)
+        self.payload_fd, self.mapped = descriptor, mapped
 
     @property
     def at_hand(self) -> bool:
@@ -253,8 +332,8 @@ class RunMemory:
 
     def _close_payload(self) -> None:
         if self.payload_fd >= 0:
-            os.close(self.payload_fd)
-            self.payload_fd = -1
+            close_payload(self.payload_fd, self.mapped)
+            self.payload_fd, self.mapped = -1, ()
 
     def _result_copied(self, rank: int, kept: bool, why: str) -> None:
         # from now on the result is read from the run's directory

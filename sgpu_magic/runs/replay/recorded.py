@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.options.asked import ReplayOptions, Wishes
 from sgpu_magic.payload.pack import Packed
+from sgpu_magic.payload.unpack import map_kept
 from sgpu_magic.runs.replay import circumstances
 from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.submit.spec import PackedCode, Submission, describe
@@ -23,7 +23,7 @@ from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.base import RunKind, short
 from sgpu_magic.wire.events import Described, RanksStarted, RunEnded, as_warning
-from sgpu_magic.wire.files import KEY, PAYLOAD, REQUIREMENTS
+from sgpu_magic.wire.files import KEY, REQUIREMENTS
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord, RunSpec
 
 _REPLAYABLE = (RunKind.CELL, RunKind.CALL)
@@ -93,7 +93,7 @@ def read_recorded(directory: Path) -> Recorded:
         )
     try:
         key = (directory / KEY).read_bytes()
-        packed = _packed(directory / PAYLOAD, record.payload_layout, record.spec.shipped.names)
+        packed = _packed(directory, record.payload_layout, record.spec.shipped.names)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"run {run} can't be replayed: its variables in {directory} can't be read ({error}). Run its cell again."
@@ -124,13 +124,9 @@ def _is_coming(record: RunRecord | None, told: _Told) -> bool:
     return told.ended and (told.started or record is not None)
 
 
-def _packed(path: Path, layout: PackedLayout, names: tuple[str, ...]) -> Packed:
-    size = os.path.getsize(path)
+def _packed(directory: Path, layout: PackedLayout, names: tuple[str, ...]) -> Packed:
+    whole = memoryview(map_kept(directory, layout))
     end = max((offset + length for offset, length in layout.buffers), default=layout.pickle_size)
-    if size < end:
-        raise ValueError(f"{path.name} has {size:,} bytes of {end:,}")
-    with open(path, "rb") as file:
-        whole = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     buffers = [whole[offset : offset + length] for offset, length in layout.buffers]
     return Packed(bytes(whole[: layout.pickle_size]), buffers, layout, names, {}, end)
 

@@ -120,7 +120,8 @@ class CellRun:
         self._rank = standing.rank
         self._message = message
         self._frames = order.frames
-        self._payload_fd = -1 if message.inline else order.descriptors[0]
+        # the payload's, and those of its mapped ranges
+        self._payload_fds = [] if message.inline else [*order.descriptors[: 1 + len(message.mapped)]]
         self._say = say
         self.was_out_of_memory = False
         self.groups: list[object] = []
@@ -193,9 +194,9 @@ class CellRun:
 
     def leave_payload(self) -> None:
         """Close a payload that was not read."""
-        if self._payload_fd >= 0:
-            os.close(self._payload_fd)
-            self._payload_fd = -1
+        fds, self._payload_fds = self._payload_fds, []
+        for fd in fds:
+            os.close(fd)
 
     def _look_at_modules(self) -> None:
         """Report modules that were edited since their import, or reload them if the order says so."""
@@ -239,11 +240,14 @@ class CellRun:
         if message.inline:
             data: bytearray | memoryview = bytearray(self._frames[0])
         else:
-            fd, self._payload_fd = self._payload_fd, -1
             try:
-                data = memoryview(unpack.map_private(fd, os.fstat(fd).st_size))
+                fd, *mapped = self._payload_fds
+                mapping = unpack.map_private(fd, os.fstat(fd).st_size)
+                for (offset, size), part in zip(message.mapped, mapped, strict=True):
+                    unpack.map_over(mapping, offset, part, size)
+                data = memoryview(mapping)
             finally:
-                os.close(fd)
+                self.leave_payload()
         if message.tracking is not None:
             in_rank.begin(message.run_id, message.tracking, self._rank, message.only, message.run_dir, self._say)
         with results_received(self._shell):

@@ -101,7 +101,7 @@ class Helper:
                 count = int(not message.store_path)
             case Execute():
                 with_socket = self._rank == 0 and not self._prepared and not message.in_session
-                count = int(not message.inline) + int(with_socket)
+                count = int(not message.inline) + len(message.mapped) + int(with_socket)
             case _:
                 count = 0
         return Order(message, frames, self._link.take_descriptors(count))

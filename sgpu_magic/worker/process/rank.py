@@ -149,7 +149,7 @@ class _Life:
                 self._leave()
 
     def _execute(self, message: Execute, order: Order) -> None:
-        if len(order.descriptors) > int(not message.inline):
+        if len(order.descriptors) > int(not message.inline) + len(message.mapped):
             rendezvous.keep_listening_socket(order.descriptors[-1])
         terminal.write_each_line(False)
         widgets.begin(self._link.send if message.context.widgets else None, lambda: self._helper.is_busy)

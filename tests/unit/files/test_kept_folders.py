@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from launches import placed_launch
 
-from sgpu_magic.agent.runs import preparing
+from sgpu_magic.agent.runs import run_memory
 from sgpu_magic.agent.runs.preparing import LaunchInputs
 from sgpu_magic.config import load_settings
 from sgpu_magic.files.content_store import blob_path
@@ -128,7 +128,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path):
 
 
 def test_a_payload_that_can_not_be_joined_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preparing, "fits_memory", lambda size: False)
+    monkeypatch.setattr(run_memory, "fits_memory", lambda size: False)
     settings = load_settings({"SGPU_STATE_DIR": str(tmp_path / "state")})
     launch = msgspec.structs.replace(placed_launch(tmp_path, elsewhere=False), store="ann")
     digest = "a" * 64

@@ -114,9 +114,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert directory.problem == "run r1 is a session: only cells and calls of functions can be replayed."
     directory.keep()
     (path / PAYLOAD).write_bytes(b"cut")
-    assert directory.problem.startswith(
-        f"run r1 can't be replayed: its variables in {path} can't be read (payload.bin has 3 bytes of "
-    )
+    assert directory.problem.startswith(f"run r1 can't be replayed: its variables in {path} can't be read (3 bytes of ")
     (path / KEY).unlink()
     assert "No such file or directory" in directory.problem
 
