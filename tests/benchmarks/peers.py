@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
+import socket
+import subprocess
 import time
+from pathlib import Path
 
 from tests.benchmarks.environment import Bench
 from tests.benchmarks.kernel import BenchKernel
@@ -253,3 +258,77 @@ def ipyparallel_raise(bench: Bench) -> tuple[Series, str]:
     label = "ipyparallel %%px"
     series = collect(label, sample, bench.count(3, 1))
     return series, said[-1] if said else ""
+
+
+SSHD = """
+ListenAddress 127.0.0.1:{port}
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/user.pub
+PidFile none
+UsePAM no
+StrictModes no
+PermitRootLogin yes
+Subsystem sftp internal-sftp
+"""
+
+
+def scp_gigabyte(bench: Bench) -> Series:
+    """A file of 1 GiB copied to another file over loopback, with a server of its own."""
+    label = "scp of a file over loopback"
+
+    def measure() -> Series:
+        sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+        if sshd is None:
+            raise MeasurementFailed("sshd is not installed")
+        folder = bench.new_folder()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for name in ("host", "user"):
+            run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], timeout_s=10)
+        (folder / "config").write_text(SSHD.format(port=port, folder=folder))
+        with (folder / "big").open("wb") as big:
+            for _ in range(16):
+                big.write(os.urandom(2**26))
+        with contextlib.suppress(OSError):
+            # where it separates its privileges; made by the service that is not used here
+            Path("/run/sshd").mkdir()
+        options = ["BatchMode=yes", "StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]
+        command = ["scp", "-q", "-P", str(port), "-i", folder / "user"]
+        command += [word for option in options for word in ("-o", option)]
+
+        def sample() -> float:
+            started = time.perf_counter()
+            status, _, errors = run([*command, folder / "big", f"127.0.0.1:{folder}/copy"], timeout_s=60)
+            if status != 0:
+                raise MeasurementFailed((errors.strip().splitlines() or ["no message"])[-1][:200])
+            return time.perf_counter() - started
+
+        server = subprocess.Popen([sshd, "-D", "-f", folder / "config"], stderr=subprocess.DEVNULL)
+        try:
+            _wait_for_port(port)
+            return collect(label, sample, bench.count(3, 1))
+        finally:
+            server.terminate()
+            server.wait()
+
+    return bench.once(label, measure)
+
+
+def _wait_for_port(port: int) -> None:
+    until = time.monotonic() + 10
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise MeasurementFailed(f"nothing listens on port {port}") from None
+            time.sleep(0.05)
+
+
+def ray_client_gigabyte(bench: Bench) -> Series:
+    """A tensor of 1 GiB over the port of Ray's client, to four actors."""
+    label = "Ray's client, to four actors"
+    count = str(bench.count(3, 1))
+    return bench.once(label, lambda: seconds_of(bench, "peers", "ray_client_payload.py", count, label=label))

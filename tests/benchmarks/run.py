@@ -27,6 +27,7 @@ from tests.benchmarks.measure import MeasurementFailed, Row
 from tests.benchmarks.processes import adopt_orphans, end_descendants
 from tests.benchmarks.report import markdown
 from tests.benchmarks.rows import (
+    attach,
     failure,
     launch,
     on_ray,
@@ -34,6 +35,7 @@ from tests.benchmarks.rows import (
     payload,
     rehydration,
     remote,
+    resources,
     scale,
     session,
     snapshot,
@@ -52,6 +54,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "remote": remote.there_and_back,
     "ray": on_ray.all_reduce,
     "output": output.numbered_lines,
+    "attach": attach.million_lines,
     "failure": failure.one_rank_raises,
     "ranks64": launch.many_ranks,
     "ranks256": launch.most_ranks,
@@ -63,6 +66,8 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "tracking-short": tracking.launches,
     "snapshot": snapshot.of_this_environment,
     "rehydration": rehydration.of_a_lock,
+    "processor": resources.processor,
+    "idle": resources.idle,
     "scale": scale.placement,
     "scale-events": scale.events,
 }

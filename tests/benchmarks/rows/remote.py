@@ -7,8 +7,9 @@ import time
 
 import torch
 
+from tests.benchmarks import peers
 from tests.benchmarks.environment import ROOT, Bench
-from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, collect
+from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, at_most, collect
 
 sys.path.append(str(ROOT / "tests"))
 
@@ -31,7 +32,7 @@ def there_and_back(bench: Bench) -> Row:
         "no line whose speed would count: both sides' hashing, encryption and disk are what is measured, on the same "
         "cores. Every 64 MB of the tensor are different. First: nothing of it is at the pool. Again: it is unchanged, "
         "hashed, and not sent. Changed: one MiB of it is different. The bytes are those of the link's line, and what "
-        "was given to the second connection."
+        "was given to the second connection. scp copies a file of random bytes to another file."
     )
     pool = ServedPool()
     try:
@@ -53,8 +54,13 @@ def there_and_back(bench: Bench) -> Row:
         ]
     finally:
         pool.close()
+    row.peers = [peers.scp_gigabyte(bench), peers.ray_client_gigabyte(bench)]
     sent, changed = row.ours[2].slowest, row.ours[4].slowest
     row.checks = [
+        at_most(row.ours[0], 1.5, what="first"),
+        at_most(row.ours[1], 0.5, what="again"),
+        at_most(row.ours[3], 0.6, what="changed"),
+        at_most(row.ours[5], 0.5, what="back"),
         Check("an unchanged GiB sends under 1 MB", f"{sent:.2f} MB", sent < 1),
         Check("one changed MiB of it sends under 70 MB", f"{changed:.1f} MB", changed < 70),
     ]
