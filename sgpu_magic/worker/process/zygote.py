@@ -52,6 +52,7 @@ def main() -> None:
     gc.enable()
     processes.collapse_pages()
     link.send(ZygoteReady(pid=os.getpid(), torch_version=torch_version, protocol_version=PROTOCOL_VERSION))
+    processes.unmap_file_pages()
     _serve(link)
     processes.kill_descendants()
     os._exit(0)
