@@ -190,17 +190,18 @@ def map_kept(directory: Path, layout: PackedLayout) -> mmap.mmap:
         ValueError: It is not complete.
     """
     end = max((offset + length for offset, length in layout.buffers), default=layout.pickle_size)
+    folder = directory / PAYLOAD_PARTS
+    paths = {0: directory / PAYLOAD}
+    if folder.is_dir():
+        paths = {int(path.name): path for path in folder.iterdir() if path.name.isdecimal()}
     with contextlib.ExitStack() as stack:
-        if (directory / PAYLOAD_PARTS).is_dir():
-            paths = {int(path.name): path for path in (directory / PAYLOAD_PARTS).iterdir()}
-        else:
-            paths = {0: directory / PAYLOAD}
-        parts = {begin: stack.enter_context(open(path, "rb")) for begin, path in sorted(paths.items())}
-        sizes = {begin: os.fstat(file.fileno()).st_size for begin, file in parts.items()}
-        size = max((begin + length for begin, length in sizes.items()), default=0)
-        if size < end:
-            raise ValueError(f"{size:,} bytes of {end:,} are there")
-        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        parts = {begin: stack.enter_context(open(path, "rb")) for begin, path in paths.items() if begin < end}
+        # a memory file that was copied may be larger than its payload
+        sizes = {begin: min(os.fstat(file.fileno()).st_size, end - begin) for begin, file in parts.items()}
+        there = max((begin + size for begin, size in sizes.items()), default=0)
+        if there < end:
+            raise ValueError(f"{there:,} bytes of {end:,} are there")
+        mapping = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         copied = {begin for begin in parts if begin % mmap.PAGESIZE or sizes[begin] < mmap.PAGESIZE}
         for begin in parts.keys() - copied:
             map_over(mapping, begin, parts[begin].fileno(), sizes[begin])

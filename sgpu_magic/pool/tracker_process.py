@@ -78,7 +78,7 @@ class TrackerProcess:
         if order is None:
             return
         self._orders[run_id] = replace(order, urgent=True)
-        if self._child.pid is not None and not self._heard and not self._urgent:
+        if not self._heard and not self._urgent:
             # it is still importing at idle priority, which it can't leave: start another at normal priority
             self._child.begin_again()
         else:

@@ -95,6 +95,11 @@ def test_ranks_and_replays_map_the_large_parts_from_the_blobs_themselves(
     unpack_namespace(memoryview(map_kept(tmp_path, whole.layout)), whole.layout, KEY, namespace)
     np.testing.assert_array_equal(namespace["large"], np.arange(300_000.0))  # type: ignore[arg-type]
     assert sorted(os.listdir(tmp_path)) == ["payload"]
+    (folder / "notes").write_text("somebody's own")
+    assert map_kept(tmp_path, whole.layout)[: whole.total_bytes] == whole.to_bytes()
+    os.truncate(paths[-1], 1)
+    with pytest.raises(ValueError, match=f"of {whole.total_bytes:,} are there"):
+        map_kept(tmp_path, whole.layout)
 
 
 @pytest.mark.parametrize("fits", [True, False])
