@@ -66,9 +66,7 @@ def work_folders(node: int) -> tuple[str, ...]:
 
 
 class AskBlobs(Record, frozen=True, tag="ask-blobs", kw_only=True):
-    """Ask how many bytes of these blobs the pool has for this user. Answered by `BlobsHeld`.
-
-    The pool keeps these blobs for the next few minutes.
+    """Ask how many bytes of these blobs the pool has for this user, and keep them for minutes. Answered by `BlobsHeld`.
 
     Args:
         blobs: (digest, size) of each.
