@@ -270,14 +270,14 @@ def stale_modules(
     after = versions(now)
     for distribution in now.distributions:
         if _installed_at(distribution) > started_at:
-            loaded = _loaded_version(distribution.module_names, modules)
+            loaded = loaded_version(distribution.module_names, modules)
             if loaded and loaded != distribution.version:
                 found[distribution.key] = Stale(distribution.key, loaded, distribution.version)
     for change in changes(versions(first), after):
         before = first.get(change.name)
         # for a removed package the module's name can only be guessed
         names = [change.name.replace("-", "_")]
-        if before is not None and not change.now and _loaded_version(names, modules) == change.before:
+        if before is not None and not change.now and loaded_version(names, modules) == change.before:
             found[change.name] = Stale(change.name, change.before, "")
     return tuple(found[name] for name in sorted(found))
 
@@ -297,10 +297,11 @@ def _installed_at(distribution: Distribution) -> float:
         return 0.0
 
 
-def _loaded_version(names: Iterable[str], modules: Mapping[str, ModuleType]) -> str:
+def loaded_version(names: Iterable[str], modules: Mapping[str, ModuleType]) -> str:
+    """Return the version that the first loaded module with one tells, "" if none does."""
     for name in names:
-        # not `getattr`: a lazy module may import something
-        version = vars(modules[name]).get("__version__") if name in modules else None
+        # an entry may be None, which forbids its import; and asking a lazy module for the version may import something
+        version = getattr(modules.get(name), "__dict__", {}).get("__version__")
         if isinstance(version, str):
             return version
     return ""

@@ -45,10 +45,8 @@ def processor(bench: Bench) -> Row:
         row.ours.append(_less_empty("session's no-op cell", session.kernel, session.magic, bench.count(5, 1)))
     with _peer(row, "accelerate notebook_launcher"), bench.peer_kernel() as kernel:
         kernel.check(peers.ACCELERATE)
-        series = _of_cells(
-            "accelerate notebook_launcher", lambda: peers.accelerate_launch(kernel), bench.count(1, 1), cells=_CELLS
-        )
-        row.peers.append(series)
+        # one value: a launch hangs soon after
+        row.peers.append(_of_cells("accelerate notebook_launcher", lambda: peers.accelerate_launch(kernel), 1))
     with _peer(row, "ipyparallel %%px, no-op"), ipyparallel_session(bench) as peer:
         row.peers.append(_less_empty("ipyparallel %%px, no-op", peer.kernel, peer.magic, bench.count(5, 1)))
     fresh, no_op = row.series(0), row.series(1)
@@ -90,7 +88,7 @@ def _peer(row: Row, label: str) -> Iterator[None]:
         row.peers.append(Series(label, (), failures=(str(reason),)))
 
 
-def _of_cells(label: str, cell: Callable[[], object], count: int, *, cells: int = _CELLS) -> Series:
+def _of_cells(label: str, cell: Callable[[], object], count: int) -> Series:
     """Seconds of processor time of one cell, as many times as `count` says."""
     for _ in range(3):
         cell()
@@ -98,11 +96,11 @@ def _of_cells(label: str, cell: Callable[[], object], count: int, *, cells: int 
     values: list[float] = []
     for _ in range(count):
         before = _processor_s()
-        for _ in range(cells):
+        for _ in range(_CELLS):
             cell()
         # the end of the last cell's processes belongs to it
         _wait_until_quiet()
-        values.append((_processor_s() - before) / cells)
+        values.append((_processor_s() - before) / _CELLS)
     return Series(label, tuple(values))
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -343,6 +344,13 @@ def test_a_loaded_module_of_another_version_asks_for_a_restart(site: Site):
     # what was installed before this process began says its version in its own way
     assert versions(site.snapshot)["numpy"] == "2.1.0"
     assert [each.name for each in stale_modules(site.snapshot, site.snapshot, modules, time.time() + 60)] == []
+
+
+def test_what_is_loaded_may_be_no_module(site: Site):
+    """None in `sys.modules` forbids an import, as `sgpu run` does for nbformat's sake; others put objects there."""
+    site.install("forbidden", "1.0").install("odd", "1.0")
+    modules: dict[str, Any] = {"forbidden": None, "odd": object()}
+    assert stale_modules(site.snapshot, site.snapshot, modules, 0.0) == ()
 
 
 def test_the_begin_of_this_process_is_known():

@@ -24,7 +24,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.compat.notebook.dbutils import Utility, Widgets
 from sgpu_magic.options.notebook_job import NotebookExit, as_words, of_process
 from sgpu_magic.packages.distributions import Distribution, Snapshot
-from sgpu_magic.packages.snapshot import Change, changes, take_snapshot, versions
+from sgpu_magic.packages.snapshot import Change, changes, loaded_version, take_snapshot, versions
 from sgpu_magic.payload.namespace import is_ipythons
 from sgpu_magic.payload.notebook_text import databricks_cells, is_databricks_source
 from sgpu_magic.runs.notebook import future_flags
@@ -274,10 +274,9 @@ def _is_loaded_already(found: Distribution, change: Change, modules: Mapping[str
     """Whether the version that is loaded is the installed one, as of a package that was imported after its change."""
     if not change.now:
         return False
-    for name in found.module_names:
-        version = vars(modules[name]).get("__version__") if name in modules else None
-        if isinstance(version, str):
-            return version == change.now
+    version = loaded_version(found.module_names, modules)
+    if version:
+        return version == change.now
     # installed since, and so imported since
     return not change.before and any(_is_compiled(modules[name]) for name in _loaded(_tops(found), modules))
 
