@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import stat
 import tempfile
@@ -14,7 +15,7 @@ import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -84,31 +85,20 @@ def walk(
         found: Collects unreadable paths, and whether the walk stopped early.
     """
     notes = found if found is not None else Walk([])
-    rules = _with_those_in(top, list(_rules_above(top)))
-    count = 0
-    for name in names:
-        for file in _walk(os.path.join(top, name), name, rules, keep, notes, frozenset()):
-            if count == most:
-                notes.full = True
-                return
-            count += 1
-            yield file
+    rules = _rules_above(top) + _rules_in(top, _IGNORE_FILE)
+    files = (file for name in names for file in _walk(os.path.join(top, name), name, rules, keep, notes, frozenset()))
+    yield from itertools.islice(files, most)
+    notes.full = next(files, None) is not None
 
 
 # ---------------------------------------------------------------- within
 
 
-class _Rules:
-    """The patterns of one ignore file."""
+class _Rules(NamedTuple):
+    """The patterns of one ignore file, and its directory."""
 
-    def __init__(self, directory: str, spec: pathspec.GitIgnoreSpec) -> None:
-        self._directory = directory
-        self._spec = spec
-
-    def decide(self, path: str, *, is_directory: bool) -> bool | None:
-        """Return True if the path is ignored, False if it is explicitly not ignored, None if no pattern matches."""
-        relative = os.path.relpath(path, self._directory).replace(os.sep, "/")
-        return self._spec.check_file(f"{relative}/" if is_directory else relative).include
+    directory: str
+    spec: pathspec.GitIgnoreSpec
 
 
 def _walk(
@@ -146,7 +136,8 @@ def _walk(
         # a virtual environment under any name
         return
     below = parents | {identity}
-    here = _with_those_in(path, rules)
+    # nearest last
+    here = rules + _rules_in(path, _IGNORE_FILE)
     for entry in entries:
         is_directory = entry.is_dir()
         if _is_skipped(entry.name, is_directory=is_directory):
@@ -166,47 +157,36 @@ def _is_skipped(name: str, *, is_directory: bool) -> bool:
 
 
 def _is_ignored(path: str, rules: list[_Rules], *, is_directory: bool) -> bool:
-    for each in reversed(rules):
-        decided = each.decide(path, is_directory=is_directory)
-        if decided is not None:
-            return decided
+    for directory, spec in reversed(rules):
+        relative = os.path.relpath(path, directory).replace(os.sep, "/")
+        # None if no pattern matches
+        ignored = spec.check_file(f"{relative}/" if is_directory else relative).include
+        if ignored is not None:
+            return ignored
     return False
 
 
-def _with_those_in(directory: str, inherited: list[_Rules]) -> list[_Rules]:
-    """Return the rules for the entries of `directory`, nearest last."""
-    own = _rules_in(directory, _IGNORE_FILE)
-    return [*inherited, own] if own is not None else inherited
-
-
-def _rules_above(top: str) -> Iterator[_Rules]:
-    chain: list[str] = []
+def _rules_above(top: str) -> list[_Rules]:
+    """Return the rules of the repository that `top` is in, from its top down to the parent of `top`."""
     directory = Path(top)
+    rules: list[_Rules] = []
     for parent in (directory, *directory.parents):
         if (parent / ".git").exists():
-            exclude = _rules_in(str(parent), os.path.join(".git", "info", "exclude"))
-            if exclude is not None:
-                yield exclude
-            break
-        chain.append(str(parent.parent))
-    else:
-        return
-    # from the top of the repository down to the parent of `top`
-    for each in reversed(chain):
-        rules = _rules_in(each, _IGNORE_FILE)
-        if rules is not None:
-            yield rules
+            return _rules_in(str(parent), os.path.join(".git", "info", "exclude")) + rules
+        rules = _rules_in(str(parent.parent), _IGNORE_FILE) + rules
+    return []
 
 
-def _rules_in(directory: str, file: str) -> _Rules | None:
+def _rules_in(directory: str, file: str) -> list[_Rules]:
+    """Return the rules in an ignore file; none if there is no such file."""
     try:
         with open(os.path.join(directory, file), encoding="utf-8", errors="replace") as opened:
             lines = opened.read().splitlines()
     except OSError:
-        return None
+        return []
     import pathspec
 
-    return _Rules(directory, pathspec.GitIgnoreSpec.from_lines(lines))
+    return [_Rules(directory, pathspec.GitIgnoreSpec.from_lines(lines))]
 
 
 # ---------------------------------------------------------------- archives

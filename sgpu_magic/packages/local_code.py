@@ -95,7 +95,7 @@ def imports_of(source: str) -> set[str]:
 
 class _Search:
     def __init__(self, path: Sequence[str], elsewhere: tuple[str, ...], cwd: str) -> None:
-        installed = set(installed_entries(path))
+        installed = set(installed_entries(tuple(path)))
         self._path = [entry for entry in path if os.path.isdir(entry)]
         self._elsewhere = elsewhere
         self._cwd = cwd
@@ -133,8 +133,7 @@ class _Search:
         self._seen.add(name)
         spec = PathFinder.find_spec(name, self._path)
         if spec is not None:
-            origin = spec.origin if spec.has_location else None
-            self._take(name, origin, list(spec.submodule_search_locations or ()))
+            self._take(name, spec.origin if spec.has_location else None, list(spec.submodule_search_locations or ()))
 
     def imports_of_new(self) -> list[str]:
         """Return the names imported by the code found since the last call."""
@@ -150,13 +149,10 @@ class _Search:
 
     def _take(self, name: str, file: str | None, paths: Sequence[str]) -> None:
         """Add a top-level module: a file, a package's directory, or the directories of a namespace package."""
-        if file is not None and os.path.basename(file).partition(".")[0] != "__init__":
-            places = [file]
-        elif file is not None:
-            places = [os.path.dirname(file)]
-        else:
-            places = list(paths)
-        for place in places:
+        if file is not None:
+            is_package = os.path.basename(file).partition(".")[0] == "__init__"
+            paths = [os.path.dirname(file) if is_package else file]
+        for place in paths:
             directory, entry = os.path.split(os.path.abspath(os.path.join(self._cwd, place)))
             code = self._by_directory.get(directory)
             if code is None or entry in code.names or os.path.realpath(place).startswith(self._elsewhere):
@@ -248,7 +244,6 @@ def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int)
     Raises:
         SerializationError: The code is too large, or has too many files.
     """
-    files = [file for code in codes for file in code.files]
     for code in codes:
         if code.walked.full:
             raise SerializationError(
@@ -256,6 +251,7 @@ def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int)
                 f"most of them in {_fullest(code.files)}. List what the code does not need in a .gitignore, or move "
                 "it out of the folder."
             )
+    files = [file for code in codes for file in code.files]
     total = sum(file.size for file in files)
     if total > limit_bytes:
         raise SerializationError(
@@ -290,21 +286,15 @@ def _fullest(files: Iterable[TreeFile]) -> str:
 # ---------------------------------------------------------------- entries of `sys.path` that belong to Python
 
 
-def installed_entries(path: Sequence[str]) -> tuple[str, ...]:
-    """Return the entries that are the standard library's or site directories. Takes 2 us when cached."""
-    return _installed_entries(tuple(path))
-
-
 @functools.lru_cache(maxsize=16)
-def _installed_entries(path: tuple[str, ...]) -> tuple[str, ...]:
+def installed_entries(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the entries that are the standard library's or site directories. Takes 2 us when cached."""
     return tuple(entry for entry in path if _is_installed(os.path.abspath(entry)))
 
 
 def _is_installed(path: str) -> bool:
     # also those of another environment, added by a `.pth` file of this one
-    return os.path.basename(path) in ("site-packages", "dist-packages") or any(
-        path == directory or path.startswith(directory + os.sep) for directory in _directories()
-    )
+    return os.path.basename(path) in ("site-packages", "dist-packages") or f"{path}{os.sep}".startswith(_directories())
 
 
 @functools.cache
@@ -316,4 +306,4 @@ def _directories() -> tuple[str, ...]:
         found |= {os.path.join(prefix, sys.platlibdir, archive), os.path.join(prefix, "lib", archive)}
     # where apt installs packages for Debian's Python
     found.add("/usr/lib/python3/dist-packages")
-    return tuple(sorted(os.path.abspath(path) for path in found if path))
+    return tuple(os.path.abspath(path) + os.sep for path in found if path)

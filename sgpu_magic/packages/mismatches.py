@@ -157,7 +157,7 @@ def find_left_behind(packages: Packages) -> tuple[Mismatch, ...]:
     """Find packages built for the notebook's torch, which the ranks replace with the node's torch.
 
     Args:
-        packages: The packages sent with the run, and the notebook's torch.
+        packages: The notebook's packages.
     """
     torch = packages.get("torch")
     bound = sorted(name for name in packages if name in _BUILT_FOR_TORCH)
@@ -278,8 +278,12 @@ def _twice(packages: Packages, shadowed: Iterable[Distribution]) -> Iterator[Mis
 
 
 def _version(package: Package | None) -> Version | None:
+    return _parsed(package.version) if package is not None else None
+
+
+def _parsed(version: str) -> Version | None:
     try:
-        return Version(package.version) if package is not None else None
+        return Version(version)
     except InvalidVersion:
         return None
 
@@ -292,27 +296,20 @@ def _older(package: Package, first: str) -> bool:
 
 def _pinned(wants: Requirement) -> Version | None:
     pins = [clause.version for clause in wants.specifier if clause.operator == "=="]
-    try:
-        return Version(pins[0].removesuffix(".*")) if pins else None
-    except InvalidVersion:
-        return None
+    return _parsed(pins[0].removesuffix(".*")) if pins else None
 
 
 # ---------------------------------------------------------------- the NVIDIA driver that a CUDA version needs
 
 # NVIDIA, "CUDA Compatibility", chapter "Minor Version Compatibility", table 1: the oldest driver by CUDA major version
 _OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
-_DRIVER_FILE = "/proc/driver/nvidia/version"
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _KERNEL_MODULE = re.compile(r"Kernel Module.*?\s(\d{3,}(?:\.\d+)+)\s")
 
 
 def driver_version() -> str:
     """Return the version of this machine's NVIDIA driver, "" without one. Reads one small file."""
-    try:
-        with open(_DRIVER_FILE, encoding="utf-8", errors="replace") as file:
-            return driver_in(file.read())
-    except OSError:
-        return ""
+    return driver_in(_text(_DRIVER_FILE))
 
 
 def driver_in(text: str) -> str:

@@ -68,20 +68,14 @@ class BaseList(msgspec.Struct, frozen=True):
         """Libraries that can't be installed from an index, version by name."""
         return {**self.system, **self.private}
 
-    @property
-    def exact_pins(self) -> tuple[str, ...]:
-        """Pins of the public libraries in exactly the page's versions."""
-        return tuple(f"{normalised(name)}=={version}" for name, version in self.public.items())
-
     def pins(self, *, allow_build: bool) -> tuple[str, ...]:
         """Return installable pins of the public libraries.
 
         Args:
-            allow_build: Allow building from source; otherwise a version that has a wheel replaces one without.
+            allow_build: Allow building from source: exactly the page's versions. Otherwise a version that has a wheel
+                replaces one without.
         """
-        if allow_build:
-            return self.exact_pins
-        versions = {**self.public, **self.wheels}
+        versions = {**self.public, **({} if allow_build else self.wheels)}
         return tuple(f"{normalised(name)}=={version}" for name, version in versions.items() if version)
 
 
@@ -178,11 +172,7 @@ def load(settings: Settings, name: str) -> Environment | None:
 
 def saved_names(settings: Settings) -> list[str]:
     """Return the names of the saved environments, sorted."""
-    try:
-        names = os.listdir(saved_path(settings))
-    except OSError:
-        return []
-    return sorted(name for name in names if (saved_path(settings) / name / _DESCRIPTION).is_file())
+    return sorted(file.parent.name for file in saved_path(settings).glob(f"*/{_DESCRIPTION}"))
 
 
 def remove(settings: Settings, name: str) -> bool:

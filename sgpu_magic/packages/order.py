@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -30,7 +30,7 @@ from sgpu_magic.packages.distributions import (
 )
 from sgpu_magic.packages.lock import Lock
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
-from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
+from sgpu_magic.packages.requirement_files import key_of, read_file, version_of
 from sgpu_magic.packages.uv_command import index_variables
 from sgpu_magic.packages.wheels import build_project
 from sgpu_magic.wire.attachments import Environment, Wheel
@@ -108,10 +108,9 @@ def order_of(
         else:
             requirements.append(distribution.pin)
     parts = [*snapshot.parts, *(f"wheel {wheel.file} {wheel.sha256}" for wheel in wheels)]
-    environment = Environment(
-        digest=environment_digest(
-            parts, snapshot.tag, snapshot.platform, torch_mine=torch_mine, allow_build=allow_build
-        ),
+    environment = _described(
+        parts,
+        snapshot.tag,
         python=snapshot.python,
         platform=snapshot.platform,
         requirements=tuple(requirements),
@@ -119,10 +118,20 @@ def order_of(
         wheels=tuple(wheels),
         torch_mine=torch_mine,
         allow_build=allow_build,
-        packages=len(requirements) + len(wheels),
         conda=tuple(conda),
     )
     return Ordered(environment, tuple(notes))
+
+
+def _described(parts: Iterable[str], tag: str, **fields: Any) -> Environment:
+    """Return an environment of these fields, with its number of packages and its digest (see `environment_digest`)."""
+    made = Environment(digest="", **fields)
+    options = {"torch_mine": made.torch_mine, "allow_build": made.allow_build}
+    return replace(
+        made,
+        digest=environment_digest(parts, tag, made.platform, **options),
+        packages=len(made.requirements) + len(made.wheels),
+    )
 
 
 # ---------------------------------------------------------------- `--env-version`
@@ -151,10 +160,7 @@ def chosen(
         return None
     if name in BASE_NAMES:
         return _from_base(base_list(name), torch_mine, allow_build)
-    path = Path(name)
-    with contextlib.suppress(RuntimeError):
-        # there is no such home directory
-        path = path.expanduser()
+    path = Path(os.path.expanduser(name))
     if not os.path.isfile(path):
         kept = named_environments.load(settings, name)
         if kept is None:
@@ -166,12 +172,12 @@ def chosen(
 def _from_base(base: BaseList, torch_mine: bool, allow_build: bool) -> Ordered:
     _check_python(base.title, base.python_minor, "")
     made = _environment(base.name, base.pins(allow_build=allow_build), torch_mine, allow_build)
-    left_out = sorted({**base.left_out, **({} if allow_build else {n: v for n, v in base.wheels.items() if not v})})
-    other = {name: version for name, version in base.wheels.items() if version and not allow_build}
+    replaced: Mapping[str, str] = {} if allow_build else base.wheels
+    left_out = sorted({*base.left_out, *(name for name, version in replaced.items() if not version)})
     notes = [f"left out of environment {base.name}, as no package index has them for this Python: {some_of(left_out)}"]
+    other = [f"{name} {version} for {base.public[name]}" for name, version in sorted(replaced.items()) if version]
     if other:
-        pairs = ", ".join(f"{name} {version} for {base.public[name]}" for name, version in sorted(other.items()))
-        notes.append(f"environment {base.name} has versions that need no build: {pairs}")
+        notes.append(f"environment {base.name} has versions that need no build: {', '.join(other)}")
     return Ordered(made.environment, (*notes, *made.notes))
 
 
@@ -201,7 +207,7 @@ def _from_saved(kept: Environment, torch_mine: bool, allow_build: bool) -> Order
         )
     lines = kept.requirements
     if torch_mine:
-        lines += tuple(pin for pin in kept.needed if normalised(name_of(pin)) != SGPU_MAGIC)
+        lines += tuple(pin for pin in kept.needed if key_of(pin) != SGPU_MAGIC)
     made = _environment(kept.label, lines, torch_mine, allow_build, wheels=kept.wheels, platform=kept.platform)
     return Ordered(replace(made.environment, conda=kept.conda), made.notes)
 
@@ -222,7 +228,7 @@ def _environment(
     notes: list[str] = []
     bounds = _bounds()
     for line in lines:
-        name, version = normalised(name_of(line)), version_of(line)
+        name, version = key_of(line), version_of(line)
         if is_from_node(name, torch_mine=torch_mine):
             needed.append(line.partition(" --hash")[0])
         elif version and name in bounds and not bounds[name].specifier.contains(version, prereleases=True):
@@ -230,15 +236,9 @@ def _environment(
             notes.append(f"{name} {version} is too old for sgpu-magic, which needs {bounds[name]}: the node's is used")
         else:
             requirements.append(line)
-    digest = environment_digest(
+    environment = _described(
         [*requirements, f"{resolve=}", *(wheel.sha256 for wheel in wheels)],
         f"cp{own_python().replace('.', '')}",
-        platform,
-        torch_mine=torch_mine,
-        allow_build=allow_build,
-    )
-    environment = Environment(
-        digest=digest,
         label=label,
         own=False,
         python=own_python(),
@@ -249,7 +249,6 @@ def _environment(
         wheels=wheels,
         torch_mine=torch_mine,
         allow_build=allow_build,
-        packages=len(requirements) + len(wheels),
     )
     return Ordered(environment, tuple(notes))
 

@@ -30,7 +30,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, distribution_name
+from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, distribution_name, normalised
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.wire.attachments import Environment
 
@@ -109,6 +109,11 @@ def name_of(line: str) -> str:
     """Return the name in a requirement such as `torch==2.13.0` or `six @ https://...`; "" if there is none."""
     found = _NAME.match(line.strip())
     return found[0] if found is not None else ""
+
+
+def key_of(line: str) -> str:
+    """Return the normalised name in a requirement."""
+    return normalised(name_of(line))
 
 
 def version_of(line: str) -> str:
@@ -272,10 +277,8 @@ def environment_requirements(environment: Environment, lock: Lock | None) -> str
         _about_lock(lock),
         *environment.requirements,
     ]
-    lines += [
-        f"{distribution_name(wheel)} @ {Path(wheel.path).as_uri()}  # sha256 {wheel.sha256}"
-        for wheel in environment.wheels
-    ]
+    for wheel in environment.wheels:
+        lines.append(f"{distribution_name(wheel)} @ {Path(wheel.path).as_uri()}  # sha256 {wheel.sha256}")
     lines += [f"# {pin}  (the node's own is used instead)" for pin in environment.needed]
     return "\n".join(lines) + "\n"
 
@@ -301,10 +304,9 @@ def _line(distribution: Distribution, lock: Lock | None) -> str:
             return f"{key} @ {distribution.url}  # {distribution.version}, in no package index"
         case Kind.CONDA:
             return f"{pin}  # installed by conda"
-        case Kind.SYSTEM if is_unpublished:
-            return f"# {pin}  the operating system's, in no package index"
         case Kind.SYSTEM:
-            return f"{pin}  # the operating system's"
+            system = "the operating system's"
+            return f"# {pin}  {system}, in no package index" if is_unpublished else f"{pin}  # {system}"
         case _:
             pass
     if wheel is not None:

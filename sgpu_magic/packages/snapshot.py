@@ -93,7 +93,8 @@ def read_snapshot(path: list[str]) -> Snapshot:
     shadowed: list[Distribution] = []
     conda_names = _conda_names()
     for entry in _entries(path):
-        for distribution in sorted(_in_entry(entry, conda_names), key=_preference):
+        there = (read_distribution(f"{entry}/{name}", entry, conda_names) for name in _infos(entry))
+        for distribution in sorted(filter(None, there), key=_preference):
             before = first.setdefault(distribution.key, distribution)
             if before is not distribution:
                 shadowed.append(distribution)
@@ -156,13 +157,6 @@ def _entries(path: list[str]) -> Iterator[str]:
         if real not in seen and os.path.isdir(real) and not is_vendored:
             seen.add(real)
             yield real
-
-
-def _in_entry(entry: str, conda_names: dict[str, str]) -> Iterator[Distribution]:
-    for name in _infos(entry):
-        found = read_distribution(f"{entry}/{name}", entry, conda_names)
-        if found is not None:
-            yield found
 
 
 def _infos(entry: str) -> list[str]:
@@ -269,7 +263,7 @@ def stale_modules(
     found: dict[str, Stale] = {}
     after = versions(now)
     for distribution in now.distributions:
-        if _installed_at(distribution) > started_at:
+        if _changed_ns(distribution.location) > started_at * 1e9:
             loaded = loaded_version(distribution.module_names, modules)
             if loaded and loaded != distribution.version:
                 found[distribution.key] = Stale(distribution.key, loaded, distribution.version)
@@ -288,13 +282,6 @@ def process_began_at() -> float:
     import psutil
 
     return psutil.Process().create_time()
-
-
-def _installed_at(distribution: Distribution) -> float:
-    try:
-        return os.stat(distribution.location).st_mtime
-    except OSError:
-        return 0.0
 
 
 def loaded_version(names: Iterable[str], modules: Mapping[str, ModuleType]) -> str:

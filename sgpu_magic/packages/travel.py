@@ -165,22 +165,18 @@ def check_before_travel(environment: Environment, snapshot: Snapshot | None = No
     """
     # `packaging` takes 20 ms to import, too long for loading the magics
     from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches, packages_of, packages_of_pins
-    from sgpu_magic.packages.requirement_files import name_of, version_of
+    from sgpu_magic.packages.requirement_files import key_of, version_of
 
     if snapshot is not None:
         everything = packages_of(snapshot)
-        sent = {
-            name: package
-            for name, package in everything.items()
-            if not is_from_node(name, torch_mine=environment.torch_mine)
-        }
-        found = [*find_mismatches(sent, driver=driver if environment.torch_mine else "")]
-        if not environment.torch_mine:
-            found += find_left_behind({**sent, **{k: v for k, v in everything.items() if k == "torch"}})
+        mine = environment.torch_mine
+        sent = {name: package for name, package in everything.items() if not is_from_node(name, torch_mine=mine)}
+        found = find_mismatches(sent, driver=driver if mine else "")
+        found += () if mine else find_left_behind(everything)
     else:
-        pins = {normalised(name_of(line)): version_of(line) for line in environment.requirements}
+        pins = {key_of(line): version_of(line) for line in environment.requirements}
         sent = packages_of_pins({name: version for name, version in pins.items() if version})
-        found = [*find_mismatches(sent, driver=driver)]
+        found = find_mismatches(sent, driver=driver)
     sure = [mismatch for mismatch in found if mismatch.sure]
     if sure:
         raise EnvironmentFailed(_refusal(environment, sure))
@@ -273,11 +269,11 @@ def _names_in(environment: Environment) -> frozenset[str]:
     """Return the ranks' packages, including those of a node's base layer that this Python has too."""
     # `packaging` takes 20 ms to import
     from sgpu_magic.packages.node.base_layer import base_layer
-    from sgpu_magic.packages.requirement_files import name_of
+    from sgpu_magic.packages.requirement_files import key_of
 
-    needed = [normalised(name_of(line)) for line in environment.needed]
-    lines = [normalised(name_of(line)) for line in environment.requirements]
-    return frozenset({*base_layer(further=needed), *needed, *lines, *map(distribution_name, environment.wheels)})
+    needed = list(map(key_of, environment.needed))
+    wheels = map(distribution_name, environment.wheels)
+    return frozenset({*base_layer(further=needed), *needed, *map(key_of, environment.requirements), *wheels})
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import os
 import re
 import shutil
@@ -102,11 +103,9 @@ def run_uv(
             # also on an interrupt: leaving the block waits for uv, which may take minutes
             uv.kill()
             raise
-    if uv.returncode:
+    if code := uv.returncode:
         text = "\n".join(said)
-        how = (
-            f"it was killed by signal {-uv.returncode}" if uv.returncode < 0 else f"it exited with code {uv.returncode}"
-        )
+        how = f"it was killed by signal {-code}" if code < 0 else f"it exited with code {code}"
         raise UvFailed(last_words(text) or how, text)
     return output
 
@@ -133,11 +132,9 @@ def _talk(
         return errors.splitlines(), output
     if uv.stdin is None or uv.stderr is None or uv.stdout is None:
         raise OSError("uv was started without pipes")
-    try:
+    with contextlib.suppress(BrokenPipeError):
         uv.stdin.write(stdin)
         uv.stdin.close()
-    except BrokenPipeError:
-        pass
     if meanwhile is not None:
         meanwhile()
     said: list[str] = []
@@ -183,10 +180,8 @@ def index_variables(index_url: str, environ: Mapping[str, str] | None = None) ->
 
 
 def _has_uv_configuration(environ: Mapping[str, str]) -> bool:
-    if environ.get("UV_CONFIG_FILE"):
-        return True
     folders = (user_config_path("uv", appauthor=False), site_config_path("uv", appauthor=False), Path("/etc/uv"))
-    return any((folder / "uv.toml").is_file() for folder in folders)
+    return bool(environ.get("UV_CONFIG_FILE")) or any((folder / "uv.toml").is_file() for folder in folders)
 
 
 def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:
@@ -204,14 +199,11 @@ def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for file in files:
         parser = configparser.RawConfigParser()
-        try:
+        # pip itself reports a broken file
+        with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
             parser.read(file)
-        except (OSError, configparser.Error, UnicodeDecodeError):
-            # pip itself reports a broken file
-            continue
-        for section in ("global", "install"):
-            if parser.has_section(section):
-                found.update(parser.items(section))
+            for section in parser.keys() & {"global", "install"}:
+                found.update(parser[section])
     for name in ("index-url", "extra-index-url", "find-links"):
         value = environ.get(f"PIP_{name.replace('-', '_').upper()}")
         if value:

@@ -24,7 +24,7 @@ from sgpu_magic.packages.node import refusals
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
 from sgpu_magic.packages.node.refusals import BuildFailed, KnownSizes, estimate
 from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, Built, HeldLock, Store
-from sgpu_magic.packages.requirement_files import name_of
+from sgpu_magic.packages.requirement_files import key_of
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv
 from sgpu_magic.system import processes
 from sgpu_magic.wire.attachments import Environment, Wheel
@@ -71,7 +71,8 @@ class Builder:
 
     def settle(self) -> None:
         """Remove old environments and write byte code, after the environment is usable. Runs at idle priority."""
-        _become_idle()
+        os.nice(19)
+        processes.leave_the_cores_to_ranks()
         name = self._order.name
         # on a full disk the ranks' imports are only slower
         with contextlib.suppress(OSError):
@@ -113,7 +114,6 @@ class Builder:
             time.sleep(_POLL_S)
 
     def _build_claimed(self, lock: HeldLock) -> HeldLock:
-        building: Path | None = None
         try:
             building = self._store.begin(self._order.name)
             built = self._make(building)
@@ -121,9 +121,6 @@ class Builder:
             lock.share()
         except BaseException:
             # also on an interrupt: leave nothing of an unfinished build
-            if building is not None:
-                # a file that can't be removed is left for the next build to remove
-                shutil.rmtree(building, ignore_errors=True)
             self._store.abandon(self._order.name)
             lock.close()
             raise
@@ -188,8 +185,7 @@ class Builder:
 
     def _install(self, lines: list[str], options: list[str], meanwhile: Callable[[], None]) -> None:
         def heard(line: str) -> None:
-            word, _, rest = line.partition(" ")
-            number = rest.partition(" ")[0]
+            word, number, *_ = [*line.split(" ", 2), ""]
             count = int(number) if number.isdigit() else 0
             if word == "Resolved":
                 self._packages = count
@@ -248,7 +244,7 @@ class _Layer:
         """Link it early if the requirements already tell which packages the environment has itself."""
         if not self._environment.resolve:
             lines, wheels = self._environment.requirements, self._environment.wheels
-            self._link({*(normalised(name_of(line)) for line in lines), *map(distribution_name, wheels)})
+            self._link({*(key_of(line) for line in lines), *map(distribution_name, wheels)})
 
     def complete(self, has_itself: set[str]) -> None:
         """Link it, or link it again if the environment has other packages than foreseen.
@@ -271,7 +267,7 @@ class _Layer:
             )
 
     def _link(self, without: set[str]) -> None:
-        layer = base_layer(without, map(name_of, self._environment.needed))
+        layer = base_layer(without, map(key_of, self._environment.needed))
         link_layer(layer, self._folder)
         self._linked = set(layer)
 
@@ -309,9 +305,3 @@ def _path_of(venv: Path, site: Path) -> list[str]:
 def _adds_entries(file: Path) -> bool:
     lines = file.read_text(errors="replace").splitlines()
     return any(line.strip() and not line.startswith(("#", "import ", "import\t")) for line in lines)
-
-
-def _become_idle() -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        os.nice(19)
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -15,7 +15,7 @@ from typing import Any
 
 from sgpu_magic.files.whole_file import format_bytes, write_whole
 from sgpu_magic.packages.distributions import normalised, own_platform, own_python, some_of
-from sgpu_magic.packages.requirement_files import name_of, version_of
+from sgpu_magic.packages.requirement_files import key_of, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import UvFailed
 from sgpu_magic.wire.attachments import Environment
@@ -160,7 +160,7 @@ _LARGEST = 5
 def pin_of(line: str) -> str:
     """Return a requirement as `name==version`, "" if it is not an exact pin."""
     version = version_of(line)
-    return f"{normalised(name_of(line))}=={version}" if version else ""
+    return f"{key_of(line)}=={version}" if version else ""
 
 
 def estimate(

@@ -120,7 +120,9 @@ class Store:
         os.replace(building, self.folder(name))
 
     def abandon(self, name: str) -> None:
-        """Remove the lock file after a failed build. Requires the claim, which must be released next."""
+        """Remove what a failed build has left, and the lock file. Requires the claim, which must be released next."""
+        # a file that can't be removed is left for the next build to remove
+        shutil.rmtree(self.root / f"{_BUILDING}{name}", ignore_errors=True)
         if not self.is_whole(name):
             self._lock_file(name).unlink(missing_ok=True)
 
