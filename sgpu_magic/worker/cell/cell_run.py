@@ -269,7 +269,7 @@ class CellTrace:
 
     def __init__(self, run_dir: str, rank: int) -> None:
         self._directory = os.path.join(run_dir, "profile")
-        self._path = os.path.join(self._directory, f"rank-{rank}.pt.trace.json.gz")
+        self._name = f"rank-{rank}.pt.trace.json.gz"
         self._profiler: Any = None
         self._began = 0.0
         self._over = threading.Event()
@@ -325,14 +325,13 @@ class CellTrace:
     def _write(self) -> None:
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
         # hidden: MLflow's writer may look meanwhile
-        directory, name = os.path.split(self._path)
-        text, packed = (os.path.join(directory, f".{name}.{kind}") for kind in ("json", "tmp"))
+        text, packed = (os.path.join(self._directory, f".{self._name}.{kind}") for kind in ("json", "tmp"))
         try:
             self._stopped.export_chrome_trace(text)
             # torch compresses at the slowest level: three times as long for a file a tenth smaller
             with open(text, "rb") as plain, gzip.open(packed, "wb", compresslevel=3) as file:
                 shutil.copyfileobj(plain, file, 1 << 20)
-            os.replace(packed, self._path)
+            os.replace(packed, os.path.join(self._directory, self._name))
         finally:
             for left in (text, packed):
                 with contextlib.suppress(OSError):

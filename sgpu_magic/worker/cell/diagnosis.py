@@ -14,6 +14,7 @@ import time
 import traceback
 import types
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -220,12 +221,9 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             for key, part in state.items():
                 if isinstance(part, torch.Tensor):
                     yield f"{name}'s {key}", part
-    elif kind in (list, tuple):
-        for at, part in enumerate(value[:_MOST_ITEMS]):
-            if issubclass(type(part), torch.Tensor):
-                yield from _tensor(f"{name}[{at}]", part)
-    elif kind is dict:
-        for key, part in list(value.items())[:_MOST_ITEMS]:
+    elif kind in (list, tuple, dict):
+        parts: Any = value.items() if kind is dict else enumerate(value)
+        for key, part in list(islice(parts, _MOST_ITEMS)):
             if isinstance(key, str | int) and issubclass(type(part), torch.Tensor):
                 yield from _tensor(f"{name}[{key!r}]", part)
 

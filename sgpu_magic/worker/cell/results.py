@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import msgspec
 from IPython.core.completer import provisionalcompleter
@@ -31,7 +31,7 @@ from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, Sha
 from sgpu_magic.wire.base import Record, RunKind
 from sgpu_magic.wire.rank import Execute, Failed, Finished, RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.run import Match, OutputName, RankResult
+from sgpu_magic.wire.run import Match, RankResult
 from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous
@@ -134,13 +134,11 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
     key = order.context.key
     if order.kind is RunKind.CALL:
         return _pack_call(shell, order, rank), ""
-    first = rank == min(order.only, default=0)
     names: dict[str, object] = {}
-    for output in order.outputs:
-        if output.all_ranks or first:
-            if output.name not in shell.user_ns:
-                raise UsageError(_missing(output, shell, order, rank))
-            names[output.name] = shell.user_ns[output.name]
+    for name in _names_of(shell, order):
+        if name not in shell.user_ns:
+            raise UsageError(_missing(name, shell, order, rank))
+        names[name] = shell.user_ns[name]
     option = "%sgpu_pull" if order.kind is RunKind.PULL else "--out"
     value = None if order.kind is RunKind.PULL else hook_of(shell).last_value
     if not names and value is None:
@@ -156,6 +154,11 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
     return packed, ""
 
 
+def _names_of(shell: RankShell, order: Execute) -> list[str]:
+    """Return the names that this rank returns."""
+    return [output.name for output in order.outputs if output.all_ranks or shell.is_first]
+
+
 def names_set(shell: RankShell) -> list[str]:
     """Return the names that cells have set or that were shipped with them, oldest first."""
     hidden: dict[str, object] = shell.user_ns_hidden
@@ -166,26 +169,24 @@ def names_set(shell: RankShell) -> list[str]:
     ]
 
 
-def _missing(output: OutputName, shell: RankShell, order: Execute, rank: int) -> str:
+def _missing(name: str, shell: RankShell, order: Execute, rank: int) -> str:
     if order.kind is not RunKind.PULL:
         return (
-            f"the cell ended on rank {rank} without setting `{output.name}`, which --out names. Set it in the "
+            f"the cell ended on rank {rank} without setting `{name}`, which --out names. Set it in the "
             "cell on this rank too, or remove it from --out."
         )
     names = names_set(shell)
     known = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     has = f"it has {known}" if names else "it has no names yet"
     return (
-        f"rank {rank} has no `{output.name}` for %sgpu_pull: {has}. Set it in a cell that runs on this rank, or name "
-        "another."
+        f"rank {rank} has no `{name}` for %sgpu_pull: {has}. Set it in a cell that runs on this rank, or name another."
     )
 
 
 def _pack_call(shell: RankShell, order: Execute, rank: int) -> Packed | None:
     """Pack a function's return value, even None, and remove it from the namespace."""
     function: object = shell.user_ns.pop(CALLABLE, None)
-    first = rank == min(order.only, default=0)
-    names = {output.name: shell.user_ns.pop(output.name, None) for output in order.outputs if output.all_ranks or first}
+    names = {name: shell.user_ns.pop(name, None) for name in _names_of(shell, order)}
     if not names:
         return None
     try:
@@ -246,14 +247,18 @@ def warm_up_questions(shell: RankShell) -> None:
 
 def answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
     """Answer a question. If the user's objects raise or take too long, the answer's `problem` says so."""
-    with _quiet():
-        try:
-            with _limited(_LIMIT_S):
-                return _answer(shell, question)
-        except _TooLong:
-            return RankAnswer(problem=f"the lookup took longer than {_LIMIT_S:g} s")
-        except Exception as error:  # noqa: BLE001  the user's `__dir__` and `__repr__` run here
-            return RankAnswer(problem=f"{type(error).__name__}: {error}")
+    hook = sys.excepthook
+    # hides the errors of matchers, which IPython's completer would print although no cell runs
+    sys.excepthook = lambda kind, error, trace: None
+    try:
+        with _limited(_LIMIT_S):
+            return _answer(shell, question)
+    except _TooLong:
+        return RankAnswer(problem=f"the lookup took longer than {_LIMIT_S:g} s")
+    except Exception as error:  # noqa: BLE001  the user's `__dir__` and `__repr__` run here
+        return RankAnswer(problem=f"{type(error).__name__}: {error}")
+    finally:
+        sys.excepthook = hook
 
 
 def _answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
@@ -313,17 +318,3 @@ def _limited(seconds: float) -> Generator[None]:
         signal.signal(signal.SIGALRM, previous)
         if left:
             signal.setitimer(signal.ITIMER_REAL, left, interval)
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Hide the errors of matchers, which IPython's completer would print although no cell runs."""
-
-    def unseen(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        pass
-
-    previous, sys.excepthook = sys.excepthook, unseen
-    try:
-        yield
-    finally:
-        sys.excepthook = previous

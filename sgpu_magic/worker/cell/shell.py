@@ -47,10 +47,6 @@ class CellEnded(BaseException):
     """
 
 
-def _do_nothing() -> None:
-    """Default of `report_raised`, in effect before the fork."""
-
-
 class Script(NamedTuple):
     """A running script.
 
@@ -99,8 +95,8 @@ class RankShell(InteractiveShell):
     # results of the running cells, outermost first
     _running: list[Any] = []
 
-    # called when the cell has raised, before its traceback is drawn
-    report_raised: Callable[[], None] = staticmethod(_do_nothing)
+    # called when the cell has raised, before its traceback is drawn; does nothing before the fork
+    report_raised: Callable[[], None] = staticmethod(lambda: None)
     failed_at: float = 0.0
     released: bool = False
     is_first: bool = True

@@ -198,8 +198,5 @@ class Helper:
 
 def _shut_down(fd: int) -> None:
     """Shut a connection down without closing its descriptor, which its owner still holds."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as sock:
-            sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        sock.shutdown(socket.SHUT_RDWR)

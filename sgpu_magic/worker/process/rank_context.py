@@ -287,12 +287,9 @@ class Standing:
         Raises:
             OSError: The kernel's new directory can't be entered any more.
         """
-        old, self._context = self._context, context
+        old, self._context = self._context or context, context
         os.environ.update(rank_variables.items() - self._variables.items())
         self._variables = rank_variables
-        if old is not None and old != context:
-            follow_kernel(old, context, rank_variables)
-            if old.environ.get("OMP_NUM_THREADS") != context.environ.get("OMP_NUM_THREADS"):
-                set_threads(context.environ, int(rank_variables["LOCAL_WORLD_SIZE"]))
-        else:
-            forget_missing_directories()
+        follow_kernel(old, context, rank_variables)
+        if old.environ.get("OMP_NUM_THREADS") != context.environ.get("OMP_NUM_THREADS"):
+            set_threads(context.environ, int(rank_variables["LOCAL_WORLD_SIZE"]))

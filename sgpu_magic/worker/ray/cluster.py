@@ -194,8 +194,7 @@ class Head(Member):
         run_id = os.environ.get("SGPU_RUN_ID", "")[:4]
         return (
             f"{text}. Its dashboard is on http://{started.dashboard} of rank 0's node (`sgpu port-forward {run_id} "
-            f"{port}` "
-            f"brings it here); the token that it asks for is in {self._ray['RAY_AUTH_TOKEN_PATH']}."
+            f"{port}` brings it here); the token that it asks for is in {self._ray['RAY_AUTH_TOKEN_PATH']}."
         )
 
     def _troubled(self, word: NodeTroubled) -> None:

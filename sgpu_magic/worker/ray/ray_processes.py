@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from sgpu_magic.wire.rank import MetricsReported, PrivateRay
@@ -137,7 +137,10 @@ def written_in(logs: Path) -> int:
 _EACH_S = 5.0
 _TIMEOUT_S = 3.0
 _MB = 1e6
-_LINE = re.compile(r"^(?P<name>ray_\w+)(?:\{(?P<labels>.*)\})? (?P<value>[-+.\deEnNaAifI]+)$")
+# a value may also be `NaN`, which counts as none
+_LINE = re.compile(
+    r"^(?P<name>ray_\w+)(?:\{(?P<labels>.*)\})? (?P<value>[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)$", re.MULTILINE
+)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _GONE_STATES = ("DEAD", "PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 
@@ -200,8 +203,9 @@ class RayMetrics:
 def values_in(text: str) -> dict[str, float]:
     """Return the values in a metrics agent's answer, by the names above without their prefix."""
     values: dict[str, float] = {}
-    for name, labels, value in _samples(text):
-        match name:
+    for found in _LINE.finditer(text):
+        labels, value = dict(_LABEL.findall(found["labels"] or "")), float(found["value"])
+        match found["name"]:
             case "ray_node_cpu_utilization":
                 values["ray_cpu_utilization_percentage"] = value
             case "ray_node_mem_used":
@@ -219,15 +223,3 @@ def values_in(text: str) -> dict[str, float]:
             case _:
                 pass
     return values
-
-
-def _samples(text: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    for line in text.splitlines():
-        found = _LINE.match(line)
-        if found is not None:
-            try:
-                value = float(found["value"])
-            except ValueError:
-                continue
-            if value == value:
-                yield found["name"], dict(_LABEL.findall(found["labels"] or "")), value
