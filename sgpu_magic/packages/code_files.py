@@ -111,29 +111,19 @@ def _walk(
 ) -> Iterator[TreeFile]:
     try:
         status = os.stat(path)
+        is_file, is_folder = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name) if is_folder else []
     except OSError:
-        # a broken link, or a file that was just removed
+        # also a broken link, or a file that was just removed
         notes.unreadable.append(path)
         return
-    if stat.S_ISREG(status.st_mode):
-        if os.access(path, os.R_OK):
-            executable = bool(status.st_mode & stat.S_IXUSR)
-            yield TreeFile(name, path, status.st_size, status.st_mtime_ns, executable)
-        else:
-            notes.unreadable.append(path)
-        return
-    if not stat.S_ISDIR(status.st_mode):
-        return
+    if is_file and os.access(path, os.R_OK):
+        yield TreeFile(name, path, status.st_size, status.st_mtime_ns, bool(status.st_mode & stat.S_IXUSR))
+    elif is_file:
+        notes.unreadable.append(path)
     identity = (status.st_dev, status.st_ino)
-    if identity in parents:
-        return
-    try:
-        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-    except OSError:
-        notes.unreadable.append(path)
-        return
-    if parents and any(entry.name == "pyvenv.cfg" for entry in entries):
-        # a virtual environment under any name
+    # a cycle, or a virtual environment under any name
+    if identity in parents or (parents and any(entry.name == "pyvenv.cfg" for entry in entries)):
         return
     below = parents | {identity}
     # nearest last

@@ -24,6 +24,7 @@ import msgspec
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.packages.code_files import TreeFile, Walk, walk
+from sgpu_magic.packages.distributions import some_of
 from sgpu_magic.packages.snapshot import current_directory
 
 # never sent: the node has it
@@ -267,9 +268,7 @@ def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int)
         )
     unreadable = [path for code in codes for path in code.walked.unreadable]
     if unreadable:
-        more = f" and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
-        names = ", ".join(unreadable[:_NAMED])
-        notes.append(f"local files that can't be read were not sent: {names}{more}")
+        notes.append(f"local files that can't be read were not sent: {some_of(unreadable, _NAMED)}")
     return tuple(notes)
 
 

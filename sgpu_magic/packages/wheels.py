@@ -49,21 +49,18 @@ def kept_wheel(root: Path, key: str, make: Callable[[Path], Path]) -> Wheel:
     if found is not None:
         return found
     private_dir(root)
-    temporary = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
-    try:
-        wheel = make(temporary)
-        for entry in temporary.iterdir():
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=root, ignore_cleanup_errors=True) as temporary:
+        wheel = make(Path(temporary))
+        for entry in Path(temporary).iterdir():
             if entry != wheel:
                 entry.unlink()
-        (temporary / _SHA256).write_text(sha256_of(wheel))
+        Path(temporary, _SHA256).write_text(sha256_of(wheel))
         try:
             os.rename(temporary, folder)
         except OSError:
             # another kernel was faster
             if _wheel_in(folder) is None:
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     made = _wheel_in(folder)
     if made is None:
         raise FileNotFoundError(f"the wheel in {folder} is gone")

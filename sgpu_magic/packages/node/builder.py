@@ -22,7 +22,7 @@ from sgpu_magic.files.whole_file import sha256_of
 from sgpu_magic.packages.distributions import distribution_name, normalised, own_python
 from sgpu_magic.packages.node import refusals
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
-from sgpu_magic.packages.node.refusals import BuildFailed, KnownSizes, estimate
+from sgpu_magic.packages.node.refusals import BuildFailed, estimate
 from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, Built, HeldLock, Store
 from sgpu_magic.packages.requirement_files import key_of
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv
@@ -143,7 +143,13 @@ class Builder:
         options = ["--python", str(python), *self._resolution(building)]
         layer = _Layer(environment, building / "base")
         if lines:
-            refusals.refuse_large(self._estimate(options), self._order.limit_bytes)
+            compile_ = ["pip", "compile", "--quiet", "--format", "pylock.toml", "--no-header", *options, "-"]
+            sizes = estimate(
+                environment,
+                self._root / "sizes.json",
+                lambda lines: run_uv(compile_, stdin="\n".join(lines), variables=self._index),
+            )
+            refusals.refuse_large(sizes, self._order.limit_bytes)
             self._install(lines, options, layer.foresee)
         site = _site_packages(venv)
         has_itself = {normalised(info.name.partition("-")[0]) for info in site.glob("*.dist-info")}
@@ -169,19 +175,6 @@ class Builder:
             overrides.write_text("".join(f'{name} ; python_version < "0"\n' for name in _FROM_BASE))
             options += ["--override", str(overrides)]
         return options
-
-    def _estimate(self, options: list[str]) -> dict[str, int]:
-        known = KnownSizes(self._root / "sizes.json", f"{sys.implementation.cache_tag}")
-
-        def ask(lines: list[str]) -> str:
-            command = ["pip", "compile", "--quiet", "--format", "pylock.toml", "--no-header", *options, "-"]
-            return run_uv(command, stdin="\n".join(lines), variables=self._index)
-
-        complete = not self._environment.resolve
-        found = estimate(self._environment.requirements, known.get(), ask, complete=complete)
-        with contextlib.suppress(OSError):
-            known.add(found)
-        return found | {wheel.file: wheel.size for wheel in self._environment.wheels}
 
     def _install(self, lines: list[str], options: list[str], meanwhile: Callable[[], None]) -> None:
         def heard(line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
@@ -9,7 +10,7 @@ import shutil
 import socket
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,7 @@ def _is_source(line: str) -> bool:
 # ---------------------------------------------------------------- download size
 
 _LARGEST = 5
+_MOST_CACHED = 20_000
 
 
 def pin_of(line: str) -> str:
@@ -163,30 +165,37 @@ def pin_of(line: str) -> str:
     return f"{key_of(line)}=={version}" if version else ""
 
 
-def estimate(
-    lines: Iterable[str], known: Mapping[str, int], ask: Callable[[list[str]], str], *, complete: bool
-) -> dict[str, int]:
+def estimate(environment: Environment, cache: Path, ask: Callable[[list[str]], str]) -> dict[str, int]:
     """Return the bytes to download by `name==version`, without packages of unknown size such as repositories.
 
     Args:
-        lines: Lines of a requirements file.
-        known: Sizes from earlier estimates, by pin.
-        ask: Locks these lines with uv and returns the `pylock.toml`.
-        complete: Whether the lines include all dependencies; otherwise uv resolves them.
+        environment: The environment.
+        cache: File with the sizes from earlier estimates.
+        ask: Locks these lines of a requirements file with uv and returns the `pylock.toml`.
 
     Raises:
         UvFailed: Raised by `ask`.
     """
-    lines = list(lines)
-    if not complete:
-        return sizes_in(ask(lines))
-    pins = {line: pin_of(line) for line in lines}
-    sizes = {pin: known[pin] for pin in pins.values() if pin in known}
-    unknown = [line for line, pin in pins.items() if pin and pin not in known]
-    if unknown:
-        # an index may not report a size: record 0, so that it is not asked again
-        sizes |= {pins[line]: 0 for line in unknown} | sizes_in(ask(unknown))
-    return sizes
+    tag = sys.implementation.cache_tag
+    try:
+        cached: dict[str, int] = json.loads(cache.read_bytes())
+    except (OSError, ValueError):
+        cached = {}
+    if environment.resolve:
+        sizes = sizes_in(ask(list(environment.requirements)))
+    else:
+        pins = {line: pin for line in environment.requirements if (pin := pin_of(line))}
+        sizes = {pin: cached[f"{tag} {pin}"] for pin in pins.values() if f"{tag} {pin}" in cached}
+        unknown = [line for line, pin in pins.items() if pin not in sizes]
+        if unknown:
+            # an index may not report a size: record 0, so that it is not asked again
+            sizes |= {pins[line]: 0 for line in unknown} | sizes_in(ask(unknown))
+    new = {f"{tag} {pin}": size for pin, size in sizes.items()}
+    if not new.items() <= cached.items():
+        newest = dict(list((cached | new).items())[-_MOST_CACHED:])
+        with contextlib.suppress(OSError):
+            write_whole(cache, json.dumps(newest).encode())
+    return sizes | {wheel.file: wheel.size for wheel in environment.wheels}
 
 
 def sizes_in(pylock: str) -> dict[str, int]:
@@ -200,38 +209,3 @@ def sizes_in(pylock: str) -> dict[str, int]:
         if found:
             sizes[f"{normalised(str(package['name']))}=={package.get('version', '')}"] = max(found)
     return sizes
-
-
-class KnownSizes:
-    """Download sizes cached on disk.
-
-    Args:
-        file: Path of the cache file.
-        tag: Tag of the Python that the sizes are for.
-    """
-
-    _MOST = 20_000
-
-    def __init__(self, file: Path, tag: str) -> None:
-        self._file = file
-        self._tag = tag
-        try:
-            self._all: dict[str, int] = json.loads(file.read_bytes())
-        except (OSError, ValueError):
-            self._all = {}
-
-    def get(self) -> dict[str, int]:
-        mark = f"{self._tag} "
-        return {name.removeprefix(mark): size for name, size in self._all.items() if name.startswith(mark)}
-
-    def add(self, sizes: Mapping[str, int]) -> None:
-        """Add sizes to the cache.
-
-        Raises:
-            OSError: The cache file can't be written.
-        """
-        new = {f"{self._tag} {pin}": size for pin, size in sizes.items()}
-        if new.items() <= self._all.items():
-            return
-        self._all = dict(list((self._all | new).items())[-self._MOST :])
-        write_whole(self._file, json.dumps(self._all).encode())

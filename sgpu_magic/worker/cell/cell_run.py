@@ -152,8 +152,6 @@ class CellRun:
             remark = training.remark() if says else ""
             if remark:
                 self._say(Remarked(text=remark))
-        elif kind is RunKind.PUSH:
-            return self._finished(None, "", "", seconds)
         try:
             packed, problem = results.pack_result(self._shell, self._message, self._rank)
             hook = hook_of(self._shell)
@@ -208,10 +206,8 @@ class CellRun:
         edited = modules.find(message.context)
         if not edited:
             return
-        if message.reload:
-            remark = modules.reload(edited, message.context)
-        else:
-            remark = modules.remark(edited, message.context, self._rank)
+        context = message.context
+        remark = modules.reload(edited, context) if message.reload else modules.remark(edited, context, self._rank)
         if remark and first:
             self._say(Remarked(text=remark))
 

@@ -55,7 +55,10 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     if line is None:
         line, _ = _position(shell.unwound, shell)
     out_of_memory = is_out_of_memory(error, message)
-    lost = _lost_before(error)
+    # a rank is interrupted after its release, on top of the error for a lost peer
+    lost = user_code.context_of(error) if user_code.is_a(error, KeyboardInterrupt) else None
+    if lost is not None and not failures.is_peer_lost(lost, user_code.ask(str, lost, default="")):
+        lost = None
     if lost is not None:
         where = _position(user_code.traceback_of(lost), shell)[1] or where
     is_consequence = lost is not None or failures.is_peer_lost(error, shown.message)
@@ -79,14 +82,6 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
         out_of_memory=out_of_memory,
         memory=held,
     )
-
-
-def _lost_before(error: BaseException) -> BaseException | None:
-    """Return the error for a lost peer that an interrupt came on top of: a rank is interrupted after its release."""
-    lost = error.__context__ if user_code.is_a(error, KeyboardInterrupt) else None
-    if lost is None or not failures.is_peer_lost(lost, user_code.ask(str, lost, default="")):
-        return None
-    return lost
 
 
 def _position(entry: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:

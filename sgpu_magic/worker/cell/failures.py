@@ -157,7 +157,7 @@ def is_peer_lost(error: BaseException, message: str) -> bool:
 
 
 def _is_revoked(error: BaseException, message: str) -> bool:
-    """Whether the error comes from `rendezvous.revoke_store`, which freed the rank."""
+    """Whether the error comes from `_FileStores.revoke` in `rendezvous`, which freed the rank."""
     return name_of(type(error)) == "DistStoreError" and message == os.strerror(errno.ENXIO)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
+import torch.distributed as dist
 from IPython.core.completer import provisionalcompleter
 from IPython.utils.tokenutil import token_at_cursor
 
@@ -34,7 +35,6 @@ from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import Match, RankResult
 from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.shell import RankShell
-from sgpu_magic.worker.group import rendezvous
 from sgpu_magic.worker.process import user_code
 
 CALLABLE = "__sgpu_call__"
@@ -77,7 +77,7 @@ def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes)
         shell: The rank's shell.
         key: The run's key, which signs the payload.
     """
-    grouped = rendezvous.is_grouped()
+    grouped = dist.is_initialized()
     packed = None
     if shell.shown is not None and not shell.shown.is_odd:
         # the type, message and traceback are in `failure` anyway
@@ -105,20 +105,21 @@ def finished(packed: Packed | None, rank: int, run_dir: str, *, text: str, probl
     payload: Payload | None = None
     blobs: list[bytes] = []
     shared: buffers.SharedBuffer | None = None
-    if packed is not None and packed.total_bytes <= buffers.INLINE_LIMIT:
-        payload = Payload(source=InlinePayload(), layout=packed.layout)
-        blobs.append(packed.to_bytes())
-    elif packed is not None and not fits_memory(packed.total_bytes):
-        path = Path(run_dir) / f"result-{rank}.bin"
-        buffers.write_file(packed, path)
-        payload = Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout)
-    elif packed is not None:
-        shared = buffers.SharedBuffer(f"{Path(run_dir).name}-{rank}")
-        shared.write(packed)
-        source = SharedPayload(pid=os.getpid(), fd=shared.fd, size=shared.size)
+    if packed is not None:
+        if packed.total_bytes <= buffers.INLINE_LIMIT:
+            source = InlinePayload()
+            blobs.append(packed.to_bytes())
+        elif not fits_memory(packed.total_bytes):
+            path = Path(run_dir) / f"result-{rank}.bin"
+            buffers.write_file(packed, path)
+            source = FilePayload(path=str(path), size=packed.total_bytes)
+        else:
+            shared = buffers.SharedBuffer(f"{Path(run_dir).name}-{rank}")
+            shared.write(packed)
+            source = SharedPayload(pid=os.getpid(), fd=shared.fd, size=shared.size)
         payload = Payload(source=source, layout=packed.layout)
     result = RankResult(rank=rank, payload=payload, value_repr=text, value_problem=problem, seconds=seconds)
-    return Reply(Finished(result=result, grouped=rendezvous.is_grouped()), blobs, shared)
+    return Reply(Finished(result=result, grouped=dist.is_initialized()), blobs, shared)
 
 
 def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | None, str]:

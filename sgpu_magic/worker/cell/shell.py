@@ -166,7 +166,7 @@ class RankShell(InteractiveShell):
         running_compiled_code: bool = False,
     ) -> None:
         """Show an exception: as the cell's failure if the caller in IPython ends the cell with it, else as output."""
-        if widgets.is_hearing() and threading.current_thread() is threading.main_thread():
+        if widgets.comms.hears and threading.current_thread() is threading.main_thread():
             # raised in a widget's callback: as in a notebook, the running cell goes on
             traceback.print_exc()
             return

@@ -104,10 +104,14 @@ class _Said(msgspec.Struct):
 
 
 class _Comms:
-    """The comms of this process."""
+    """The comms of this process.
+
+    Attributes:
+        manager: The package `comm`'s manager; None if the package is not installed.
+        hears: Whether a widget's callback runs now.
+    """
 
     def __init__(self) -> None:
-        # of the package `comm`; None if it is not installed
         self.manager: Any = None
         self._pid = 0
         self._send: Send | None = None
@@ -254,7 +258,7 @@ class _Comms:
             self.hears = False
 
 
-_comms = _Comms()
+comms = _Comms()
 
 
 def install() -> None:
@@ -278,24 +282,11 @@ def install() -> None:
             **keys: Any,
         ) -> None:
             target = str(keys.get("target_name") or "")
-            _comms.say(_said(self.comm_id, msg_type.removeprefix("comm_"), target, data or {}, metadata, buffers))
+            comms.say(_said(self.comm_id, msg_type.removeprefix("comm_"), target, data or {}, metadata, buffers))
 
-    manager = _comms.manager = CommManager()
+    manager = comms.manager = CommManager()
     comm.create_comm = RankComm
     comm.get_comm_manager = lambda: manager
-
-
-def is_hearing() -> bool:
-    """Whether a widget's callback runs now."""
-    return _comms.hears
-
-
-begin = _comms.begin
-heard = _comms.heard
-hear = _comms.hear
-flush = _comms.flush
-end_cell = _comms.end_cell
-tick = _comms.tick
 
 
 def _is_safe(frame: FrameType | None) -> bool:

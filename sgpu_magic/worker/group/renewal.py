@@ -86,10 +86,10 @@ def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), 
         RuntimeError: A rank does not take part within 60 s, or torch refuses.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.LOOPBACK
-    store = rendezvous.open_store(store_path, ranks)
+    store = rendezvous.file_stores.open(store_path, ranks)
     store.set_timeout(_PATIENCE)
     every_census = _take_census(store, rank, ranks)
-    was_grouped = rendezvous.is_grouped()
+    was_grouped = dist.is_initialized()
     if was_grouped:
         for group in list(c10d._world.pg_map):
             _abort_nccl(group)
@@ -114,7 +114,7 @@ def abort_nccl(*, stays: bool) -> None:
     Args:
         stays: Abort only the backends, and keep the groups for a renewal.
     """
-    if not rendezvous.is_grouped() or "nccl" not in str(dist.get_backend_config()):
+    if not dist.is_initialized() or "nccl" not in str(dist.get_backend_config()):
         return
     if not stays:
         c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
@@ -129,7 +129,7 @@ def abort_nccl(*, stays: bool) -> None:
 def _take_census(store: Any, rank: int, ranks: int) -> list[_Census]:
     """Publish this rank's groups, and return those of all ranks."""
     own = _Census(backends={}, count=0, groups={})
-    if rendezvous.is_grouped():
+    if dist.is_initialized():
         world = c10d.GroupMember.WORLD
         own.backends, own.count = _backends_of(world), c10d._world.group_count
         for group, name in c10d._world.pg_names.items():

@@ -44,32 +44,28 @@ LIGHTNING = tuple(
 """Modules that `accept_cpu` changes after their import."""
 
 
-def is_installed() -> bool:
-    """Whether this process maps cuda."""
-    return _state.installed
+_is_installed = False
 
 
-class _State:
-    installed = False
+def install(local_rank: int, ranks_here: int) -> bool:
+    """Map cuda to the CPU in this process from now on. Called in a rank's main thread, before its first cell.
 
-
-_state = _State()
-
-
-def install(local_rank: int, ranks_here: int) -> None:
-    """Map cuda to the CPU in this process from now on. Called once, in a rank's main thread, before its first cell.
+    Returns False if it is mapped already.
 
     Args:
         local_rank: The device that is current.
         ranks_here: Number of devices.
     """
-    _state.installed = True
-    mode = _CudaOnCpu()
-    mode.__enter__()
+    global _is_installed
+    if _is_installed:
+        return False
+    _is_installed = True
+    _CudaOnCpu().__enter__()
     _in_new_threads()
     cuda_functions.replace(local_rank, ranks_here)
     _replace_types()
     _replace_distributed()
+    return True
 
 
 class _CudaOnCpu(TorchFunctionMode):

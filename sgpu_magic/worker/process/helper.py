@@ -145,17 +145,15 @@ class Helper:
                 self._sampler.sample()
             if not ready:
                 terminal.flush()
-                widgets.tick()
+                widgets.comms.tick()
                 continue
             self._receives = True
-            while True:
+            while self._receives:
                 received = self._link.receive()
                 if received is None:
                     os._exit(1)  # the agent is gone
                 self._obey(*received)
-                if not self._link.has_message():
-                    break
-            self._receives = False
+                self._receives = self._link.has_message()
 
     def _obey(self, message: ToRank, frames: Sequence[bytes]) -> None:
         match message:
@@ -163,7 +161,7 @@ class Helper:
                 self._shell.released = True
                 for fd in fds:
                     _shut_down(fd)
-                rendezvous.revoke_store()
+                rendezvous.file_stores.revoke()
                 renewal.abort_nccl(stays=self.stays)
             case InPlace():
                 self.in_place.set()
@@ -180,12 +178,12 @@ class Helper:
                 self._shell.released = False
                 self._put(self.order_of(message, frames))
             case CommsHeard():
-                widgets.heard(message.messages, frames)
+                widgets.comms.heard(message.messages, frames)
                 # messages that the running cell has not handled are handled before the next order
                 self._put(Order(message))
             case Renew():
                 # a `Release` that follows frees the rank, though it may not wait for its peers yet
-                rendezvous.announce_store()
+                rendezvous.file_stores.announce()
                 self.orders.put(self.order_of(message, frames))
             case AnswerQuestion() | Leave():
                 self.orders.put(self.order_of(message, frames))

@@ -196,12 +196,9 @@ class _Trace(msgspec.Struct):
     entries: list[_Entry] = msgspec.field(default_factory=list[_Entry])
 
 
-class _Forgotten:
-    before_ns = 0
-
-
 _decoder = msgspec.json.Decoder(_Trace)
-_forgotten = _Forgotten()
+# older entries are ignored
+_since_ns = 0
 
 
 @functools.cache
@@ -240,11 +237,11 @@ def current_collective(rehearsed: int = 0) -> tuple[Collective | None, float]:
         rehearsed: Number of collectives at the beginning of the default group that were not the user's.
     """
     # collectives from before a renewal are over, even those that the recorder has as pending
-    if _forgotten.before_ns:
+    if _since_ns:
         rehearsed = 0
     try:
         module, dump = _recorder()
-        return newest_collective(getattr(module, dump)(), rehearsed, _forgotten.before_ns)
+        return newest_collective(getattr(module, dump)(), rehearsed, _since_ns)
     except (AttributeError, RuntimeError, msgspec.DecodeError):
         # no recorder, one that is switched off, or an unknown format
         return None, 0.0
@@ -252,7 +249,8 @@ def current_collective(rehearsed: int = 0) -> tuple[Collective | None, float]:
 
 def forget_collectives() -> None:
     """Ignore the entries recorded so far. Called after a renewal, after which the numbers begin again."""
-    _forgotten.before_ns = time.time_ns()
+    global _since_ns
+    _since_ns = time.time_ns()
 
 
 def newest_collective(trace: bytes | str, rehearsed: int = 0, since_ns: int = 0) -> tuple[Collective | None, float]:

@@ -150,9 +150,9 @@ class _Life:
 
     def _execute(self, message: Execute, order: Order) -> None:
         if len(order.descriptors) > int(not message.inline) + len(message.mapped):
-            rendezvous.keep_listening_socket(order.descriptors[-1])
+            rendezvous.late_store.listening_fd = order.descriptors[-1]
         terminal.write_each_line(False)
-        widgets.begin(self._link.send if message.context.widgets else None, lambda: self._helper.is_busy)
+        widgets.comms.begin(self._link.send if message.context.widgets else None, lambda: self._helper.is_busy)
         run = self._cell_run(message, order)
         try:
             try:
@@ -191,7 +191,7 @@ class _Life:
 
     def _prepare(self, message: Prepare, order: Order) -> None:
         if order.descriptors:
-            rendezvous.keep_listening_socket(order.descriptors[0])
+            rendezvous.late_store.listening_fd = order.descriptors[0]
         try:
             try:
                 user_code.allow_interrupts()
@@ -231,7 +231,7 @@ class _Life:
             try:
                 try:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
-                    widgets.hear()
+                    widgets.comms.hear()
                 finally:
                     user_code.refuse_interrupts()
             except KeyboardInterrupt:
@@ -240,12 +240,12 @@ class _Life:
                     # it was meant for the waiting cell
                     signal.raise_signal(signal.SIGINT)
             terminal.flush()
-            widgets.flush()
+            widgets.comms.flush()
         self._helper.rest()
 
     def _tell(self, reply: Reply) -> None:
         terminal.flush()
-        widgets.end_cell()
+        widgets.comms.end_cell()
         terminal.write_each_line()
         # before the reply: the next order may come right after it
         self._helper.rest()
@@ -258,7 +258,7 @@ class _Life:
         Output and messages travel separately: without the wait, later output could overtake the display.
         """
         # a widget must arrive before its display
-        widgets.flush()
+        widgets.comms.flush()
         if os.getpid() != self._pid:
             # a forked child has no helper thread to receive the answer
             self._link.send(message)

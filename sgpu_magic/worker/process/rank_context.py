@@ -252,7 +252,7 @@ class Standing:
             RuntimeError: A peer is gone.
         """
         stand_where_the_kernel_stands(context, rank_variables)
-        rendezvous.ranks_meet_at(rank_variables["MASTER_ADDR"], rank_variables["MASTER_PORT"])
+        rendezvous.late_store.address = rank_variables["MASTER_ADDR"], rank_variables["MASTER_PORT"]
         set_threads(context.environ, int(rank_variables["LOCAL_WORLD_SIZE"]))
         self._context, self._variables = context, rank_variables
         self.cuda = device != "cpu"

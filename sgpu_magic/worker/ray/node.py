@@ -54,6 +54,11 @@ _FRAME = re.compile(r"\(\+0x[0-9a-f]+\)")
 _VITAL = ("gcs_server", "raylet")
 # custom resource of nodes with simulated GPUs
 _SIMULATED = "simulated"
+# of these ports 0 is any free one
+_ANY_PORT = (
+    "node_manager_port", "object_manager_port", "min_worker_port", "max_worker_port", "dashboard_agent_listen_port",
+    "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port",
+)  # fmt: skip
 
 
 class NodeStarted(Record, frozen=True, tag="node-started", kw_only=True):
@@ -239,15 +244,7 @@ def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
 
     wanted: dict[str, Any] = {
         "node_ip_address": order.address,
-        "node_manager_port": 0,
-        "object_manager_port": 0,
-        # 0 is any free port
-        "min_worker_port": 0,
-        "max_worker_port": 0,
-        "dashboard_agent_listen_port": 0,
-        "metrics_agent_port": 0,
-        "metrics_export_port": 0,
-        "runtime_env_agent_port": 0,
+        **dict.fromkeys(_ANY_PORT, 0),
         "num_cpus": order.cpus,
         "num_gpus": order.gpus,
         "object_store_memory": order.object_store_bytes,
