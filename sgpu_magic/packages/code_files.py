@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from sgpu_magic.packages.distributions import contents_of
 from sgpu_magic.wire.attachments import CodeBundle
 
 if TYPE_CHECKING:
@@ -169,10 +170,8 @@ def _rules_above(top: str) -> list[_Rules]:
 
 def _rules_in(directory: str, file: str) -> list[_Rules]:
     """Return the rules in an ignore file; none if there is no such file."""
-    try:
-        with open(os.path.join(directory, file), encoding="utf-8", errors="replace") as opened:
-            lines = opened.read().splitlines()
-    except OSError:
+    lines = contents_of(os.path.join(directory, file)).decode(errors="replace").splitlines()
+    if not lines:
         return []
     import pathspec
 
@@ -277,8 +276,7 @@ def _write(archive: IO[bytes], files: Iterable[TreeFile]) -> None:
 
 def _touched(path: str) -> bool:
     """Mark the archive as used now. Returns False if it no longer exists."""
-    try:
+    with contextlib.suppress(OSError):
         os.utime(path)
-    except OSError:
-        return False
-    return True
+        return True
+    return False

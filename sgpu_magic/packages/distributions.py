@@ -5,6 +5,7 @@ Reads the head of `METADATA`, `RECORD`, `INSTALLER` and `direct_url.json` (PEP 6
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import enum
 import hashlib
@@ -96,7 +97,7 @@ class Distribution:
     @property
     def module_names(self) -> list[str]:
         """Its top-level modules, from `top_level.txt` or else guessed from its name."""
-        listed = _read(f"{self.location}/top_level.txt").decode(errors="replace").split()
+        listed = contents_of(f"{self.location}/top_level.txt").decode(errors="replace").split()
         return listed or [self.key.replace("-", "_")]
 
     @property
@@ -192,12 +193,12 @@ def read_distribution(info: str, entry: str, conda_names: Mapping[str, str]) -> 
     name, version = _name_and_version(metadata)
     if not name or not version:
         return None
-    installer = "" if is_egg else _read(f"{info}/INSTALLER").decode(errors="replace").strip()
-    record = "" if is_egg else record_hash(_read(f"{info}/RECORD"), os.path.basename(info))
+    installer = "" if is_egg else contents_of(f"{info}/INSTALLER").decode(errors="replace").strip()
+    record = "" if is_egg else record_hash(contents_of(f"{info}/RECORD"), os.path.basename(info))
     plain = Distribution(name, version, Kind.REGISTRY, record=record, location=info)
     if installer == "conda" or (not installer and conda_names.get(normalised(name)) == version):
         return replace(plain, kind=Kind.CONDA)
-    if not is_egg and (direct := _read(f"{info}/direct_url.json")):
+    if not is_egg and (direct := contents_of(f"{info}/direct_url.json")):
         return _from_direct_url(plain, direct)
     if installer in _SYSTEM_INSTALLERS or _SYSTEM_FOLDER.match(info):
         return replace(plain, kind=Kind.SYSTEM)
@@ -259,7 +260,7 @@ def _name_and_version(path: str) -> tuple[str, str]:
     found: dict[bytes, str] = {}
     # a long field may precede them
     for most_bytes in (_HEAD_BYTES, -1):
-        head = _read(path, most_bytes)
+        head = contents_of(path, most_bytes)
         fields = _NAME_OR_VERSION.findall(re.split(rb"\n\s*\n", head, maxsplit=1)[0])
         found = {field.lower(): value.decode(errors="replace").strip() for field, value in fields}
         if len(found) == 2 or len(head) < _HEAD_BYTES:
@@ -277,14 +278,12 @@ def record_of(info: str | Path) -> list[list[str]]:
         return [row for row in csv.reader(record) if row]
 
 
-def _read(path: str, most_bytes: int = -1) -> bytes:
+def contents_of(path: str | Path, most_bytes: int = -1) -> bytes:
     """Return the first bytes of a file, b"" if it can't be read."""
-    try:
-        # unbuffered is faster for hundreds of small files
-        with open(path, "rb", buffering=0) as file:
-            return file.read(most_bytes) or b""
-    except OSError:
-        return b""
+    # unbuffered is faster for hundreds of small files
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        return file.read(most_bytes) or b""
+    return b""
 
 
 # ---------------------------------------------------------------- digest of a set of distributions

@@ -24,7 +24,7 @@ import msgspec
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.packages.code_files import TreeFile, Walk, walk
-from sgpu_magic.packages.distributions import some_of
+from sgpu_magic.packages.distributions import contents_of, some_of
 from sgpu_magic.packages.snapshot import current_directory
 
 # never sent: the node has it
@@ -223,12 +223,8 @@ def _imports_in(tree: ast.AST) -> set[str]:
 @functools.lru_cache(maxsize=50_000)
 def _imports_of_file(path: str, mtime_ns: int, size: int) -> frozenset[str]:
     """Return a file's imports, cached by its modification time and size, which the caller has just read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            # a large package has thousands of files: parsing takes 20 times as long, and a superfluous name is harmless
-            return frozenset(_imports_in_text(file.read()))
-    except OSError:
-        return frozenset()
+    # a large package has thousands of files: parsing takes 20 times as long, and a superfluous name is harmless
+    return frozenset(_imports_in_text(contents_of(path).decode(errors="replace")))
 
 
 # ---------------------------------------------------------------- size limit

@@ -14,7 +14,7 @@ import msgspec
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from sgpu_magic.packages.distributions import Distribution, Snapshot, normalised
+from sgpu_magic.packages.distributions import Distribution, Snapshot, contents_of, normalised
 from sgpu_magic.packages.requirement_files import needed_by
 
 # ---------------------------------------------------------------- metadata of the packages
@@ -83,10 +83,7 @@ def _local_cuda(version: str) -> str:
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8", errors="replace")
-    except OSError:
-        return ""
+    return contents_of(path).decode(errors="replace")
 
 
 # ---------------------------------------------------------------- mismatches

@@ -30,7 +30,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, distribution_name, normalised
+from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, contents_of, distribution_name, normalised
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.wire.attachments import Environment
 
@@ -132,12 +132,9 @@ def needed_by(info: Path) -> Iterator[Requirement]:
     Args:
         info: Its `.dist-info` directory.
     """
-    try:
-        # the head ends at the first empty line; the description after it may be long
-        head = (info / "METADATA").read_text("utf-8", errors="replace").partition("\n\n")[0]
-    except OSError:
-        return
-    for line in head.splitlines():
+    text = contents_of(info / "METADATA").decode(errors="replace")
+    # the head ends at the first empty line; the description after it may be long
+    for line in re.split(r"\r?\n\r?\n", text, maxsplit=1)[0].splitlines():
         if line.startswith("Requires-Dist:") and "extra ==" not in line and "extra==" not in line:
             with contextlib.suppress(InvalidRequirement):
                 requirement = Requirement(line.removeprefix("Requires-Dist:").strip())

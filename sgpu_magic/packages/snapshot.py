@@ -5,6 +5,7 @@ Also the differences between two snapshots, and packages of which a kernel has l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 from sgpu_magic.packages.distributions import (
@@ -129,10 +131,9 @@ def _others(path: list[str]) -> frozenset[str]:
 
 def current_directory() -> str:
     """Return this process's working directory, "" if it was removed."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.getcwd()
-    except FileNotFoundError:
-        return ""
+    return ""
 
 
 def _changed_ns(folder: str) -> int:
@@ -160,12 +161,10 @@ def _entries(path: list[str]) -> Iterator[str]:
 
 
 def _infos(entry: str) -> list[str]:
-    try:
-        names = os.listdir(entry)
-    except OSError:
-        return []
-    # pip prefixes a directory with a tilde before it removes it
-    return [name for name in names if name.endswith((".dist-info", ".egg-info")) and not name.startswith("~")]
+    with contextlib.suppress(OSError):
+        # pip prefixes a directory with a tilde before it removes it
+        return [name for name in os.listdir(entry) if name.endswith((".dist-info", ".egg-info")) and name[0] != "~"]
+    return []
 
 
 def _preference(distribution: Distribution) -> tuple[bool, bool, str]:
@@ -175,11 +174,7 @@ def _preference(distribution: Distribution) -> tuple[bool, bool, str]:
 
 def _conda_names() -> dict[str, str]:
     """Return versions of conda's packages by name, from file names such as `numpy-1.26.4-py311h64a7726_0.json`."""
-    try:
-        files = os.listdir(f"{sys.prefix}/conda-meta")
-    except OSError:
-        return {}
-    parts = (name.removesuffix(".json").rsplit("-", 2) for name in files if name.endswith(".json"))
+    parts = (file.stem.rsplit("-", 2) for file in Path(sys.prefix, "conda-meta").glob("*.json"))
     return {normalised(part[0]): part[1] for part in parts if len(part) == 3}
 
 

@@ -194,12 +194,12 @@ def _refusal(environment: Environment, sure: list[Mismatch]) -> str:
 _lock = threading.Lock()
 _looked_at = ""
 _told: set[str] = set()
-_news: tuple[str, ...] = ()
+_found: tuple[str, ...] = ()
 
 
 def look_for_mismatches(snapshot: Snapshot) -> None:
     """Check a snapshot for mismatches, once for each. Takes about 50 ms for 100 packages: call it in the background."""
-    global _looked_at, _news
+    global _looked_at, _found
     if snapshot.digest == _looked_at:
         return
     # not needed by `mismatch_news`
@@ -207,18 +207,13 @@ def look_for_mismatches(snapshot: Snapshot) -> None:
 
     # packages installed twice are only listed by %sgpu_env: many Pythons have dozens
     found = find_mismatches(packages_of(snapshot), driver=driver_version())
-    with _lock:
-        _looked_at = snapshot.digest
-        _news = tuple(mismatch.sentence for mismatch in found if mismatch.sentence not in _told)
+    _looked_at, _found = snapshot.digest, tuple(mismatch.sentence for mismatch in found)
 
 
 def mismatch_news() -> tuple[str, ...]:
     """Return the mismatches that were found and not yet reported. Never blocks."""
-    global _news
-    if not _news:
-        return ()
     with _lock:
-        new, _news = _news, ()
+        new = tuple(sentence for sentence in _found if sentence not in _told)
         _told.update(new)
     return new
 

@@ -68,15 +68,13 @@ def kept_wheel(root: Path, key: str, make: Callable[[Path], Path]) -> Wheel:
 
 
 def _wheel_in(folder: Path) -> Wheel | None:
-    try:
+    with contextlib.suppress(OSError, StopIteration):
         file = next(folder.glob("*.whl"))
         sha256 = (folder / _SHA256).read_text()
-        size = file.stat().st_size
         # mark it as used: wheels unused for long are removed
         os.utime(folder)
-    except (OSError, StopIteration):
-        return None
-    return Wheel(file=file.name, sha256=sha256, size=size, path=str(file))
+        return Wheel(file=file.name, sha256=sha256, size=file.stat().st_size, path=str(file))
+    return None
 
 
 def remove_old_wheels(root: Path, before: float) -> None:
@@ -86,13 +84,10 @@ def remove_old_wheels(root: Path, before: float) -> None:
         root: Directory of cached wheels.
         before: Wall-clock time.
     """
-    try:
-        folders = [entry for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
-        old = [entry.path for entry in folders if entry.stat().st_mtime < before]
-    except OSError:
-        return
-    for path in old:
-        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(root)):
+            if entry.is_dir(follow_symlinks=False) and entry.stat().st_mtime < before:
+                shutil.rmtree(entry.path, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- from installed packages

@@ -53,10 +53,9 @@ class Built(Record, frozen=True, kw_only=True):
 
 def read_built(folder: Path) -> Built | None:
     """Return the description of the environment in a folder, None if it can't be read."""
-    try:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode((folder / _DESCRIPTION).read_bytes(), type=Built)
-    except (OSError, msgspec.DecodeError):
-        return None
+    return None
 
 
 class Store:
@@ -156,10 +155,7 @@ class Store:
 
     def names(self) -> list[str]:
         """Return the folder names of all environments."""
-        try:
-            return [entry for entry in os.listdir(self.root) if _NAME.fullmatch(entry)]
-        except FileNotFoundError:
-            return []
+        return [entry.name for entry in self.root.glob("*") if _NAME.fullmatch(entry.name)]
 
     # ------------------------------------------------------------ within
 
@@ -183,16 +179,14 @@ class Store:
                             self.abandon(name)
 
     def _last_used(self, name: str) -> float:
-        try:
+        with contextlib.suppress(OSError):
             return (self.folder(name) / _LAST_USED).stat().st_mtime
-        except OSError:
-            return time.time()
+        return time.time()
 
     def _known_size(self, name: str) -> int:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             return int((self.folder(name) / _SIZE).read_text())
-        except (OSError, ValueError):
-            return folder_bytes(self.folder(name))
+        return folder_bytes(self.folder(name))
 
 
 # ---------------------------------------------------------------- whether a build is needed

@@ -80,11 +80,10 @@ def set_threads(context_environ: dict[str, str], ranks_here: int) -> None:
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if threads > 1:
-        try:
+        with contextlib.suppress(ImportError):
             import threadpoolctl
-        except ImportError:
-            return
-        threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
+
+            threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
 
 
 def follow_kernel(old: RankContext, new: RankContext, rank_variables: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ Functions that read from a keyboard fail at once with a message that says what t
 from __future__ import annotations
 
 import builtins
+import contextlib
 import getpass
 import io
 import os
@@ -103,10 +104,8 @@ def install(stdout_pipe: int, stderr_pipe: int) -> None:
 def flush() -> None:
     """Write out Python's buffers. Never fails, even if user code has closed or replaced the streams."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-        except (OSError, ValueError, AttributeError):
-            continue
 
 
 def write_each_line(on: bool = True) -> None:

@@ -13,11 +13,11 @@ Prometheus format:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -122,12 +122,9 @@ def written_in(logs: Path) -> int:
     """Count the lines that workers have written in a node's log directory."""
     lines = 0
     for path in (*logs.glob("worker-*.out"), *logs.glob("worker-*.err")):
-        try:
-            data = path.read_bytes()
-        except OSError:
-            continue
-        if data:
-            lines += sum(not line.startswith(_MARKS) for line in data.removesuffix(b"\n").split(b"\n"))
+        with contextlib.suppress(OSError):
+            if data := path.read_bytes():
+                lines += sum(not line.startswith(_MARKS) for line in data.removesuffix(b"\n").split(b"\n"))
     return lines
 
 
@@ -192,12 +189,9 @@ class RayMetrics:
 
     def _read(self) -> dict[str, float]:
         """Return the current values, none if the metrics agent does not answer."""
-        try:
-            with urllib.request.urlopen(self._url, timeout=_TIMEOUT_S) as answer:
-                text = answer.read().decode("utf-8", "replace")
-        except (OSError, urllib.error.URLError, ValueError):
-            return {}
-        return values_in(text)
+        with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(self._url, timeout=_TIMEOUT_S) as answer:
+            return values_in(answer.read().decode("utf-8", "replace"))
+        return {}
 
 
 def values_in(text: str) -> dict[str, float]:
