@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from sgpu_magic.files.whole_file import used_entries
 from sgpu_magic.packages.distributions import contents_of
 from sgpu_magic.wire.attachments import CodeBundle
 
@@ -246,11 +247,7 @@ class Bundles:
 
     def _tidy(self, keep: Path) -> None:
         now = time.time()
-        kept: list[tuple[float, int, Path]] = []
-        for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                status = path.stat()
-                kept.append((status.st_mtime, status.st_size, path))
+        kept = used_entries(self._folder)
         total = sum(size for _, size, _ in kept)
         for mtime, size, path in sorted(kept):
             is_old = now - mtime > _KEEP_S or total > _KEEP_BYTES

@@ -27,7 +27,6 @@ from packaging.pylock import (
     is_valid_pylock_path,
 )
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import SpecifierSet
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, contents_of, distribution_name, normalised
@@ -198,7 +197,13 @@ def _read_pylock(path: Path) -> Requirements:
         lock = Pylock.from_dict(tomllib.loads(path.read_text("utf-8")))
     except (tomllib.TOMLDecodeError, PylockValidationError) as error:
         raise UsageError(f"{path} is not a valid pylock.toml: {error}.") from error
-    _check_python(path, lock.requires_python)
+    here = ".".join(map(str, sys.version_info[:3]))
+    allowed = lock.requires_python
+    if allowed is not None and not allowed.contains(here, prereleases=True):
+        raise EnvironmentFailed(
+            f"{path} is for Python {allowed}, and the notebook runs {here}. What the notebook sends loads only in "
+            "the same minor version: lock it again for this Python, or start the notebook with the other."
+        )
     try:
         chosen = [(package, source) for package, source in lock.select()]
     except PylockSelectError as error:
@@ -207,15 +212,6 @@ def _read_pylock(path: Path) -> Requirements:
             f"{sys.platform}): {error}. Lock it again for this Python."
         ) from error
     return Requirements(tuple(_locked_line(path, package, source) for package, source in chosen), resolve=False)
-
-
-def _check_python(path: Path, allowed: SpecifierSet | None) -> None:
-    here = ".".join(map(str, sys.version_info[:3]))
-    if allowed is not None and not allowed.contains(here, prereleases=True):
-        raise EnvironmentFailed(
-            f"{path} is for Python {allowed}, and the notebook runs {here}. What the notebook sends loads only in "
-            "the same minor version: lock it again for this Python, or start the notebook with the other."
-        )
 
 
 def _locked_line(path: Path, package: Package, source: object) -> str:

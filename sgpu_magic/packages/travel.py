@@ -61,7 +61,6 @@ _SET_BY_IPYKERNEL = {
 }  # fmt: skip
 # variables of libraries with these endings hold paths on the kernel's machine
 _DIRECTORY_ENDS = ("_HOME", "_DIR", "_CACHE", "_PATH", "_ROOT", "_FOLDER", "_FILE", "_CONFIG", "_LOCATION", "_BUNDLE")
-_ABSOLUTE = re.compile(r"(/|~)")
 _HAS_PROC = os.path.exists("/proc/self/environ")
 # the variables when the extension was loaded, for systems without /proc/self/environ
 _AT_LOAD: dict[str, str] = {} if _HAS_PROC else dict(os.environ)
@@ -96,15 +95,13 @@ def travelling(
             notebook. Default: `start_variables()`.
     """
     before = start_variables() if started_with is None else started_with
-    named, beginnings = _read(chosen)
-    known = frozenset(given)
+    named = set(re.split(r"[,\s]+", chosen))
+    beginnings = tuple(name.rstrip("*") for name in named if name.endswith(("*", "_")))
+    named.update(given)
     values = {
         name: value
         for name, value in environ.items()
-        if name in known
-        or name in named
-        or name.startswith(beginnings)
-        or (not _is_place(name) and (_is_allowed(name, value) or _was_set(name, value, before)))
+        if name in named or name.startswith(beginnings) or _travels(name, value, before)
     }
     return Travelling(values, find_secrets(values))
 
@@ -124,26 +121,14 @@ def start_variables() -> Mapping[str, str]:
     return found if found.keys() & {"PATH", "HOME", "LANG"} else dict(os.environ)
 
 
-def _is_place(name: str) -> bool:
-    return name in _PLACE or name.startswith(_PLACE_PREFIXES)
-
-
-def _is_allowed(name: str, value: str) -> bool:
-    if name.lower() in _PROXIES:
-        return True
-    if not name.startswith(_TRAVEL):
+def _travels(name: str, value: str, before: Mapping[str, str]) -> bool:
+    """Whether a variable that the user has not named is sent."""
+    if name in _PLACE or name.startswith(_PLACE_PREFIXES):
         return False
-    return not (name.endswith(_DIRECTORY_ENDS) and _ABSOLUTE.match(value))
-
-
-def _was_set(name: str, value: str, before: Mapping[str, str]) -> bool:
-    return before.get(name) != value and _SET_BY_IPYKERNEL.get(name) != value
-
-
-def _read(chosen: str) -> tuple[frozenset[str], tuple[str, ...]]:
-    words = [word for word in re.split(r"[,\s]+", chosen) if word]
-    beginnings = tuple(word.rstrip("*") for word in words if word.endswith(("*", "_")))
-    return frozenset(words), beginnings
+    if name.lower() in _PROXIES or value not in (before.get(name), _SET_BY_IPYKERNEL.get(name)):
+        return True
+    is_path = name.endswith(_DIRECTORY_ENDS) and value.startswith(("/", "~"))
+    return name.startswith(_TRAVEL) and not is_path
 
 
 # ---------------------------------------------------------------- packages that break together

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -62,8 +63,8 @@ def run_uv(
     *,
     stdin: str = "",
     variables: Mapping[str, str] | None = None,
-    heard: Callable[[str], None] | None = None,
-    meanwhile: Callable[[], None] | None = None,
+    heard: Callable[[str], None] = lambda line: None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> str:
     """Run uv and wait for it. It is killed if this process dies.
 
@@ -72,7 +73,7 @@ def run_uv(
         stdin: Text for its standard input.
         variables: Environment variables on top of this process's own.
         heard: Called with each line of its stderr.
-        meanwhile: Called once it has started. Only used with `heard`.
+        meanwhile: Called once it has started.
 
     Returns:
         Its standard output.
@@ -85,20 +86,36 @@ def run_uv(
     environ = {**os.environ, **(variables or {}), "UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
     # uv must not use the node's own environment
     environ.pop("VIRTUAL_ENV", None)
-    with subprocess.Popen(
-        [uv_path(), *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environ,
-        cwd="/",
-        text=True,
-        errors="replace",
-        # safe: this process is single-threaded
-        preexec_fn=lambda: processes.die_with_parent(parent),
-    ) as uv:
+    said: list[str] = []
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as output,
+        subprocess.Popen(
+            [uv_path(), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            env=environ,
+            cwd="/",
+            text=True,
+            errors="replace",
+            # safe: this process is single-threaded
+            preexec_fn=lambda: processes.die_with_parent(parent),
+        ) as uv,
+    ):
         try:
-            said, output = _talk(uv, stdin, heard, meanwhile)
+            if uv.stdin is None or uv.stderr is None:
+                raise OSError("uv was started without pipes")
+            with contextlib.suppress(BrokenPipeError):
+                uv.stdin.write(stdin)
+                uv.stdin.close()
+            meanwhile()
+            for line in uv.stderr:
+                said.append(line.rstrip("\n"))
+                del said[:-_KEPT_LINES]
+                heard(said[-1])
+            uv.wait()
+            output.seek(0)
+            printed = output.read()
         except BaseException:
             # also on an interrupt: leaving the block waits for uv, which may take minutes
             uv.kill()
@@ -107,7 +124,7 @@ def run_uv(
         text = "\n".join(said)
         how = f"it was killed by signal {-code}" if code < 0 else f"it exited with code {code}"
         raise UvFailed(last_words(text) or how, text)
-    return output
+    return printed
 
 
 def last_words(text: str) -> str:
@@ -120,36 +137,17 @@ def last_words(text: str) -> str:
     return words if len(words) <= _MOST_CHARACTERS else f"{words[:_MOST_CHARACTERS]} ..."
 
 
-def _talk(
-    uv: subprocess.Popen[str],
-    stdin: str,
-    heard: Callable[[str], None] | None,
-    meanwhile: Callable[[], None] | None,
-) -> tuple[list[str], str]:
-    """Write uv's input and read both of its outputs to the end. Returns the lines of stderr, and stdout."""
-    if heard is None:
-        output, errors = uv.communicate(stdin)
-        return errors.splitlines(), output
-    if uv.stdin is None or uv.stderr is None or uv.stdout is None:
-        raise OSError("uv was started without pipes")
-    with contextlib.suppress(BrokenPipeError):
-        uv.stdin.write(stdin)
-        uv.stdin.close()
-    if meanwhile is not None:
-        meanwhile()
-    said: list[str] = []
-    # with `heard`, the standard output is a line or two and fits into its pipe
-    for line in uv.stderr:
-        said.append(line.rstrip("\n"))
-        del said[:-_KEPT_LINES]
-        heard(said[-1])
-    return said, uv.stdout.read()
-
-
 # ---------------------------------------------------------------- package index
 
-# any of these configures uv's index
-_UV_INDEXES = ("UV_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
+# any of these configures uv's index, or all of uv
+_UV_CONFIGURED = (
+    "UV_INDEX_URL",
+    "UV_DEFAULT_INDEX",
+    "UV_INDEX",
+    "UV_EXTRA_INDEX_URL",
+    "UV_FIND_LINKS",
+    "UV_CONFIG_FILE",
+)
 
 
 def index_variables(index_url: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -165,7 +163,8 @@ def index_variables(index_url: str, environ: Mapping[str, str] | None = None) ->
     environ = os.environ if environ is None else environ
     if index_url:
         return {"UV_DEFAULT_INDEX": index_url, "UV_INDEX_URL": index_url}
-    if any(environ.get(name) for name in _UV_INDEXES) or _has_uv_configuration(environ):
+    folders = (user_config_path("uv", appauthor=False), site_config_path("uv", appauthor=False), Path("/etc/uv"))
+    if any(map(environ.get, _UV_CONFIGURED)) or any((folder / "uv.toml").is_file() for folder in folders):
         return {}
     pip = _pip_configuration(environ)
     found: dict[str, str] = {}
@@ -177,11 +176,6 @@ def index_variables(index_url: str, environ: Mapping[str, str] | None = None) ->
     if pip.get("find-links"):
         found["UV_FIND_LINKS"] = ",".join(pip["find-links"].split())
     return found
-
-
-def _has_uv_configuration(environ: Mapping[str, str]) -> bool:
-    folders = (user_config_path("uv", appauthor=False), site_config_path("uv", appauthor=False), Path("/etc/uv"))
-    return bool(environ.get("UV_CONFIG_FILE")) or any((folder / "uv.toml").is_file() for folder in folders)
 
 
 def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:

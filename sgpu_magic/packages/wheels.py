@@ -145,7 +145,8 @@ def _write_wheel(info: Path, folder: Path) -> Path:
             if name.startswith(f"{stem}.data/scripts/"):
                 data = _with_plain_shebang(data)
             wheel.writestr(archive_entry(name, executable=bool(path.stat().st_mode & stat.S_IXUSR)), data)
-            rows.writerow((name, f"sha256={_record_hash(data)}", len(data)))
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            rows.writerow((name, f"sha256={digest}", len(data)))
         rows.writerow((f"{info.name}/RECORD", "", ""))
         wheel.writestr(archive_entry(f"{info.name}/RECORD"), record.getvalue())
     return file
@@ -182,10 +183,6 @@ def _with_plain_shebang(data: bytes) -> bytes:
     """Replace the interpreter's path in a script by `#!python`, which installers replace by theirs."""
     first, newline, rest = data.partition(b"\n")
     return b"#!python" + newline + rest if first.startswith(b"#!") and b"python" in first else data
-
-
-def _record_hash(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
 # ---------------------------------------------------------------- from editable projects, cached by their files

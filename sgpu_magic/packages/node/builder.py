@@ -6,6 +6,7 @@ claim -> venv -> sizes -> install -> base layer -> rename      usable
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import json
 import os
@@ -78,18 +79,8 @@ class Builder:
         with contextlib.suppress(OSError):
             self._store.measure(name)
             self._store.make_room(self._order.budget_bytes)
-            site = _site_packages(self._store.folder(name) / "venv")
-            python = self._store.folder(name) / "venv" / "bin" / "python"
-            parent = os.getpid()
-            subprocess.run(
-                [python, "-I", "-m", "compileall", "-q", str(site)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                check=False,
-                cwd="/",
-                preexec_fn=lambda: processes.die_with_parent(parent),
-            )
+            # the environment has this Python
+            compileall.compile_dir(_site_packages(self._store.folder(name) / "venv"), quiet=2)
             self._store.measure(name)
 
     # ------------------------------------------------------------ one builder at a time

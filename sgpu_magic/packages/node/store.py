@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -129,12 +128,10 @@ class Store:
         """Mark the environment as used now."""
         (self.folder(name) / _LAST_USED).touch()
 
-    def measure(self, name: str) -> int:
+    def measure(self, name: str) -> None:
         """Measure the size of its files in bytes and record it."""
         folder = self.folder(name)
-        size = folder_bytes(folder)
-        (folder / _SIZE).write_text(str(size))
-        return size
+        (folder / _SIZE).write_text(str(folder_bytes(folder)))
 
     def make_room(self, budget_bytes: int) -> None:
         """Remove the least recently used environments until the rest fits the budget. Keeps those in use."""
@@ -143,7 +140,7 @@ class Store:
 
     def remove(self, name: str) -> bool:
         """Remove the environment. Returns False if it is in use."""
-        with self._claimed(name) as mine:
+        with locked(self._lock_file(name), wait=False, flags=LOCK_FILE) as mine:
             if mine:
                 going = self.root / f"{_REMOVING}{name}"
                 shutil.rmtree(going, ignore_errors=True)
@@ -164,16 +161,12 @@ class Store:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder / name
 
-    def _claimed(self, name: str) -> AbstractContextManager[bool]:
-        """Hold the claim for a block; yields whether it was acquired."""
-        return locked(self._lock_file(name), wait=False, flags=LOCK_FILE)
-
     def _remove_leftovers(self) -> None:
         for entry in os.listdir(self.root):
             for prefix in (_BUILDING, _REMOVING):
                 name = entry.removeprefix(prefix)
                 if entry.startswith(prefix) and _NAME.fullmatch(name):
-                    with self._claimed(name) as mine:
+                    with locked(self._lock_file(name), wait=False, flags=LOCK_FILE) as mine:
                         if mine:
                             shutil.rmtree(self.root / entry, ignore_errors=True)
                             self.abandon(name)

@@ -94,7 +94,7 @@ def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, fl
         shell.compile.script = Script(order.cell.file, source)
         # its last expression is not a result
         shell.ast_node_interactivity = "none"
-        position.keep_frames_of(order.cell.file)
+        position.script = order.cell.file
     begin = time.perf_counter()
     outcome = shell.run_cell(source, store_history=False)
     seconds = time.perf_counter() - begin

@@ -134,9 +134,7 @@ class RankShell(InteractiveShell):
 
     def _inspect(self, *args: Any, **kwargs: Any) -> Any:
         """Show `obj?` and the like on one rank only."""
-        if self.is_first:
-            return super()._inspect(*args, **kwargs)  # pyright: ignore[reportUnknownVariableType]
-        return None
+        return super()._inspect(*args, **kwargs) if self.is_first else None
 
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
         self._running.append(result)

@@ -32,8 +32,21 @@ _ANSWERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Event:
-    """A point in time: on the CPU, work is done when the call returns."""
+class _Done:
+    """On the CPU, work is done when the call returns."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing: all work is done."""
+
+    def wait(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: all work is done."""
+
+
+class Event(_Done):
+    """A point in time."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._at_s = 0.0
@@ -45,18 +58,11 @@ class Event:
         """Return the milliseconds until the other event."""
         return (end_event._at_s - self._at_s) * 1000.0
 
-    def query(self) -> bool:
-        return True
 
-    def synchronize(self) -> None:
-        """Do nothing: all work is done."""
-
-    def wait(self, stream: object = None) -> None:
-        """Do nothing: all work is done."""
-
-
-class Stream:
+class Stream(_Done):
     """A queue that is always empty."""
+
+    wait_stream = wait_event = _Done.wait
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = torch.device("cpu")
@@ -67,18 +73,6 @@ class Stream:
 
     def __exit__(self, *args: object) -> None:
         pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        """Do nothing: all work is done."""
-
-    def wait_stream(self, stream: object) -> None:
-        """Do nothing: all work is done."""
-
-    def wait_event(self, event: object) -> None:
-        """Do nothing: all work is done."""
 
     def record_event(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event

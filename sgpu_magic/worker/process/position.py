@@ -40,7 +40,8 @@ _CELL = "<ipython-input-"
 # let that thread go on: its frame is gone, its memory used again, and the object refers to anything. Newer ones collect
 # between two bytecode instructions.
 _COLLECTS_WITHIN_CALLS = sys.version_info < (3, 12)
-_script = ""
+script = ""
+"""The path of the running script, "" for none. Its frames of a deep stack are kept like those of cells."""
 
 
 def install_stack_file(descriptor: int) -> Sampler:
@@ -76,16 +77,6 @@ def _sample_before_exit(sampler: Sampler) -> None:
         leave(status)
 
     os._exit = _exit
-
-
-def keep_frames_of(script: str) -> None:
-    """Keep a script's frames of a deep stack like those of cells.
-
-    Args:
-        script: The script's path; "" for none.
-    """
-    global _script
-    _script = script
 
 
 def _crash_to_stderr() -> None:
@@ -162,7 +153,7 @@ def _lines(frames: list[FrameType]) -> list[str]:
     lines: list[str] = []
     for number, frame in enumerate(frames):
         code = frame.f_code
-        if number < _INNERMOST or code.co_filename == _script or code.co_filename.startswith(_CELL):
+        if number < _INNERMOST or code.co_filename == script or code.co_filename.startswith(_CELL):
             lines.append(f'  File "{code.co_filename}", line {frame.f_lineno or 0} in {code.co_name}\n')
     return lines
 
@@ -259,7 +250,7 @@ def newest_collective(trace: bytes | str, rehearsed: int = 0, since_ns: int = 0)
     NCCL's collectives are queued: the rank waits in the first unfinished one.
     """
     entries = [entry for entry in _decoder.decode(trace).entries if entry.time_created_ns >= since_ns]
-    theirs = [entry for entry in entries if not _is_rehearsed(entry, rehearsed)]
+    theirs = [entry for entry in entries if entry.pg_id or entry.is_p2p or entry.collective_seq_id > rehearsed]
     if not theirs:
         return None, 0.0
     entry = next((entry for entry in theirs if _is_pending(entry)), theirs[-1])
@@ -278,10 +269,6 @@ def newest_collective(trace: bytes | str, rehearsed: int = 0, since_ns: int = 0)
 
 def _is_pending(entry: _Entry) -> bool:
     return not entry.retired and entry.state != "completed"
-
-
-def _is_rehearsed(entry: _Entry, rehearsed: int) -> bool:
-    return entry.pg_id == 0 and not entry.is_p2p and entry.collective_seq_id <= rehearsed
 
 
 def _group_name(entry: _Entry) -> str:

@@ -126,7 +126,7 @@ class _Life:
         publisher = self._shell.display_pub
         if isinstance(publisher, RankDisplayPublisher):
             publisher.report = self._report_display
-        user_code.look_for_orders(self._helper.has_order)
+        user_code.early.is_order_waiting = self._helper.has_order
         self._helper.start()
         self._obey(order)
         while not isinstance(order.message, Leave):
@@ -210,7 +210,7 @@ class _Life:
 
     def _renew(self, message: Renew, order: Order) -> None:
         # an interrupt since the last cell belongs to no cell
-        user_code.forget_interrupt()
+        user_code.early.came = False
         store_path = message.store_path or f"/proc/self/fd/{order.descriptors[0]}"
         try:
             standing = self._standing
@@ -221,7 +221,7 @@ class _Life:
         self._link.send(renewed)
 
     def _answer(self, message: AnswerQuestion) -> None:
-        user_code.forget_interrupt()
+        user_code.early.came = False
         answer = results.answer(self._shell, message.question)
         self._link.send(QuestionAnswered(request=message.request, answer=answer))
 
@@ -249,7 +249,7 @@ class _Life:
         terminal.write_each_line()
         # before the reply: the next order may come right after it
         self._helper.rest()
-        user_code.forget_interrupt()
+        user_code.early.came = False
         self._link.send(reply.message, reply.blobs, reply.descriptors)
 
     def _report_display(self, message: Record) -> None:

@@ -241,6 +241,7 @@ def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
     import ray
     from ray._private.node import Node
     from ray._private.parameter import RayParams
+    from ray._private.utils import get_dashboard_dependency_error
 
     wanted: dict[str, Any] = {
         "node_ip_address": order.address,
@@ -266,7 +267,8 @@ def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
         head = f"[{order.address}]:{port}" if ":" in order.address else f"{order.address}:{port}"
         wanted |= {
             "gcs_server_port": port,
-            "include_dashboard": order.dashboard and _has_dashboard(),
+            # without `ray[default]` there is none
+            "include_dashboard": order.dashboard and get_dashboard_dependency_error() is None,
             "dashboard_host": "127.0.0.1",
             "dashboard_port": _free_port("127.0.0.1"),
         }
@@ -295,13 +297,6 @@ def _no_gpus() -> dict[str, str]:
         # nothing to hide, and without these variables `ray.get_gpu_ids()` returns the simulated GPUs
         return {}
     return {"CUDA_VISIBLE_DEVICES": "", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-
-
-def _has_dashboard() -> bool:
-    """Whether `ray[default]` is installed, which the dashboard needs."""
-    from ray._private.utils import get_dashboard_dependency_error
-
-    return get_dashboard_dependency_error() is None
 
 
 def _free_port(address: str) -> int:
