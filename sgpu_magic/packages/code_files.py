@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import shutil
 import stat
 import tempfile
 import time
@@ -267,8 +268,7 @@ def _write(archive: IO[bytes], files: Iterable[TreeFile]) -> None:
                 open(file.path, "rb") as source,
                 target.open(info, "w", force_zip64=file.size >= _LARGE_BYTES) as member,
             ):
-                while chunk := source.read(_CHUNK_BYTES):
-                    member.write(chunk)
+                shutil.copyfileobj(source, member, _CHUNK_BYTES)
 
 
 def _touched(path: str) -> bool:

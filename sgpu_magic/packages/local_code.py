@@ -70,9 +70,7 @@ def find_local_code(
         path, tuple(os.path.realpath(each) + os.sep for each in elsewhere), cwd or current_directory() or os.sep
     )
     search.take_imported(sys.modules)
-    waiting: list[str] = []
-    for source in sources:
-        waiting += imports_of(source)
+    waiting = [name for source in sources for name in imports_of(source)]
     while True:
         for name in waiting:
             search.take_named(name)
@@ -294,11 +292,11 @@ def _is_installed(path: str) -> bool:
 
 @functools.cache
 def _directories() -> tuple[str, ...]:
-    found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    # where apt installs packages for Debian's Python
+    found = {"/usr/lib/python3/dist-packages"}
+    found |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found |= {*site.getsitepackages(), site.getusersitepackages()}
     archive = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
     for prefix in (sys.base_prefix, sys.base_exec_prefix, sys.prefix):
         found |= {os.path.join(prefix, sys.platlibdir, archive), os.path.join(prefix, "lib", archive)}
-    # where apt installs packages for Debian's Python
-    found.add("/usr/lib/python3/dist-packages")
     return tuple(os.path.abspath(path) + os.sep for path in found if path)

@@ -150,7 +150,7 @@ _UV_CONFIGURED = (
 )
 
 
-def index_variables(index_url: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def index_variables(index_url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that configure uv's package index. They may contain credentials.
 
     uv does not read pip's configuration, so pip's indexes are passed on where uv has no configuration of its own. With
@@ -160,7 +160,6 @@ def index_variables(index_url: str, environ: Mapping[str, str] | None = None) ->
         index_url: The setting `index_url`.
         environ: The other variables of the uv process. Default: this process's.
     """
-    environ = os.environ if environ is None else environ
     if index_url:
         return {"UV_DEFAULT_INDEX": index_url, "UV_INDEX_URL": index_url}
     folders = (user_config_path("uv", appauthor=False), site_config_path("uv", appauthor=False), Path("/etc/uv"))

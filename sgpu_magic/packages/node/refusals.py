@@ -124,10 +124,9 @@ def of_system(error: OSError, root: Path) -> BuildFailed:
 
 def of_disk(root: Path) -> BuildFailed:
     """Return the error for a full disk."""
-    try:
+    free = "no space free"
+    with contextlib.suppress(OSError):
         free = f"{format_bytes(shutil.disk_usage(root).free)} free"
-    except OSError:
-        free = "no space free"
     return BuildFailed(
         f"the disk of the node {socket.gethostname()} has no room for the run's packages: {root} has {free} (No space "
         "left on device). Nothing of them was kept there. Free some space, run `uv cache prune`, or choose a folder on "

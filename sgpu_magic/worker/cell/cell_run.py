@@ -165,7 +165,6 @@ class CellRun:
         if not message.profile:
             return run_cell(self._shell, message)
         trace = CellTrace(message.run_dir, self._rank)
-        trace.begin()
         try:
             error, seconds = run_cell(self._shell, message)
         finally:
@@ -256,7 +255,7 @@ class CellRun:
 class CellTrace:
     """`--profile`: a trace of torch's profiler around the cell, for chrome://tracing and ui.perfetto.dev.
 
-    Traces the main thread and torch's threads.
+    Traces the main thread and torch's threads from the creation of this object on.
 
     Args:
         run_dir: The run's directory.
@@ -264,22 +263,17 @@ class CellTrace:
     """
 
     def __init__(self, run_dir: str, rank: int) -> None:
-        self._directory = os.path.join(run_dir, "profile")
-        self._name = f"rank-{rank}.pt.trace.json.gz"
-        self._profiler: Any = None
-        self._began = 0.0
-        self._over = threading.Event()
-        self._stopped_after: float | None = None
-
-    def begin(self) -> None:
-        """Start tracing."""
         from torch import profiler
 
+        self._directory = os.path.join(run_dir, "profile")
+        self._name = f"rank-{rank}.pt.trace.json.gz"
+        self._over = threading.Event()
+        self._stopped_after: float | None = None
         activities = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(profiler.ProfilerActivity.CUDA)
         # one cycle has nothing to clear, but without the setting torch 2.11 warns that it clears
-        self._profiler = profiler.profile(activities=activities, acc_events=True)
+        self._profiler: Any = profiler.profile(activities=activities, acc_events=True)
         # Kineto logs each of its steps to the rank's stderr unless it starts with this setting
         said = os.environ.setdefault(_LOG_LEVEL, _SILENT)
         try:
@@ -294,7 +288,8 @@ class CellTrace:
         """Write the trace and return a remark for the user."""
         self._over.set()
         try:
-            self._stop()
+            if self._stopped_after is None:
+                self._profiler.stop()
             self._write()
         except (OSError, RuntimeError) as error:
             return f"the profiler's trace could not be written: {error}"
@@ -310,20 +305,14 @@ class CellTrace:
     def _stop_early(self) -> None:
         if not self._over.is_set():
             self._stopped_after = time.monotonic() - self._began
-            self._stop()
-
-    def _stop(self) -> None:
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.stop()
-            self._stopped = profiler
+            self._profiler.stop()
 
     def _write(self) -> None:
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
         # hidden: MLflow's writer may look meanwhile
         text, packed = (os.path.join(self._directory, f".{self._name}.{kind}") for kind in ("json", "tmp"))
         try:
-            self._stopped.export_chrome_trace(text)
+            self._profiler.export_chrome_trace(text)
             # torch compresses at the slowest level: three times as long for a file a tenth smaller
             with open(text, "rb") as plain, gzip.open(packed, "wb", compresslevel=3) as file:
                 shutil.copyfileobj(plain, file, 1 << 20)

@@ -51,16 +51,18 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     elif user_code.is_a(error, EnvironmentFailed):
         kind = FailureKind.ENVIRONMENT
     entry = user_code.traceback_of(error)
-    line, where = _position(entry, shell)
+    line, where = position_in_cell(entry, shell)
     if line is None:
-        line, _ = _position(shell.unwound, shell)
-    out_of_memory = is_out_of_memory(error, message)
+        line, _ = position_in_cell(shell.unwound, shell)
+    out_of_memory = is_a(error, MemoryError, torch.cuda.OutOfMemoryError) or (
+        is_a(error, RuntimeError) and _CPU_REFUSED in message
+    )
     # a rank is interrupted after its release, on top of the error for a lost peer
     lost = user_code.context_of(error) if user_code.is_a(error, KeyboardInterrupt) else None
     if lost is not None and not failures.is_peer_lost(lost, user_code.ask(str, lost, default="")):
         lost = None
     if lost is not None:
-        where = _position(user_code.traceback_of(lost), shell)[1] or where
+        where = position_in_cell(user_code.traceback_of(lost), shell)[1] or where
     is_consequence = lost is not None or failures.is_peer_lost(error, shown.message)
     held: RankMemory | None = None
     if out_of_memory:
@@ -84,7 +86,7 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     )
 
 
-def _position(entry: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:
+def position_in_cell(entry: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:
     """Return the innermost line of a notebook cell on the stack, and the torch function called from there."""
     line: int | None = None
     where = ""
@@ -105,13 +107,6 @@ _CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
 _MODULE_LEVEL = "<module>"
 
 _TENSOR_PROBLEMS = (RuntimeError, NotImplementedError, AttributeError, ValueError)
-
-
-def is_out_of_memory(error: BaseException, message: str) -> bool:
-    """Whether an allocation failed, on a GPU or on the CPU."""
-    if is_a(error, MemoryError, torch.cuda.OutOfMemoryError):
-        return True
-    return is_a(error, RuntimeError) and _CPU_REFUSED in message
 
 
 def measure(device: str) -> RankMemory | None:

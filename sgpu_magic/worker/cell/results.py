@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 from collections.abc import Generator, Sequence
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 
@@ -278,18 +279,12 @@ def _complete(shell: RankShell, question: RankQuestion) -> RankAnswer:
     completer = shell.Completer
     # jedi would read the sources of all imported modules, with no time limit
     completer.use_jedi = False
-    matches: list[Match] = []
-    start = end = question.cursor
     with provisionalcompleter():
-        for found in completer.completions(question.code, question.cursor):
-            if not matches:
-                start, end = found.start, found.end
-            if (found.start, found.end) == (start, end):
-                kind = "" if found.type in (None, "<unknown>") else found.type
-                matches.append(Match(found.text, kind))
-            if len(matches) == _MOST_MATCHES:
-                break
-    return RankAnswer(matches=tuple(matches), start=start, end=end)
+        found = list(islice(completer.completions(question.code, question.cursor), _MOST_MATCHES))
+    start, end = (found[0].start, found[0].end) if found else (question.cursor, question.cursor)
+    here = [each for each in found if (each.start, each.end) == (start, end)]
+    matches = tuple(Match(each.text, "" if each.type in (None, "<unknown>") else each.type) for each in here)
+    return RankAnswer(matches=matches, start=start, end=end)
 
 
 def _inspect(shell: RankShell, question: RankQuestion) -> RankAnswer:

@@ -287,11 +287,7 @@ class RankShell(InteractiveShell):
 
 def create() -> RankShell:
     """Create the process's shell, without history, profile, start-up files and threads."""
-    config = Config()
-    config.HistoryManager.enabled = False
-    config.HistoryManager.hist_file = ":memory:"
-    config.InteractiveShell.autocall = 0
-    config.InteractiveShell.banner1 = ""
+    config = Config(HistoryManager=Config(enabled=False, hist_file=":memory:"))
     warnings.filterwarnings("ignore", message="To exit: use 'exit', 'quit', or Ctrl-D")
     shell = RankShell.instance(config=config)
     # prompts mark an interactive session, in which Lightning refuses to run as one rank of many

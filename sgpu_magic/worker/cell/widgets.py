@@ -204,21 +204,23 @@ class _Comms:
         return _INTERVAL_S if self._sent_bytes < _MUCH_BYTES else _SLOW_INTERVAL_S
 
     def _send_batch(self, messages: Sequence[CommMessage], frames: Sequence[bytes], size: int) -> None:
-        if not messages or self._send is None:
+        if not messages:
             return
         had = self._sent_bytes
         self._sent_bytes += size
         if self._sent_bytes <= _MOST_BYTES:
-            # the receiving loop notices that the agent is gone
-            with contextlib.suppress(OSError):
-                self._send(CommsSaid(messages=tuple(messages)), frames)
+            self._post(CommsSaid(messages=tuple(messages)), frames)
         elif had <= _MOST_BYTES:
             self._remark(f"widgets of a rank have sent {_MOST_BYTES >> 20} MB and are no longer updated")
 
     def _remark(self, text: str) -> None:
+        self._post(Remarked(text=text))
+
+    def _post(self, record: Record, blobs: Sequence[bytes] = ()) -> None:
         if self._send is not None:
+            # the receiving loop notices that the agent is gone
             with contextlib.suppress(OSError):
-                self._send(Remarked(text=text))
+                self._send(record, blobs)
 
     # ------------------------------------------------------------ from the front end
 

@@ -10,6 +10,7 @@ like, which come with a cell that reads them, and what `%store` has stored.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing.process
 import os
 import random
@@ -47,8 +48,7 @@ def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str
     """
     os.umask(context.umask)
     os.environ.clear()
-    os.environ.update(context.environ)
-    os.environ.update(rank_variables)
+    os.environ.update(context.environ | rank_variables)
     if context.cwd:
         os.chdir(context.cwd)
         # where a spawned process looks for a script that was started by a relative path
@@ -126,13 +126,8 @@ def forget_missing_directories() -> None:
     every rank, and reading the zygote's part of the cache 1 MB.
     """
     cache = sys.path_importer_cache
-    missing: list[str] = []
-    for entry in reversed(cache):
-        if entry == _newest_of_zygote:
-            break
-        if cache[entry] is None:
-            missing.append(entry)
-    for entry in missing:
+    newer = itertools.takewhile(lambda entry: entry != _newest_of_zygote, reversed(cache))
+    for entry in [entry for entry in newer if cache[entry] is None]:
         del cache[entry]
 
 

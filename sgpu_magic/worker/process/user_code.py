@@ -15,6 +15,7 @@ import signal
 import threading
 import types
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -78,47 +79,40 @@ def allow_interrupts() -> None:
         raise KeyboardInterrupt
 
 
-@contextlib.contextmanager
-def interrupts_held() -> Generator[None]:
+def interrupts_held() -> AbstractContextManager[None]:
     """Defer interrupts in a block that would swallow them, as IPython's code around the user's does.
 
     Raises:
         KeyboardInterrupt: At the end of the block, if an interrupt arrived.
     """
-    if not _is_handled_by(signal.default_int_handler):
-        yield
-        return
-    refusals = early.refusals
-    _hold()
-    try:
-        yield
-    finally:
-        if refusals == early.refusals:
-            allow_interrupts()
+    return _switched(signal.default_int_handler, _hold, allow_interrupts)
 
 
-@contextlib.contextmanager
-def interrupts_raised() -> Generator[None]:
+def interrupts_raised() -> AbstractContextManager[None]:
     """Within `interrupts_held`, let the user's code be interrupted.
 
     Raises:
         KeyboardInterrupt: At the beginning of the block, if an interrupt arrived before it.
     """
-    if not _is_handled_by(_remember):
+    return _switched(_remember, allow_interrupts, _hold)
+
+
+@contextlib.contextmanager
+def _switched(
+    handler: Callable[[int, FrameType | None], None], begin: Callable[[], None], end: Callable[[], None]
+) -> Generator[None]:
+    """Call `begin` before and `end` after the block, if this is the main thread and it has this handler."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not handler:
         yield
         return
     refusals = early.refusals
     try:
-        allow_interrupts()
+        begin()
         yield
     finally:
         # an abandoned coroutine may end within a later cell
         if refusals == early.refusals:
-            _hold()
-
-
-def _is_handled_by(handler: Callable[[int, FrameType | None], None]) -> bool:
-    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is handler
+            end()
 
 
 def _hold() -> None:

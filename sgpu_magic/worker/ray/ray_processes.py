@@ -143,7 +143,7 @@ _GONE_STATES = ("DEAD", "PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING"
 
 
 class RayMetrics:
-    """Reads a node's metrics in a thread while the run goes on.
+    """Reads a node's metrics in a thread until `end`.
 
     Args:
         address: The node's address.
@@ -159,8 +159,6 @@ class RayMetrics:
         self._over = threading.Event()
         self._step = 0
         self._thread = threading.Thread(target=self._read_on, name="sgpu-ray-metrics", daemon=True)
-
-    def begin(self) -> None:
         self._thread.start()
 
     def end(self) -> None:
