@@ -125,8 +125,8 @@ def _walk(
     elif is_file:
         notes.unreadable.append(path)
     identity = (status.st_dev, status.st_ino)
-    # a cycle, or a virtual environment under any name
-    if identity in parents or (parents and any(entry.name == "pyvenv.cfg" for entry in entries)):
+    # also a cycle, or a virtual environment under any name
+    if not is_folder or identity in parents or (parents and any(entry.name == "pyvenv.cfg" for entry in entries)):
         return
     below = parents | {identity}
     # nearest last
@@ -161,13 +161,14 @@ def _is_ignored(path: str, rules: list[_Rules], *, is_directory: bool) -> bool:
 
 def _rules_above(top: str) -> list[_Rules]:
     """Return the rules of the repository that `top` is in, from its top down to the parent of `top`."""
-    directory = Path(top)
-    rules: list[_Rules] = []
-    for parent in (directory, *directory.parents):
-        if (parent / ".git").exists():
-            return _rules_in(str(parent), os.path.join(".git", "info", "exclude")) + rules
-        rules = _rules_in(str(parent.parent), _IGNORE_FILE) + rules
-    return []
+    directories = [Path(top), *Path(top).parents]
+    depth = next((at for at, directory in enumerate(directories) if (directory / ".git").exists()), None)
+    if depth is None:
+        return []
+    rules = _rules_in(str(directories[depth]), os.path.join(".git", "info", "exclude"))
+    for directory in reversed(directories[1 : depth + 1]):
+        rules += _rules_in(str(directory), _IGNORE_FILE)
+    return rules
 
 
 def _rules_in(directory: str, file: str) -> list[_Rules]:

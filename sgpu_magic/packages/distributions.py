@@ -193,12 +193,13 @@ def read_distribution(info: str, entry: str, conda_names: Mapping[str, str]) -> 
     name, version = _name_and_version(metadata)
     if not name or not version:
         return None
-    installer = "" if is_egg else contents_of(f"{info}/INSTALLER").decode(errors="replace").strip()
-    record = "" if is_egg else record_hash(contents_of(f"{info}/RECORD"), os.path.basename(info))
+    # an `.egg-info` has none of these three
+    installer = contents_of(f"{info}/INSTALLER").decode(errors="replace").strip()
+    record = record_hash(contents_of(f"{info}/RECORD"), os.path.basename(info))
     plain = Distribution(name, version, Kind.REGISTRY, record=record, location=info)
     if installer == "conda" or (not installer and conda_names.get(normalised(name)) == version):
         return replace(plain, kind=Kind.CONDA)
-    if not is_egg and (direct := contents_of(f"{info}/direct_url.json")):
+    if direct := contents_of(f"{info}/direct_url.json"):
         return _from_direct_url(plain, direct)
     if installer in _SYSTEM_INSTALLERS or _SYSTEM_FOLDER.match(info):
         return replace(plain, kind=Kind.SYSTEM)

@@ -7,6 +7,7 @@ Python installation. Packages are included whole, with their data files, and so 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import os
 import re
@@ -182,11 +183,10 @@ def _attributes_of(module: object) -> dict[str, object]:
 
 
 def _listed(paths: object) -> list[str]:
-    try:
+    # not a path, or a namespace package whose parent is gone
+    with contextlib.suppress(TypeError, KeyError):
         return [str(path) for path in cast("Iterable[object]", paths)]
-    except (TypeError, KeyError):
-        # not a path, or a namespace package whose parent is gone
-        return []
+    return []
 
 
 def _imports_in_text(text: str) -> set[str]:

@@ -21,7 +21,7 @@ from sgpu_magic.packages.requirement_files import needed_by
 
 _CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]([\d.]+)['\"]", re.MULTILINE)
 _LOCAL_CUDA = re.compile(r"\+cu(\d{2})(\d)")
-# torch's CUDA version can also be told from the CUDA runtime package that it requires
+# torch's CUDA version also follows from the CUDA runtime package that it requires
 _RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
 
 
@@ -92,20 +92,10 @@ def _text(path: Path) -> str:
 # NumPy's issue 26191, "Ecosystem compatibility with numpy 2.0". For each except torch, the version before was observed
 # to break and this one to work
 _FIRST_FOR_NUMPY_2 = {
-    "h5py": "3.11",
-    "matplotlib": "3.8.4",
-    "ml-dtypes": "0.4",
-    "numba": "0.60",
-    "numexpr": "2.10",
-    "opencv-python": "4.10.0.84",
-    "opencv-python-headless": "4.10.0.84",
-    "pandas": "2.2.2",
-    "pyarrow": "16.0",
-    "scikit-learn": "1.4.2",
-    "scipy": "1.13",
-    "shapely": "2.0.4",
-    "torch": "2.3",
-}
+    "h5py": "3.11", "matplotlib": "3.8.4", "ml-dtypes": "0.4", "numba": "0.60", "numexpr": "2.10",
+    "opencv-python": "4.10.0.84", "opencv-python-headless": "4.10.0.84", "pandas": "2.2.2", "pyarrow": "16.0",
+    "scikit-learn": "1.4.2", "scipy": "1.13", "shapely": "2.0.4", "torch": "2.3",
+}  # fmt: skip
 # torchvision's minor version is torch's plus 15: 0.15 belongs to 2.0, 0.22 to 2.7
 _VISION_AHEAD = 15
 # more packages installed twice than this are summed up in one sentence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
@@ -255,13 +256,11 @@ def _environment(
 
 def _bounds() -> dict[str, Requirement]:
     """Return sgpu-magic's requirements on a rank, by name."""
-    try:
-        lines = metadata.requires(SGPU_MAGIC) or []
-    except metadata.PackageNotFoundError:
-        # run from its source tree, without metadata
-        return {}
-    found = (Requirement(line) for line in lines if "extra ==" not in line)
-    return {normalised(one.name): one for one in found if normalised(one.name) in _RANKS_NEED}
+    # run from its source tree it has no metadata
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found = (Requirement(line) for line in metadata.requires(SGPU_MAGIC) or [] if "extra ==" not in line)
+        return {normalised(one.name): one for one in found if normalised(one.name) in _RANKS_NEED}
+    return {}
 
 
 def _check_python(what: str, python: str, first: str) -> None:

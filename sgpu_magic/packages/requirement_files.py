@@ -86,7 +86,7 @@ def read_file(path: Path) -> Requirements:
     header = _HEADER.match(text)
     found = [line for line in lines if _LOCAL not in line]
     exact = all(_HASH.search(line) and "==" in line for line in found)
-    # one written by sgpu-magic says so, and has no hashes
+    # a file written by sgpu-magic is marked as complete and has no hashes
     is_complete = header is not None and _COMPLETE in "".join(text.splitlines(keepends=True)[:_HEAD_LINES])
     return Requirements(
         tuple(found),

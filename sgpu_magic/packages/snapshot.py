@@ -60,9 +60,6 @@ def take_snapshot() -> Snapshot:
     Returns the cached object, within microseconds, while `sys.path` and the modification times of the site directories
     are unchanged: every installer adds or removes a directory there. Otherwise takes about 20 ms for 100 distributions.
     """
-    snapshot = kept_snapshot()
-    if snapshot is not None:
-        return snapshot
     global _kept, _first
     with _lock:
         snapshot = kept_snapshot()
@@ -280,7 +277,7 @@ def process_began_at() -> float:
 
 
 def loaded_version(names: Iterable[str], modules: Mapping[str, ModuleType]) -> str:
-    """Return the version that the first loaded module with one tells, "" if none does."""
+    """Return the version of the first loaded module that has one, "" if none does."""
     for name in names:
         # an entry may be None, which forbids its import; and asking a lazy module for the version may import something
         version = getattr(modules.get(name), "__dict__", {}).get("__version__")

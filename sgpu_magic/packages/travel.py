@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
-from sgpu_magic.packages.distributions import Snapshot, distribution_name, is_from_node, normalised
+from sgpu_magic.packages.distributions import Snapshot, contents_of, distribution_name, is_from_node, normalised
 from sgpu_magic.packages.secrets import find_secrets
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.wire.attachments import Environment
@@ -61,9 +61,8 @@ _SET_BY_IPYKERNEL = {
 }  # fmt: skip
 # variables of libraries with these endings hold paths on the kernel's machine
 _DIRECTORY_ENDS = ("_HOME", "_DIR", "_CACHE", "_PATH", "_ROOT", "_FOLDER", "_FILE", "_CONFIG", "_LOCATION", "_BUNDLE")
-_HAS_PROC = os.path.exists("/proc/self/environ")
-# the variables when the extension was loaded, for systems without /proc/self/environ
-_AT_LOAD: dict[str, str] = {} if _HAS_PROC else dict(os.environ)
+# the variables when the extension was loaded, for processes whose /proc/self/environ can't be used
+_AT_LOAD = dict(os.environ)
 
 
 class Travelling(msgspec.Struct, frozen=True):
@@ -109,16 +108,10 @@ def travelling(
 @functools.cache
 def start_variables() -> Mapping[str, str]:
     """Return the variables that this process was started with."""
-    if not _HAS_PROC:
-        return _AT_LOAD
-    try:
-        with open("/proc/self/environ", "rb") as file:
-            entries = file.read().split(b"\0")
-    except OSError:
-        return dict(os.environ)
+    entries = contents_of("/proc/self/environ").split(b"\0")
     found = dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
     # a program that sets its process title overwrites this memory
-    return found if found.keys() & {"PATH", "HOME", "LANG"} else dict(os.environ)
+    return found if found.keys() & {"PATH", "HOME", "LANG"} else _AT_LOAD
 
 
 def _travels(name: str, value: str, before: Mapping[str, str]) -> bool:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.system import processes
 
-# keep messages to a paragraph: the beginning of a resolver's error says what is wrong
+# keep messages to a paragraph: the beginning of a resolver's error states the cause
 _MOST_CHARACTERS = 1200
 _KEPT_LINES = 200
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -63,8 +62,8 @@ def run_uv(
     *,
     stdin: str = "",
     variables: Mapping[str, str] | None = None,
-    heard: Callable[[str], None] = lambda line: None,
-    meanwhile: Callable[[], None] = lambda: None,
+    heard: Callable[[str], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> str:
     """Run uv and wait for it. It is killed if this process dies.
 
@@ -73,7 +72,7 @@ def run_uv(
         stdin: Text for its standard input.
         variables: Environment variables on top of this process's own.
         heard: Called with each line of its stderr.
-        meanwhile: Called once it has started.
+        meanwhile: Called once it has started. Only used with `heard`.
 
     Returns:
         Its standard output.
@@ -86,36 +85,20 @@ def run_uv(
     environ = {**os.environ, **(variables or {}), "UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
     # uv must not use the node's own environment
     environ.pop("VIRTUAL_ENV", None)
-    said: list[str] = []
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as output,
-        subprocess.Popen(
-            [uv_path(), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.PIPE,
-            env=environ,
-            cwd="/",
-            text=True,
-            errors="replace",
-            # safe: this process is single-threaded
-            preexec_fn=lambda: processes.die_with_parent(parent),
-        ) as uv,
-    ):
+    with subprocess.Popen(
+        [uv_path(), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environ,
+        cwd="/",
+        text=True,
+        errors="replace",
+        # safe: this process is single-threaded
+        preexec_fn=lambda: processes.die_with_parent(parent),
+    ) as uv:
         try:
-            if uv.stdin is None or uv.stderr is None:
-                raise OSError("uv was started without pipes")
-            with contextlib.suppress(BrokenPipeError):
-                uv.stdin.write(stdin)
-                uv.stdin.close()
-            meanwhile()
-            for line in uv.stderr:
-                said.append(line.rstrip("\n"))
-                del said[:-_KEPT_LINES]
-                heard(said[-1])
-            uv.wait()
-            output.seek(0)
-            printed = output.read()
+            said, output = _talk(uv, stdin, heard, meanwhile)
         except BaseException:
             # also on an interrupt: leaving the block waits for uv, which may take minutes
             uv.kill()
@@ -124,7 +107,7 @@ def run_uv(
         text = "\n".join(said)
         how = f"it was killed by signal {-code}" if code < 0 else f"it exited with code {code}"
         raise UvFailed(last_words(text) or how, text)
-    return printed
+    return output
 
 
 def last_words(text: str) -> str:
@@ -137,17 +120,38 @@ def last_words(text: str) -> str:
     return words if len(words) <= _MOST_CHARACTERS else f"{words[:_MOST_CHARACTERS]} ..."
 
 
+def _talk(
+    uv: subprocess.Popen[str],
+    stdin: str,
+    heard: Callable[[str], None] | None,
+    meanwhile: Callable[[], None] | None,
+) -> tuple[list[str], str]:
+    """Write uv's input and read both of its outputs to the end. Returns the lines of stderr, and stdout."""
+    if heard is None:
+        output, errors = uv.communicate(stdin)
+        return errors.splitlines(), output
+    if uv.stdin is None or uv.stderr is None or uv.stdout is None:
+        raise OSError("uv was started without pipes")
+    with contextlib.suppress(BrokenPipeError):
+        uv.stdin.write(stdin)
+        uv.stdin.close()
+    if meanwhile is not None:
+        meanwhile()
+    said: list[str] = []
+    # with `heard`, the standard output is a line or two and fits into its pipe
+    for line in uv.stderr:
+        said.append(line.rstrip("\n"))
+        del said[:-_KEPT_LINES]
+        heard(said[-1])
+    return said, uv.stdout.read()
+
+
 # ---------------------------------------------------------------- package index
 
 # any of these configures uv's index, or all of uv
 _UV_CONFIGURED = (
-    "UV_INDEX_URL",
-    "UV_DEFAULT_INDEX",
-    "UV_INDEX",
-    "UV_EXTRA_INDEX_URL",
-    "UV_FIND_LINKS",
-    "UV_CONFIG_FILE",
-)
+    "UV_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_CONFIG_FILE",
+)  # fmt: skip
 
 
 def index_variables(index_url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -195,8 +199,9 @@ def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:
         # pip itself reports a broken file
         with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
             parser.read(file)
-            for section in parser.keys() & {"global", "install"}:
-                found.update(parser[section])
+            for section in ("global", "install"):
+                if parser.has_section(section):
+                    found.update(parser[section])
     for name in ("index-url", "extra-index-url", "find-links"):
         value = environ.get(f"PIP_{name.replace('-', '_').upper()}")
         if value:

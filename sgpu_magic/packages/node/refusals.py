@@ -145,8 +145,6 @@ def _not_built(host: str, names: list[str]) -> BuildFailed:
 
 def _is_source(line: str) -> bool:
     """Whether a requirement is a repository, or an archive that is not a wheel."""
-    if "git+" in line or "hg+" in line or "svn+" in line or "bzr+" in line:
-        return True
     name, at, url = line.partition("@")
     location = (url if at else name).strip().partition("#")[0].partition(" ")[0]
     return "://" in location and not location.endswith(".whl")
@@ -187,7 +185,7 @@ def estimate(environment: Environment, cache: Path, ask: Callable[[list[str]], s
         sizes = {pin: cached[f"{tag} {pin}"] for pin in pins.values() if f"{tag} {pin}" in cached}
         unknown = [line for line, pin in pins.items() if pin not in sizes]
         if unknown:
-            # an index may not report a size: record 0, so that it is not asked again
+            # an index may not report a size: record 0, so that it is not queried again
             sizes |= {pins[line]: 0 for line in unknown} | sizes_in(ask(unknown))
     new = {f"{tag} {pin}": size for pin, size in sizes.items()}
     if not new.items() <= cached.items():

@@ -1,4 +1,4 @@
-"""One `Execute` order: prepare, run the cell in the shell, with a trace of it if asked for, make the reply."""
+"""One `Execute` order: prepare, run the cell in the shell, with a trace of it if requested, make the reply."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -196,7 +196,7 @@ class CellRun:
             os.close(fd)
 
     def _look_at_modules(self) -> None:
-        """Report modules that were edited since their import, or reload them if the order says so."""
+        """Report modules that were edited since their import, or reload them if the order requests it."""
         message, first = self._message, self._shell.is_first
         is_cell = message.in_session and message.kind in (RunKind.CELL, RunKind.CALL)
         if not is_cell or not (message.reload or first):

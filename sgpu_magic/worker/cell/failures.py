@@ -162,7 +162,7 @@ def _is_revoked(error: BaseException, message: str) -> bool:
 
 
 def message_of(shown: Shown) -> str:
-    """Return the error's text, or a readable one where it says nothing."""
+    """Return the error's text, or a readable one if it is uninformative."""
     if _is_revoked(shown.error, shown.message):
         return "released while it waited for a peer that did not join"
     return shown.message

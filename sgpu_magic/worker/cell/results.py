@@ -64,10 +64,6 @@ class Reply(msgspec.Struct, frozen=True):
     blobs: Sequence[bytes] = ()
     buffer: buffers.SharedBuffer | None = None
 
-    @property
-    def descriptors(self) -> Sequence[int]:
-        return () if self.buffer is None else (self.buffer.fd,)
-
 
 def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes) -> Reply:
     """Return the reply for a failure, with the exception itself if it can be pickled, is small and is not odd.
@@ -196,7 +192,7 @@ def _pack_call(shell: RankShell, order: Execute, rank: int) -> Packed | None:
     except SerializationError:
         what = f"what {getattr(function, '__name__', 'the function')}() returned on rank {rank}"
         for value in names.values():
-            # again, under a name that tells the user what it is
+            # again, under a name that the user recognises
             _pack({"names": {what: value}, "value": None}, order.context.key)
         raise
 
@@ -248,7 +244,7 @@ def warm_up_questions(shell: RankShell) -> None:
 
 
 def answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
-    """Answer a question. If the user's objects raise or take too long, the answer's `problem` says so."""
+    """Answer a question. If the user's objects raise or take too long, the answer's `problem` gives the reason."""
     hook = sys.excepthook
     # hides the errors of matchers, which IPython's completer would print although no cell runs
     sys.excepthook = lambda kind, error, trace: None

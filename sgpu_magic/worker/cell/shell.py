@@ -209,7 +209,7 @@ class RankShell(InteractiveShell):
             is_failure = ends and in_main_thread
             with user_code.interruptible():
                 failures.leave_own_frames_out(error)
-                # getting the text may take long; only a RuntimeError's text tells whether a peer was lost
+                # getting the text may take long; only a RuntimeError's text shows whether a peer was lost
                 may_be_victim = self.released or user_code.is_a(error, RuntimeError)
                 if is_failure and not may_be_victim:
                     self.report_raised()

@@ -181,7 +181,10 @@ def _connect(group: Any, name: str, rank: int, ranks: int, store: Any) -> None:
         make = _make_gloo if backend_name == "gloo" else _make_nccl
         timeout = _timeout_of(group, devices)
         backend = make(c10d.PrefixStore(f"{name}/{backend_name}", store), rank, ranks, timeout)
-        _name(backend, own_name, members)
+        # as torch does for a new group
+        backend.options.global_ranks_in_group = members
+        backend.options.group_name = own_name
+        backend._set_sequence_number_for_group()
         number = next(_types, None)
         if number is None:
             raise RuntimeError("the process groups were reconnected more often than torch can count: restart the ranks")
@@ -199,13 +202,6 @@ def _timeout_of(group: Any, devices: Sequence[str]) -> datetime.timedelta:
     with contextlib.suppress(RuntimeError, AttributeError):
         return group._get_backend(torch.device(devices[0])).options._timeout
     return c10d.default_pg_timeout
-
-
-def _name(backend: Any, group_name: Any, members: Sequence[int]) -> None:
-    """Set the backend's name and ranks, as torch does for a new group."""
-    backend.options.global_ranks_in_group = list(members)
-    backend.options.group_name = group_name
-    backend._set_sequence_number_for_group()
 
 
 @functools.cache

@@ -94,7 +94,7 @@ class _Device:
         text = str(device).removeprefix("cuda").removeprefix(":")
         index = int(text) if text.isdigit() else self.current
         if not 0 <= index < self.count:
-            # as torch with CUDA says it
+            # torch's own message, with CUDA
             raise RuntimeError(f"CUDA error: invalid device ordinal: {index}, and this rank has {self.count} devices")
         return index
 

@@ -139,7 +139,7 @@ def _changed(owner: Any, name: str, change: Callable[[dict[str, Any]], None]) ->
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            # the original says what is wrong
+            # the original reports the mistake
             return original(*args, **kwargs)
         change(bound.arguments)
         return original(*bound.args, **bound.kwargs)
@@ -216,7 +216,7 @@ def _replace_distributed() -> None:
     _replace_data_parallel()
     ddp: Any = torch.nn.parallel.DistributedDataParallel
     check = ddp._check_comm_hook
-    # gloo has bfloat16, which torch believes NCCL alone to have
+    # gloo supports bfloat16, but torch assumes that only NCCL does
     ddp._check_comm_hook = lambda self, hook: None if "bf16" in getattr(hook, "__name__", "") else check(self, hook)
     mesh: Any = dist.device_mesh
     _changed(mesh.DeviceMesh, "__init__", _mapped("device_type"))

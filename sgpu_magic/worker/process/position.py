@@ -230,12 +230,11 @@ def current_collective(rehearsed: int = 0) -> tuple[Collective | None, float]:
     # collectives from before a renewal are over, even those that the recorder has as pending
     if _since_ns:
         rehearsed = 0
-    try:
+    # no recorder, one that is switched off, or an unknown format
+    with contextlib.suppress(AttributeError, RuntimeError, msgspec.DecodeError):
         module, dump = _recorder()
         return newest_collective(getattr(module, dump)(), rehearsed, _since_ns)
-    except (AttributeError, RuntimeError, msgspec.DecodeError):
-        # no recorder, one that is switched off, or an unknown format
-        return None, 0.0
+    return None, 0.0
 
 
 def forget_collectives() -> None:

@@ -250,7 +250,7 @@ class _Life:
         # before the reply: the next order may come right after it
         self._helper.rest()
         user_code.early.came = False
-        self._link.send(reply.message, reply.blobs, reply.descriptors)
+        self._link.send(reply.message, reply.blobs, [] if reply.buffer is None else [reply.buffer.fd])
 
     def _report_display(self, message: Record) -> None:
         """Send a display and wait until the agent has placed it among the output.

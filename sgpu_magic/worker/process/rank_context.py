@@ -225,7 +225,7 @@ class Standing:
         self.cuda = False
         self.modules = EditedModules(self.shell)
         self._store_path = store_path
-        # said once in each run of such a rank
+        # reported once in each run of such a rank
         self.stand_in_note = ""
         self._join_error = join_error
         self._joined = fork.join_early
