@@ -105,12 +105,7 @@ class _Rules(NamedTuple):
 
 
 def _walk(
-    path: str,
-    name: str,
-    rules: list[_Rules],
-    keep: frozenset[str],
-    notes: Walk,
-    parents: frozenset[tuple[int, int]],
+    path: str, name: str, rules: list[_Rules], keep: frozenset[str], notes: Walk, parents: frozenset[tuple[int, int]]
 ) -> Iterator[TreeFile]:
     try:
         status = os.stat(path)

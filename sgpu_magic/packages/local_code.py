@@ -159,19 +159,14 @@ class _Search:
                 continue
             code.names.append(entry)
             code.modules.add(name)
-            self._walk(code, entry)
-
-    def _walk(self, code: LocalCode, name: str) -> None:
-        if code.walked.full:
-            # `check_size` refuses it
-            return
-        top = os.path.abspath(os.path.join(self._cwd, code.entry))
-        place = os.path.join(top, name)
-        kept = frozenset(file for file in self._imported_files if file.startswith(place))
-        most = MOST_FILES - len(code.files)
-        new = list(walk(top, [name], keep=kept, most=most, found=code.walked))
-        code.files += new
-        self._unread += [] if code.walked.full else new
+            # `check_size` refuses code with too many files
+            if not code.walked.full:
+                top = os.path.join(directory, entry)
+                kept = frozenset(imported for imported in self._imported_files if imported.startswith(top))
+                most = MOST_FILES - len(code.files)
+                new = list(walk(directory, [entry], keep=kept, most=most, found=code.walked))
+                code.files += new
+                self._unread += [] if code.walked.full else new
 
 
 def _attributes_of(module: object) -> dict[str, object]:

@@ -121,10 +121,7 @@ def last_words(text: str) -> str:
 
 
 def _talk(
-    uv: subprocess.Popen[str],
-    stdin: str,
-    heard: Callable[[str], None] | None,
-    meanwhile: Callable[[], None] | None,
+    uv: subprocess.Popen[str], stdin: str, heard: Callable[[str], None] | None, meanwhile: Callable[[], None] | None
 ) -> tuple[list[str], str]:
     """Write uv's input and read both of its outputs to the end. Returns the lines of stderr, and stdout."""
     if heard is None:

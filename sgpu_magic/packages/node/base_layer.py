@@ -78,17 +78,13 @@ def link_layer(layer: Mapping[str, Distribution], folder: Path) -> None:
             for source in _editable_sources(one):
                 _link(source, folder / source.name)
         else:
-            _link_tree(_files_of(info), info.parent, folder)
+            # the files below its site directory
+            elsewhere = ("..", "/", f"{info.name}/")
+            names = (name for name, *_ in record_of(info) if not name.endswith((".pth", ".pyc")))
+            _link_tree((name for name in names if not name.startswith(elsewhere)), info.parent, folder)
 
 
 # ---------------------------------------------------------------- links
-
-
-def _files_of(info: Path) -> list[str]:
-    """Return the distribution's files below its site directory, as `RECORD` lists them."""
-    elsewhere = ("..", "/", f"{info.name}/")
-    names = (name for name, *_ in record_of(info) if not name.endswith((".pth", ".pyc")))
-    return [name for name in names if not name.startswith(elsewhere)]
 
 
 def _link_tree(files: Iterable[str], site: Path, folder: Path) -> None:

@@ -212,7 +212,9 @@ def _imported(path: str, module: types.ModuleType) -> set[str]:
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                base = _absolute(node, module)
+                base = "." * node.level + (node.module or "")
+                with contextlib.suppress(ImportError, ValueError):
+                    base = importlib.util.resolve_name(base, module.__package__ or "")
                 found.add(base)
                 found.update(f"{base}.{alias.name}" for alias in node.names)
     return found
@@ -221,10 +223,3 @@ def _imported(path: str, module: types.ModuleType) -> set[str]:
 def _imports_from(module: types.ModuleType, name: str) -> bool:
     path = getattr(module, "__file__", None)
     return isinstance(path, str) and name in _imported(path, module)
-
-
-def _absolute(node: ast.ImportFrom, module: types.ModuleType) -> str:
-    name = "." * node.level + (node.module or "")
-    with contextlib.suppress(ImportError, ValueError):
-        return importlib.util.resolve_name(name, module.__package__ or "")
-    return name

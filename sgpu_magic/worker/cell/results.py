@@ -285,13 +285,11 @@ def _complete(shell: RankShell, question: RankQuestion) -> RankAnswer:
 
 def _inspect(shell: RankShell, question: RankQuestion) -> RankAnswer:
     name = token_at_cursor(question.code, question.cursor)
-    if not name:
-        return RankAnswer()
-    try:
-        bundle = shell.object_inspect_mime(name, detail_level=question.detail)
-    except KeyError:
-        return RankAnswer()
-    return RankAnswer(bundle=json.dumps(bundle, default=str).encode())
+    with contextlib.suppress(KeyError):
+        if name:
+            bundle = shell.object_inspect_mime(name, detail_level=question.detail)
+            return RankAnswer(bundle=json.dumps(bundle, default=str).encode())
+    return RankAnswer()
 
 
 @contextlib.contextmanager

@@ -205,8 +205,7 @@ class RankShell(InteractiveShell):
         if user_code.is_a(error, CellEnded):
             self.unwound = user_code.traceback_of(error)
         elif not (ends and user_code.is_exit(error)):
-            in_main_thread = threading.current_thread() is threading.main_thread()
-            is_failure = ends and in_main_thread
+            is_failure = ends and threading.current_thread() is threading.main_thread()
             with user_code.interruptible():
                 failures.leave_own_frames_out(error)
                 # getting the text may take long; only a RuntimeError's text shows whether a peer was lost

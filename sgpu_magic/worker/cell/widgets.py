@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -293,8 +294,7 @@ def install() -> None:
 
 def _is_safe(frame: FrameType | None) -> bool:
     """Whether the signal interrupted the cell's own code, or library code that holds no lock used here."""
-    at = frame
-    while at is not None:
+    for at, _ in traceback.walk_stack(frame):
         name = str(at.f_globals.get("__name__", ""))
         if name == "__main__":
             return True
@@ -302,7 +302,6 @@ def _is_safe(frame: FrameType | None) -> bool:
             return at is not frame
         if name.partition(".")[0] in _UNSAFE:
             return False
-        at = at.f_back
     return False
 
 

@@ -269,10 +269,7 @@ class Standing:
                 rendezvous.join(self.rank, self.ranks, self._store_path, cuda=self.cuda, several_nodes=several)
             self._joined = True
         self.shell.user_ns.update(
-            rank=self.rank,
-            local_rank=int(rank_variables["LOCAL_RANK"]),
-            world_size=self.ranks,
-            device=own_device,
+            rank=self.rank, local_rank=int(rank_variables["LOCAL_RANK"]), world_size=self.ranks, device=own_device
         )
 
     def follow(self, context: RankContext, rank_variables: dict[str, str]) -> None:
