@@ -160,7 +160,9 @@ class Helper:
             case Release(fds=fds):
                 self._shell.released = True
                 for fd in fds:
-                    _shut_down(fd)
+                    # shuts the connection down, and leaves its descriptor to the owner
+                    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+                        sock.shutdown(socket.SHUT_RDWR)
                 rendezvous.file_stores.revoke()
                 renewal.abort_nccl(stays=self.stays)
             case InPlace():
@@ -192,9 +194,3 @@ class Helper:
         with self._count_lock:
             self._unended += 1
         self.orders.put(order)
-
-
-def _shut_down(fd: int) -> None:
-    """Shut a connection down without closing its descriptor, which its owner still holds."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
-        sock.shutdown(socket.SHUT_RDWR)

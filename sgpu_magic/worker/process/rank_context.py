@@ -189,7 +189,10 @@ def share_store(shell: RankShell) -> None:
     original: Callable[[str], Any] = shell.magics_manager.magics["line"]["store"]
 
     def store(line: str = "") -> Any:
-        _use_the_notebooks(shell)
+        # in the notebook's directory: the shell was created in the zygote, which has another
+        path = os.path.join(get_ipython_dir(), "profile_default", "db")
+        if str(shell.db.root) != path:
+            shell.db = type(shell.db)(path)
         words = line.split()
         if not words or words[0] in _STORE_READS or shell.is_first:
             return original(line)
@@ -197,13 +200,6 @@ def share_store(shell: RankShell) -> None:
 
     store.__doc__ = original.__doc__
     shell.register_magic_function(store, "line", "store")  # pyright: ignore[reportArgumentType]
-
-
-def _use_the_notebooks(shell: Any) -> None:
-    """Open the store in the notebook's directory: the shell was created in the zygote, which has another."""
-    path = os.path.join(get_ipython_dir(), "profile_default", "db")
-    if str(shell.db.root) != path:
-        shell.db = type(shell.db)(path)
 
 
 # ---------------------------------------------------------------- all of it
