@@ -1,4 +1,4 @@
-"""Files and folders that several processes use: written whole, linked, locked, measured, evicted, removed.
+"""Files and folders that several processes use: read, written whole, linked, locked, measured, evicted, removed.
 
 Readers of a file see its old or its new content, never a partial one. A process that uses a folder holds a shared lock
 on it (flock(2), released when the process exits); one that removes it, or builds it in place, holds an exclusive lock.
@@ -17,6 +17,10 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import IO, TypeVar
+
+import msgspec
+
+from sgpu_magic.errors import UsageError
 
 LOCK_FILE = os.O_RDWR | os.O_CREAT
 """The flags for opening a lock file."""
@@ -51,6 +55,36 @@ def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
     """Write a file atomically, as `appearing`."""
     with appearing(path, mode) as file:
         file.write(data)
+
+
+def read_json(path: Path, kind: type[T]) -> T | None:
+    """Return the object in a JSON file; None if the file can't be read or does not hold one of this kind."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def read_trusted(path: Path, what: str, refusal: str) -> str:
+    """Return the text of a file that decides whom to trust; "" if there is no file.
+
+    Args:
+        path: The file.
+        what: What it is, for messages.
+        refusal: The message if users other than its owner may write the file.
+
+    Raises:
+        UsageError: The file can't be read, or other users may write it.
+    """
+    try:
+        status = path.stat()
+        if status.st_uid not in (os.getuid(), 0) or stat.S_IMODE(status.st_mode) & 0o022:
+            raise UsageError(refusal)
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{what} {path} can't be read: {error}. Fix it or move it away.") from error
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -114,6 +148,15 @@ class HeldLock:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the path names the locked file, which may have been removed or replaced meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        return False
+
     def share(self) -> None:
         """Turn the lock into a shared one."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
@@ -143,17 +186,17 @@ def take_lock(path: Path, *, shared: bool = False, wait: bool = True, flags: int
             descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             return None
+        held = HeldLock(descriptor)
         with contextlib.ExitStack() as not_held:
             not_held.callback(os.close, descriptor)
             try:
                 fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 return None
-            # the previous holder may have removed the file meanwhile: then try again with the new one
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    not_held.pop_all()
-                    return HeldLock(descriptor)
+            # otherwise the previous holder has removed the file: try again with the new one
+            if held.is_at(path):
+                not_held.pop_all()
+                return held
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import EventFile
-from sgpu_magic.files.whole_file import locked
+from sgpu_magic.files.whole_file import locked, read_json
 from sgpu_magic.tracking.client import PLAIN_FILES, Gone, Rejected, Store, StoreTroubled
 from sgpu_magic.tracking.runs import NAME_TAG, PARENT_TAG, Batch, RunFold, closing_tags, opening_tags, status_of
 from sgpu_magic.tracking.store import load_progress, opening, save_progress
@@ -325,9 +325,8 @@ def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[ArtifactFile
 
 def _write_record(source: Path, target: Path) -> bool:
     """Copy `run.json` without fields of this machine. Returns False if there is none."""
-    try:
-        record = msgspec.json.decode(source.read_bytes(), type=dict[str, msgspec.Raw])
-    except (OSError, msgspec.DecodeError):
+    record = read_json(source, dict[str, msgspec.Raw])
+    if record is None:
         return False
     kept = {name: value for name, value in record.items() if name not in _LEFT_OUT}
     target.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2))
