@@ -14,8 +14,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from mlflow_stores import lay_store
@@ -653,9 +651,8 @@ def test_a_writer_without_work_ends_and_takes_what_is_removed_out_of_the_store_u
         monkeypatch.setattr(writer_queue, "IDLE_S", 0.2)
         # the pool says nothing, and its own `Inbox` would end this process with the socket
         messages: queue.SimpleQueue[None] = queue.SimpleQueue()
-        pool: Any = SimpleNamespace(take=lambda timeout_s: messages.get(timeout=timeout_s))
         idle = writer_queue.WriterQueue(settings, Tracking(), lambda _: None)
-        work = threading.Thread(target=process._work, args=(idle, pool), daemon=True)
+        work = threading.Thread(target=process._work, args=(idle, messages), daemon=True)
         work.start()
         work.join(30)
         assert not work.is_alive(), "it does not end"
@@ -679,12 +676,11 @@ def test_a_writer_leaves_when_only_idle_sessions_are_left(
         monkeypatch.setattr(writer_queue, "INTERVAL_S", 0.0)
         writers = writer_queue.WriterQueue(settings, Tracking(), told.append)
         messages: queue.SimpleQueue[None] = queue.SimpleQueue()
-        pool: Any = SimpleNamespace(take=lambda timeout_s: messages.get(timeout=timeout_s))
         for run in (session, cell):
             run.start()
             writers.track(Track(run_id=run.run_id, run_dir=str(run.directory), tracking=Tracking(experiment="nb")))
         assert not writers.idle, "the pool does not know the session's MLflow run"
-        work = threading.Thread(target=process._work, args=(writers, pool), daemon=True)
+        work = threading.Thread(target=process._work, args=(writers, messages), daemon=True)
         work.start()
         eventually(lambda: len(told) == 2, 30, "both are announced")
         assert work.is_alive(), "a run that is no session is left"
