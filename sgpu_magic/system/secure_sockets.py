@@ -183,12 +183,10 @@ def secure_client(socket: zmq.Socket[bytes], endpoint: Endpoint, own: KeyPair) -
         own: The client's key pair.
     """
     socket.setsockopt(zmq.CURVE_SERVERKEY, endpoint.server_key.encode())
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
-    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
     # a client must introduce itself first on every connection, so only the program may reconnect
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
-    _set_limits(socket)
+    _set_common(socket, own)
 
 
 def secure_server(socket: zmq.Socket[bytes], own: KeyPair) -> None:
@@ -199,15 +197,15 @@ def secure_server(socket: zmq.Socket[bytes], own: KeyPair) -> None:
         own: The server's key pair.
     """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
-    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     socket.setsockopt(zmq.BACKLOG, 512)
-    _set_limits(socket)
+    _set_common(socket, own)
 
 
-def _set_limits(socket: zmq.Socket[bytes]) -> None:
+def _set_common(socket: zmq.Socket[bytes], own: KeyPair) -> None:
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret.encode())
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
