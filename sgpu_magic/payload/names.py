@@ -34,7 +34,6 @@ _PLAIN_MAGICS = frozenset(
         "sh", "html", "latex", "javascript", "js", "svg", "markdown", "writefile",
     )
 )  # fmt: skip
-_BARE = (ast.Pass, ast.Break, ast.Continue)
 
 
 class CellNames(msgspec.Struct, frozen=True):
@@ -89,8 +88,7 @@ def _stored(tree: ast.Module, code: CodeType) -> frozenset[str] | None:
                     names.update(word for text in words[1:] for word in re.findall(r"[^\W\d]\w*", text))
                 case _:
                     pass
-    stored_names(code, names, top=True)
-    return frozenset(names)
+    return frozenset(names | stored_names(code, top=True))
 
 
 def names_bound(source: str, *, transform: Callable[[str], str] | None = None) -> frozenset[str]:
@@ -107,19 +105,17 @@ def names_bound(source: str, *, transform: Callable[[str], str] | None = None) -
     return _Reader(flags).block(tree.body, frozenset())
 
 
-def stored_names(code: CodeType, names: set[str], *, top: bool) -> None:
-    """Add the global names that code and its nested code set to `names`.
+def stored_names(code: CodeType, *, top: bool) -> set[str]:
+    """Return the global names that code and its nested code set.
 
     Args:
         code: The code.
-        names: Receives the names.
         top: The code is a cell's top level, where every name is global.
     """
     wanted = ("STORE_NAME", "STORE_GLOBAL") if top else ("STORE_GLOBAL",)
-    names.update(step.argval for step in dis.get_instructions(code) if step.opname in wanted)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            stored_names(constant, names, top=False)
+    names: set[str] = {step.argval for step in dis.get_instructions(code) if step.opname in wanted}
+    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return names.union(*(stored_names(each, top=False) for each in nested))
 
 
 def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Module, int]:
@@ -173,14 +169,9 @@ class _Reader:
             case ast.If():
                 self._expressions([node.test], bound)
                 return self.block(node.body, bound) & self.block(node.orelse, bound)
-            case ast.While():
-                self._expressions([node.test], bound)
-                self.block(node.body, bound)
-                self.block(node.orelse, bound)
-                return bound
-            case ast.For() | ast.AsyncFor():
-                self._expressions([node.iter], bound)
-                inside = self._target(node.target, bound)
+            case ast.While(test=head) | ast.For(iter=head) | ast.AsyncFor(iter=head):
+                self._expressions([head], bound)
+                inside = bound if isinstance(node, ast.While) else self._target(node.target, bound)
                 self.block(node.body, inside)
                 self.block(node.orelse, bound)
                 return bound
@@ -204,7 +195,7 @@ class _Reader:
             case ast.Delete():
                 self._code([node], bound)
                 return bound - _targets(node.targets)
-            case _ if isinstance(node, _BARE):
+            case ast.Pass() | ast.Break() | ast.Continue():
                 return bound
             case _:
                 return self._simple(node, bound)
@@ -221,18 +212,16 @@ class _Reader:
         match node:
             case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]):
                 # its body can't run before the name is bound
-                known = node.name in self.read
                 self._code([node], bound | {node.name})
-                if not known and self._header_reads(node):
+                # unless its defaults or annotations name an earlier object of the same name
+                if any(isinstance(part, ast.Name) and part.id == node.name for part in ast.walk(node.args)):
                     self.read.add(node.name)
                 return bound | {node.name}
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 new = frozenset({node.name})
             case ast.Assign():
                 new = _targets(node.targets)
-            case ast.AnnAssign() if node.value is not None:
-                new = _targets([node.target])
-            case ast.AugAssign():
+            case ast.AnnAssign(value=ast.expr()) | ast.AugAssign():
                 new = _targets([node.target])
             case ast.Import() | ast.ImportFrom():
                 new = frozenset((alias.asname or alias.name.partition(".")[0]) for alias in node.names)
@@ -240,10 +229,6 @@ class _Reader:
                 new = frozenset[str]()
         self._code([node], bound)
         return bound | new
-
-    def _header_reads(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-        """Whether the function's defaults or annotations name an earlier object of the same name."""
-        return any(isinstance(part, ast.Name) and part.id == node.name for part in ast.walk(node.args))
 
     def _target(self, target: ast.expr, bound: frozenset[str]) -> frozenset[str]:
         """Add the names that storing into `target` reads (`a[i]`, `a.b`); return `bound` with the names it binds."""
