@@ -29,14 +29,16 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def appearing(path: Path, mode: int = 0o600) -> Generator[IO[bytes]]:
+def appearing(path: Path, mode: int = 0o600, *, replace: bool = True) -> Generator[IO[bytes]]:
     """Yield a new file that appears under its name when the block ends without an error. Concurrent writes: last wins.
 
     Args:
         path: The file; its folder must exist.
         mode: Its permissions.
+        replace: Replace an existing file. Otherwise the first of concurrent writes wins.
 
     Raises:
+        FileExistsError: The file exists, and is not to be replaced.
         OSError: The file can't be written. As after any other error, an existing file is unchanged.
     """
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", suffix=".part", dir=path.parent)
@@ -44,16 +46,19 @@ def appearing(path: Path, mode: int = 0o600) -> Generator[IO[bytes]]:
         with open(descriptor, "w+b") as file:
             os.fchmod(descriptor, mode)
             yield file
-        os.replace(temporary, path)
-    except BaseException:
+        if replace:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)
+    finally:
+        # it is gone if it has replaced the file
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        raise
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
+def write_whole(path: Path, data: bytes, mode: int = 0o600, *, replace: bool = True) -> None:
     """Write a file atomically, as `appearing`."""
-    with appearing(path, mode) as file:
+    with appearing(path, mode, replace=replace) as file:
         file.write(data)
 
 
