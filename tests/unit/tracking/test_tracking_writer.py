@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,18 +63,18 @@ def test_names_are_what_mlflow_takes(given: str, kept: str):
 
 def test_a_batch_goes_in_parts_that_one_request_takes():
     with quiet_mlflow():
-        from sgpu_magic.tracking.client import in_chunks
+        from sgpu_magic.tracking.client import in_requests
 
     batch = Batch(
         [MetricPoint("m", float(step), 0, step) for step in range(1700)],
         {f"p{number}": "1" for number in range(120)},
         {"t": "1"},
     )
-    parts = in_chunks(batch, 800, 50)
-    assert [(len(part.metrics), len(part.params), len(part.tags)) for part in parts] == [
-        (800, 50, 1),
-        (800, 50, 0),
-        (100, 20, 0),
+    parts = [Counter(type(item).__name__ for item in items) for items in in_requests(batch)]
+    assert parts == [
+        {"Metric": 800, "Param": 50, "RunTag": 1},
+        {"Metric": 800, "Param": 50},
+        {"Metric": 100, "Param": 20},
     ]
 
 
