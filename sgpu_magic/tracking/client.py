@@ -289,5 +289,6 @@ def smaller(items: Sequence[Item]) -> list[Sequence[Item]]:
         half = len(items) // 2
         return [items[:half], items[half:]]
     (item,) = items
-    is_long = isinstance(item, Param) and len(item.value) > _OLD_PARAM_LENGTH
-    return [[Param(item.key, item.value[:_OLD_PARAM_LENGTH])]] if is_long else []
+    if isinstance(item, Param) and len(item.value) > _OLD_PARAM_LENGTH:
+        return [[Param(item.key, item.value[:_OLD_PARAM_LENGTH])]]
+    return []
