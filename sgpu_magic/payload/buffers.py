@@ -94,15 +94,14 @@ class SharedBuffer:
 
     Args:
         name: Identifies the content, for readers that open it by a descriptor number that may have been reused.
+
+    Attributes:
+        fd: Its descriptor; -1 once it is closed.
     """
 
     def __init__(self, name: str = "") -> None:
-        self._fd = os.memfd_create(f"sgpu-payload-{name}" if name else "sgpu-payload", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(f"sgpu-payload-{name}" if name else "sgpu-payload", os.MFD_CLOEXEC)
         self._map: mmap.mmap | None = None
-
-    @property
-    def fd(self) -> int:
-        return self._fd
 
     @property
     def size(self) -> int:
@@ -111,13 +110,13 @@ class SharedBuffer:
 
     def ensure(self, size: int) -> None:
         """Grow to at least `size` bytes; pages are allocated when they are written."""
-        if self._fd < 0:
+        if self.fd < 0:
             raise ValueError("this buffer is closed")
         if size <= self.size:
             return
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self._fd, size)
-        grown = mmap.mmap(self._fd, size)
+        os.ftruncate(self.fd, size)
+        grown = mmap.mmap(self.fd, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
                 grown.madvise(mmap.MADV_HUGEPAGE)  # effective if shmem_enabled is `advise`
@@ -137,12 +136,12 @@ class SharedBuffer:
         if self._map is not None:
             self._map.close()
             self._map = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
+        if getattr(self, "fd", -1) >= 0:
             self.close()
 
 

@@ -165,9 +165,7 @@ class Reports:
 
     def _become_child(self) -> None:
         self._is_child = True
-        self._lock = threading.Lock()
-        self._order = threading.Lock()
-        self._hearing = threading.Lock()
+        self._lock, self._order, self._hearing = threading.Lock(), threading.Lock(), threading.Lock()
         self._metrics, self._params, self._tags = [], [], []
         # otherwise the parent's death would never be noticed
         self._here.close()
