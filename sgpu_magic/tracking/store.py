@@ -195,16 +195,7 @@ class Progress(Record, frozen=True, kw_only=True):
     @property
     def tracked(self) -> TrackedRun | None:
         """The MLflow run, None until it exists."""
-        if not self.mlflow_run_id:
-            return None
-        return TrackedRun(
-            uri=self.uri,
-            mlflow_run_id=self.mlflow_run_id,
-            experiment_id=self.experiment_id,
-            experiment=self.experiment,
-            artifact_uri=self.artifact_uri,
-            url=self.url,
-        )
+        return msgspec.convert(self, TrackedRun, from_attributes=True) if self.mlflow_run_id else None
 
 
 def opening(tracking: Tracking, parent_run: str = "") -> Progress:
