@@ -61,10 +61,9 @@ def names_in(source: str, *, transform: Callable[[str], str] | None = None) -> C
     Raises:
         SyntaxError: The cell does not compile; line numbers are those of `source`.
     """
-    tree, flags = _parse(source, transform)
-    reader = _Reader(flags)
+    tree, code = _parse(source, transform)
+    reader = _Reader(code)
     bound = reader.block(tree.body, frozenset())
-    code = _compile(tree.body, flags)
     steps = dis.get_instructions(code)
     deleted = frozenset(str(step.argval) for step in steps if step.opname == "DELETE_NAME")
     return CellNames(frozenset(reader.read), _stored(tree, code), deleted - bound)
@@ -101,8 +100,8 @@ def names_bound(source: str, *, transform: Callable[[str], str] | None = None) -
     Raises:
         SyntaxError: The cell does not compile.
     """
-    tree, flags = _parse(source, transform)
-    return _Reader(flags).block(tree.body, frozenset())
+    tree, code = _parse(source, transform)
+    return _Reader(code).block(tree.body, frozenset())
 
 
 def stored_names(code: CodeType, *, top: bool) -> set[str]:
@@ -118,8 +117,8 @@ def stored_names(code: CodeType, *, top: bool) -> set[str]:
     return names.union(*(stored_names(each, top=False) for each in nested))
 
 
-def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Module, int]:
-    """Return the transformed cell as a tree with its own line numbers, and its `__future__` flags."""
+def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Module, CodeType]:
+    """Return the transformed cell as a tree with its own line numbers, and its code."""
     lines = source.splitlines(keepends=True)
     skipped = 0
     while skipped < len(lines) and (not lines[skipped].strip() or (skipped == 0 and _OWN_MAGIC.match(lines[0]))):
@@ -133,7 +132,7 @@ def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Mod
         raise
     text = "\n" * skipped + transformed
     tree = parse_quietly(text, "<cell>")
-    return tree, compile_quietly(tree, "<cell>").co_flags & FUTURE_FLAGS
+    return tree, compile_quietly(tree, "<cell>")
 
 
 @functools.cache
@@ -143,19 +142,15 @@ def _stock_transform() -> Callable[[str], str]:
     return TransformerManager().transform_cell
 
 
-def _compile(body: list[ast.stmt], flags: int) -> CodeType:
-    return compile_quietly(ast.Module(body=body, type_ignores=[]), "<cell>", flags=flags)
-
-
 class _Reader:
     """Walks blocks of statements with the set of names that are certainly bound so far.
 
     Args:
-        flags: `__future__` flags of the cell.
+        code: The cell's code, for its `__future__` flags.
     """
 
-    def __init__(self, flags: int) -> None:
-        self._flags = flags
+    def __init__(self, code: CodeType) -> None:
+        self._flags = code.co_flags & FUTURE_FLAGS
         self.read: set[str] = set()
 
     def block(self, body: Iterable[ast.stmt], bound: frozenset[str]) -> frozenset[str]:
@@ -242,7 +237,8 @@ class _Reader:
 
     def _code(self, statements: list[ast.stmt], bound: frozenset[str]) -> None:
         if statements:
-            self.read.update(loaded_names(_compile(statements, self._flags)).keys() - bound)
+            code = compile_quietly(ast.Module(statements, type_ignores=[]), "<cell>", flags=self._flags)
+            self.read.update(loaded_names(code).keys() - bound)
 
 
 def _targets(targets: Iterable[ast.expr]) -> frozenset[str]:
