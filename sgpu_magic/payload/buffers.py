@@ -10,8 +10,8 @@ import ctypes
 import mmap
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,24 +60,13 @@ def _copy_threaded(base: int, parts: list[tuple[int, memoryview]]) -> None:
         for offset, view in parts
         for begin in range(0, view.nbytes, _CHUNK)
     )
-    lock = threading.Lock()
-    stop = threading.Event()
 
-    def copy() -> None:
-        while not stop.is_set():
-            with lock:
-                chunk = next(work, None)
-            if chunk is None:
-                return
-            ctypes.memmove(*chunk)
+    def copy(chunk: tuple[int, int, int]) -> None:
+        ctypes.memmove(*chunk)
 
-    second = threading.Thread(target=copy, name="sgpu-copy", daemon=True)
-    second.start()
-    try:
-        copy()
-    finally:  # also when interrupted: the memory must not be freed while it is written to
-        stop.set()
-        second.join()
+    # when interrupted, it waits for the chunks that were begun: the memory must not be freed while it is written to
+    with ThreadPoolExecutor(2, "sgpu-copy") as threads:
+        list(threads.map(copy, work))
 
 
 def address_of(view: memoryview) -> int:
