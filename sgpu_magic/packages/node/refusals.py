@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.files.whole_file import format_bytes, write_whole
+from sgpu_magic.files.whole_file import format_bytes, read_json, write_whole
 from sgpu_magic.packages.distributions import normalised, own_platform, own_python, some_of
 from sgpu_magic.packages.requirement_files import key_of, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
@@ -174,10 +174,7 @@ def estimate(environment: Environment, cache: Path, ask: Callable[[list[str]], s
         UvFailed: Raised by `ask`.
     """
     tag = sys.implementation.cache_tag
-    try:
-        cached: dict[str, int] = json.loads(cache.read_bytes())
-    except (OSError, ValueError):
-        cached = {}
+    cached = read_json(cache, dict[str, int]) or {}
     if environment.resolve:
         sizes = sizes_in(ask(list(environment.requirements)))
     else:
