@@ -270,11 +270,7 @@ def _name_and_version(path: str) -> tuple[str, str]:
 
 
 def record_of(info: str | Path) -> list[list[str]]:
-    """Return the rows of a distribution's `RECORD`: path, hash and size of each file.
-
-    Raises:
-        OSError: It has no `RECORD`.
-    """
+    """Return the rows of a distribution's `RECORD` (path, hash and size of each file). Without one: OSError."""
     with open(os.path.join(info, "RECORD"), newline="", encoding="utf-8") as record:
         return [row for row in csv.reader(record) if row]
 
