@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -43,13 +44,8 @@ def listing(settings: Settings, now: float | None = None) -> str:
     """Return the base, saved and built environments as text."""
     now = time.time() if now is None else now
     bases = [
-        (
-            name,
-            base_list(name).title,
-            f"Python {base_list(name).python_minor}",
-            count_of(len(base_list(name).public), "package"),
-        )
-        for name in BASE_NAMES
+        (name, base.title, f"Python {base.python_minor}", count_of(len(base.public), "package"))
+        for name, base in zip(BASE_NAMES, map(base_list, BASE_NAMES), strict=True)
     ]
     lines = ["base environments", *_indented(aligned(bases, right=(3,)))]
     kept = [_saved_row(settings, name) for name in named_environments.saved_names(settings)]
@@ -175,14 +171,11 @@ def built_here(settings: Settings) -> Iterator[Kept]:
 
 
 def _saved_row(settings: Settings, name: str) -> tuple[str, ...]:
-    try:
-        kept = named_environments.load(settings, name)
-    except UsageError:
-        # from another version, or damaged: it can still be removed
-        kept = None
-    if kept is None:
-        return (name, "unreadable", "")
-    return (name, f"Python {kept.python}", count_of(kept.packages, "package"))
+    with contextlib.suppress(UsageError):
+        if (kept := named_environments.load(settings, name)) is not None:
+            return (name, f"Python {kept.python}", count_of(kept.packages, "package"))
+    # from another version, or damaged: it can still be removed
+    return (name, "unreadable", "")
 
 
 def _freed(gone: list[Kept]) -> str:

@@ -70,9 +70,11 @@ def listing(settings: Settings) -> str:
     answers = _all(settings, "")
     rows = [("pool", "kind", "address", "now", "free/total")]
     for answer in answers:
-        entry = answer.entry
-        kind = "this machine" if entry is None else entry.kind
-        rows.append((answer.name, kind, entry.address if entry else "", _state(answer), _free(answer)))
+        kind, address = ("this machine", "") if answer.entry is None else (answer.entry.kind, answer.entry.address)
+        state = "can't be reached" if answer.problem else _NOT_RUNNING if answer.status is None else "up"
+        there = {} if answer.status is None else counts(answer.status)
+        free = ", ".join(f"{count.free}/{count.total} {kind}" for kind, count in there.items())
+        rows.append((answer.name, kind, address, state, free))
     lines = aligned(rows)
     lines += [f"{answer.name}: {answer.problem}" for answer in answers if answer.problem]
     return "\n".join(lines)
@@ -91,14 +93,13 @@ def types(settings: Settings, name: str = "") -> str:
     answers = _all(settings, name)
     money = money_of(settings)
     rows = [("pool", "type", "memory", "interconnect", "free/total", "nodes", "largest node", "an hour", "")]
-    for answer in answers:
-        if answer.status is not None:
-            rows += _type_rows(answer, answer.status, money)
-    lines = aligned(rows, right=(2, 4, 5, 6, 7)) if len(rows) > 1 else []
+    silent: list[str] = []
     for answer in answers:
         if answer.status is None:
-            lines.append(f"{answer.name}: {answer.problem or pools_status.NOT_RUNNING}")
-    return "\n".join(lines)
+            silent.append(f"{answer.name}: {answer.problem or pools_status.NOT_RUNNING}")
+        else:
+            rows += _type_rows(answer, answer.status, money)
+    return "\n".join([*(aligned(rows, right=(2, 4, 5, 6, 7)) if len(rows) > 1 else []), *silent])
 
 
 def _all(settings: Settings, name: str) -> list[Asked]:
@@ -118,36 +119,15 @@ def _checked(settings: Settings, entry: PoolEntry) -> PoolStatus:
     return found
 
 
-def _state(answer: Asked) -> str:
-    if answer.problem:
-        return "can't be reached"
-    return _NOT_RUNNING if answer.status is None else "up"
-
-
-def _free(answer: Asked) -> str:
-    if answer.status is None:
-        return ""
-    return ", ".join(f"{count.free}/{count.total} {kind}" for kind, count in counts(answer.status).items())
-
-
 def _type_rows(answer: Asked, status: PoolStatus, money: Money) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for kind, count in counts(status).items():
         price = money.of(answer.entry, kind)
         nodes, largest = _spread(status, kind)
-        rows.append(
-            (
-                answer.name,
-                kind,
-                "" if kind == CPU else _memory(status, kind),
-                _interconnect(status, kind),
-                f"{count.free}/{count.total}",
-                str(nodes),
-                str(largest),
-                "" if price is None else format_money(price, money.currency),
-                _remark(answer, status, kind),
-            )
-        )
+        memory, interconnect = ("", "") if kind == CPU else (_memory(status, kind), _interconnect(status, kind))
+        cost = "" if price is None else format_money(price, money.currency)
+        free, remark = f"{count.free}/{count.total}", _remark(answer, status, kind)
+        rows.append((answer.name, kind, memory, interconnect, free, str(nodes), str(largest), cost, remark))
     return rows
 
 
@@ -169,8 +149,6 @@ def _memory(status: PoolStatus, kind: str) -> str:
 
 
 def _interconnect(status: PoolStatus, kind: str) -> str:
-    if kind == CPU:
-        return ""
     found = {interconnect_of(kind, device.name) for device in status.inventory.devices if device.type == kind}
     found = found or {interconnect_of(kind)}
     return "/".join(sorted(each or "?" for each in found))
@@ -243,15 +221,9 @@ def _pool_options(parser: Parser) -> None:
 
 
 def _add(options: argparse.Namespace) -> str:
-    entry = new_entry(
-        options.name,
-        options.address,
-        options.key,
-        reserved=options.reserved,
-        types=options.types,
-        prices=options.prices,
-    )
-    return add(load_settings(), entry, check=not options.no_check, replace=options.replace)
+    it = options
+    entry = new_entry(it.name, it.address, it.key, reserved=it.reserved, types=it.types, prices=it.prices)
+    return add(load_settings(), entry, check=not it.no_check, replace=it.replace)
 
 
 def _serving_options(actions: Any) -> None:

@@ -76,7 +76,7 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     try:
         code, record = _attempts(settings, job, record, out if values.verbose or job.is_script else None, err)
     finally:
-        jobs.write(settings, jobs.ended(record, code))
+        jobs.write(settings, msgspec.structs.replace(record, ended_at=time.time(), code=code))
     if record.copy:
         # standard output belongs to the script
         print(record.copy, file=err if job.is_script else out)
