@@ -7,6 +7,7 @@ Source: papermill's documentation, "Parameterize" and "Command line interface".
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import json
 import keyword
@@ -141,7 +142,7 @@ def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...], *,
         parameters=file.parameters,
         defaults=defaults_of(file, where),
         pool=file.pool,
-        variables={name: _text(value) for name, value in file.env.items()},
+        variables={name: value if isinstance(value, str) else json.dumps(value) for name, value in file.env.items()},
         timeout_s=job_timeout_s(file, where),
         retries=file.retries,
         kernel=file.kernel,
@@ -159,10 +160,6 @@ def _existing(path: Path) -> Path:
     raise UsageError(f"{path} does not exist.{f' Did you mean {near[0]}?' if near else ''}")
 
 
-def _text(value: str | int | float | bool) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 # ---------------------------------------------------------------- parameters
 
 
@@ -172,14 +169,10 @@ def typed(text: str) -> object:
         return _WORDS[text]
     if _NUMBER.fullmatch(text) is None:
         return text
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return text
 
 
 def read_pair(option: str, text: str) -> tuple[str, str]:
@@ -252,12 +245,6 @@ def declared(source: str) -> set[str] | None:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
         return None
-    names: set[str] = set()
-    for statement in body:
-        targets: list[ast.expr] = []
-        if isinstance(statement, ast.Assign):
-            targets = list(statement.targets)
-        elif isinstance(statement, ast.AnnAssign):
-            targets = [statement.target]
-        names |= {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
-    return names
+    targets = [target for each in body if isinstance(each, ast.Assign) for target in each.targets]
+    targets += [each.target for each in body if isinstance(each, ast.AnnAssign)]
+    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
