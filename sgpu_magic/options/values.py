@@ -74,8 +74,9 @@ MOST_RANKS = 4096
 """Largest number of ranks, and of nodes, of a run; also the smallest invalid rank."""
 
 _MEMORY = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kMGT]i?)?B?", re.IGNORECASE)
-_MEMORY_UNITS = {unit: 1000**power for power, unit in enumerate(("", *"kmgt"))}
-_MEMORY_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
+_MEMORY_UNITS = {unit: 1000**power for power, unit in enumerate(("", *"kmgt"))} | {
+    f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)
+}
 # a smaller number is one whose unit was forgotten
 _LEAST_BYTES = 10**6
 _MOST_BYTES = 10**15

@@ -94,12 +94,11 @@ class Page:
         match order:
             case Watch(pool=pool):
                 self._watch(pool)
-                return None
             case Rest():
                 self.rest()
-                return None
             case StartPool() | CancelRun():
                 return obey_once(self._watchers, order)
+        return None
 
     def obeyed(self, message: object) -> Said | None:
         """Carry out a command that is given as JSON, as `obey`; errors become its outcome."""
@@ -120,9 +119,9 @@ class Page:
         """Stop the updates until the next `Watch`."""
         with self._lock:
             self._leave()
-            listed, self._listed = self._listed, None
-            if listed is not None:
-                listed.remove(self)
+            if self._listed is not None:
+                self._listed.remove(self)
+            self._listed = None
 
     def close(self) -> None:
         """Stop watching for good."""
@@ -142,9 +141,9 @@ class Page:
             self._watched = self._watchers.watch(pool, self, self._tell)
 
     def _leave(self) -> None:
-        watched, self._watched = self._watched, None
-        if watched is not None:
-            watched.remove(self)
+        if self._watched is not None:
+            self._watched.remove(self)
+        self._watched = None
 
 
 def obey_once(watchers: Watchers, order: PanelOrder) -> Said:
@@ -156,14 +155,12 @@ def obey_once(watchers: Watchers, order: PanelOrder) -> Said:
             case CancelRun(run_id=run_id, pool=pool):
                 said = _cancel(watchers.read_settings(), pool, run_id)
             case Watch() | Rest():
-                return Said(text="", ok=True)
-    except SgpuError as error:
-        return Said(text=as_sentence(error.message), ok=False)
-    except OSError as error:
+                said = ""
+        return Said(text=as_sentence(said), ok=True)
+    except (SgpuError, OSError) as error:
         return Said(text=as_sentence(str(error)), ok=False)
     finally:
         watchers.look_soon()
-    return Said(text=as_sentence(said), ok=True)
 
 
 def _start(settings: Settings, pool: str) -> str:
@@ -191,9 +188,9 @@ def _cancel(settings: Settings, pool: str, run_id: str) -> str:
         raise UsageError("no pool is running, so there is no run to cancel.")
     run = ledger.find_run(settings, run_id) if entry is None else None
     # a run that is not in the ledger yet is known only to the pool
-    pressed, said = (
-        stop_words(run) if run is not None else ("Cancel was pressed", f"run {short(run_id)} is being stopped")
-    )
+    pressed, said = "Cancel was pressed", f"run {short(run_id)} is being stopped"
+    if run is not None:
+        pressed, said = stop_words(run)
     from sgpu_magic.client.pool import Pool
 
     with closing(Pool(settings, None, entry)) as asked:

@@ -59,6 +59,7 @@ class RunFilesOfPool:
             changed_at = os.stat(self._runs_path).st_mtime_ns
             if changed_at != self._listed_at:
                 self._here = frozenset(filter(is_valid_id, os.listdir(self._runs_path)))
+                self._known = {run_id: known for run_id, known in self._known.items() if run_id in self._here}
                 self._listed_at = changed_at
         except OSError:
             self._here, self._listed_at = frozenset(), 0
@@ -76,10 +77,6 @@ class RunFilesOfPool:
             over = run.state.is_final and now - (run.ended_at or run.submitted_at) > _LATE_S
             self._known[run_id] = place, float("inf") if over or place.tracked_url else clock + _LOOK_EVERY_S
         return place
-
-    def keep_only(self, run_ids: Iterable[str]) -> None:
-        """Drop what is known of all other runs."""
-        self._known = {run_id: self._known[run_id] for run_id in run_ids if run_id in self._known}
 
     def _parameters(self, run_id: str) -> tuple[RunParameter, ...] | None:
         spec = read_spec(self._runs_path / run_id)

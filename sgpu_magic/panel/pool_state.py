@@ -43,12 +43,9 @@ from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 NO_GPU = "No GPU on this machine: ranks run on CPU."
 NO_GPU_THERE = "No GPU in this pool: ranks run on CPU."
 
+# in all other states a run is going
 _TONES: Mapping[RunState, str] = {
     RunState.QUEUED: "waiting",
-    RunState.PREPARING: "going",
-    RunState.STARTING: "going",
-    RunState.RUNNING: "going",
-    RunState.CANCELLING: "going",
     RunState.SUCCEEDED: "good",
     RunState.FAILED: "bad",
     RunState.TIMED_OUT: "bad",
@@ -195,15 +192,14 @@ def _words_of(entry: PoolEntry, status: PoolStatus | None, rates: Mapping[str, M
 
 def run_row(run: RunSummary, place: RunFiles) -> RunRow:
     """Return one row of the list; it depends only on the run and its directory."""
-    is_session = run.kind is RunKind.SESSION
-    tone = _TONES[run.state]
+    tone = _TONES.get(run.state, "going")
     return RunRow(
         **{name: getattr(run, name) for name in _AS_IN_SUMMARY},
         short_id=short(run.run_id),
         name=run_name(run),
         kind=run.kind.value,
         state=run.state.value,
-        tone="plain" if is_session and tone == "good" else tone,
+        tone="plain" if run.kind is RunKind.SESSION and tone == "good" else tone,
         final=run.state.is_final,
         words=_words(run),
         notebook=file_name(run.notebook),
@@ -217,8 +213,8 @@ def _words(run: RunSummary) -> str:
     ranks, why = count_of(run.ranks, "rank"), failure_line(run)
     if run.state is RunState.QUEUED:
         position = f"position {run.position}" if run.position else ""
-        waits = ", ".join(part for part in (run.waiting_for, position) if part)
-        return f"{ranks} · {waits}" if waits else ranks
+        why = ", ".join(filter(None, (run.waiting_for, position)))
+        return f"{ranks} · {why}" if why else ranks
     if run.state in (RunState.FAILED, RunState.TIMED_OUT):
         return why or ranks
     return f"{ranks} · {why}" if run.state.is_final and why else ranks
@@ -236,8 +232,7 @@ def _types(
     for device in status.inventory.devices:
         by_type.setdefault(device.type, []).append(device)
     # the type that the pool chooses for runs that name none
-    largest = Counter({kind: len(devices) for kind, devices in by_type.items()}).most_common(1)
-    main = largest[0][0] if largest else CPU
+    main = max(by_type, key=lambda kind: len(by_type[kind]), default=CPU)
 
     def drawn(kind: str, total: int, free: int, devices: Sequence[Device]) -> TypePicture:
         price, reserved = _price(status.pool, kind, rates)
@@ -276,14 +271,10 @@ def _price(pool: str, device_type: str, rates: Money) -> tuple[float | None, boo
 
 
 def _notes(status: PoolStatus, now: float, notice: str) -> Sequence[str]:
-    words = NO_GPU if status.pool == LOCAL else NO_GPU_THERE
-    no_gpu = [] if any(not device.simulated for device in status.inventory.devices) else [words]
-    words = [
-        *no_gpu,
-        *problem_words(status),
-        *budget_words(status, nearly_used=True),
-        *([notice] if notice else idle_words(status, now)),
-    ]
+    no_gpu = NO_GPU if status.pool == LOCAL else NO_GPU_THERE
+    words = [] if any(not device.simulated for device in status.inventory.devices) else [no_gpu]
+    words += problem_words(status) + budget_words(status, nearly_used=True)
+    words += [notice] if notice else idle_words(status, now)
     return [as_sentence(text) for text in words]
 
 
