@@ -286,11 +286,7 @@ def ray_launch(**options: Unpack[Options]) -> Callable[[Callable[P, R]], RayFunc
     """
     # what is wrong with the options is told where they stand
     check_ray_options(options)
-
-    def decorate(function: Callable[P, R]) -> RayFunction[P, R]:
-        return RayFunction(function, options)
-
-    return decorate
+    return lambda function: RayFunction(function, options)
 
 
 def check_ray_options(options: Options) -> CallOptions:

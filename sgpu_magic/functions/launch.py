@@ -269,16 +269,13 @@ class Sweeping(Generic[T, R]):
         try:
             options = replace(self._options, name=f"{self._name}[{task.index}]")
             submission = prepare(self._place, self._function, (task.item,), {}, options, beside_sessions=False)
+            run = task.run = cast("Run[R]", submitted(self._place, submission))
         except SerializationError as error:
             if not self._done and not self._out:
                 raise
             # of one item among others that can be sent
             task.error = error
             return task
-        except PoolError as error:
-            return self._kept(task, error)
-        try:
-            run = task.run = cast("Run[R]", submitted(self._place, submission))
         except PoolError as error:
             return self._kept(task, error)
         self._unsent, self._unreached_since, self._unreached = None, 0.0, ""
