@@ -10,6 +10,7 @@ import os
 import posixpath
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
