@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import psutil
 import zmq
 
 from sgpu_magic.files.whole_file import format_bytes
@@ -236,9 +237,5 @@ def _task_room() -> tuple[int | None, str]:
 
 def _own_tasks() -> int:
     """Return the number of threads of this user's processes: each counts against the limit (setrlimit(2))."""
-    count = 0
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if entry.stat().st_uid == os.getuid():
-                count += len(os.listdir(entry / "task"))
-    return count
+    processes = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
+    return sum(each["num_threads"] or 0 for each in processes if each["uids"] and each["uids"].real == os.getuid())

@@ -69,14 +69,12 @@ class DistributedFunction(Generic[P, R, T]):
         Raises:
             UsageError: An option is invalid or contradicts another.
         """
-        given = dict(self._given)
-        if changes.get("session") is not None:
-            # its ranks are what they are
-            given = {name: value for name, value in given.items() if name not in ("gpus", "num_gpus", "gpu_type")}
+        # a session's ranks are what they are
+        dropped = {"gpus", "num_gpus", "gpu_type"} if changes.get("session") is not None else set[str]()
         if {"gpus", "num_gpus"} & changes.keys():
-            given = {name: value for name, value in given.items() if name not in ("gpus", "num_gpus")}
-        merged = cast("Options", given | dict(changes))
-        return type(self)(self.__sgpu_function__, merged, self._run_async)
+            dropped |= {"gpus", "num_gpus"}
+        given = {name: value for name, value in self._given.items() if name not in dropped}
+        return type(self)(self.__sgpu_function__, cast("Options", given | dict(changes)), self._run_async)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Bind a method: a local call gets `self`, and `.distributed` sends `self` to the ranks."""

@@ -4,16 +4,14 @@ All requests run in their own threads, as cells may be running, and print nothin
 
 from __future__ import annotations
 
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.errors import UsageError
 from sgpu_magic.options.asked import SessionOptions
 from sgpu_magic.packages import snapshot
 from sgpu_magic.packages.distributions import normalised
@@ -31,7 +29,7 @@ from sgpu_magic.panel.kernel_state import (
     PlanAnswer,
 )
 from sgpu_magic.panel.plan import Plan, living, plan
-from sgpu_magic.panel.pool_state import as_sentence
+from sgpu_magic.panel.pool_state import failure_words
 from sgpu_magic.runs.choice.packages import install
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, words_of
 from sgpu_magic.runs.sessions import registry
@@ -79,13 +77,8 @@ class KernelActions:
         number = number if isinstance(number, int) else 0
         try:
             reply = self.answer(msgspec.convert(content, KernelQuestion), knows_metadata=knows_metadata)
-        except msgspec.ValidationError as error:
-            reply = PanelRefusal(n=number, text=f"This request is not valid: {error}.")
-        except SgpuError as error:
-            reply = PanelRefusal(n=number, text=as_sentence(error.message))
         except Exception as error:  # noqa: BLE001  a thread's top, and a front end that waits
-            traceback.print_exc(file=sys.__stderr__)
-            reply = PanelRefusal(n=number, text=f"The request failed: {type(error).__name__}: {error}")
+            reply = PanelRefusal(n=number, text=failure_words(error))
         return cast("dict[str, Any]", msgspec.to_builtins(reply))
 
     def answer(self, question: KernelQuestion, *, knows_metadata: bool = True) -> KernelReply:

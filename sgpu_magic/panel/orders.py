@@ -5,9 +5,7 @@ The TypeScript twins of the records are generated: `labextension/src/panel/recor
 
 from __future__ import annotations
 
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import closing
 
@@ -18,7 +16,7 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_po
 from sgpu_magic.client.this_machine import find_pool, start_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
-from sgpu_magic.panel.pool_state import as_sentence
+from sgpu_magic.panel.pool_state import as_sentence, failure_words
 from sgpu_magic.panel.schema import PanelTold
 from sgpu_magic.panel.watch import ListWatcher, PoolWatcher, Watchers
 from sgpu_magic.views.live.schema import Message
@@ -104,11 +102,8 @@ class Page:
         """Carry out a command that is given as JSON, as `obey`; errors become its outcome."""
         try:
             return self.obey(msgspec.convert(message, PanelOrder))
-        except msgspec.ValidationError as error:
-            return Said(text=f"This request is not valid: {error}.", ok=False)
         except Exception as error:  # noqa: BLE001  a thread's top, and a page that waits
-            traceback.print_exc(file=sys.__stderr__)
-            return Said(text=f"The request failed: {type(error).__name__}: {error}", ok=False)
+            return Said(text=failure_words(error), ok=False)
 
     @property
     def is_watching(self) -> bool:

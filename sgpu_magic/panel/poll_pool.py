@@ -306,15 +306,12 @@ class ListLook:
 
     def drawn(self) -> PoolsTold:
         """Return the pools that the files list now, with the last known state of each. Thread-safe."""
-        settings, entries, answers = Settings(), (), self._answers
+        settings, entries = Settings(), ()
         with contextlib.suppress(SgpuError):
             entries = read_pools()
         with contextlib.suppress(SgpuError):
             settings = self._read_settings()
-        statuses = {answer.name: answer.status for answer in answers if not answer.problem}
-        silent = frozenset(answer.name for answer in answers if answer.problem)
-        rates = {entry.name: rates_of(settings, entry) for entry in entries}
-        return PoolsTold(pools=pool_choices(default_pool(settings.pool, entries), entries, statuses, silent, rates))
+        return PoolsTold(pools=pool_choices(settings, entries, self._answers))
 
     def close(self) -> None:
         """Close the connections to the pools."""
