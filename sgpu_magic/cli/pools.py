@@ -257,15 +257,19 @@ def _serving_options(actions: Any) -> None:
     revoke = actions.add_parser("revoke", help="no longer let a user use the pool")
     revoke.add_argument("who", metavar="WHO", help="user whose keys are removed")
     _add_name(revoke)
-    for made in (serve, deploy, undeploy, keygen, authorize, revoke):
-        made.does(_serving)
+    serve.does(lambda it: _serving().serve(load_settings(), it.engine, it.listen, it.name, same_files=it.same_files))
+    for made in (deploy, undeploy):
+        made.does(lambda it: _serving().deploy_pool(load_settings(), it))
+    keygen.does(lambda it: _serving().keygen(force=it.force))
+    authorize.does(lambda it: _serving().authorize(load_settings(), it.name, it.who, it.key, admin=it.admin))
+    revoke.does(lambda it: _serving().revoke(load_settings(), it.name, it.who))
 
 
-def _serving(options: argparse.Namespace) -> str:
+def _serving() -> Any:
     # imports the pool service, which the other commands do not need
     from sgpu_magic.cli import serving
 
-    return serving.run(load_settings(), options)
+    return serving
 
 
 def _add_ray(parser: Any) -> None:

@@ -22,11 +22,11 @@ from sgpu_magic.panel.kernel_state import (
     AskKernel,
     AskPlan,
     KernelAnswer,
-    KernelPictures,
     KernelQuestion,
     KernelReply,
     PanelRefusal,
     PlanAnswer,
+    kernel_picture,
 )
 from sgpu_magic.panel.plan import Plan, living, plan
 from sgpu_magic.panel.pool_state import failure_words
@@ -54,7 +54,6 @@ class KernelActions:
 
     def __init__(self, place: Workplace) -> None:
         self._place = place
-        self._pictures = KernelPictures(place)
         self._lock = threading.Lock()
         self._job: Future[tuple[KeptChoice, str]] | None = None
         self._applying = threading.Lock()
@@ -112,7 +111,7 @@ class KernelActions:
     def _state(self, number: int, kept: KeptChoice | None = None, said: str = "") -> KernelAnswer:
         held = self._place.choice.now()
         installing = self._is_installing()
-        picture = self._pictures.picture(held)
+        picture = kernel_picture(self._place, held)
         return KernelAnswer(n=number, picture=picture, kept=kept, said=said, installing=installing)
 
     def _is_installing(self) -> bool:
