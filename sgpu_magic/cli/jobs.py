@@ -200,14 +200,10 @@ def start_detached(settings: Settings, record: JobRecord, arguments: Sequence[st
         # like nohup: the child inherits the ignored SIGHUP from its start
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
+            command = [sys.executable, "-m", "sgpu_magic.cli", *arguments]
+            # in its own session: a terminal's Ctrl-C does not reach it
             process = subprocess.Popen(
-                [sys.executable, "-m", "sgpu_magic.cli", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # so that a terminal's Ctrl-C does not reach it
-                start_new_session=True,
-                close_fds=True,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         finally:
             signal.signal(signal.SIGHUP, before)

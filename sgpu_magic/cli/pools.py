@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -214,7 +215,7 @@ def _pool_options(parser: Parser) -> None:
     made = actions.add_parser("remove", help="remove a pool from the list; its runs continue")
     made.add_argument("name", metavar="NAME", help="name of the pool in the list")
     made.does(lambda options: remove(options.name))
-    _serving_options(actions)
+    _serving_options(actions.add_parser)
     made = actions.add_parser("stop", help="stop the pool; the next run starts it again")
     made.add_argument("--force", action="store_true", help="even if runs are in progress, which end too")
     made.does(lambda options: stop(load_settings(), force=options.force))
@@ -226,15 +227,15 @@ def _add(options: argparse.Namespace) -> str:
     return add(load_settings(), entry, check=not it.no_check, replace=it.replace)
 
 
-def _serving_options(actions: Any) -> None:
-    serve = actions.add_parser("serve", help="serve a pool to other machines, in the foreground")
+def _serving_options(add: Callable[..., Parser]) -> None:
+    serve = add("serve", help="serve a pool to other machines, in the foreground")
     serve.add_argument("--engine", choices=("local", "ray"), default="local", help="where ranks run (default: local)")
     serve.add_argument("--listen", required=True, metavar="tcp://0.0.0.0:PORT", help="address to listen on for clients")
     _add_name(serve)
     serve.add_argument(
         "--same-files", action="store_true", help="nodes see the clients' files and Pythons, so build no environments"
     )
-    deploy = actions.add_parser("deploy", help="start a served pool on a Ray cluster, as a Ray job")
+    deploy = add("deploy", help="start a served pool on a Ray cluster, as a Ray job")
     _add_ray(deploy)
     deploy.add_argument(
         "--listen",
@@ -244,17 +245,17 @@ def _serving_options(actions: Any) -> None:
     )
     _add_name(deploy)
     deploy.add_argument("job", nargs="*", metavar="-- OPTIONS", help="options of `ray job submit`")
-    undeploy = actions.add_parser("undeploy", help="stop a deployed pool")
+    undeploy = add("undeploy", help="stop a deployed pool")
     _add_ray(undeploy)
     _add_name(undeploy)
-    keygen = actions.add_parser("keygen", help="create the key that identifies you to pools")
+    keygen = add("keygen", help="create the key that identifies you to pools")
     keygen.add_argument("--force", action="store_true", help="replace the existing key")
-    authorize = actions.add_parser("authorize", help="let a user use the pool served here")
+    authorize = add("authorize", help="let a user use the pool served here")
     authorize.add_argument("who", metavar="WHO", help="name of the user, shown with their runs")
     authorize.add_argument("key", metavar="KEY", help="the user's public key, as printed by `sgpu pool keygen`")
     authorize.add_argument("--admin", action="store_true", help="may stop everybody's runs and the pool")
     _add_name(authorize)
-    revoke = actions.add_parser("revoke", help="no longer let a user use the pool")
+    revoke = add("revoke", help="no longer let a user use the pool")
     revoke.add_argument("who", metavar="WHO", help="user whose keys are removed")
     _add_name(revoke)
     serve.does(lambda it: _serving().serve(load_settings(), it.engine, it.listen, it.name, same_files=it.same_files))
@@ -272,11 +273,11 @@ def _serving() -> Any:
     return serving
 
 
-def _add_ray(parser: Any) -> None:
+def _add_ray(parser: Parser) -> None:
     parser.add_argument("--ray", required=True, metavar="http://HEAD:8265", help="address of Ray's dashboard")
 
 
-def _add_name(parser: Any) -> None:
+def _add_name(parser: Parser) -> None:
     parser.add_argument("--name", default="team", metavar="NAME", help="name of the served pool (default: team)")
 
 

@@ -62,13 +62,9 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     if not job.is_script or job.kernel:
         formats.check_kernel(job.kernel or formats.kernel_name(job.source, job.form))
     continued = bool(values.job_id)
-    record = jobs.JobRecord(
-        job_id=values.job_id or new_id(),
-        source=str(job.source),
-        copy=values.copy or ("" if continued else str(copy_of(job) or "")),
-        started_at=time.time(),
-        detached=continued,
-    )
+    job_id, source = values.job_id or new_id(), str(job.source)
+    copy = values.copy or ("" if continued else str(copy_of(job) or ""))
+    record = jobs.JobRecord(job_id=job_id, source=source, copy=copy, started_at=time.time(), detached=continued)
     if values.detach and not continued:
         return _detach(settings, record, values.words, out)
     jobs.prune(settings)

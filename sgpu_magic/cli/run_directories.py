@@ -273,12 +273,9 @@ def _send_all(settings: Settings, left: Sequence[Left]) -> list[Sent]:
 
 def _send(settings: Settings, uri: str, items: Sequence[Left], environ: dict[str, str]) -> list[Sent]:
     order = Unsent(settings, uri, tuple(str(directory) for directory, _ in items))
-    done = subprocess.run(
-        [sys.executable, "-m", "sgpu_magic.tracking", SYNC],
-        input=msgspec.json.encode(order),
-        capture_output=True,
-        env=environ | {"PYTHONSAFEPATH": "1"},
-    )
+    command = [sys.executable, "-m", "sgpu_magic.tracking", SYNC]
+    environ |= {"PYTHONSAFEPATH": "1"}
+    done = subprocess.run(command, input=msgspec.json.encode(order), capture_output=True, env=environ)
     found = [msgspec.json.decode(line, type=Sent) for line in done.stdout.splitlines() if line.startswith(b"{")]
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import queue
 import sys
 import threading
@@ -204,8 +205,7 @@ class Sweeping(Generic[T, R]):
         self._failures: list[str] = []
         self._done = self._failed = 0
         self.late: list[Task[T, R]] = []
-        # an item that the pool could not be given, since when, why, and when it is tried again
-        self._unsent: Task[T, R] | None = None
+        # since when the pool does not take the next item, when that is tried again, and why
         self._unreached_since = self._try_at = 0.0
         self._unreached = ""
 
@@ -217,19 +217,19 @@ class Sweeping(Generic[T, R]):
         ending = "stopped"
         try:
             more = True
-            while more or self._out or self._unsent is not None:
-                while len(self._out) < bound and (more or self._unsent is not None):
-                    task = self._unsent or next(waiting, None)
+            while more or self._out:
+                while more and len(self._out) < bound and time.monotonic() >= self._try_at:
+                    task = next(waiting, None)
                     if task is None:
                         more = False
-                    elif task is self._unsent and time.monotonic() < self._try_at:
-                        break
-                    elif self._start(task).error is not None:
+                    elif not self._start(task):
+                        waiting = itertools.chain((task,), waiting)
+                    elif task.error is not None:
                         yield self._over(task)
                 now = time.monotonic()
                 if progress.is_due(now):
                     progress.show(self._picture(self._unreached), now)
-                if (self._out or self._unsent is not None) and (task := self._next()) is not None:
+                if (more or self._out) and (task := self._next()) is not None:
                     yield self._over(task)
             ending = ""
         except KeyboardInterrupt as error:
@@ -265,7 +265,8 @@ class Sweeping(Generic[T, R]):
         # ranks on CPU may be more than there are cores, which helps none of them
         return max(1, min(status.inventory.cores, status.inventory.cpu_slots) // ranks)
 
-    def _start(self, task: Task[T, R]) -> Task[T, R]:
+    def _start(self, task: Task[T, R]) -> bool:
+        """Submit an item's run, or note why that is impossible. Returns False to try again later."""
         try:
             options = replace(self._options, name=f"{self._name}[{task.index}]")
             submission = prepare(self._place, self._function, (task.item,), {}, options, beside_sessions=False)
@@ -275,16 +276,17 @@ class Sweeping(Generic[T, R]):
                 raise
             # of one item among others that can be sent
             task.error = error
-            return task
+            return True
         except PoolError as error:
-            return self._kept(task, error)
-        self._unsent, self._unreached_since, self._unreached = None, 0.0, ""
+            self._wait_for_pool(error)
+            return False
+        self._unreached_since, self._unreached = 0.0, ""
         self._out[run.run_id] = task
         run.add_done_callback(cast("Callable[[object], object]", self._ended.put))
-        return task
+        return True
 
-    def _kept(self, task: Task[T, R], error: PoolError) -> Task[T, R]:
-        """Keep an item to try again later: a pool that was reached before may come back.
+    def _wait_for_pool(self, error: PoolError) -> None:
+        """Set the time of the next attempt: a pool that was reached before may come back.
 
         Raises:
             PoolError: The pool has been unreachable for too long, or was never reached.
@@ -296,9 +298,8 @@ class Sweeping(Generic[T, R]):
         is_local = self._place.wanted_pool(self._options.pool) in ("", LOCAL)
         if now - self._unreached_since > (_LOCAL_PATIENCE_S if is_local else self._place.settings.link_timeout_s):
             raise error
-        self._unsent, self._try_at = task, now + _TRY_AGAIN_S
+        self._try_at = now + _TRY_AGAIN_S
         self._unreached = "the pool does not answer; further items wait"
-        return task
 
     def _next(self) -> Task[T, R] | None:
         try:

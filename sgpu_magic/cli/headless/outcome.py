@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 import shlex
@@ -304,12 +305,10 @@ def copy_of(job: Job) -> Path | None:
         for number in range(1, 100):
             more = f"-{number}" if number > 1 else ""
             path = job.source.with_name(f"{job.source.stem}.{stamp}{more}{NOTEBOOK}")
-            try:
+            # where it exists, another job started in this second
+            with contextlib.suppress(FileExistsError):
                 path.touch(exist_ok=False)
-            except FileExistsError:
-                # another job started in this second
-                continue
-            return path
+                return path
     except OSError as error:
         raise UsageError(
             f"the executed copy can't be written: {error.filename}: {error.strerror}. Choose another place with -o."
