@@ -221,8 +221,7 @@ def _pool_options(parser: Parser) -> None:
     made.does(lambda options: stop(load_settings(), force=options.force))
 
 
-def _add(options: argparse.Namespace) -> str:
-    it = options
+def _add(it: argparse.Namespace) -> str:
     entry = new_entry(it.name, it.address, it.key, reserved=it.reserved, types=it.types, prices=it.prices)
     return add(load_settings(), entry, check=not it.no_check, replace=it.replace)
 

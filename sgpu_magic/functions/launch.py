@@ -203,7 +203,7 @@ class Sweeping(Generic[T, R]):
         self._ended: queue.SimpleQueue[Run[Any]] = queue.SimpleQueue()
         self._out: dict[str, Task[T, R]] = {}
         self._failures: list[str] = []
-        self._done = self._failed = 0
+        self._done = 0
         self.late: list[Task[T, R]] = []
         # since when the pool does not take the next item, when that is tried again, and why
         self._unreached_since = self._try_at = 0.0
@@ -292,7 +292,7 @@ class Sweeping(Generic[T, R]):
             PoolError: The pool has been unreachable for too long, or was never reached.
         """
         now = time.monotonic()
-        if not (self._done or self._failed or self._out) or isinstance(error, PoolVersionError | KeyRefused):
+        if not (self._done or self._failures or self._out) or isinstance(error, PoolVersionError | KeyRefused):
             raise error
         self._unreached_since = self._unreached_since or now
         is_local = self._place.wanted_pool(self._options.pool) in ("", LOCAL)
@@ -314,7 +314,6 @@ class Sweeping(Generic[T, R]):
         if task.error is None:
             self._done += 1
         else:
-            self._failed += 1
             run = short(task.run.run_id) if task.run is not None else ""
             self._failures.append(failure_line(task.index, run, task.error))
         return task
@@ -337,7 +336,7 @@ class Sweeping(Generic[T, R]):
             name=self._name,
             done=self._done,
             running=running,
-            failed=self._failed,
+            failed=len(self._failures),
             total=self._total,
             seconds=time.monotonic() - self._began,
             failures=tuple(self._failures),

@@ -226,12 +226,9 @@ def _python(version: str, packages: Mapping[str, str]) -> str:
 
 
 def _line(change: Change) -> PackageLine:
-    if not change.before:
-        return PackageLine(sign="+", name=change.name, words=f"{change.name} {change.now}", removable=True)
-    if not change.now:
-        return PackageLine(sign="-", name=change.name, words=f"{change.name} {change.before}", removable=False)
-    words = f"{change.name} {change.before} → {change.now}"
-    return PackageLine(sign="~", name=change.name, words=words, removable=False)
+    sign = "+" if not change.before else "~" if change.now else "-"
+    words = f"{change.name} {' → '.join(filter(None, (change.before, change.now)))}"
+    return PackageLine(sign=sign, name=change.name, words=words, removable=sign == "+")
 
 
 def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoice, ...]:

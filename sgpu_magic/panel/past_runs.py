@@ -167,7 +167,6 @@ KEPT_S = 20.0
 """How long the sums are cached; they change slowly."""
 # the largest share of time to spend on computing them
 _SHARE = 0.01
-_NO_PRICES = Prices()
 
 
 class MonthUsage:
@@ -191,18 +190,14 @@ class MonthUsage:
         """
         began = time.monotonic()
         if began >= self._kept_until:
-            self._sums = self._read(now)
-            took = time.monotonic() - began
-            self._kept_until = began + max(KEPT_S, took / _SHARE)
+            since = month_began(now)
+            try:
+                self._sums = month_sums(ledger.runs_since(self._settings, since), since, now)
+            except PoolError:
+                # requests for the runs report the error
+                self._sums = None
+            self._kept_until = began + max(KEPT_S, (time.monotonic() - began) / _SHARE)
         return "" if self._sums is None else month_line(self._sums, budget)
-
-    def _read(self, now: float) -> Use | None:
-        since = month_began(now)
-        try:
-            return month_sums(ledger.runs_since(self._settings, since), since, now)
-        except PoolError:
-            # requests for the runs report the error
-            return None
 
 
 def month_began(now: float) -> float:
@@ -213,7 +208,7 @@ def month_began(now: float) -> float:
 
 def month_sums(rows: Sequence[RunSummary], since: float, now: float) -> Use:
     """Return the usage of runs that ended since then or are active."""
-    return usage(rows, since, now, "user", _NO_PRICES, "").total
+    return usage(rows, since, now, "user", Prices(), "").total
 
 
 def month_line(used: Use, budget: BudgetState | None) -> str:
