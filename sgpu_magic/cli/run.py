@@ -59,8 +59,8 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     if missing := [name for name in _NEEDS if importlib.util.find_spec(name) is None]:
         verb = "is" if len(missing) == 1 else "are"
         raise UsageError(f"{' and '.join(missing)} {verb} not installed, so no notebook can be executed. {EXTRA}")
-    if not job.is_script or job.kernel:
-        formats.check_kernel(job.kernel or formats.kernel_name(job.source, job.form))
+    if not job.is_script or job.file.kernel:
+        formats.check_kernel(job.file.kernel or formats.kernel_name(job.source, job.form))
     continued = bool(values.job_id)
     job_id, source = values.job_id or new_id(), str(job.source)
     copy = values.copy or ("" if continued else str(copy_of(job) or ""))
@@ -124,7 +124,7 @@ def _attempts(
     def say(text: str) -> None:
         print(f"{job.source.name}: {text}", file=err, flush=True)
 
-    left, pause_s = job.retries, _RETRY_AFTER_S
+    left, pause_s = job.file.retries, _RETRY_AFTER_S
     until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s
     while True:
         began = time.monotonic()

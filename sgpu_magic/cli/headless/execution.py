@@ -97,7 +97,7 @@ class NotebookRun:
             self._out,
             self._err if self._job.is_script else None,
             kept=self._copy.path is not None,
-            kernel_name=self._job.kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
+            kernel_name=self._job.file.kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
             timeout=None,
             coalesce_streams=True,
             extra_arguments=kernel_lines(self._job) if self._job.is_script else [],
@@ -244,11 +244,11 @@ class NotebookRun:
             given = replace(given, ui="streams", script=source, arguments=arguments, module=job.module)
         environ[VARIABLE] = as_variable(given)
         # also without parameters: `dbutils.notebook.run` in a notebook must not pass on those of its own job
-        environ[notebook_job.PARAMETERS_VARIABLE] = notebook_job.parameters_as_variable(job.parameters)
+        environ[notebook_job.PARAMETERS_VARIABLE] = notebook_job.parameters_as_variable(job.file.parameters)
         # the owner of the runs, as Jupyter passes it to a kernel
         environ["JPY_SESSION_NAME"] = source
-        if job.pool:
-            environ["SGPU_POOL"] = job.pool
+        if job.file.pool:
+            environ["SGPU_POOL"] = job.file.pool
         if job.variables:
             # given explicitly, so they are sent to other machines too
             environ["SGPU_VARIABLES"] = ",".join(filter(None, [environ.get("SGPU_VARIABLES"), *job.variables]))

@@ -42,16 +42,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         source: Path of the file.
         form: Format of the file.
+        file: The options as given, of the job file and the command line.
         arguments: Arguments of a script.
         output: Path of the executed copy; None for a generated name next to a notebook, and for no copy of a script.
-        into_folder: `output` is a folder, in which the copy gets a generated name.
-        parameters: Parameters of the notebook.
         defaults: Options for cells that do not set them.
-        pool: Name of the pool, "" for that of the settings.
         variables: Environment variables for the notebook and its ranks.
         timeout_s: Time limit for the whole job in seconds; None for none.
-        retries: Maximum number of retries after a failure of the pool, a node or the environment.
-        kernel: Name of the Jupyter kernel, "" for the notebook's.
         cells: Where plain cells run, one of `CELLS`.
         folder: Working directory: a notebook's own folder; for a script on the command line, that of the command.
         as_written: The script's `sys.argv[0]`.
@@ -60,20 +56,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     source: Path
-    form: Form = Form.IPYNB
-    arguments: tuple[str, ...] = ()
-    output: Path | None = None
-    into_folder: bool = False
-    parameters: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
-    defaults: JobDefaults = msgspec.field(default_factory=JobDefaults)
-    pool: str = ""
-    variables: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
-    timeout_s: float | None = None
-    retries: int = 0
-    kernel: str = ""
-    cells: str = "auto"
-    folder: Path = Path()
-    as_written: str = ""
+    form: Form
+    file: JobFile
+    arguments: tuple[str, ...]
+    output: Path | None
+    defaults: JobDefaults
+    variables: Mapping[str, str]
+    timeout_s: float | None
+    cells: str
+    folder: Path
+    as_written: str
     module: str = ""
     restarts: int = 0
 
@@ -136,16 +128,12 @@ def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...], *,
     return Job(
         source=source,
         form=form,
+        file=file,
         arguments=arguments,
         output=Path(file.output).absolute() if file.output else None,
-        into_folder=file.output.endswith(os.sep),
-        parameters=file.parameters,
         defaults=defaults_of(file, where),
-        pool=file.pool,
         variables={name: value if isinstance(value, str) else json.dumps(value) for name, value in file.env.items()},
         timeout_s=job_timeout_s(file, where),
-        retries=file.retries,
-        kernel=file.kernel,
         cells=cells,
         folder=source.parent,
         as_written=str(source),

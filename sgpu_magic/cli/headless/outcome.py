@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import re
 import shlex
 import signal
@@ -49,7 +50,7 @@ def prepared(notebook: Any, job: Job) -> list[str]:
     """
     cells = [cell for cell in notebook.cells if not has_tag(cell, SETUP_TAG)]
     notes: list[str] = []
-    if job.parameters:
+    if job.file.parameters:
         cells, notes = _with_parameters(cells, job)
     sources = [cell.source for cell in cells if cell.cell_type == "code"]
     setup = _setup(sources, job)
@@ -125,10 +126,10 @@ def _with_parameters(cells: list[Any], job: Job) -> tuple[list[Any], list[str]]:
         there = ", ".join(sorted(known))
         notes += [
             f"the parameter {name} is not among those that the cell tagged `parameters` sets: {there}."
-            for name in job.parameters
+            for name in job.file.parameters
             if name not in known
         ]
-    new = _new_cell(source_of(job.parameters), INJECTED_TAG)
+    new = _new_cell(source_of(job.file.parameters), INJECTED_TAG)
     return [*cells[: tagged + 1], new, *cells[tagged + 1 :]], notes
 
 
@@ -244,7 +245,7 @@ class ExecutedCopy:
         self._notebook.metadata["papermill"] = {
             "default_parameters": {},
             "environment_variables": {},
-            "parameters": dict(job.parameters),
+            "parameters": dict(job.file.parameters),
             "input_path": str(job.source),
             "output_path": str(self.path or ""),
             "start_time": _now(),
@@ -297,7 +298,7 @@ def copy_of(job: Job) -> Path | None:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
         if job.output is not None:
-            into_folder = job.into_folder or job.output.is_dir()
+            into_folder = job.file.output.endswith(os.sep) or job.output.is_dir()
             path = job.output / f"{job.source.stem}.{stamp}{NOTEBOOK}" if into_folder else job.output
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
