@@ -15,33 +15,23 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.options.argparse_form import add_option
 from sgpu_magic.options.table import MOST_RETRIES
 
-_POOL = "the pool arranges the rendezvous"
-_LOGS = "every rank has a log: `sgpu logs RUN --rank N`"
-# option of torchrun -> why it has no effect here
+# why options of torchrun have no effect here, and these options
 _WITHOUT_EFFECT = {
-    "standalone": "",
-    "rdzv-backend": _POOL,
-    "rdzv-endpoint": _POOL,
-    "rdzv-id": _POOL,
-    "rdzv-conf": _POOL,
-    "master-addr": _POOL,
-    "master-port": _POOL,
-    "local-addr": _POOL,
-    "log-dir": _LOGS,
-    "redirects": _LOGS,
-    "tee": _LOGS,
-    "logs-specs": _LOGS,
-    "local-ranks-filter": "the lines of all ranks are printed, each with its rank",
-    "duplicate-stdout-filters": _LOGS,
-    "duplicate-stderr-filters": _LOGS,
-    "start-method": "the ranks are forked from a process that has imported torch",
-    "monitor-interval": "the end of a rank is reported at once",
-    "event-log-handler": "the run's directory has all its events",
-    "role": "all ranks have the role `default`",
-    "numa-binding": "the ranks may run on all cores",
-    "signals-to-handle": "SIGINT and SIGTERM end the ranks",
-    "shutdown-timeout": "the setting grace_s is the time that ranks have after SIGTERM",
-}
+    "the pool arranges the rendezvous": (
+        "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port", "local-addr",
+    ),
+    "every rank has a log: `sgpu logs RUN --rank N`": (
+        "log-dir", "redirects", "tee", "logs-specs", "duplicate-stdout-filters", "duplicate-stderr-filters",
+    ),
+    "the lines of all ranks are printed, each with its rank": ("local-ranks-filter",),
+    "the ranks are forked from a process that has imported torch": ("start-method",),
+    "the end of a rank is reported at once": ("monitor-interval",),
+    "the run's directory has all its events": ("event-log-handler",),
+    "all ranks have the role `default`": ("role",),
+    "the ranks may run on all cores": ("numa-binding",),
+    "SIGINT and SIGTERM end the ranks": ("signals-to-handle",),
+    "the setting grace_s is the time that ranks have after SIGTERM": ("shutdown-timeout",),
+}  # fmt: skip
 _SHORT = {"redirects": ["-r"], "tee": ["-t"]}
 # option of torchrun -> why it is refused, and what to do instead
 _REFUSED = {
@@ -74,14 +64,12 @@ def words_for_run(values: argparse.Namespace) -> list[str]:
 
 def notes(values: argparse.Namespace) -> list[str]:
     """Return a sentence for each given option that has no effect."""
-    by_reason: dict[str, list[str]] = {}
-    for name, why in _WITHOUT_EFFECT.items():
-        if why and getattr(values, name.replace("-", "_")):
-            by_reason.setdefault(why, []).append(f"--{name}")
-    return [
-        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect: {why}."
-        for why, names in by_reason.items()
-    ]
+    found: list[str] = []
+    for why, names in _WITHOUT_EFFECT.items():
+        given = [f"--{name}" for name in names if getattr(values, name.replace("-", "_"))]
+        if given:
+            found.append(f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: {why}.")
+    return found
 
 
 def _nodes(text: str) -> int:
@@ -159,10 +147,9 @@ def _options(parser: Parser) -> None:
     add_option(parser, "type", help="GPU type: a10, h100, ..., cpu or any")
     add_option(parser, "min-memory", help="memory that each GPU must have")
     add_option(parser, "env-version", metavar="4|ai-4|FILE|NAME", help="packages of the ranks")
-    for name, why in _WITHOUT_EFFECT.items():
-        if name == "standalone":
-            add("--standalone", action="store_true", help="accepted: ranks on one machine need nothing else")
-        else:
+    add("--standalone", action="store_true", help="accepted: ranks on one machine need nothing else")
+    for why, names in _WITHOUT_EFFECT.items():
+        for name in names:
             add(*_flags(name), default="", metavar="VALUE", help=f"no effect: {why}")
     for name, why in _REFUSED.items():
         add(*_flags(name), action="store_true", help=f"refused: {why}")
