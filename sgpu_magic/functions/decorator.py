@@ -91,7 +91,7 @@ class DistributedFunction(Generic[P, R, T]):
             found = getattr(found, part, None)
         if found is self:
             return name
-        # a session is this process's, and values of `env` are often secrets
+        # a session belongs to this process, and values of `env` are often secrets
         given = {key: value for key, value in self._given.items() if key not in ("session", "env")}
         return type(self), (self.__sgpu_function__, given, self._run_async)
 
@@ -206,7 +206,7 @@ def distributed(
         UsageError: An option is invalid or contradicts another, or `remote=True` is given without `gpu_type`.
         TypeError: An option is unknown.
     """
-    # what is wrong with the options is told where they stand
+    # invalid options are reported where they are given
     checked(**options)
     decorate = functools.partial(DistributedFunction[..., Any, Any], options=options, run_async=run_async)
     return decorate if function is None else decorate(function)
@@ -282,7 +282,7 @@ def ray_launch(**options: Unpack[Options]) -> Callable[[Callable[P, R]], RayFunc
         UsageError: An option is invalid or contradicts another.
         TypeError: An option is unknown.
     """
-    # what is wrong with the options is told where they stand
+    # invalid options are reported where they are given
     check_ray_options(options)
     return lambda function: RayFunction(function, options)
 

@@ -38,12 +38,12 @@ R = TypeVar("R")
 _IPYTHON = "IPython.core.interactiveshell"
 
 _TICK_S = 0.1
-# runs that wait in the pool's queue beside those that have devices: a device that gets free has the next one at once
+# runs queued beyond those that have devices, so that a freed device gets the next one at once
 _AHEAD = 2
-# a pool that can't be reached is tried again for so long; one of another machine for the setting `link_timeout_s`
+# how long an unreachable local pool is retried; a remote one is retried for the setting `link_timeout_s`
 _LOCAL_PATIENCE_S = 60.0
 _TRY_AGAIN_S = 1.0
-# an interrupted sweep is free after this whatever its ranks do
+# an interrupted sweep returns after this, whatever its ranks do
 _CANCEL_PATIENCE_S = 2.5
 
 
@@ -252,7 +252,7 @@ class Sweeping(Generic[T, R]):
         if name not in KINDS and not (not name and self._place.pools.entries()):
             pool = self._place.pools.named(name or LOCAL)
         else:
-            # where each of them goes is decided when it is its turn, and as a rule that is here
+            # each item's pool is chosen at its turn; as a rule it is this one
             pool = self._place.find(name, self._options.devices).pool
         status = pool.status(recent=0)
         ranks = self._options.ranks or 1
@@ -262,7 +262,7 @@ class Sweeping(Generic[T, R]):
         devices = sum(1 for device in status.inventory.devices if wanted in ("any", device.type))
         if devices:
             return max(1, devices // ranks) + _AHEAD
-        # ranks on CPU may be more than there are cores, which helps none of them
+        # more CPU ranks than cores would slow all of them down
         return max(1, min(status.inventory.cores, status.inventory.cpu_slots) // ranks)
 
     def _start(self, task: Task[T, R]) -> bool:
@@ -274,7 +274,7 @@ class Sweeping(Generic[T, R]):
         except SerializationError as error:
             if not self._done and not self._out:
                 raise
-            # of one item among others that can be sent
+            # only this item is affected: others can be sent
             task.error = error
             return True
         except PoolError as error:

@@ -120,8 +120,7 @@ class Watcher(ABC, Generic[S]):
 
     def look_soon(self) -> None:
         """Poll now, as after a command to the pool."""
-        with self._lock:
-            self._hurried = True
+        self._hurried = True
         self._wake.set()
 
     def stop(self) -> None:
@@ -183,9 +182,8 @@ class Watcher(ABC, Generic[S]):
             # wake up regularly, as the end of a page that polls is not signalled
             self._wake.wait(min(left, self._interval_s))
             self._wake.clear()
-            with self._lock:
-                hurried, self._hurried = self._hurried, False
-            if hurried:
+            if self._hurried:
+                self._hurried = False
                 return
 
     def _take(self, seen: S) -> None:

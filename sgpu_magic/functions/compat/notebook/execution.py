@@ -112,7 +112,7 @@ class RunMagic:
         self._shell = shell
         self._widgets = widgets
         self._original = original
-        # the notebooks that run each other now, outermost first
+        # the chain of running notebooks, outermost first
         self._running: list[Path] = []
 
     def __call__(self, line: str) -> object:
@@ -187,9 +187,9 @@ def _run_cell(shell: Any, source: str, name: str) -> None:
 
 # ---------------------------------------------------------------- restarting Python
 
-# In a kernel that goes on: the user's variables are removed, and modules whose distribution was replaced since the
-# extension was loaded are imported anew by the next import. Compiled modules can't be imported twice in a process: for
-# these the kernel has to be restarted.
+# The kernel keeps running: the user's variables are removed, and modules whose distribution was replaced since the
+# extension was loaded are imported again by the next import. Compiled modules can't be imported twice in a process and
+# need a restart of the kernel.
 
 # the kernel itself runs on these
 _KERNELS_OWN = frozenset((
@@ -232,7 +232,7 @@ def _forget_variables(shell: Any, keep: Collection[str]) -> None:
             namespace.pop(name, None)
     hook = shell.displayhook
     if getattr(hook, "do_full_cache", False):
-        # values in Out would keep memory of devices
+        # values in Out would keep device memory allocated
         hook.flush()
     gc.collect()
 
