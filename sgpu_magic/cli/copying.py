@@ -186,7 +186,8 @@ def _to_disk(files: FilesOfRun, wanted: _Wanted, target: str, out: TextIO) -> No
     in_folders = all("/" in name for name in wanted)
     if len(wanted) == 1 and not in_folders and not folder.is_dir() and not target.endswith("/"):
         # a single file, copied under another name
-        folder, wanted = folder.parent, dict.fromkeys([folder.name], *wanted.values())
+        (file,) = wanted.values()
+        folder, wanted = folder.parent, {folder.name: file}
     elif not folder.is_dir():
         # like `cp -r`: a target that does not exist becomes the copied folder itself
         if in_folders and len({name.split("/", 1)[0] for name in wanted}) == 1:

@@ -105,8 +105,6 @@ def with_job(asked: A) -> A:
         devices = replace(devices, device_type=job.type or None, min_memory_bytes=memory)
     if job.placement and not devices.strategy:
         devices = replace(devices, strategy=strategy_of("--placement", job.placement))
-    if devices == asked.devices and wishes is asked.wishes:
-        return asked
     return replace(asked, devices=devices, wishes=wishes)
 
 
