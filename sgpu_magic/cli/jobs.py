@@ -17,7 +17,7 @@ import msgspec
 from sgpu_magic.cli.main import Parser, positive
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.whole_file import read_json, write_whole
 from sgpu_magic.system.processes import is_running, process_start
 from sgpu_magic.views.units import aligned, format_clock
 from sgpu_magic.wire.base import is_valid_id, short
@@ -151,12 +151,9 @@ def begun(record: JobRecord) -> JobRecord:
 
 def all_jobs(settings: Settings) -> list[JobRecord]:
     """Return all recorded jobs, newest first."""
-    found: list[JobRecord] = []
-    for path in (settings.state_path / "jobs").glob(f"*/{_RECORD}"):
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            if is_valid_id(path.parent.name):
-                found.append(msgspec.json.decode(path.read_bytes(), type=JobRecord))
-    return sorted(found, key=lambda record: -record.started_at)
+    paths = (settings.state_path / "jobs").glob(f"*/{_RECORD}")
+    found = [read_json(path, JobRecord) for path in paths if is_valid_id(path.parent.name)]
+    return sorted(filter(None, found), key=lambda record: -record.started_at)
 
 
 def prune(settings: Settings) -> None:
