@@ -11,7 +11,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -24,6 +24,7 @@ from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
 from sgpu_magic.files.run_directory import BadName, open_below, parts_of, replace_below
 from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.views.units import count_of
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.files import KEY, RunFile, work_folders
 from sgpu_magic.wire.run import RUN_RECORD, RunRecord
@@ -45,11 +46,8 @@ class Address(msgspec.Struct, frozen=True):
     rank: int | None = None
 
 
-class _Wanted(msgspec.Struct, frozen=True):
-    """A file to copy, and its path relative to the target."""
-
-    file: RunFile
-    name: str
+# files by their paths relative to the target
+_Wanted = Mapping[str, RunFile]
 
 
 def copy(options: argparse.Namespace) -> int:
@@ -64,8 +62,8 @@ def copy(options: argparse.Namespace) -> int:
     with files_of(load_settings(), address.run) as files:
         wanted = _find(files, address)
         if not target:
-            for each in wanted:
-                sys.stdout.write(f"{format_bytes(each.file.size):>9}  {each.file.name}\n")
+            for file in wanted.values():
+                sys.stdout.write(f"{format_bytes(file.size):>9}  {file.name}\n")
         elif target == "-":
             _to_stream(files, wanted, source, sys.stdout.buffer)
         else:
@@ -110,19 +108,19 @@ def read_address(text: str) -> Address:
 # ---------------------------------------------------------------- finding the files
 
 
-def _find(files: FilesOfRun, address: Address) -> Sequence[_Wanted]:
+def _find(files: FilesOfRun, address: Address) -> _Wanted:
     run = short(files.run_id)
     row = files.row()
     if address.rank is not None and row is not None and address.rank >= row.ranks:
         raise UsageError(f"run {run} has no rank {address.rank}: it has {row.ranks}.")
     if not address.path and address.rank is None:
-        return [_Wanted(file, file.name) for file in _listed(files, "") if file.name != KEY]
+        return {file.name: file for file in _listed(files, "") if file.name != KEY}
     folders = work_folders(_node_of(files, address.rank or 0))
     for root in (*folders, *([] if not address.path else [""])):
         under = "/".join(part for part in (root, address.path) if part)
         if found := _listed(files, under):
             above = len(os.path.dirname(under)) + 1 if os.path.dirname(under) else 0
-            return [_Wanted(file, file.name[above:]) for file in found]
+            return {file.name[above:]: file for file in found}
     raise UsageError(f"run {run} has no {address.path or 'files'}.{_where(files, row is None)}")
 
 
@@ -171,42 +169,46 @@ def _listed(files: FilesOfRun, under: str) -> Sequence[RunFile]:
 # ---------------------------------------------------------------- copying
 
 
-def _to_stream(files: FilesOfRun, wanted: Sequence[_Wanted], source: str, data: BinaryIO) -> None:
+def _to_stream(files: FilesOfRun, wanted: _Wanted, source: str, data: BinaryIO) -> None:
     if len(wanted) != 1:
         raise UsageError(f"{source} is a folder of {len(wanted):,} files, and standard output takes a single file.")
+    (file,) = wanted.values()
     descriptor = os.memfd_create("sgpu-cp", os.MFD_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        files.copy_into(wanted[0].file.name, descriptor, 0)
-        file.seek(0)
-        shutil.copyfileobj(file, data)
+    with open(descriptor, "rb") as copied:
+        files.copy_into(file.name, descriptor, 0)
+        copied.seek(0)
+        shutil.copyfileobj(copied, data)
     data.flush()
 
 
-def _to_disk(files: FilesOfRun, wanted: Sequence[_Wanted], target: str, out: TextIO) -> None:
+def _to_disk(files: FilesOfRun, wanted: _Wanted, target: str, out: TextIO) -> None:
     folder = Path(os.path.expanduser(target))
-    if len(wanted) == 1 and "/" not in wanted[0].name and not folder.is_dir() and not target.endswith("/"):
+    in_folders = all("/" in name for name in wanted)
+    if len(wanted) == 1 and not in_folders and not folder.is_dir() and not target.endswith("/"):
         # a single file, copied under another name
-        folder, wanted = folder.parent, [_Wanted(wanted[0].file, folder.name)]
+        (file,) = wanted.values()
+        folder, wanted = folder.parent, {folder.name: file}
     elif not folder.is_dir():
         # like `cp -r`: a target that does not exist becomes the copied folder itself
-        first = {each.name.split("/", 1)[0] for each in wanted}
-        if len(first) == 1 and all("/" in each.name for each in wanted):
-            wanted = [_Wanted(each.file, each.name.split("/", 1)[1]) for each in wanted]
+        if in_folders and len({name.split("/", 1)[0] for name in wanted}) == 1:
+            wanted = {name.split("/", 1)[1]: file for name, file in wanted.items()}
         folder.mkdir(parents=True)
-    total = copied = 0
-    for each in wanted:
-        size = _one(files, each, folder)
-        print(f"{format_bytes(each.file.size):>9}  {folder / each.name}{'' if size else '  (unchanged)'}", file=out)
-        total, copied = total + 1, copied + size
-    print(f"{total:,} file{'' if total == 1 else 's'}, {format_bytes(copied)} copied", file=out, flush=True)
+    copied = 0
+    for name, file in wanted.items():
+        size = _one(files, file, folder, name)
+        print(f"{format_bytes(file.size):>9}  {folder / name}{'' if size else '  (unchanged)'}", file=out)
+        copied += size
+    print(f"{count_of(len(wanted), 'file')}, {format_bytes(copied)} copied", file=out, flush=True)
 
 
-def _one(files: FilesOfRun, wanted: _Wanted, folder: Path) -> int:
+def _one(files: FilesOfRun, file: RunFile, folder: Path, name: str) -> int:
     """Copy a file and return the bytes transferred: only the rest of a partial copy, 0 if it is unchanged."""
-    file = wanted.file
-    if _is_same(folder, wanted):
-        return 0
-    *folders, last = parts_of(wanted.name)
+    *folders, last = parts_of(name)
+    with contextlib.suppress(OSError):
+        status = os.lstat(folder.joinpath(*folders, last))
+        same_time = abs(status.st_mtime - file.changed_at) < 1e-3
+        if stat.S_ISREG(status.st_mode) and status.st_size == file.size and same_time:
+            return 0
     # the name depends on size and time, so a partial copy of another version is never continued
     about = f"{files.run_id}/{file.name}/{file.size}/{file.changed_at}"
     temporary = f".{last[:100]}.{hashlib.sha256(about.encode()).hexdigest()[:12]}.part"
@@ -221,16 +223,8 @@ def _one(files: FilesOfRun, wanted: _Wanted, folder: Path) -> int:
             os.utime(descriptor, (time.time(), file.changed_at))
     finally:
         os.close(descriptor)
-    replace_below(folder, temporary, wanted.name)
+    replace_below(folder, temporary, name)
     return size - begin
-
-
-def _is_same(folder: Path, wanted: _Wanted) -> bool:
-    with contextlib.suppress(OSError):
-        status = os.lstat(folder.joinpath(*parts_of(wanted.name)))
-        same_time = abs(status.st_mtime - wanted.file.changed_at) < 1e-3
-        return stat.S_ISREG(status.st_mode) and status.st_size == wanted.file.size and same_time
-    return False
 
 
 def _options(parser: Parser) -> None:

@@ -166,11 +166,8 @@ def state_directory(settings: Settings) -> Iterator[Finding]:
         return
     kind = room.kind
     if kind in _NETWORK_TYPES or kind.startswith("fuse."):
-        yield warning(
-            "state directory",
-            f"{path} is on a network file system ({kind}): the ledger's locks may fail, logs are slow",
-            "Set SGPU_STATE_DIR to a directory on a local disk.",
-        )
+        text = f"{path} is on a network file system ({kind}): the ledger's locks may fail, logs are slow"
+        yield warning("state directory", text, "Set SGPU_STATE_DIR to a directory on a local disk.")
     else:
         yield ok("state directory", f"{path}" + (f" ({kind})" if kind else ""))
     if room.free_bytes < _LITTLE_BYTES:
@@ -180,9 +177,8 @@ def state_directory(settings: Settings) -> Iterator[Finding]:
     else:
         yield ok("disk", f"{format_bytes(room.free_bytes)} free for logs and payloads")
     if aside := sorted(path.glob("ledger.sqlite3.*-[0-9]*")):
-        yield warning(
-            "ledger", f"{aside[-1]} could not be used and was moved aside", "Remove it if you no longer need it."
-        )
+        text = f"{aside[-1]} could not be used and was moved aside"
+        yield warning("ledger", text, "Remove it if you no longer need it.")
 
 
 def runtime_directory(settings: Settings) -> Iterator[Finding]:
@@ -190,16 +186,10 @@ def runtime_directory(settings: Settings) -> Iterator[Finding]:
     name, path = "runtime directory", settings.runtime_path
     size = len(os.fsencode(socket_file(path)))
     if size > MAX_SOCKET_PATH_BYTES:
-        yield problem(
-            name,
-            f"{path} is too long: the path of its socket has {size} bytes, more than {MAX_SOCKET_PATH_BYTES}",
-            "Set SGPU_RUNTIME_DIR to a shorter directory.",
-        )
-        return
-    why = _not_usable(path) or _not_writable(_nearest(path))
-    if why:
-        remedy = "Remove it, or set SGPU_RUNTIME_DIR to a directory that is yours."
-        yield problem(name, f"{path} {why}", remedy)
+        text = f"{path} is too long: the path of its socket has {size} bytes, more than {MAX_SOCKET_PATH_BYTES}"
+        yield problem(name, text, "Set SGPU_RUNTIME_DIR to a shorter directory.")
+    elif why := _not_usable(path) or _not_writable(_nearest(path)):
+        yield problem(name, f"{path} {why}", "Remove it, or set SGPU_RUNTIME_DIR to a directory that is yours.")
     elif path.exists() and (mode := stat.S_IMODE(path.stat().st_mode)) != 0o700:
         text = f"{path} has mode {mode:04o}, so others can access it; the next pool sets it to 0700"
         yield warning(name, text, f"`chmod 700 {path}`.")

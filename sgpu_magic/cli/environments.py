@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-
-import msgspec
 
 from sgpu_magic.cli.main import Parser
 from sgpu_magic.config import Settings, load_settings
@@ -16,58 +14,30 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
-from sgpu_magic.packages.node.store import Built, Store, read_built
+from sgpu_magic.packages.node.store import Store, read_built
 from sgpu_magic.views.units import aligned, count_of, format_clock
 
 _DAY_S = 24 * 3600.0
 _SHORTEST_PREFIX = 4
 
 
-class Kept(msgspec.Struct, frozen=True):
-    """An environment built on this node.
-
-    Args:
-        name: Name of its folder, which begins with the environment's digest.
-        built: Its description; None if it can't be read.
-        size_bytes: Size of its files; None if not measured yet.
-        last_used: Wall-clock time of its last use.
-    """
-
-    name: str
-    built: Built | None
-    size_bytes: int | None
-    last_used: float
-
-
 def listing(settings: Settings, now: float | None = None) -> str:
     """Return the base, saved and built environments as text."""
     now = time.time() if now is None else now
     bases = [
-        (
-            name,
-            base_list(name).title,
-            f"Python {base_list(name).python_minor}",
-            count_of(len(base_list(name).public), "package"),
-        )
-        for name in BASE_NAMES
+        (name, base.title, f"Python {base.python_minor}", count_of(len(base.public), "package"))
+        for name, base in zip(BASE_NAMES, map(base_list, BASE_NAMES), strict=True)
     ]
     lines = ["base environments", *_indented(aligned(bases, right=(3,)))]
     kept = [_saved_row(settings, name) for name in named_environments.saved_names(settings)]
     lines += ["", "saved" if kept else "nothing saved (%sgpu_env save NAME saves a notebook's packages)"]
     lines += _indented(aligned(kept, right=(2,))) if kept else []
-    built = sorted(built_here(settings), key=lambda each: -each.last_used)
-    if not built:
+    store = Store(settings.environments_path)
+    names = sorted(store.names(), key=store.last_used, reverse=True)
+    if not names:
         return "\n".join([*lines, "", f"none built on this machine in {settings.environments_path}"])
-    total = sum(each.size_bytes or 0 for each in built)
-    rows = [
-        (
-            each.name[:12],
-            count_of(each.built.packages, "package") if each.built is not None else "unreadable",
-            format_bytes(each.size_bytes) if each.size_bytes is not None else "-",
-            f"used {format_clock(max(0.0, now - each.last_used))} ago",
-        )
-        for each in built
-    ]
+    total = sum(store.size(name) or 0 for name in names)
+    rows = [_built_row(store, name, now) for name in names]
     budget = format_bytes(settings.environments_bytes)
     lines += ["", f"built on this machine: {format_bytes(total)} of {budget} in {settings.environments_path}"]
     return "\n".join([*lines, *_indented(aligned(rows, right=(1, 2)))])
@@ -123,7 +93,8 @@ def remove(settings: Settings, name: str) -> str:
     """
     if named_environments.remove(settings, name):
         return f"the saved environment {name} was removed."
-    found = [each for each in built_here(settings) if len(name) >= _SHORTEST_PREFIX and each.name.startswith(name)]
+    store = Store(settings.environments_path)
+    found = [each for each in store.names() if len(name) >= _SHORTEST_PREFIX and each.startswith(name)]
     if not found:
         raise UsageError(
             f"no environment {name!r} was saved or built here. `sgpu env list` shows them; for a built one give "
@@ -131,11 +102,10 @@ def remove(settings: Settings, name: str) -> str:
         )
     if len(found) > 1:
         raise UsageError(f"{name!r} is the beginning of {len(found)} environments. Give more digits.")
-    if not Store(settings.environments_path).remove(found[0].name):
-        raise UsageError(
-            f"environment {found[0].name[:12]} is in use: a run uses it, or it is being built. Try again later."
-        )
-    return f"environment {found[0].name[:12]} is removed: {_freed(found)}."
+    shown, size = found[0][:12], store.size(found[0]) or 0
+    if not store.remove(found[0]):
+        raise UsageError(f"environment {shown} is in use: a run uses it, or it is being built. Try again later.")
+    return f"environment {shown} is removed: {format_bytes(size)} freed."
 
 
 def prune(settings: Settings, days: float, now: float | None = None) -> str:
@@ -148,45 +118,25 @@ def prune(settings: Settings, days: float, now: float | None = None) -> str:
     """
     now = time.time() if now is None else now
     store = Store(settings.environments_path)
-    gone: list[Kept] = []
-    used: list[Kept] = []
-    for each in built_here(settings):
-        if now - each.last_used >= days * _DAY_S:
-            (gone if store.remove(each.name) else used).append(each)
-    left = f"; {len(used)} in use" if used else ""
-    return f"{count_of(len(gone), 'environment')} removed, {_freed(gone)}{left}."
+    sizes = {name: store.size(name) or 0 for name in store.names() if now - store.last_used(name) >= days * _DAY_S}
+    gone = [size for name, size in sizes.items() if store.remove(name)]
+    left = f"; {len(sizes) - len(gone)} in use" if len(gone) < len(sizes) else ""
+    return f"{count_of(len(gone), 'environment')} removed, {format_bytes(sum(gone))} freed{left}."
 
 
-def built_here(settings: Settings) -> Iterator[Kept]:
-    """Yield the environments built on this node."""
-    root = settings.environments_path
-    for name in Store(root).names():
-        folder = root / name
-        try:
-            last_used = os.stat(folder / "last-used").st_mtime
-        except OSError:
-            last_used = 0.0
-        try:
-            size: int | None = int((folder / "size").read_text())
-        except (OSError, ValueError):
-            # measured some time after the build
-            size = None
-        yield Kept(name, read_built(folder), size, last_used)
+def _built_row(store: Store, name: str, now: float) -> tuple[str, ...]:
+    built, size = read_built(store.folder(name)), store.size(name)
+    packages = count_of(built.packages, "package") if built is not None else "unreadable"
+    used = f"used {format_clock(max(0.0, now - store.last_used(name)))} ago"
+    return (name[:12], packages, "-" if size is None else format_bytes(size), used)
 
 
 def _saved_row(settings: Settings, name: str) -> tuple[str, ...]:
-    try:
-        kept = named_environments.load(settings, name)
-    except UsageError:
-        # from another version, or damaged: it can still be removed
-        kept = None
-    if kept is None:
-        return (name, "unreadable", "")
-    return (name, f"Python {kept.python}", count_of(kept.packages, "package"))
-
-
-def _freed(gone: list[Kept]) -> str:
-    return f"{format_bytes(sum(each.size_bytes or 0 for each in gone))} freed"
+    with contextlib.suppress(UsageError):
+        if (kept := named_environments.load(settings, name)) is not None:
+            return (name, f"Python {kept.python}", count_of(kept.packages, "package"))
+    # from another version, or damaged: it can still be removed
+    return (name, "unreadable", "")
 
 
 def _with_versions(libraries: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from sgpu_magic.wire.base import Record, short
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
 
 _LOOPBACK = "127.0.0.1"
+_PORTS = re.compile(r"(?:(?P<local>[0-9]{1,5}):)?(?P<remote>[0-9]{1,5})")
 _MOST_PORT = 65535
 _LOOK_S = 0.5
 _ANSWER_S = 15.0
@@ -198,16 +200,12 @@ def _read_ports(text: str) -> tuple[int | None, int]:
     Raises:
         UsageError: The text has no valid ports.
     """
-    local, colon, remote = text.rpartition(":")
-    if not _is_port(remote, least=1) or (colon and not _is_port(local, least=0)):
+    found = _PORTS.fullmatch(text)
+    if found is None or not 0 < int(found["remote"]) <= _MOST_PORT or int(found["local"] or 0) > _MOST_PORT:
         raise UsageError(
             f"{text!r} is not a port: write the port in the run, as in 8265, or LOCAL:PORT, as in 9000:8265."
         )
-    return (int(local) if colon else None), int(remote)
-
-
-def _is_port(text: str, least: int) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 5 and least <= int(text) <= _MOST_PORT
+    return (int(found["local"]) if found["local"] else None), int(found["remote"])
 
 
 def _options(parser: Parser) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 
@@ -36,24 +34,21 @@ def listing(settings: Settings, limit: int) -> str:
 
 
 def _row(record: JobRecord, now: float) -> tuple[str, ...]:
-    since = (
-        "-"
-        if record.code is None and not record.goes_on
-        else format_clock((record.ended_at or now) - record.started_at)
-    )
+    # when a killed job ended is unknown
+    is_killed = record.code is None and not record.goes_on
     return (
         short(record.job_id),
         Path(record.source).name,
         record.state if record.code in (None, 0) else f"{record.state} ({record.code})",
         f"{record.done}/{record.cells}",
         time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started_at)),
-        since,
+        "-" if is_killed else format_clock((record.ended_at or now) - record.started_at),
         record.copy or "-",
     )
 
 
-def show_log(settings: Settings, job: str, out: TextIO) -> None:
-    """Write the log of a detached job.
+def log_text(settings: Settings, job: str) -> str:
+    """Return the log of a detached job.
 
     Raises:
         UsageError: There is no such job, or it has no log.
@@ -61,7 +56,7 @@ def show_log(settings: Settings, job: str, out: TextIO) -> None:
     record = find(settings, job)
     path = folder_of(settings, record.job_id) / LOG
     try:
-        out.write(path.read_text(encoding="utf-8", errors="replace"))
+        return path.read_text(encoding="utf-8", errors="replace").removesuffix("\n")
     except OSError:
         raise UsageError(
             f"job {short(record.job_id)} was not started with --detach, so its output went to its terminal."
@@ -154,15 +149,10 @@ def begun(record: JobRecord) -> JobRecord:
     return msgspec.structs.replace(record, pid=os.getpid(), process_start=process_start(os.getpid()))
 
 
-def ended(record: JobRecord, code: int) -> JobRecord:
-    return msgspec.structs.replace(record, ended_at=time.time(), code=code)
-
-
 def all_jobs(settings: Settings) -> list[JobRecord]:
     """Return all recorded jobs, newest first."""
-    folder = settings.state_path / "jobs"
-    entries = [entry for entry in folder.iterdir() if is_valid_id(entry.name)] if folder.is_dir() else []
-    found = [read_json(entry / _RECORD, JobRecord) for entry in entries]
+    paths = (settings.state_path / "jobs").glob(f"*/{_RECORD}")
+    found = [read_json(path, JobRecord) for path in paths if is_valid_id(path.parent.name)]
     return sorted(filter(None, found), key=lambda record: -record.started_at)
 
 
@@ -207,14 +197,10 @@ def start_detached(settings: Settings, record: JobRecord, arguments: Sequence[st
         # like nohup: the child inherits the ignored SIGHUP from its start
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
+            command = [sys.executable, "-m", "sgpu_magic.cli", *arguments]
+            # in its own session: a terminal's Ctrl-C does not reach it
             process = subprocess.Popen(
-                [sys.executable, "-m", "sgpu_magic.cli", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # so that a terminal's Ctrl-C does not reach it
-                start_new_session=True,
-                close_fds=True,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         finally:
             signal.signal(signal.SIGHUP, before)
@@ -231,17 +217,12 @@ def _options(parser: Parser) -> None:
     )
     parser.does(lambda options: listing(load_settings(), options.number))
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    made = actions.add_parser("log", help="print the output of a detached job")
-    made.add_argument("job", metavar="JOB", help="ID of the job, or its first digits")
-    made.does(_log)
-    made = actions.add_parser("stop", help="stop a job and its runs")
-    made.add_argument("job", metavar="JOB", help="ID of the job, or its first digits")
-    made.does(lambda options: stop(load_settings(), options.job))
-
-
-def _log(options: argparse.Namespace) -> int:
-    show_log(load_settings(), options.job, sys.stdout)
-    return 0
+    log = actions.add_parser("log", help="print the output of a detached job")
+    log.does(lambda options: log_text(load_settings(), options.job))
+    ends = actions.add_parser("stop", help="stop a job and its runs")
+    ends.does(lambda options: stop(load_settings(), options.job))
+    for made in (log, ends):
+        made.add_argument("job", metavar="JOB", help="ID of the job, or its first digits")
 
 
 COMMANDS = {"jobs": _options}

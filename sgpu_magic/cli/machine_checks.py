@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import psutil
 import zmq
 
 from sgpu_magic.files.whole_file import format_bytes
@@ -100,13 +101,10 @@ def hostname() -> Iterator[Finding]:
 
 
 def visible_devices(environ: Mapping[str, str]) -> Iterator[Finding]:
-    value = environ.get("CUDA_VISIBLE_DEVICES")
-    if value is not None:
-        yield warning(
-            "CUDA_VISIBLE_DEVICES",
-            f"is set to {value!r}, which the pool ignores: it leases all GPUs that the driver lists",
-            "Unset it. A rank sees only the devices of its run, whatever the value.",
-        )
+    name = "CUDA_VISIBLE_DEVICES"
+    if name in environ:
+        text = f"is set to {environ[name]!r}, which the pool ignores: it leases all GPUs that the driver lists"
+        yield warning(name, text, "Unset it. A rank sees only the devices of its run, whatever the value.")
 
 
 def memory_files() -> Iterator[Finding]:
@@ -123,39 +121,33 @@ def memory_files() -> Iterator[Finding]:
         yield ok("memory files", "memfd works")
     try:
         total = shutil.disk_usage("/dev/shm").total
+        text = format_bytes(total)
     except OSError as error:
         total, text = 0, f"can't be checked: {error.strerror}"
-    else:
-        text = format_bytes(total)
     if total < _SMALL_SHARED_MEMORY_BYTES:
-        yield warning(
-            "/dev/shm",
-            f"{text}: DataLoader workers in a cell may die with a bus error (runs themselves do not use it)",
-            "Start the container with --shm-size=8g or --ipc=host.",
-        )
+        text += ": DataLoader workers in a cell may die with a bus error (runs themselves do not use it)"
+        yield warning("/dev/shm", text, "Start the container with --shm-size=8g or --ipc=host.")
     else:
         yield ok("/dev/shm", text)
 
 
 def encryption() -> Iterator[Finding]:
     """Check how fast ZeroMQ encrypts, which limits transfers to pools whose second port is closed. Takes < 1 s."""
-    rate = _encrypted_per_s()
-    if not rate:
-        yield warning(
-            "encryption", "no encrypted message arrived within 5 s", "Run it again when the machine is less busy."
-        )
-        return
+    name, rate = "encryption", _encrypted_per_s()
     text = f"{format_bytes(int(rate))} a second at most over the link to a pool on another machine"
-    if rate >= _SLOW_ENCRYPTION:
-        yield ok("encryption", text)
-        return
-    yield warning(
-        "encryption",
-        f"{text}: the machine is busy, or the libsodium in pyzmq's wheel lacks optimizations, as in most releases",
-        "If you send large variables, let the firewall pass the pool's second port (its setting bulk_port), or build "
-        "pyzmq with the system's ZeroMQ (on Debian and Ubuntu the package "
-        "libzmq3-dev): pip install --force-reinstall --no-deps --no-binary pyzmq pyzmq",
-    )
+    if not rate:
+        text = "no encrypted message arrived within 5 s"
+        yield warning(name, text, "Run it again when the machine is less busy.")
+    elif rate >= _SLOW_ENCRYPTION:
+        yield ok(name, text)
+    else:
+        yield warning(
+            name,
+            f"{text}: the machine is busy, or the libsodium in pyzmq's wheel lacks optimizations, as in most releases",
+            "If you send large variables, let the firewall pass the pool's second port (its setting bulk_port), or "
+            "build pyzmq with the system's ZeroMQ (on Debian and Ubuntu the package libzmq3-dev): pip install "
+            "--force-reinstall --no-deps --no-binary pyzmq pyzmq",
+        )
 
 
 def _encrypted_per_s() -> float:
@@ -168,8 +160,7 @@ def _encrypted_per_s() -> float:
         here.socket(zmq.PAIR) as client,
         there.socket(zmq.PAIR) as server,
     ):
-        for each in (client, server):
-            each.linger = 0
+        client.linger = server.linger = 0
         server.curve_server = True
         server.curve_secretkey = keys.secret.encode()
         port = server.bind_to_random_port("tcp://127.0.0.1")
@@ -246,9 +237,5 @@ def _task_room() -> tuple[int | None, str]:
 
 def _own_tasks() -> int:
     """Return the number of threads of this user's processes: each counts against the limit (setrlimit(2))."""
-    count = 0
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if entry.stat().st_uid == os.getuid():
-                count += len(os.listdir(entry / "task"))
-    return count
+    processes = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
+    return sum(each["num_threads"] or 0 for each in processes if each["uids"] and each["uids"].real == os.getuid())

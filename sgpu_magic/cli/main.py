@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -40,18 +41,19 @@ def note(text: str) -> None:
     sys.stderr.write(f"sgpu: {text}\n")
 
 
-def positive(text: str) -> int:
-    """Parse a positive integer option."""
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1_000_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+def whole_number(least: int, most: int, what: str) -> Callable[[str], int]:
+    """Return the parser of an option from `least` to `most`; `what` names its values in the error."""
+
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return int(text)
+
+    return read
 
 
-def rank(text: str) -> int:
-    """Parse a rank option."""
-    if not text.isascii() or not text.isdigit() or len(text) > 6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rank: 0, 1, 2 ...")
-    return int(text)
+positive = whole_number(1, 999_999_999, "a whole number above 0")
+rank = whole_number(0, 999_999, "a rank: 0, 1, 2 ...")
 
 
 def plain_words(words: Sequence[str]) -> list[str]:
@@ -82,10 +84,9 @@ def script_arguments(words: Sequence[str]) -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 1 for a failure, 2 for usage, 130 for an interrupt."""
     for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
+        if isinstance(stream, io.TextIOWrapper):
             # characters that the terminal lacks are replaced instead of raising an error
-            reconfigure(errors="replace")
+            stream.reconfigure(errors="replace")
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
         parser = command_parser(words)
@@ -97,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done: str | int = options.do(options)
         if isinstance(done, str):
             print(done)
-        code = _OK if isinstance(done, str) else done
         sys.stdout.flush()
+        return _OK if isinstance(done, str) else done
     except BrokenPipeError:
         # as in `sgpu logs 7f3a | head`; the interpreter's final flush must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,7 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _USAGE if isinstance(error, UsageError) else _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED
-    return code
 
 
 def command_parser(words: Sequence[str]) -> Parser:
@@ -155,9 +155,8 @@ _COMMANDS = {
 
 
 def _help_options(parser: Parser) -> None:
-    parser.add_argument(
-        "topic", metavar="TOPIC", nargs="?", default="", help="topic named by an error (default: list them)"
-    )
+    about = "topic named by an error (default: list them)"
+    parser.add_argument("topic", metavar="TOPIC", nargs="?", default="", help=about)
     parser.does(_help)
 
 

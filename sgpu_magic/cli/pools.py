@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -70,9 +71,11 @@ def listing(settings: Settings) -> str:
     answers = _all(settings, "")
     rows = [("pool", "kind", "address", "now", "free/total")]
     for answer in answers:
-        entry = answer.entry
-        kind = "this machine" if entry is None else entry.kind
-        rows.append((answer.name, kind, entry.address if entry else "", _state(answer), _free(answer)))
+        kind, address = ("this machine", "") if answer.entry is None else (answer.entry.kind, answer.entry.address)
+        state = "can't be reached" if answer.problem else _NOT_RUNNING if answer.status is None else "up"
+        there = {} if answer.status is None else counts(answer.status)
+        free = ", ".join(f"{count.free}/{count.total} {kind}" for kind, count in there.items())
+        rows.append((answer.name, kind, address, state, free))
     lines = aligned(rows)
     lines += [f"{answer.name}: {answer.problem}" for answer in answers if answer.problem]
     return "\n".join(lines)
@@ -91,14 +94,13 @@ def types(settings: Settings, name: str = "") -> str:
     answers = _all(settings, name)
     money = money_of(settings)
     rows = [("pool", "type", "memory", "interconnect", "free/total", "nodes", "largest node", "an hour", "")]
-    for answer in answers:
-        if answer.status is not None:
-            rows += _type_rows(answer, answer.status, money)
-    lines = aligned(rows, right=(2, 4, 5, 6, 7)) if len(rows) > 1 else []
+    silent: list[str] = []
     for answer in answers:
         if answer.status is None:
-            lines.append(f"{answer.name}: {answer.problem or pools_status.NOT_RUNNING}")
-    return "\n".join(lines)
+            silent.append(f"{answer.name}: {answer.problem or pools_status.NOT_RUNNING}")
+        else:
+            rows += _type_rows(answer, answer.status, money)
+    return "\n".join([*(aligned(rows, right=(2, 4, 5, 6, 7)) if len(rows) > 1 else []), *silent])
 
 
 def _all(settings: Settings, name: str) -> list[Asked]:
@@ -118,36 +120,15 @@ def _checked(settings: Settings, entry: PoolEntry) -> PoolStatus:
     return found
 
 
-def _state(answer: Asked) -> str:
-    if answer.problem:
-        return "can't be reached"
-    return _NOT_RUNNING if answer.status is None else "up"
-
-
-def _free(answer: Asked) -> str:
-    if answer.status is None:
-        return ""
-    return ", ".join(f"{count.free}/{count.total} {kind}" for kind, count in counts(answer.status).items())
-
-
 def _type_rows(answer: Asked, status: PoolStatus, money: Money) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for kind, count in counts(status).items():
         price = money.of(answer.entry, kind)
         nodes, largest = _spread(status, kind)
-        rows.append(
-            (
-                answer.name,
-                kind,
-                "" if kind == CPU else _memory(status, kind),
-                _interconnect(status, kind),
-                f"{count.free}/{count.total}",
-                str(nodes),
-                str(largest),
-                "" if price is None else format_money(price, money.currency),
-                _remark(answer, status, kind),
-            )
-        )
+        memory, interconnect = ("", "") if kind == CPU else (_memory(status, kind), _interconnect(status, kind))
+        cost = "" if price is None else format_money(price, money.currency)
+        free, remark = f"{count.free}/{count.total}", _remark(answer, status, kind)
+        rows.append((answer.name, kind, memory, interconnect, free, str(nodes), str(largest), cost, remark))
     return rows
 
 
@@ -169,8 +150,6 @@ def _memory(status: PoolStatus, kind: str) -> str:
 
 
 def _interconnect(status: PoolStatus, kind: str) -> str:
-    if kind == CPU:
-        return ""
     found = {interconnect_of(kind, device.name) for device in status.inventory.devices if device.type == kind}
     found = found or {interconnect_of(kind)}
     return "/".join(sorted(each or "?" for each in found))
@@ -236,33 +215,26 @@ def _pool_options(parser: Parser) -> None:
     made = actions.add_parser("remove", help="remove a pool from the list; its runs continue")
     made.add_argument("name", metavar="NAME", help="name of the pool in the list")
     made.does(lambda options: remove(options.name))
-    _serving_options(actions)
+    _serving_options(actions.add_parser)
     made = actions.add_parser("stop", help="stop the pool; the next run starts it again")
     made.add_argument("--force", action="store_true", help="even if runs are in progress, which end too")
     made.does(lambda options: stop(load_settings(), force=options.force))
 
 
-def _add(options: argparse.Namespace) -> str:
-    entry = new_entry(
-        options.name,
-        options.address,
-        options.key,
-        reserved=options.reserved,
-        types=options.types,
-        prices=options.prices,
-    )
-    return add(load_settings(), entry, check=not options.no_check, replace=options.replace)
+def _add(it: argparse.Namespace) -> str:
+    entry = new_entry(it.name, it.address, it.key, reserved=it.reserved, types=it.types, prices=it.prices)
+    return add(load_settings(), entry, check=not it.no_check, replace=it.replace)
 
 
-def _serving_options(actions: Any) -> None:
-    serve = actions.add_parser("serve", help="serve a pool to other machines, in the foreground")
+def _serving_options(add: Callable[..., Parser]) -> None:
+    serve = add("serve", help="serve a pool to other machines, in the foreground")
     serve.add_argument("--engine", choices=("local", "ray"), default="local", help="where ranks run (default: local)")
     serve.add_argument("--listen", required=True, metavar="tcp://0.0.0.0:PORT", help="address to listen on for clients")
     _add_name(serve)
     serve.add_argument(
         "--same-files", action="store_true", help="nodes see the clients' files and Pythons, so build no environments"
     )
-    deploy = actions.add_parser("deploy", help="start a served pool on a Ray cluster, as a Ray job")
+    deploy = add("deploy", help="start a served pool on a Ray cluster, as a Ray job")
     _add_ray(deploy)
     deploy.add_argument(
         "--listen",
@@ -272,35 +244,39 @@ def _serving_options(actions: Any) -> None:
     )
     _add_name(deploy)
     deploy.add_argument("job", nargs="*", metavar="-- OPTIONS", help="options of `ray job submit`")
-    undeploy = actions.add_parser("undeploy", help="stop a deployed pool")
+    undeploy = add("undeploy", help="stop a deployed pool")
     _add_ray(undeploy)
     _add_name(undeploy)
-    keygen = actions.add_parser("keygen", help="create the key that identifies you to pools")
+    keygen = add("keygen", help="create the key that identifies you to pools")
     keygen.add_argument("--force", action="store_true", help="replace the existing key")
-    authorize = actions.add_parser("authorize", help="let a user use the pool served here")
+    authorize = add("authorize", help="let a user use the pool served here")
     authorize.add_argument("who", metavar="WHO", help="name of the user, shown with their runs")
     authorize.add_argument("key", metavar="KEY", help="the user's public key, as printed by `sgpu pool keygen`")
     authorize.add_argument("--admin", action="store_true", help="may stop everybody's runs and the pool")
     _add_name(authorize)
-    revoke = actions.add_parser("revoke", help="no longer let a user use the pool")
+    revoke = add("revoke", help="no longer let a user use the pool")
     revoke.add_argument("who", metavar="WHO", help="user whose keys are removed")
     _add_name(revoke)
-    for made in (serve, deploy, undeploy, keygen, authorize, revoke):
-        made.does(_serving)
+    serve.does(lambda it: _serving().serve(load_settings(), it.engine, it.listen, it.name, same_files=it.same_files))
+    for made in (deploy, undeploy):
+        made.does(lambda it: _serving().deploy_pool(load_settings(), it))
+    keygen.does(lambda it: _serving().keygen(force=it.force))
+    authorize.does(lambda it: _serving().authorize(load_settings(), it.name, it.who, it.key, admin=it.admin))
+    revoke.does(lambda it: _serving().revoke(load_settings(), it.name, it.who))
 
 
-def _serving(options: argparse.Namespace) -> str:
+def _serving() -> Any:
     # imports the pool service, which the other commands do not need
     from sgpu_magic.cli import serving
 
-    return serving.run(load_settings(), options)
+    return serving
 
 
-def _add_ray(parser: Any) -> None:
+def _add_ray(parser: Parser) -> None:
     parser.add_argument("--ray", required=True, metavar="http://HEAD:8265", help="address of Ray's dashboard")
 
 
-def _add_name(parser: Any) -> None:
+def _add_name(parser: Parser) -> None:
     parser.add_argument("--name", default="team", metavar="NAME", help="name of the served pool (default: team)")
 
 

@@ -5,6 +5,7 @@ torch is imported only in two child processes, as in ranks, not in this one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -122,46 +123,27 @@ def probe(environ: Mapping[str, str]) -> ProbeFacts:
     variables["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     variables["OMP_NUM_THREADS"] = "1"
     ranks: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="sgpu-doctor-") as folder:
+    with tempfile.TemporaryDirectory(prefix="sgpu-doctor-") as folder, contextlib.ExitStack() as stack:
+        # the other end stays open here: end of file tells the ranks that the doctor is gone
+        lifeline, end = os.pipe()
+        for descriptor in (lifeline, end):
+            stack.callback(os.close, descriptor)
+        for rank in (0, 1):
+            command = [sys.executable, "-P", "-c", _PROBE, str(rank), os.path.join(folder, "store")]
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, env=variables, cwd=folder, stdin=lifeline, stdout=pipe, stderr=pipe)
+            ranks.append(stack.enter_context(process))
+            stack.callback(process.kill)
         try:
-            for rank in (0, 1):
-                command = [sys.executable, "-P", "-c", _PROBE, str(rank), os.path.join(folder, "store")]
-                process = subprocess.Popen(
-                    command,
-                    env=variables,
-                    cwd=folder,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                )
-                ranks.append(process)
-            try:
-                # keep standard input open: end of file tells the ranks that the doctor is gone
-                said, errors = _read_both(ranks[0])
-                last_words = _last_words(ranks[0].returncode, errors)
-            except subprocess.TimeoutExpired as error:
-                said, last_words = error.stdout or b"", f"it took longer than {_PROBE_TIMEOUT_S:.0f} s"
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-                for stream in (process.stdin, process.stdout, process.stderr):
-                    if stream is not None:
-                        stream.close()
+            said, errors = ranks[0].communicate(timeout=_PROBE_TIMEOUT_S)
+            last_words = _last_words(ranks[0].returncode, errors)
+        except subprocess.TimeoutExpired as error:
+            said, last_words = error.stdout or b"", f"it took longer than {_PROBE_TIMEOUT_S:.0f} s"
     facts: dict[str, object] = {"last_words": last_words}
     for line in said.decode(errors="replace").splitlines():
         if line.startswith("{"):
             facts |= json.loads(line)
     return msgspec.convert(facts, ProbeFacts)
-
-
-def _read_both(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    # communicate() would close standard input, the ranks' lifeline
-    stdin, process.stdin = process.stdin, None
-    try:
-        return process.communicate(timeout=_PROBE_TIMEOUT_S)
-    finally:
-        process.stdin = stdin
 
 
 def _last_words(returncode: int, errors: bytes) -> str:
@@ -183,11 +165,8 @@ def ipykernel_version() -> Iterator[Finding]:
         yield problem("ipykernel", "is not installed here", "`pip install 'ipykernel>=6.29,!=7.0.*'`.")
         return
     if version.startswith("7.0."):
-        yield problem(
-            "ipykernel",
-            f"{version} loses messages from threads",
-            "`pip install -U 'ipykernel!=7.0.*'`, then restart the kernels.",
-        )
+        remedy = "`pip install -U 'ipykernel!=7.0.*'`, then restart the kernels."
+        yield problem("ipykernel", f"{version} loses messages from threads", remedy)
     else:
         yield ok("ipykernel", version)
 
@@ -258,40 +237,28 @@ def gpus(facts: ProbeFacts, simulate: str) -> Iterator[Finding]:
         yield ok("gpu", f"{count_of(len(real), 'device')}: {names}")
         for device in real:
             if device.outside_use:
-                yield warning(
-                    "gpu",
-                    f"{device.type.upper()} {device.index} is in use outside the pool: {device.outside_use}",
-                    "It is leased only with --allow-busy.",
-                )
-        yield from _gpu_torch(facts)
+                text = f"{device.type.upper()} {device.index} is in use outside the pool: {device.outside_use}"
+                yield warning("gpu", text, "It is leased only with --allow-busy.")
+        if facts.torch:
+            yield _gpu_torch(facts)
     if simulate:
         yield ok("gpu", f"simulated devices replace the real ones: {simulate}")
 
 
-def _gpu_torch(facts: ProbeFacts) -> Iterator[Finding]:
-    if not facts.torch:
-        return
+def _gpu_torch(facts: ProbeFacts) -> Finding:
+    name = "torch and gpu"
     if not facts.gpu_build:
-        yield problem(
-            "torch and gpu",
-            f"torch {facts.torch} was built without CUDA, so no cell can use the GPUs here",
-            "Install a build with CUDA: the installation page of PyTorch gives the command.",
-        )
-    elif facts.gpus == 0:
-        yield problem(
-            "torch and gpu",
-            f"torch {facts.torch} (CUDA {facts.gpu_build}) can use none of the GPUs that the driver lists",
-            "Update the NVIDIA driver, or install a torch for an older CUDA; "
-            '`python -c "import torch; torch.cuda.init()"` says why.',
-        )
-    elif not facts.nccl:
-        yield warning(
-            "torch and gpu",
-            "this torch has no NCCL: GPU tensors go over gloo, slowly",
-            "Install a build with NCCL.",
-        )
-    else:
-        yield ok("torch and gpu", f"built for CUDA {facts.gpu_build}, with NCCL")
+        text = f"torch {facts.torch} was built without CUDA, so no cell can use the GPUs here"
+        remedy = "Install a build with CUDA: the installation page of PyTorch gives the command."
+        return problem(name, text, remedy)
+    if facts.gpus == 0:
+        text = f"torch {facts.torch} (CUDA {facts.gpu_build}) can use none of the GPUs that the driver lists"
+        remedy = "Update the NVIDIA driver, or install a torch for an older CUDA; "
+        return problem(name, text, f'{remedy}`python -c "import torch; torch.cuda.init()"` says why.')
+    if not facts.nccl:
+        text = "this torch has no NCCL: GPU tensors go over gloo, slowly"
+        return warning(name, text, "Install a build with NCCL.")
+    return ok(name, f"built for CUDA {facts.gpu_build}, with NCCL")
 
 
 def _numbers(version: str) -> tuple[int, int]:

@@ -56,17 +56,15 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     job = job_from(values.target, options_from(values), script_arguments(values.words), as_script=values.as_script)
     if values.as_script:
         job = msgspec.structs.replace(job, cells="ranks", module=values.module, restarts=values.restarts)
-    _check_extra()
-    if not job.is_script or job.kernel:
-        formats.check_kernel(job.kernel or formats.kernel_name(job.source, job.form))
+    if missing := [name for name in _NEEDS if importlib.util.find_spec(name) is None]:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UsageError(f"{' and '.join(missing)} {verb} not installed, so no notebook can be executed. {EXTRA}")
+    if not job.is_script or job.file.kernel:
+        formats.check_kernel(job.file.kernel or formats.kernel_name(job.source, job.form))
     continued = bool(values.job_id)
-    record = jobs.JobRecord(
-        job_id=values.job_id or new_id(),
-        source=str(job.source),
-        copy=values.copy or ("" if continued else str(copy_of(job) or "")),
-        started_at=time.time(),
-        detached=continued,
-    )
+    job_id, source = values.job_id or new_id(), str(job.source)
+    copy = values.copy or ("" if continued else str(copy_of(job) or ""))
+    record = jobs.JobRecord(job_id=job_id, source=source, copy=copy, started_at=time.time(), detached=continued)
     if values.detach and not continued:
         return _detach(settings, record, values.words, out)
     jobs.prune(settings)
@@ -76,7 +74,7 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     try:
         code, record = _attempts(settings, job, record, out if values.verbose or job.is_script else None, err)
     finally:
-        jobs.write(settings, jobs.ended(record, code))
+        jobs.write(settings, msgspec.structs.replace(record, ended_at=time.time(), code=code))
     if record.copy:
         # standard output belongs to the script
         print(record.copy, file=err if job.is_script else out)
@@ -94,14 +92,10 @@ def options_from(values: argparse.Namespace) -> dict[str, Any]:
         parameters |= read_mapping(Path(path))
     for text in values.parameters_yaml:
         parameters |= _yaml_mapping(text)
-    for text in values.parameter:
-        name, value = read_pair("-p", text)
-        parameters[name] = typed(value)
-    for text in values.raw_parameter:
-        name, value = read_pair("-r", text)
-        parameters[name] = value
-    given = {key: value for key, value in vars(values).items() if key in JobFile.__struct_fields__}
-    said = {key: value for key, value in given.items() if value not in (None, "", [])}
+    parameters |= {name: typed(value) for name, value in (read_pair("-p", text) for text in values.parameter)}
+    parameters |= dict(read_pair("-r", text) for text in values.raw_parameter)
+    keys = JobFile.__struct_fields__
+    said = {key: value for key, value in vars(values).items() if key in keys and value not in (None, "", [])}
     return said | {"parameters": parameters, "env": key_values(values.env)}
 
 
@@ -113,13 +107,6 @@ def _yaml_mapping(text: str) -> dict[str, object]:
     if not isinstance(found, dict):
         raise UsageError(f"-y {text!r} is not a mapping: write -y '{{lr: 0.1, layers: [64, 32]}}'.")
     return {str(key): value for key, value in found.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-
-
-def _check_extra() -> None:
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise UsageError(f"{' and '.join(missing)} {verb} not installed, so no notebook can be executed. {EXTRA}")
 
 
 def _attempts(
@@ -134,7 +121,10 @@ def _attempts(
         record = msgspec.structs.replace(record, done=done, cells=cells)
         jobs.write(settings, record)
 
-    left, pause_s = job.retries, _RETRY_AFTER_S
+    def say(text: str) -> None:
+        print(f"{job.source.name}: {text}", file=err, flush=True)
+
+    left, pause_s = job.file.retries, _RETRY_AFTER_S
     until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s
     while True:
         began = time.monotonic()
@@ -143,19 +133,16 @@ def _attempts(
         took = format_seconds(time.monotonic() - began)
         is_whole = not job.is_script and notebook_run.exit_value is None
         ran = "every cell ran" if is_whole else "it succeeded"
-        how = ran if code is ExitCode.OK else f"ended with code {int(code)}"
-        print(f"{job.source.name}: {how} in {took}", file=err, flush=True)
+        say(f"{ran if code is ExitCode.OK else f'ended with code {int(code)}'} in {took}")
         if code is not ExitCode.POOL or left == 0:
             return code, record
         left -= 1
-        again = f"{job.source.name}: retrying in {format_seconds(pause_s)} ({left} more after that)"
-        print(again, file=err, flush=True)
+        say(f"retrying in {format_seconds(pause_s)} ({left} more after that)")
         stopped = asyncio.run(_pause(min(pause_s, until - time.monotonic())))
         if stopped is None and time.monotonic() >= until:
             stopped = ExitCode.TIMED_OUT
         if stopped is not None:
-            why = "its time limit was exceeded" if stopped is ExitCode.TIMED_OUT else "stopped"
-            print(f"{job.source.name}: {why} before the retry", file=err, flush=True)
+            say(f"{'its time limit was exceeded' if stopped is ExitCode.TIMED_OUT else 'stopped'} before the retry")
             return stopped, record
         pause_s = min(2 * pause_s, _RETRY_AFTER_MOST_S)
 
@@ -171,12 +158,10 @@ async def _pause(seconds: float) -> ExitCode | None:
 
 
 def _detach(settings: Settings, record: jobs.JobRecord, words: Sequence[str], out: TextIO) -> int:
-    own = list(words)
-    at = own.index("--") if "--" in own else len(own)
-    rest = [word for word in own[:at] if word != "--detach"]
-    started = jobs.start_detached(
-        settings, record, [*rest, "--job-id", record.job_id, "--copy", record.copy, *own[at:]]
-    )
+    at = words.index("--") if "--" in words else len(words)
+    rest = [word for word in words[:at] if word != "--detach"]
+    own = ["--job-id", record.job_id, "--copy", record.copy]
+    started = jobs.start_detached(settings, record, [*rest, *own, *words[at:]])
     shown = short(started.job_id)
     copy = f"executed copy: {started.copy}\n" if started.copy else ""
     print(
@@ -221,13 +206,7 @@ def _options(parser: Parser) -> None:
     add_option(parser, "gpus", type=positive, help="number of ranks, one per GPU")
     add_option(parser, "type", help="GPU type: a10, h100, ..., cpu or any")
     add_option(parser, "nodes", type=positive, help="number of nodes to spread the ranks evenly over")
-    add_option(
-        parser,
-        "placement",
-        metavar=None,
-        choices=STRATEGIES,
-        help="use as few nodes as possible, exactly one, or many (default: pack)",
-    )
+    add_option(parser, "placement", metavar=None, choices=STRATEGIES)
     add_option(parser, "min-memory", help="memory that each GPU must have")
     add_option(parser, "env-version", metavar="4|ai-4|FILE|NAME", help="packages of the ranks")
     add_option(parser, "max-cost", help="stop each run before it costs more than this")
@@ -237,23 +216,13 @@ def _options(parser: Parser) -> None:
         help="parameter that is always text")  # fmt: skip
     add("-y", dest="parameters_yaml", action="append", default=[], metavar="YAML",
         help="parameters as a YAML or JSON string")  # fmt: skip
-    add(
-        "-f",
-        "--parameters-file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="file with parameters in YAML, JSON or TOML",
-    )
+    add("-f", "--parameters-file", action="append", default=[], metavar="FILE",
+        help="file with parameters in YAML, JSON or TOML")  # fmt: skip
     add_option(parser, "env", help="environment variable of the notebook and its ranks")
     add_option(parser, "upload", help="file or folder to copy to the ranks")
-    add(
-        "-o",
-        "--output",
-        default="",
-        metavar="COPY",
-        help="executed copy, or FOLDER/ for it (default: NAME.DATE-TIME.ipynb beside the notebook, none for scripts)",
-    )
+    add("-o", "--output", default="", metavar="COPY",
+        help="executed copy, or FOLDER/ for it (default: NAME.DATE-TIME.ipynb beside the notebook, none for "
+        "scripts)")  # fmt: skip
     add_option(parser, "timeout", help="time limit for the whole execution (default: none)")
     add_option(parser, "retries", type=int, help="run it again after exit code 3, up to N times (default: 0)")
     add("--kernel", default="", metavar="NAME", help="Jupyter kernel (default: the notebook's)")
@@ -331,11 +300,7 @@ def _replay_options(parser: Parser) -> None:
         "detach": {"help": "return at once; the run goes on by itself"},
     }
     add_replay(parser, own)
-    parser.does(_do_replay)
-
-
-def _do_replay(options: argparse.Namespace) -> int:
-    return 0 if replay(load_settings(), options.run, read_replay(options, "text"), sys.stdout) else 1
+    parser.does(lambda it: 0 if replay(load_settings(), it.run, read_replay(it, "text"), sys.stdout) else 1)
 
 
 COMMANDS = {"run": _options, "replay": _replay_options}

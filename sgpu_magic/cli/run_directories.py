@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -71,21 +71,17 @@ def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO) -> Non
     if rank is not None and not 0 <= rank < ranks:
         has = f"ranks 0 to {ranks - 1}" if ranks > 1 else "only rank 0" if ranks else "no rank that has started"
         raise UsageError(f"run {short(run_id)} has {has}, not {rank}.")
-    clean = ansi.colours_only if _has_colours(out) else ansi.plain
+    has_colours = out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    clean = ansi.colours_only if has_colours else ansi.plain
     wanted = range(ranks) if rank is None else [rank]
-    logs = [
-        RankLog(files.directory / f"rank-{number}.log", f"[{number}] " if len(wanted) > 1 else "", clean, files.follow)
-        for number in wanted
-    ]
+    prefix = "[{}] " if len(wanted) > 1 else ""
+    logs = [RankLog(files.directory / f"rank-{at}.log", prefix.format(at), clean, files.follow) for at in wanted]
     try:
-        if follow:
-            row = _follow(files, logs, out)
-        else:
-            for log in logs:
-                while log.copy_to(out):
-                    pass
-                log.finish(out)
+        row = _follow(files, logs, out) if follow else row
         for log in logs:
+            # a log that was followed has only the rest of a line left
+            while not follow and log.copy_to(out):
+                pass
             log.finish(out)
         out.flush()
     finally:
@@ -131,8 +127,7 @@ class RankLog:
         if not data:
             self._bring(self._path.name)
             data = self._read()
-        if data:
-            self._write(self._lines(self._decoder.decode(data)), out)
+        self._write(self._lines(self._decoder.decode(data)), out)
         return bool(data)
 
     def _read(self) -> bytes:
@@ -165,14 +160,10 @@ class RankLog:
             yield self._pending[:_LONGEST_LINE_CHARS]
             self._pending = self._pending[_LONGEST_LINE_CHARS:]
 
-    def _write(self, lines: Sequence[str] | Iterator[str], out: TextIO) -> None:
-        prefix, clean = self._prefix, self._clean
-        out.write("".join(f"{prefix}{clean(_last_state(line))}\n" for line in lines))
-
-
-def _last_state(line: str) -> str:
-    """Return the part of a line after its last carriage return, which a terminal would show."""
-    return line.rstrip("\r").rpartition("\r")[2] if "\r" in line else line
+    def _write(self, lines: Iterable[str], out: TextIO) -> None:
+        # a terminal shows what follows a line's last carriage return
+        shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines)
+        out.write("".join(f"{self._prefix}{self._clean(line)}\n" for line in shown))
 
 
 def _follow(files: FilesOfRun, logs: Sequence[RankLog], out: TextIO) -> RunSummary | None:
@@ -198,10 +189,6 @@ def _why_none(run_id: str, row: RunSummary | None) -> str:
         return f"{name} has printed nothing"
     why = f" ({row.failure})" if row.failure else ""
     return f"{name} {row.state.value} before its ranks started{why}, so there are no logs"
-
-
-def _has_colours(out: TextIO) -> bool:
-    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _logs_options(parser: Parser) -> None:
@@ -277,25 +264,18 @@ def _send_all(settings: Settings, left: Sequence[Left]) -> list[Sent]:
     for uri, items in by_store.items():
         named = os.environ.get("MLFLOW_TRACKING_URI", "") or settings.tracking_uri
         mine = without_user(named) == uri if named else servers == [uri]
-        environ = _variables(os.environ, credentials=mine)
+        environ = {name: value for name, value in os.environ.items() if mine or not name.startswith(_CREDENTIALS)}
         # a session before its cells
         items.sort(key=lambda item: bool(item[1].parent_run))
         found += _send(settings, named if named and mine else uri, items, environ)
     return found
 
 
-def _variables(environ: Mapping[str, str], *, credentials: bool) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if credentials or not name.startswith(_CREDENTIALS)}
-
-
 def _send(settings: Settings, uri: str, items: Sequence[Left], environ: dict[str, str]) -> list[Sent]:
     order = Unsent(settings, uri, tuple(str(directory) for directory, _ in items))
-    done = subprocess.run(
-        [sys.executable, "-m", "sgpu_magic.tracking", SYNC],
-        input=msgspec.json.encode(order),
-        capture_output=True,
-        env=environ | {"PYTHONSAFEPATH": "1"},
-    )
+    command = [sys.executable, "-m", "sgpu_magic.tracking", SYNC]
+    environ |= {"PYTHONSAFEPATH": "1"}
+    done = subprocess.run(command, input=msgspec.json.encode(order), capture_output=True, env=environ)
     found = [msgspec.json.decode(line, type=Sent) for line in done.stdout.splitlines() if line.startswith(b"{")]
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()

@@ -17,13 +17,13 @@ from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import check_prefix, pool_of
 from sgpu_magic.client.ledger import Usage, Use, read_usage
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pools import Asked, Pools
+from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.views.pool_tables import run_duration
 from sgpu_magic.views.stacks import stacks_text
-from sgpu_magic.views.units import TIMES, aligned
+from sgpu_magic.views.units import TIMES, aligned, clipped
 from sgpu_magic.wire.base import RunKind, short
 from sgpu_magic.wire.costs import HOUR_S, cost_so_far, format_money
 from sgpu_magic.wire.pool_status import RunSummary
@@ -47,42 +47,28 @@ def recent(settings: Settings, limit: int | None, name: str = "") -> tuple[str, 
         PoolError: The ledger can't be read, or the named pool can't be reached.
         UsageError: There is no pool of that name.
     """
-    if name not in ("", LOCAL):
-        return _of_one_pool(settings, limit, name), ""
-    note = ""
-    runs: Sequence[RunSummary] | None = None
-    recent = _ALL if limit is None else limit
-    elsewhere: list[Asked] = []
+    number = _ALL if limit is None else limit
+    status = None
+    notes: list[str] = []
     with closing(Pools(settings)) as pools:
-        elsewhere = pools.asked(() if name else pools.entries(), local=False, recent=recent)
+        if name not in ("", LOCAL):
+            status = pools.named(name).status(number)
+            runs = () if status is None else status.runs[:limit]
+            return runs_table(runs, time.time(), {run.run_id: name for run in runs}), ""
+        elsewhere = pools.asked(() if name else pools.entries(), local=False, recent=number)
         try:
-            answer = pools.local.status(recent=recent, start=False)
-            runs = None if answer is None else answer.runs
+            status = pools.local.status(recent=number, start=False)
         except PoolError as error:
-            note = f"this list is from the ledger's file, because {error.message}"
-    if runs is None:
-        runs = ledger.recent_runs(settings, limit)
+            notes.append(f"this list is from the ledger's file, because {error.message}")
+    local = ledger.recent_runs(settings, limit) if status is None else status.runs
     if not elsewhere:
-        return runs_table(runs, time.time()), note
-    silent = [f"{each.name} is left out: {each.problem}" for each in elsewhere if each.problem]
-    return _of_all_pools(runs, elsewhere, limit), " ".join(filter(None, [note, *silent]))
-
-
-def _of_one_pool(settings: Settings, limit: int | None, name: str) -> str:
-    with closing(Pools(settings)) as pools:
-        status = pools.named(name).status(_ALL if limit is None else limit)
-    runs = () if status is None else status.runs
-    return runs_table(runs[:limit], time.time(), {run.run_id: name for run in runs})
-
-
-def _of_all_pools(local: Sequence[RunSummary], elsewhere: Sequence[Asked], limit: int | None) -> str:
-    """Return one table of the newest runs of all pools, with a column for the pool."""
+        return runs_table(local, time.time()), " ".join(notes)
+    notes += [f"{each.name} is left out: {each.problem}" for each in elsewhere if each.problem]
     told = [(LOCAL, run) for run in local]
     told += [(each.name, run) for each in elsewhere if each.status is not None for run in each.status.runs]
-    told.sort(key=lambda found: -found[1].submitted_at)
-    told = told[:limit]
-    pool_of = {run.run_id: name for name, run in told}
-    return runs_table([run for _, run in told], time.time(), pool_of)
+    told = sorted(told, key=lambda found: -found[1].submitted_at)[:limit]
+    pool_of = {run.run_id: pool for pool, run in told}
+    return runs_table([run for _, run in told], time.time(), pool_of), " ".join(notes)
 
 
 def of_one(settings: Settings, command: str, run: str) -> str:
@@ -126,27 +112,22 @@ def runs_table(runs: Sequence[RunSummary], now: float, pools: Mapping[str, str] 
     if not runs:
         return "no runs yet"
     times_seen = Counter(short(run.run_id) for run in runs)
-    rows = [("run", "name", "ranks", "state", "submitted", "for", "cost", "")]
-    for run in runs:
-        shown = short(run.run_id) if times_seen[short(run.run_id)] == 1 else run.run_id
-        submitted = _date(run.submitted_at)
-        since = _duration(run, now)
-        rows.append((shown, _named(run), _ranks(run), run.state.value, submitted, since, _cost(run, now), _remark(run)))
-    if not any(row[6] for row in rows[1:]):
-        # no run has a price: omit the column
-        rows = [(*row[:6], row[7]) for row in rows]
-    right = (5, 6) if len(rows[0]) == 8 else (5,)
-    if pools:
-        rows = [
-            (row[0], pool, *row[1:])
-            for row, pool in zip(rows, ["pool", *(pools[run.run_id] for run in runs)], strict=True)
-        ]
-        right = tuple(column + 1 for column in right)
-    return "\n".join(aligned(rows, right=right))
-
-
-def _named(run: RunSummary) -> str:
-    return f"session {run.name}".rstrip() if run.kind is RunKind.SESSION else run.name
+    columns: dict[str, list[str]] = {
+        "run": [short(run.run_id) if times_seen[short(run.run_id)] == 1 else run.run_id for run in runs],
+        "pool": [pools[run.run_id] for run in runs] if pools else [],
+        "name": [f"session {run.name}".rstrip() if run.kind is RunKind.SESSION else run.name for run in runs],
+        "ranks": [_ranks(run) for run in runs],
+        "state": [run.state.value for run in runs],
+        "submitted": [_date(run.submitted_at) for run in runs],
+        # the end of a run is unknown if its pool died with it
+        "for": ["-" if run.state.is_final and run.ended_at is None else run_duration(run, now) for run in runs],
+        "cost": [_cost(run, now) for run in runs],
+        "": [_remark(run) for run in runs],
+    }
+    # omit the pool where there is only one, and the cost if no run has a price
+    columns = {head: cells for head, cells in columns.items() if any(cells) or head not in ("pool", "cost")}
+    right = tuple(at for at, head in enumerate(columns) if head in ("for", "cost"))
+    return "\n".join(aligned([tuple(columns), *zip(*columns.values(), strict=True)], right=right))
 
 
 def _ranks(run: RunSummary) -> str:
@@ -156,13 +137,6 @@ def _ranks(run: RunSummary) -> str:
     return f"{run.ranks} {TIMES} {kind}" + (" (simulated on cpu)" if run.simulated else "")
 
 
-def _duration(run: RunSummary, now: float) -> str:
-    if run.state.is_final and run.ended_at is None:
-        # its pool died too, so the end is unknown
-        return "-"
-    return run_duration(run, now)
-
-
 def _cost(run: RunSummary, now: float) -> str:
     cost = cost_so_far(run, now)
     return "" if cost is None else format_money(cost, run.currency)
@@ -170,8 +144,7 @@ def _cost(run: RunSummary, now: float) -> str:
 
 def _remark(run: RunSummary) -> str:
     in_session = f"in session {short(run.session)}" if run.session else ""
-    text = run.failure.strip().partition("\n")[0] or run.waiting_for or in_session
-    return text if len(text) <= _MAX_FAILURE else text[:_MAX_FAILURE] + " ..."
+    return clipped(run.failure.strip().partition("\n")[0] or run.waiting_for or in_session, _MAX_FAILURE)
 
 
 def _list_options(parser: Parser) -> None:
@@ -222,13 +195,8 @@ def table(used: Usage) -> str:
         columns.append(
             ("reserved", lambda use: "" if use.reserved is None else format_money(use.reserved, used.currency))
         )
-    lines = aligned(
-        [
-            tuple(head for head, _ in columns),
-            *(tuple(text(use) for _, text in columns) for use in (*used.groups, total)),
-        ],
-        right=tuple(range(1, len(columns))),
-    )
+    rows = [tuple(text(use) for _, text in columns) for use in (*used.groups, total)]
+    lines = aligned([tuple(head for head, _ in columns), *rows], right=tuple(range(1, len(columns))))
     return "\n".join([*lines, "", *_remarks(used)])
 
 
@@ -243,12 +211,8 @@ def _remarks(used: Usage) -> list[str]:
         cost = f" and {_money(total.simulated_cost)} of the cost" if total.simulated_cost else ""
         lines.append(f"simulated: {_hours(total.simulated_s)} of the GPU-hours{cost}; it is not charged")
     if total.unmetered:
-        runs = (
-            "1 run of an earlier version has"
-            if total.unmetered == 1
-            else f"{total.unmetered} runs of an earlier version have"
-        )
-        lines.append(f"{runs} no hours")
+        runs, have = ("run", "has") if total.unmetered == 1 else ("runs", "have")
+        lines.append(f"{total.unmetered} {runs} of an earlier version {have} no hours")
     return lines
 
 
@@ -263,7 +227,8 @@ def comma_separated(used: Usage) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*heads, *([f"reserved_cost_{used.currency}"] if reserved else [])])
     for use in used.groups:
-        row: list[object] = [_cell(use.name), use.runs]
+        # a spreadsheet would evaluate a name that begins like a formula
+        row: list[object] = [f"'{use.name}" if use.name.startswith(("=", "+", "-", "@")) else use.name, use.runs]
         row += [_rounded(seconds / HOUR_S) for seconds in (use.gpu_s, use.slot_s, use.idle_s, use.simulated_s)]
         for currency in currencies:
             row += [_rounded(sums.get(currency, 0.0)) for sums in (use.cost, use.idle_cost, use.simulated_cost)]
@@ -271,11 +236,6 @@ def comma_separated(used: Usage) -> str:
             row.append("" if use.reserved is None else _rounded(use.reserved))
         writer.writerow(row)
     return out.getvalue().rstrip("\n")
-
-
-def _cell(name: str) -> str:
-    """Quote a name that a spreadsheet would evaluate as a formula."""
-    return f"'{name}" if name[:1] in ("=", "+", "-", "@") else name
 
 
 def as_json(used: Usage) -> str:

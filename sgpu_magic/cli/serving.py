@@ -31,21 +31,6 @@ from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, agent_socket_file
 _ADOPT_S = 600.0
 
 
-def run(settings: Settings, options: argparse.Namespace) -> str:
-    """Execute a command and return its message; `serve` does not return."""
-    match options.action:
-        case "serve":
-            serve(settings, options.engine, options.listen, options.name, same_files=options.same_files)
-        case "deploy" | "undeploy":
-            return deploy_pool(settings, options)
-        case "keygen":
-            return keygen(force=options.force)
-        case "authorize":
-            return authorize(settings, options.name, options.who, options.key, admin=options.admin)
-        case _:
-            return revoke(settings, options.name, options.who)
-
-
 def serve(settings: Settings, engine: str, listen: str, name: str, *, same_files: bool) -> NoReturn:
     """Replace this process by the pool service.
 

@@ -9,39 +9,29 @@ import sys
 from collections.abc import Sequence
 
 from sgpu_magic.cli import run as run_command
-from sgpu_magic.cli.main import Parser, command_parser, note, plain_words
+from sgpu_magic.cli.main import Parser, command_parser, note, plain_words, whole_number
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.argparse_form import add_option
 from sgpu_magic.options.table import MOST_RETRIES
 
-_POOL = "the pool arranges the rendezvous"
-_LOGS = "every rank has a log: `sgpu logs RUN --rank N`"
-# option of torchrun -> why it has no effect here
+# why options of torchrun have no effect here, and these options
 _WITHOUT_EFFECT = {
-    "standalone": "",
-    "rdzv-backend": _POOL,
-    "rdzv-endpoint": _POOL,
-    "rdzv-id": _POOL,
-    "rdzv-conf": _POOL,
-    "master-addr": _POOL,
-    "master-port": _POOL,
-    "local-addr": _POOL,
-    "log-dir": _LOGS,
-    "redirects": _LOGS,
-    "tee": _LOGS,
-    "logs-specs": _LOGS,
-    "local-ranks-filter": "the lines of all ranks are printed, each with its rank",
-    "duplicate-stdout-filters": _LOGS,
-    "duplicate-stderr-filters": _LOGS,
-    "start-method": "the ranks are forked from a process that has imported torch",
-    "monitor-interval": "the end of a rank is reported at once",
-    "event-log-handler": "the run's directory has all its events",
-    "role": "all ranks have the role `default`",
-    "numa-binding": "the ranks may run on all cores",
-    "signals-to-handle": "SIGINT and SIGTERM end the ranks",
-    "shutdown-timeout": "the setting grace_s is the time that ranks have after SIGTERM",
-}
+    "the pool arranges the rendezvous": (
+        "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port", "local-addr",
+    ),
+    "every rank has a log: `sgpu logs RUN --rank N`": (
+        "log-dir", "redirects", "tee", "logs-specs", "duplicate-stdout-filters", "duplicate-stderr-filters",
+    ),
+    "the lines of all ranks are printed, each with its rank": ("local-ranks-filter",),
+    "the ranks are forked from a process that has imported torch": ("start-method",),
+    "the end of a rank is reported at once": ("monitor-interval",),
+    "the run's directory has all its events": ("event-log-handler",),
+    "all ranks have the role `default`": ("role",),
+    "the ranks may run on all cores": ("numa-binding",),
+    "SIGINT and SIGTERM end the ranks": ("signals-to-handle",),
+    "the setting grace_s is the time that ranks have after SIGTERM": ("shutdown-timeout",),
+}  # fmt: skip
 _SHORT = {"redirects": ["-r"], "tee": ["-t"]}
 # option of torchrun -> why it is refused, and what to do instead
 _REFUSED = {
@@ -63,30 +53,23 @@ def words_for_run(values: argparse.Namespace) -> list[str]:
     nodes = _nodes(values.nnodes)
     if values.node_rank not in ("", "0"):
         raise UsageError("--node-rank has no equivalent here: the pool has the machines. Start the command once.")
-    words = ["run", "--as-script"]
-    script = values.script
-    if values.module:
-        script = _file_of(script)
-        words += ["--module", values.script]
-    words += _devices(values, nodes)
-    for name in ("pool", "min_memory", "env_version"):
-        if getattr(values, name):
-            words += [f"--{name.replace('_', '-')}", getattr(values, name)]
-    if values.max_restarts:
-        words += ["--restarts", str(values.max_restarts)]
-    return [*words, script, "--", *values.arguments]
+    words = ["run", "--as-script", *_devices(values, nodes)]
+    module = values.script if values.module else ""
+    passed = {"module": module, "pool": values.pool, "min-memory": values.min_memory}
+    passed |= {"env-version": values.env_version, "restarts": values.max_restarts}
+    for name, value in passed.items():
+        words += [f"--{name}", str(value)] if value else []
+    return [*words, _file_of(module) if module else values.script, "--", *values.arguments]
 
 
 def notes(values: argparse.Namespace) -> list[str]:
     """Return a sentence for each given option that has no effect."""
-    given = [(name, why) for name, why in _WITHOUT_EFFECT.items() if getattr(values, name.replace("-", "_")) and why]
-    by_reason: dict[str, list[str]] = {}
-    for name, why in given:
-        by_reason.setdefault(why, []).append(f"--{name}")
-    return [
-        f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect: {why}."
-        for why, names in by_reason.items()
-    ]
+    found: list[str] = []
+    for why, names in _WITHOUT_EFFECT.items():
+        given = [f"--{name}" for name in names if getattr(values, name.replace("-", "_"))]
+        if given:
+            found.append(f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: {why}.")
+    return found
 
 
 def _nodes(text: str) -> int:
@@ -104,7 +87,6 @@ def _devices(values: argparse.Namespace, nodes: int) -> list[str]:
     each, kind = values.nproc_per_node, values.type or ""
     if each == "cpu":
         each, kind = str(os.cpu_count() or 1), kind or "cpu"
-    spread = ["--nodes", str(nodes)] if nodes > 1 else []
     typed = ["--type", kind] if kind else []
     if each in ("gpu", "auto"):
         if nodes > 1:
@@ -113,7 +95,7 @@ def _devices(values: argparse.Namespace, nodes: int) -> list[str]:
         return typed
     if not (each.isascii() and each.isdigit() and int(each) > 0):
         raise UsageError(f"--nproc-per-node is {each!r}; a number above 0, gpu, cpu or auto is needed.")
-    return ["--gpus", str(int(each) * nodes), *spread, *typed]
+    return ["--gpus", str(int(each) * nodes), *(["--nodes", str(nodes)] if nodes > 1 else []), *typed]
 
 
 def _file_of(module: str) -> str:
@@ -156,7 +138,8 @@ def _options(parser: Parser) -> None:
     add(*_flags("nproc-per-node"), default="1", metavar="N|gpu|cpu|auto",
         help="ranks on each node; gpu and auto are all devices of the pool (default: 1)")  # fmt: skip
     add(*_flags("nnodes"), default="1", metavar="N", help="number of nodes (default: 1)")
-    add(*_flags("max-restarts"), type=_restarts, default=0, metavar="N",
+    restarts = whole_number(0, MOST_RETRIES, f"a number from 0 to {MOST_RETRIES}")
+    add(*_flags("max-restarts"), type=restarts, default=0, metavar="N",
         help="start all ranks anew after a failure, up to N times (default: 0)")  # fmt: skip
     add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
     add(*_flags("node-rank"), default="", metavar="0", help="the pool has the machines: start the command once")
@@ -164,22 +147,15 @@ def _options(parser: Parser) -> None:
     add_option(parser, "type", help="GPU type: a10, h100, ..., cpu or any")
     add_option(parser, "min-memory", help="memory that each GPU must have")
     add_option(parser, "env-version", metavar="4|ai-4|FILE|NAME", help="packages of the ranks")
-    for name, why in _WITHOUT_EFFECT.items():
-        if name == "standalone":
-            add("--standalone", action="store_true", help="accepted: ranks on one machine need nothing else")
-        else:
+    add("--standalone", action="store_true", help="accepted: ranks on one machine need nothing else")
+    for why, names in _WITHOUT_EFFECT.items():
+        for name in names:
             add(*_flags(name), default="", metavar="VALUE", help=f"no effect: {why}")
     for name, why in _REFUSED.items():
         add(*_flags(name), action="store_true", help=f"refused: {why}")
     add("script", metavar="SCRIPT", help="script, or with -m module")
     add("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.does(_do)
-
-
-def _restarts(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > MOST_RETRIES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MOST_RETRIES}")
-    return int(text)
 
 
 def _do(values: argparse.Namespace) -> int:

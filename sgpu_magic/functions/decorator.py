@@ -69,14 +69,12 @@ class DistributedFunction(Generic[P, R, T]):
         Raises:
             UsageError: An option is invalid or contradicts another.
         """
-        given = dict(self._given)
-        if changes.get("session") is not None:
-            # its ranks are what they are
-            given = {name: value for name, value in given.items() if name not in ("gpus", "num_gpus", "gpu_type")}
+        # a session's ranks are what they are
+        dropped = {"gpus", "num_gpus", "gpu_type"} if changes.get("session") is not None else set[str]()
         if {"gpus", "num_gpus"} & changes.keys():
-            given = {name: value for name, value in given.items() if name not in ("gpus", "num_gpus")}
-        merged = cast("Options", given | dict(changes))
-        return type(self)(self.__sgpu_function__, merged, self._run_async)
+            dropped |= {"gpus", "num_gpus"}
+        given = {name: value for name, value in self._given.items() if name not in dropped}
+        return type(self)(self.__sgpu_function__, cast("Options", given | dict(changes)), self._run_async)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Bind a method: a local call gets `self`, and `.distributed` sends `self` to the ranks."""
@@ -93,7 +91,7 @@ class DistributedFunction(Generic[P, R, T]):
             found = getattr(found, part, None)
         if found is self:
             return name
-        # a session is this process's, and values of `env` are often secrets
+        # a session belongs to this process, and values of `env` are often secrets
         given = {key: value for key, value in self._given.items() if key not in ("session", "env")}
         return type(self), (self.__sgpu_function__, given, self._run_async)
 
@@ -208,7 +206,7 @@ def distributed(
         UsageError: An option is invalid or contradicts another, or `remote=True` is given without `gpu_type`.
         TypeError: An option is unknown.
     """
-    # what is wrong with the options is told where they stand
+    # invalid options are reported where they are given
     checked(**options)
     decorate = functools.partial(DistributedFunction[..., Any, Any], options=options, run_async=run_async)
     return decorate if function is None else decorate(function)
@@ -284,13 +282,9 @@ def ray_launch(**options: Unpack[Options]) -> Callable[[Callable[P, R]], RayFunc
         UsageError: An option is invalid or contradicts another.
         TypeError: An option is unknown.
     """
-    # what is wrong with the options is told where they stand
+    # invalid options are reported where they are given
     check_ray_options(options)
-
-    def decorate(function: Callable[P, R]) -> RayFunction[P, R]:
-        return RayFunction(function, options)
-
-    return decorate
+    return lambda function: RayFunction(function, options)
 
 
 def check_ray_options(options: Options) -> CallOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import queue
 import sys
 import threading
@@ -37,12 +38,12 @@ R = TypeVar("R")
 _IPYTHON = "IPython.core.interactiveshell"
 
 _TICK_S = 0.1
-# runs that wait in the pool's queue beside those that have devices: a device that gets free has the next one at once
+# runs queued beyond those that have devices, so that a freed device gets the next one at once
 _AHEAD = 2
-# a pool that can't be reached is tried again for so long; one of another machine for the setting `link_timeout_s`
+# how long an unreachable local pool is retried; a remote one is retried for the setting `link_timeout_s`
 _LOCAL_PATIENCE_S = 60.0
 _TRY_AGAIN_S = 1.0
-# an interrupted sweep is free after this whatever its ranks do
+# an interrupted sweep returns after this, whatever its ranks do
 _CANCEL_PATIENCE_S = 2.5
 
 
@@ -202,10 +203,9 @@ class Sweeping(Generic[T, R]):
         self._ended: queue.SimpleQueue[Run[Any]] = queue.SimpleQueue()
         self._out: dict[str, Task[T, R]] = {}
         self._failures: list[str] = []
-        self._done = self._failed = 0
+        self._done = 0
         self.late: list[Task[T, R]] = []
-        # an item that the pool could not be given, since when, why, and when it is tried again
-        self._unsent: Task[T, R] | None = None
+        # since when the pool does not take the next item, when that is tried again, and why
         self._unreached_since = self._try_at = 0.0
         self._unreached = ""
 
@@ -217,19 +217,19 @@ class Sweeping(Generic[T, R]):
         ending = "stopped"
         try:
             more = True
-            while more or self._out or self._unsent is not None:
-                while len(self._out) < bound and (more or self._unsent is not None):
-                    task = self._unsent or next(waiting, None)
+            while more or self._out:
+                while more and len(self._out) < bound and time.monotonic() >= self._try_at:
+                    task = next(waiting, None)
                     if task is None:
                         more = False
-                    elif task is self._unsent and time.monotonic() < self._try_at:
-                        break
-                    elif self._start(task).error is not None:
+                    elif not self._start(task):
+                        waiting = itertools.chain((task,), waiting)
+                    elif task.error is not None:
                         yield self._over(task)
                 now = time.monotonic()
                 if progress.is_due(now):
                     progress.show(self._picture(self._unreached), now)
-                if (self._out or self._unsent is not None) and (task := self._next()) is not None:
+                if (more or self._out) and (task := self._next()) is not None:
                     yield self._over(task)
             ending = ""
         except KeyboardInterrupt as error:
@@ -252,7 +252,7 @@ class Sweeping(Generic[T, R]):
         if name not in KINDS and not (not name and self._place.pools.entries()):
             pool = self._place.pools.named(name or LOCAL)
         else:
-            # where each of them goes is decided when it is its turn, and as a rule that is here
+            # each item's pool is chosen at its turn; as a rule it is this one
             pool = self._place.find(name, self._options.devices).pool
         status = pool.status(recent=0)
         ranks = self._options.ranks or 1
@@ -262,46 +262,44 @@ class Sweeping(Generic[T, R]):
         devices = sum(1 for device in status.inventory.devices if wanted in ("any", device.type))
         if devices:
             return max(1, devices // ranks) + _AHEAD
-        # ranks on CPU may be more than there are cores, which helps none of them
+        # more CPU ranks than cores would slow all of them down
         return max(1, min(status.inventory.cores, status.inventory.cpu_slots) // ranks)
 
-    def _start(self, task: Task[T, R]) -> Task[T, R]:
+    def _start(self, task: Task[T, R]) -> bool:
+        """Submit an item's run, or note why that is impossible. Returns False to try again later."""
         try:
             options = replace(self._options, name=f"{self._name}[{task.index}]")
             submission = prepare(self._place, self._function, (task.item,), {}, options, beside_sessions=False)
+            run = task.run = cast("Run[R]", submitted(self._place, submission))
         except SerializationError as error:
             if not self._done and not self._out:
                 raise
-            # of one item among others that can be sent
+            # only this item is affected: others can be sent
             task.error = error
-            return task
+            return True
         except PoolError as error:
-            return self._kept(task, error)
-        try:
-            run = task.run = cast("Run[R]", submitted(self._place, submission))
-        except PoolError as error:
-            return self._kept(task, error)
-        self._unsent, self._unreached_since, self._unreached = None, 0.0, ""
+            self._wait_for_pool(error)
+            return False
+        self._unreached_since, self._unreached = 0.0, ""
         self._out[run.run_id] = task
         run.add_done_callback(cast("Callable[[object], object]", self._ended.put))
-        return task
+        return True
 
-    def _kept(self, task: Task[T, R], error: PoolError) -> Task[T, R]:
-        """Keep an item to try again later: a pool that was reached before may come back.
+    def _wait_for_pool(self, error: PoolError) -> None:
+        """Set the time of the next attempt: a pool that was reached before may come back.
 
         Raises:
             PoolError: The pool has been unreachable for too long, or was never reached.
         """
         now = time.monotonic()
-        if not (self._done or self._failed or self._out) or isinstance(error, PoolVersionError | KeyRefused):
+        if not (self._done or self._failures or self._out) or isinstance(error, PoolVersionError | KeyRefused):
             raise error
         self._unreached_since = self._unreached_since or now
         is_local = self._place.wanted_pool(self._options.pool) in ("", LOCAL)
         if now - self._unreached_since > (_LOCAL_PATIENCE_S if is_local else self._place.settings.link_timeout_s):
             raise error
-        self._unsent, self._try_at = task, now + _TRY_AGAIN_S
+        self._try_at = now + _TRY_AGAIN_S
         self._unreached = "the pool does not answer; further items wait"
-        return task
 
     def _next(self) -> Task[T, R] | None:
         try:
@@ -316,7 +314,6 @@ class Sweeping(Generic[T, R]):
         if task.error is None:
             self._done += 1
         else:
-            self._failed += 1
             run = short(task.run.run_id) if task.run is not None else ""
             self._failures.append(failure_line(task.index, run, task.error))
         return task
@@ -339,7 +336,7 @@ class Sweeping(Generic[T, R]):
             name=self._name,
             done=self._done,
             running=running,
-            failed=self._failed,
+            failed=len(self._failures),
             total=self._total,
             seconds=time.monotonic() - self._began,
             failures=tuple(self._failures),

@@ -45,11 +45,11 @@ class Sweep(Sequence[R], Generic[T, R]):
         runs: Each item's run; None if the item could not be submitted.
     """
 
-    def __init__(self, items: Sequence[T], outcomes: Sequence[Task[T, R]], *, return_exceptions: bool) -> None:
-        self.items: list[T] = list(items)
-        self.runs: list[Run[R] | None] = [task.run for task in outcomes]
-        self._tasks = list(outcomes)
+    def __init__(self, tasks: Iterable[Task[T, R]], *, return_exceptions: bool) -> None:
+        self._tasks = sorted(tasks, key=lambda task: task.index)
         self._return_exceptions = return_exceptions
+        self.items: list[T] = [task.item for task in self._tasks]
+        self.runs: list[Run[R] | None] = [task.run for task in self._tasks]
 
     @property
     def results(self) -> list[R]:
@@ -176,15 +176,10 @@ def map(
         with frames_left_out:
             tasks.extend(completed)
     except BaseException as error:
-        over = _sweep_of([*tasks, *sweeping.late], return_exceptions)
+        over = Sweep([*tasks, *sweeping.late], return_exceptions=return_exceptions)
         vars(error).update(sweep=over, results=over.results)
         raise
-    return _sweep_of(tasks, return_exceptions)
-
-
-def _sweep_of(tasks: Iterable[Task[T, R]], return_exceptions: bool) -> Sweep[T, R]:
-    ordered = sorted(tasks, key=lambda task: task.index)
-    return Sweep([task.item for task in ordered], ordered, return_exceptions=return_exceptions)
+    return Sweep(tasks, return_exceptions=return_exceptions)
 
 
 class SweepResults(Iterator[R], Generic[R]):

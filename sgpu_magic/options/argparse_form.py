@@ -122,14 +122,6 @@ def add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
     parser.add_argument(*filter(None, [option.short]), f"--{name}", **option.arguments() | own)
 
 
-def add_options(
-    parser: argparse.ArgumentParser, names: Iterable[str], own: Mapping[str, Mapping[str, Any]] | None = None
-) -> None:
-    """Add several options; `own` has keyword arguments for `add_option` by name."""
-    for name in names:
-        add_option(parser, name, **(own or {}).get(name, {}))
-
-
 def fields(
     found: argparse.Namespace, names: Iterable[str], readers: Mapping[str, Reader] | None = None
 ) -> dict[str, Any]:
@@ -175,7 +167,10 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions | None:
     Raises:
         UsageError: An option is unknown, or its value is invalid.
     """
-    found = parser(prog).read(_ranks_in_one_word(line) if prog == "%%rank" else line)
+    if prog == "%%rank" and (ranks := _FIRST_WORD.match(line)) is not None:
+        # a list of ranks such as `0, 2` becomes one word
+        line = re.sub(r"\s", "", ranks[1]) + ranks[2]
+    found = parser(prog).read(line)
     if found.help:
         return None
     names: Iterable[str] = table.CELL
@@ -226,12 +221,6 @@ def _check_for_ray(found: argparse.Namespace) -> None:
             )
 
 
-def _ranks_in_one_word(line: str) -> str:
-    """Remove spaces from a leading list of ranks such as `0, 2`."""
-    found = _FIRST_WORD.match(line)
-    return re.sub(r"\s", "", found[1]) + found[2] if found is not None else line
-
-
 # ---------------------------------------------------------------- sessions and replays
 
 
@@ -242,7 +231,8 @@ def add_session(made: Parser) -> None:
         "wait": {"help": "maximum time in the queue; 0: connect now or fail (default: unlimited)"},
         "timeout": {"metavar": "8h", "help": "time limit of the session (default and maximum: 7d)"},
     }
-    add_options(made, table.SESSION, own)
+    for name in table.SESSION:
+        add_option(made, name, **own.get(name, {}))
     add_option(made, "profile", help=argparse.SUPPRESS)
 
 
@@ -262,7 +252,7 @@ def read_session(found: argparse.Namespace) -> SessionOptions:
 
 
 def add_replay(made: argparse.ArgumentParser, own: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-    """Add the options of a replay to a parser; `own` as in `add_options`."""
+    """Add the options of a replay to a parser; `own` has keyword arguments for `add_option` by name."""
     differs: dict[str, Mapping[str, Any]] = {
         "gpus": {"help": "ranks (default: as many as it had)"},
         "type": {"help": "a10, h100, ..., cpu, any (default: what it asked for)"},
@@ -270,7 +260,9 @@ def add_replay(made: argparse.ArgumentParser, own: Mapping[str, Mapping[str, Any
         "timeout": {"help": "longest running time (default: its own)"},
         "name": {"help": "the run's name (default: its own)"},
     }
-    add_options(made, table.REPLAY, differs | dict(own or {}))
+    differs |= own or {}
+    for name in table.REPLAY:
+        add_option(made, name, **differs.get(name, {}))
 
 
 def read_replay(found: argparse.Namespace, ui: str, **readers: Reader) -> ReplayOptions:

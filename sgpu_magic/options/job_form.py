@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from sgpu_magic.wire.devices import canonical_type
 EXTRA = "Install the missing packages: `pip install 'sgpu-magic[run]'`."
 _MOST_BYTES = 1_000_000
 _ACCELERATOR = re.compile(r"GPU_([1-9][0-9]{0,3})x([A-Za-z0-9][A-Za-z0-9_-]*)", re.IGNORECASE)
-_MOST_ACCELERATORS = 4096
+_PARSERS: Mapping[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads}
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +204,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if size > _MOST_BYTES:
         raise UsageError(f"{path} has {size:,} bytes, which is too large for a file of names and values.")
     try:
-        found: object = _decoded(path, data.decode())
+        found: object = _PARSERS.get(path.suffix.lower(), read_yaml)(data.decode())
     except ValueError as error:
         raise UsageError(f"{path} can't be read: {' '.join(str(error).split())}.") from None
     if found is None:
@@ -246,7 +246,7 @@ def read_accelerator(name: str, where: str) -> tuple[int, str]:
         UsageError: It is not the name of an accelerator.
     """
     found = _ACCELERATOR.fullmatch(name.strip())
-    if found is None or int(found[1]) > _MOST_ACCELERATORS:
+    if found is None or int(found[1]) > MOST_RANKS:
         raise UsageError(
             f"{where}: {name!r} is not an accelerator; write the number and the type, as in GPU_1xA10 or GPU_8xH100."
         )
@@ -254,13 +254,3 @@ def read_accelerator(name: str, where: str) -> tuple[int, str]:
         return int(found[1]), canonical_type(found[2])
     except ValueError as error:
         raise UsageError(f"{where}: {error}") from None
-
-
-def _decoded(path: Path, text: str) -> Any:
-    match path.suffix.lower():
-        case ".json":
-            return json.loads(text)
-        case ".toml":
-            return tomllib.loads(text)
-        case _:
-            return read_yaml(text)

@@ -5,7 +5,6 @@ An option of a cell or call overrides its default; these in turn take precedence
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping
 from typing import TypeVar
@@ -69,7 +68,7 @@ def of_process() -> JobDefaults:
     Raises:
         UsageError: The variable can't be read.
     """
-    return _read(os.environ.get(VARIABLE, ""))
+    return _decoded(VARIABLE, JobDefaults)
 
 
 def is_job() -> bool:
@@ -106,8 +105,6 @@ def with_job(asked: A) -> A:
         devices = replace(devices, device_type=job.type or None, min_memory_bytes=memory)
     if job.placement and not devices.strategy:
         devices = replace(devices, strategy=strategy_of("--placement", job.placement))
-    if devices == asked.devices and wishes is asked.wishes:
-        return asked
     return replace(asked, devices=devices, wishes=wishes)
 
 
@@ -121,13 +118,9 @@ def as_words(given: JobDefaults) -> list[str]:
     return words
 
 
-@functools.lru_cache(4)
-def _read(text: str) -> JobDefaults:
-    return _decoded(VARIABLE, text, JobDefaults)
-
-
-def _decoded(variable: str, text: str, kind: type[T]) -> T:
+def _decoded(variable: str, kind: type[T]) -> T:
     """Decode the JSON in a variable; the kind's empty value if it is not set."""
+    text = os.environ.get(variable, "")
     try:
         return msgspec.json.decode(text, type=kind) if text else kind()
     except msgspec.DecodeError as error:
@@ -145,7 +138,7 @@ def parameters_of_process() -> dict[str, str]:
     Raises:
         UsageError: The variable can't be read.
     """
-    return _decoded(PARAMETERS_VARIABLE, os.environ.get(PARAMETERS_VARIABLE, ""), dict[str, str])
+    return _decoded(PARAMETERS_VARIABLE, dict[str, str])
 
 
 def parameters_as_variable(parameters: Mapping[str, object]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from sgpu_magic.errors import CapacityError, UsageError
 from sgpu_magic.options import table, values
-from sgpu_magic.options.asked import CallOptions, Devices, SessionOptions
+from sgpu_magic.options.asked import CallOptions, SessionOptions
 from sgpu_magic.options.table import MOST_RETRIES, RETRY_CHOICES, UI_CHOICES, Reader, in_python, in_pythons_words
 from sgpu_magic.options.values import Duration, Upload
 
@@ -136,7 +136,8 @@ def checked(**options: Unpack[Options]) -> CallOptions:
     asked = CallOptions(**_fields(table.CALL, given, _READERS), session=options.get("session"))
     if given.get("retry_on") is not None and not asked.retries:
         raise UsageError("retry_on says when to start again, but not how often: add retries=N.")
-    _check_devices(asked.devices)
+    with errors_in_pythons_words():
+        table.check_devices(asked.devices)
     return asked
 
 
@@ -149,15 +150,9 @@ def of_session(given: Mapping[str, Any]) -> SessionOptions:
     names = [name for name in table.SESSION if name != "ui"]
     readers = {name: _READERS[name] for name in ("allow-busy", "allow-build", "env", "no-track")}
     asked = SessionOptions(**_fields(names, {**given, "name": given["name"] or None}, readers))
-    _check_devices(asked.devices)
+    with errors_in_pythons_words():
+        table.check_devices(asked.devices)
     return asked
-
-
-def _check_devices(devices: Devices) -> None:
-    try:
-        table.check_devices(devices)
-    except UsageError as error:
-        raise UsageError(in_pythons_words(error.message)) from None
 
 
 def _fields(names: Iterable[str], given: Mapping[str, Any], readers: Mapping[str, Reader]) -> dict[str, Any]:
@@ -195,17 +190,10 @@ def _names(option: str, names: Iterable[str]) -> tuple[str, ...]:
     return listed
 
 
-def _truth(_: str, value: object) -> bool:
-    return bool(value)
-
-
 _READERS: Mapping[str, Reader] = {
-    "allow-build": _truth,
-    "allow-busy": _truth,
+    **dict.fromkeys(("allow-build", "allow-busy", "no-track", "profile"), lambda _, given: bool(given)),
     "env": _variables,
     "exclude": _names,
-    "no-track": _truth,
-    "profile": _truth,
     "retries": _retries,
     "retry-on": lambda option, given: _choice(RETRY_CHOICES)(option, given) == "any",
     "ui": _choice(UI_CHOICES),

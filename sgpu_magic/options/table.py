@@ -225,20 +225,8 @@ OF_RANKS_THAT_STAY = ("ranks", "fresh", "reload", "session", "profile")
 """Options that `%%ray_launch` does not have: they need ranks that execute the cell themselves."""
 
 _RUN = ("exclude", "env", "timeout", "wait", "grace", "retries", "retry-on")
-CELL = (
-    *DEVICES,
-    "out",
-    "in",
-    *_RUN,
-    "detach",
-    "nowait",
-    "here",
-    "group",
-    *OF_RANKS_THAT_STAY,
-    *PACKAGES,
-    "name",
-    *PLACE,
-)
+_WAYS = ("detach", "nowait", "here", "group")
+CELL = (*DEVICES, "out", "in", *_RUN, *_WAYS, *OF_RANKS_THAT_STAY, *PACKAGES, "name", *PLACE)
 CALL = (*DEVICES, *_RUN, *PACKAGES, "profile", "name", *PLACE)
 SESSION = (*DEVICES, "name", "idle", "wait", "timeout", "env", *PACKAGES, *PLACE)
 REPLAY = ("gpus", "type", "env", "here", "timeout", "detach", "name")

@@ -74,16 +74,8 @@ MOST_RANKS = 4096
 """Largest number of ranks, and of nodes, of a run; also the smallest invalid rank."""
 
 _MEMORY = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kMGT]i?)?B?", re.IGNORECASE)
-_MEMORY_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-    "ti": 1 << 40,
+_MEMORY_UNITS = {unit: 1000**power for power, unit in enumerate(("", *"kmgt"))} | {
+    f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)
 }
 # a smaller number is one whose unit was forgotten
 _LEAST_BYTES = 10**6
@@ -140,13 +132,11 @@ def device_type(option: str, value: object) -> str | None:
 
 
 def node_count(option: str, value: object) -> int:
-    """Check a number of nodes; None becomes 0, which leaves it to the pool.
+    """Check a number of nodes.
 
     Raises:
         UsageError: It is not a number from 1 to 4096.
     """
-    if value is None:
-        return 0
     if isinstance(value, str) and value.isascii() and value.isdigit():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_RANKS:
@@ -154,14 +144,12 @@ def node_count(option: str, value: object) -> int:
     return value
 
 
-def strategy_of(option: str, value: str | None) -> str:
-    """Check a placement strategy; None becomes "", which means `pack`.
+def strategy_of(option: str, value: str) -> str:
+    """Check a placement strategy.
 
     Raises:
         UsageError: There is no such strategy.
     """
-    if value is None:
-        return ""
     asked = value.lower().replace("-", "_")
     if asked not in STRATEGIES:
         raise UsageError(f"{option} {value!r} is not possible; it can be {', '.join(STRATEGIES)}.")

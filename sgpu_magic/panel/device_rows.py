@@ -116,28 +116,16 @@ _LEAST_S = 1.0
 _STEPS = ((60.0, 10.0), (600.0, 30.0), (float("inf"), 60.0))
 
 
-class Held(msgspec.Struct, frozen=True):
-    """Devices that a run holds.
+class Claim(msgspec.Struct, frozen=True):
+    """Devices that a run holds, or that a run in the queue requests.
 
     Args:
         count: Their number.
-        left_s: Estimated seconds until it releases them, None when unknown.
+        left_s: Estimated seconds from now, or from its start, until it releases them; None when unknown.
     """
 
     count: int
     left_s: float | None
-
-
-class Queued(msgspec.Struct, frozen=True):
-    """A run that waits in the queue.
-
-    Args:
-        count: Number of devices that it requests.
-        takes_s: Estimated seconds for which it will hold them, None when unknown.
-    """
-
-    count: int
-    takes_s: float | None
 
 
 class Durations:
@@ -183,7 +171,7 @@ def _median(ordered: Sequence[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def waits(total: int, free: int, held: Iterable[Held], queue: Iterable[Queued]) -> tuple[float | None, ...]:
+def waits(total: int, free: int, held: Iterable[Claim], queue: Iterable[Claim]) -> tuple[float | None, ...]:
     """Return, for each number of devices from 1 to `total`, the estimated seconds until that many are free.
 
     Args:
@@ -212,16 +200,16 @@ def waits(total: int, free: int, held: Iterable[Held], queue: Iterable[Queued]) 
         free = min(free, total)
 
 
-def _placed(free: int, waiting: list[Queued], now: float, ends: list[tuple[float, int]]) -> tuple[int, list[Queued]]:
+def _placed(free: int, waiting: list[Claim], now: float, ends: list[tuple[float, int]]) -> tuple[int, list[Claim]]:
     """Grant devices to the runs that fit; return the number left and the runs that still wait."""
-    left: list[Queued] = []
+    left: list[Claim] = []
     for one in waiting:
         if one.count > free:
             left.append(one)
             continue
         free -= one.count
-        if one.takes_s is not None:
-            bisect.insort(ends, (now + max(_LEAST_S, one.takes_s), one.count))
+        if one.left_s is not None:
+            bisect.insort(ends, (now + max(_LEAST_S, one.left_s), one.count))
     return free, left
 
 
@@ -232,7 +220,7 @@ def _in_steps(wait_s: float) -> float:
 
 def holders_of(
     device_type: str, runs: Iterable[RunSummary], durations: Durations, now: float, uuids: frozenset[str]
-) -> list[Held]:
+) -> list[Claim]:
     """Return the devices of a type that runs hold.
 
     Args:
@@ -242,7 +230,7 @@ def holders_of(
         now: Wall-clock time, seconds since the epoch.
         uuids: The type's devices; empty for CPU slots.
     """
-    found: list[Held] = []
+    found: list[Claim] = []
     for run in runs:
         if run.state not in HOLDING or run.session:
             continue
@@ -255,11 +243,11 @@ def holders_of(
             # the session ends then unless it is used again
             idle_s = max(_LEAST_S, run.idle_ends_at - now)
             left_s = idle_s if left_s is None else min(left_s, idle_s)
-        found.append(Held(count, left_s))
+        found.append(Claim(count, left_s))
     return found
 
 
-def queue_of(device_type: str, runs: Iterable[RunSummary], durations: Durations, main_type: str = CPU) -> list[Queued]:
+def queue_of(device_type: str, runs: Iterable[RunSummary], durations: Durations, main_type: str = CPU) -> list[Claim]:
     """Return the runs that wait for devices of a type, in queue order.
 
     Args:
@@ -271,4 +259,4 @@ def queue_of(device_type: str, runs: Iterable[RunSummary], durations: Durations,
     waiting = [run for run in runs if run.state is RunState.QUEUED and not run.session]
     waiting = [run for run in waiting if (main_type if run.device_type == "any" else run.device_type) == device_type]
     waiting.sort(key=lambda run: (run.position is None, run.position or 0, run.submitted_at))
-    return [Queued(run.ranks, durations.left_s(run, device_type, 0.0)) for run in waiting]
+    return [Claim(run.ranks, durations.left_s(run, device_type, 0.0)) for run in waiting]

@@ -4,16 +4,14 @@ All requests run in their own threads, as cells may be running, and print nothin
 
 from __future__ import annotations
 
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar, cast
 
 import msgspec
 
-from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.errors import UsageError
 from sgpu_magic.options.asked import SessionOptions
 from sgpu_magic.packages import snapshot
 from sgpu_magic.packages.distributions import normalised
@@ -24,14 +22,14 @@ from sgpu_magic.panel.kernel_state import (
     AskKernel,
     AskPlan,
     KernelAnswer,
-    KernelPictures,
     KernelQuestion,
     KernelReply,
     PanelRefusal,
     PlanAnswer,
+    kernel_picture,
 )
 from sgpu_magic.panel.plan import Plan, living, plan
-from sgpu_magic.panel.pool_state import as_sentence
+from sgpu_magic.panel.pool_state import failure_words
 from sgpu_magic.runs.choice.packages import install
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, words_of
 from sgpu_magic.runs.sessions import registry
@@ -56,7 +54,6 @@ class KernelActions:
 
     def __init__(self, place: Workplace) -> None:
         self._place = place
-        self._pictures = KernelPictures(place)
         self._lock = threading.Lock()
         self._job: Future[tuple[KeptChoice, str]] | None = None
         self._applying = threading.Lock()
@@ -78,15 +75,9 @@ class KernelActions:
         number = cast("dict[str, object]", content).get("n") if isinstance(content, dict) else None
         number = number if isinstance(number, int) else 0
         try:
-            question = msgspec.convert(content, KernelQuestion)
-            reply = self.answer(question, knows_metadata=knows_metadata)
-        except msgspec.ValidationError as error:
-            reply = PanelRefusal(n=number, text=f"This request is not valid: {error}.")
-        except SgpuError as error:
-            reply = PanelRefusal(n=number, text=as_sentence(error.message))
+            reply = self.answer(msgspec.convert(content, KernelQuestion), knows_metadata=knows_metadata)
         except Exception as error:  # noqa: BLE001  a thread's top, and a front end that waits
-            traceback.print_exc(file=sys.__stderr__)
-            reply = PanelRefusal(n=number, text=f"The request failed: {type(error).__name__}: {error}")
+            reply = PanelRefusal(n=number, text=failure_words(error))
         return cast("dict[str, Any]", msgspec.to_builtins(reply))
 
     def answer(self, question: KernelQuestion, *, knows_metadata: bool = True) -> KernelReply:
@@ -98,64 +89,55 @@ class KernelActions:
         """
         match question:
             case AskKernel():
-                return self._kernel(question, knows_metadata)
+                kept = self._place.choice.told(question.kept) if knows_metadata else None
+                self._raise_failure()
+                return self._state(question.n, kept)
             case AskPlan():
                 held = self._place.choice.now()
                 planned = plan(self._place, held, question.choice, connect=question.connect)
                 return PlanAnswer(n=question.n, plan=planned.picture)
             case AskApply():
-                return self._apply(question)
+                if not self._applying.acquire(blocking=False):
+                    raise UsageError(_BUSY)
+                try:
+                    return self._apply(question)
+                finally:
+                    self._applying.release()
             case AskDisconnect():
                 return self._disconnect(question)
 
     # ------------------------------------------------------------ state
 
-    def _kernel(self, question: AskKernel, knows_metadata: bool) -> KernelReply:
-        keeper = self._place.choice
-        kept = keeper.told(question.kept) if knows_metadata else None
-        failed = self._failure()
-        if failed:
-            return PanelRefusal(n=question.n, text=failed)
-        return self._state(question.n, kept)
-
     def _state(self, number: int, kept: KeptChoice | None = None, said: str = "") -> KernelAnswer:
         held = self._place.choice.now()
         installing = self._is_installing()
-        picture = self._pictures.picture(held)
+        picture = kernel_picture(self._place, held)
         return KernelAnswer(n=number, picture=picture, kept=kept, said=said, installing=installing)
 
     def _is_installing(self) -> bool:
         with self._lock:
             return self._job is not None and not self._job.done()
 
-    def _failure(self) -> str:
-        """Return, once, the error of a failed installation that was not reported yet."""
+    def _raise_failure(self) -> None:
+        """Raise, once, the error of a failed installation that was not reported yet."""
         with self._lock:
             job = self._job
             if job is None or not job.done():
-                return ""
+                return
             self._job = None
-        error = job.exception()
-        return "" if error is None else _words_of(error)
+        job.result()
 
     # ------------------------------------------------------------ actions
 
-    def _apply(self, question: AskApply) -> KernelReply:
-        if not self._applying.acquire(blocking=False):
-            return PanelRefusal(n=question.n, text=_BUSY)
-        try:
-            return PanelRefusal(n=question.n, text=_BUSY) if self._is_installing() else self._applied(question)
-        finally:
-            self._applying.release()
-
-    def _applied(self, question: AskApply) -> KernelReply:
+    def _apply(self, question: AskApply) -> KernelAnswer:
+        if self._is_installing():
+            raise UsageError(_BUSY)
         held = self._place.choice.now()
         planned = plan(self._place, held, question.choice, connect=question.connect, resolve=False)
         if planned.picture.problem:
-            return PanelRefusal(n=question.n, text=planned.picture.problem)
+            raise UsageError(planned.picture.problem)
         if planned.picture.loses and not question.confirmed:
-            words = " ".join(planned.picture.sentences)
-            return PanelRefusal(n=question.n, text=f"{words} Nothing was done: confirm first.")
+            raise UsageError(f"{' '.join(planned.picture.sentences)} Nothing was done: confirm first.")
         if not (planned.added or planned.removed):
             kept, said = self._carry_out(planned, question.choice)
             return self._state(question.n, kept, said)
@@ -164,9 +146,7 @@ class KernelActions:
             self._job = job
         if not wait((job,), ANSWER_S).done:
             return self._state(question.n, said="Packages are being installed.")
-        failed = self._failure()
-        if failed:
-            return PanelRefusal(n=question.n, text=failed)
+        self._raise_failure()
         kept, said = job.result()
         return self._state(question.n, kept, said)
 
@@ -198,12 +178,12 @@ class KernelActions:
         session = registry.begin(self._place, SessionOptions(), "none", of_cell=False)
         return f"%%distributed cells run in session {session.name} from now on."
 
-    def _disconnect(self, question: AskDisconnect) -> KernelReply:
+    def _disconnect(self, question: AskDisconnect) -> KernelAnswer:
         with self._connecting:
             session = living(question.name)
             if session is None:
                 what = f"session {question.name!r}" if question.name else "session"
-                return PanelRefusal(n=question.n, text=f"This notebook has no {what} to end.")
+                raise UsageError(f"This notebook has no {what} to end.")
             end(session, "it was ended in the panel")
         ended = "has ended" if session.has_ended else "is ending"
         return self._state(question.n, said=f"Session {session.name} {ended}.")
@@ -216,19 +196,11 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             outcome.set_result(work())
-        except Exception as error:  # noqa: BLE001  a thread's top; who asks next is told
-            if not isinstance(error, SgpuError | OSError):
-                traceback.print_exc(file=sys.__stderr__)
+        except Exception as error:  # noqa: BLE001  a thread's top; the next request reports it
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="sgpu-panel-installs", daemon=True).start()
     return outcome
-
-
-def _words_of(error: BaseException) -> str:
-    if isinstance(error, SgpuError):
-        return as_sentence(error.message)
-    return str(error) if isinstance(error, OSError) else f"The request failed: {type(error).__name__}: {error}"
 
 
 def installed(place: Workplace, added: Sequence[str], removed: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ TypeScript twins are generated: `labextension/src/panel/records.ts`.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Mapping
@@ -129,67 +130,54 @@ _MOST_DIFFERENCES = 60
 _MOST_NOTES = 6
 
 
-class KernelPictures:
-    """Builds one kernel's state; caches slow results until packages change.
+def kernel_picture(place: Workplace, held: Held) -> KernelPicture:
+    """Return the kernel's current state.
 
     Args:
         place: This process's workplace.
+        held: The current choice.
     """
+    settings = place.pool.settings
+    now = snapshot.take_snapshot()
+    choice = held.choice or Choice(env_version=_default(settings))
+    notes = [held.problem] if held.problem else []
+    if held.elsewhere:
+        notes.append(f"You chose this in {held.elsewhere}. Confirm it here if this notebook is yours as well.")
+    python, packages, lines = _own(now)
+    if choice.env_version:
+        try:
+            problem = problem_of_base(settings, choice.env_version)
+            notes += [problem] if problem else []
+            python, packages, lines = _of_base(choice, base_of(settings, choice.env_version))
+        except SgpuError as error:
+            # a missing base was reported above
+            if not notes:
+                notes.append(as_sentence(error.message))
+    else:
+        notes += [*stale_words(now), *_broken(now)]
+    notes += since_connected(now, [session for session in registry.all_sessions() if not session.has_ended])
+    pool = placing.pool_name(place)
+    return KernelPicture(
+        version=VERSION,
+        package_version=__version__,
+        pool=pool,
+        choice=held.choice,
+        choice_words=words_of(held.choice, pool) if held.choice is not None else "",
+        confirmed=held.confirmed,
+        bases=_bases(settings, now, choice),
+        python=python,
+        packages=packages,
+        differences=tuple(lines[:_MOST_DIFFERENCES]),
+        more_differences=max(0, len(lines) - _MOST_DIFFERENCES),
+        sessions=tuple(_sessions()),
+        notes=tuple(notes[:_MOST_NOTES]),
+    )
 
-    def __init__(self, place: Workplace) -> None:
-        self._place = place
-        self._mismatches: tuple[Snapshot, tuple[str, ...]] | None = None
 
-    def picture(self, held: Held) -> KernelPicture:
-        """Return the current state.
-
-        Args:
-            held: The current choice.
-        """
-        settings = self._place.pool.settings
-        now = snapshot.take_snapshot()
-        choice = held.choice or Choice(env_version=_default(settings))
-        notes = [held.problem] if held.problem else []
-        if held.elsewhere:
-            notes.append(f"You chose this in {held.elsewhere}. Confirm it here if this notebook is yours as well.")
-        python, packages, lines = _own(now)
-        if choice.env_version:
-            try:
-                problem = problem_of_base(settings, choice.env_version)
-                if problem:
-                    notes.append(problem)
-                python, packages, lines = _of_base(choice, base_of(settings, choice.env_version))
-            except SgpuError as error:
-                # a missing base was reported above
-                if not notes:
-                    notes.append(as_sentence(error.message))
-        else:
-            notes += [*stale_words(now), *self._broken(now)]
-        notes += since_connected(now, [session for session in registry.all_sessions() if not session.has_ended])
-        pool = placing.pool_name(self._place)
-        return KernelPicture(
-            version=VERSION,
-            package_version=__version__,
-            pool=pool,
-            choice=held.choice,
-            choice_words=words_of(held.choice, pool) if held.choice is not None else "",
-            confirmed=held.confirmed,
-            bases=_bases(settings, now, choice),
-            python=python,
-            packages=packages,
-            differences=tuple(lines[:_MOST_DIFFERENCES]),
-            more_differences=max(0, len(lines) - _MOST_DIFFERENCES),
-            sessions=tuple(_sessions()),
-            notes=tuple(notes[:_MOST_NOTES]),
-        )
-
-    def _broken(self, now: Snapshot) -> tuple[str, ...]:
-        """Return the known incompatibilities; takes 50 ms after packages have changed."""
-        kept = self._mismatches
-        if kept is None or kept[0] is not now:
-            found = find_mismatches(packages_of(now), driver=driver_version())
-            kept = self._mismatches = (now, tuple(mismatch.sentence for mismatch in found))
-        return kept[1]
+@functools.lru_cache(1)
+def _broken(now: Snapshot) -> tuple[str, ...]:
+    """Return the known incompatibilities; takes 50 ms after packages have changed."""
+    return tuple(mismatch.sentence for mismatch in find_mismatches(packages_of(now), driver=driver_version()))
 
 
 def _default(settings: Settings) -> str:
@@ -238,12 +226,9 @@ def _python(version: str, packages: Mapping[str, str]) -> str:
 
 
 def _line(change: Change) -> PackageLine:
-    if not change.before:
-        return PackageLine(sign="+", name=change.name, words=f"{change.name} {change.now}", removable=True)
-    if not change.now:
-        return PackageLine(sign="-", name=change.name, words=f"{change.name} {change.before}", removable=False)
-    words = f"{change.name} {change.before} → {change.now}"
-    return PackageLine(sign="~", name=change.name, words=words, removable=False)
+    sign = "+" if not change.before else "~" if change.now else "-"
+    words = f"{change.name} {' → '.join(filter(None, (change.before, change.now)))}"
+    return PackageLine(sign=sign, name=change.name, words=words, removable=sign == "+")
 
 
 def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoice, ...]:

@@ -5,9 +5,7 @@ The TypeScript twins of the records are generated: `labextension/src/panel/recor
 
 from __future__ import annotations
 
-import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import closing
 
@@ -18,7 +16,7 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_po
 from sgpu_magic.client.this_machine import find_pool, start_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
-from sgpu_magic.panel.pool_state import as_sentence
+from sgpu_magic.panel.pool_state import as_sentence, failure_words
 from sgpu_magic.panel.schema import PanelTold
 from sgpu_magic.panel.watch import ListWatcher, PoolWatcher, Watchers
 from sgpu_magic.views.live.schema import Message
@@ -94,22 +92,18 @@ class Page:
         match order:
             case Watch(pool=pool):
                 self._watch(pool)
-                return None
             case Rest():
                 self.rest()
-                return None
             case StartPool() | CancelRun():
                 return obey_once(self._watchers, order)
+        return None
 
     def obeyed(self, message: object) -> Said | None:
         """Carry out a command that is given as JSON, as `obey`; errors become its outcome."""
         try:
             return self.obey(msgspec.convert(message, PanelOrder))
-        except msgspec.ValidationError as error:
-            return Said(text=f"This request is not valid: {error}.", ok=False)
         except Exception as error:  # noqa: BLE001  a thread's top, and a page that waits
-            traceback.print_exc(file=sys.__stderr__)
-            return Said(text=f"The request failed: {type(error).__name__}: {error}", ok=False)
+            return Said(text=failure_words(error), ok=False)
 
     @property
     def is_watching(self) -> bool:
@@ -120,9 +114,9 @@ class Page:
         """Stop the updates until the next `Watch`."""
         with self._lock:
             self._leave()
-            listed, self._listed = self._listed, None
-            if listed is not None:
-                listed.remove(self)
+            if self._listed is not None:
+                self._listed.remove(self)
+            self._listed = None
 
     def close(self) -> None:
         """Stop watching for good."""
@@ -142,9 +136,9 @@ class Page:
             self._watched = self._watchers.watch(pool, self, self._tell)
 
     def _leave(self) -> None:
-        watched, self._watched = self._watched, None
-        if watched is not None:
-            watched.remove(self)
+        if self._watched is not None:
+            self._watched.remove(self)
+        self._watched = None
 
 
 def obey_once(watchers: Watchers, order: PanelOrder) -> Said:
@@ -156,14 +150,12 @@ def obey_once(watchers: Watchers, order: PanelOrder) -> Said:
             case CancelRun(run_id=run_id, pool=pool):
                 said = _cancel(watchers.read_settings(), pool, run_id)
             case Watch() | Rest():
-                return Said(text="", ok=True)
-    except SgpuError as error:
-        return Said(text=as_sentence(error.message), ok=False)
-    except OSError as error:
+                said = ""
+        return Said(text=as_sentence(said), ok=True)
+    except (SgpuError, OSError) as error:
         return Said(text=as_sentence(str(error)), ok=False)
     finally:
         watchers.look_soon()
-    return Said(text=as_sentence(said), ok=True)
 
 
 def _start(settings: Settings, pool: str) -> str:
@@ -191,9 +183,9 @@ def _cancel(settings: Settings, pool: str, run_id: str) -> str:
         raise UsageError("no pool is running, so there is no run to cancel.")
     run = ledger.find_run(settings, run_id) if entry is None else None
     # a run that is not in the ledger yet is known only to the pool
-    pressed, said = (
-        stop_words(run) if run is not None else ("Cancel was pressed", f"run {short(run_id)} is being stopped")
-    )
+    pressed, said = "Cancel was pressed", f"run {short(run_id)} is being stopped"
+    if run is not None:
+        pressed, said = stop_words(run)
     from sgpu_magic.client.pool import Pool
 
     with closing(Pool(settings, None, entry)) as asked:

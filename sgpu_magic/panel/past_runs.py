@@ -59,6 +59,7 @@ class RunFilesOfPool:
             changed_at = os.stat(self._runs_path).st_mtime_ns
             if changed_at != self._listed_at:
                 self._here = frozenset(filter(is_valid_id, os.listdir(self._runs_path)))
+                self._known = {run_id: known for run_id, known in self._known.items() if run_id in self._here}
                 self._listed_at = changed_at
         except OSError:
             self._here, self._listed_at = frozenset(), 0
@@ -76,10 +77,6 @@ class RunFilesOfPool:
             over = run.state.is_final and now - (run.ended_at or run.submitted_at) > _LATE_S
             self._known[run_id] = place, float("inf") if over or place.tracked_url else clock + _LOOK_EVERY_S
         return place
-
-    def keep_only(self, run_ids: Iterable[str]) -> None:
-        """Drop what is known of all other runs."""
-        self._known = {run_id: self._known[run_id] for run_id in run_ids if run_id in self._known}
 
     def _parameters(self, run_id: str) -> tuple[RunParameter, ...] | None:
         spec = read_spec(self._runs_path / run_id)
@@ -170,7 +167,6 @@ KEPT_S = 20.0
 """How long the sums are cached; they change slowly."""
 # the largest share of time to spend on computing them
 _SHARE = 0.01
-_NO_PRICES = Prices()
 
 
 class MonthUsage:
@@ -194,18 +190,14 @@ class MonthUsage:
         """
         began = time.monotonic()
         if began >= self._kept_until:
-            self._sums = self._read(now)
-            took = time.monotonic() - began
-            self._kept_until = began + max(KEPT_S, took / _SHARE)
+            since = month_began(now)
+            try:
+                self._sums = month_sums(ledger.runs_since(self._settings, since), since, now)
+            except PoolError:
+                # requests for the runs report the error
+                self._sums = None
+            self._kept_until = began + max(KEPT_S, (time.monotonic() - began) / _SHARE)
         return "" if self._sums is None else month_line(self._sums, budget)
-
-    def _read(self, now: float) -> Use | None:
-        since = month_began(now)
-        try:
-            return month_sums(ledger.runs_since(self._settings, since), since, now)
-        except PoolError:
-            # requests for the runs report the error
-            return None
 
 
 def month_began(now: float) -> float:
@@ -216,7 +208,7 @@ def month_began(now: float) -> float:
 
 def month_sums(rows: Sequence[RunSummary], since: float, now: float) -> Use:
     """Return the usage of runs that ended since then or are active."""
-    return usage(rows, since, now, "user", _NO_PRICES, "").total
+    return usage(rows, since, now, "user", Prices(), "").total
 
 
 def month_line(used: Use, budget: BudgetState | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable
 
@@ -14,7 +13,7 @@ from sgpu_magic.client.pools import PATIENCE_S, Asked
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
-from sgpu_magic.options.asked import DEFAULT_NAME, Devices, has_devices
+from sgpu_magic.options.asked import DEFAULT_NAME, OWN_PACKAGES, Devices, has_devices
 from sgpu_magic.packages import order, snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
@@ -40,7 +39,6 @@ from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.pool_status import PoolStatus
 
 _MOST_NAMED = 5
-_OWN = ("", "none")
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -71,13 +69,13 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
         connect: Include connecting a session.
         resolve: Ask the package index which dependencies would be installed as well.
     """
-    problem = problem_of(choice)
-    if problem:
-        return Plan(PlanPicture(problem=as_sentence(problem), button=_button(connect, False)))
-    choice = normal(choice)
-    known = held.confirmed and held.choice == choice
+    known = False
     words: list[str] = []
     try:
+        if problem := problem_of(choice):
+            raise UsageError(problem)
+        choice = normal(choice)
+        known = held.confirmed and held.choice == choice
         asked = _asked(place, choice, words, connect=connect)
         status = None if asked is None else asked.status
         if status is not None:
@@ -141,7 +139,8 @@ def _asked(place: Workplace, choice: Choice, words: list[str], *, connect: bool)
         words += [as_sentence(note) for note in found.notes]
         pool = found.pool
     else:
-        _check_pool(place, name)
+        if name and name not in (known := place.pools.names()):
+            raise UsageError(f"There is no pool named {name!r}. You have: {', '.join(known)}.")
         pool = place.pools.named(name or LOCAL)
     if pool is not place.pools.local:
         if connect and not choice.gpus:
@@ -156,12 +155,6 @@ def _asked(place: Workplace, choice: Choice, words: list[str], *, connect: bool)
 
 
 # ---------------------------------------------------------------- devices
-
-
-def _check_pool(place: Workplace, name: str) -> None:
-    known = place.pools.names()
-    if name and name not in known:
-        raise UsageError(f"There is no pool named {name!r}. You have: {', '.join(known)}.")
 
 
 def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> None:
@@ -197,10 +190,8 @@ def _waiting(choice: Choice, asked: Asked | None, restarts: Session | None, word
     types = _totals(status)
     if choice.type == CPU or not types or (choice.type and choice.type not in types):
         # CPU stands in for a type that the pool lacks
-        free = status.cpu_slots_free
-        if restarts is not None and restarts.device_type == CPU:
-            free += restarts.ranks
-        kind, wanted = "CPU slots", choice.gpus or 2
+        ours = restarts.ranks if restarts is not None and restarts.device_type == CPU else 0
+        free, kind, wanted = status.cpu_slots_free + ours, "CPU slots", choice.gpus or 2
     else:
         # the restarted session's devices are free by then
         ours = restarts.run_id if restarts is not None else ""
@@ -230,11 +221,11 @@ def _restart(session: Session, status: PoolStatus | None, words: list[str]) -> b
     runs = status.runs if status is not None else ()
     running = [run.name for run in runs if run.session == session.run_id and not run.state.is_final]
     lost = sorted(session.shipping.own_names(session.ranks_of(())))
+    # the session's event about a cell that has just ended may be on its way
     loses = bool(session.cells or lost)
     text = f"Session {session.name} restarts"
-    # the session's event about a cell that has just ended may be on its way
     if loses:
-        text += f": its ranks' variables are lost ({_listed(lost)})" if lost else ": its ranks' variables are lost"
+        text += ": its ranks' variables are lost" + (f" ({_listed(lost)})" if lost else "")
     if running:
         text += f", and what runs in it is stopped ({_listed(running)})"
     words.append(f"{text}.")
@@ -272,7 +263,7 @@ def _packages(
         words.append(_coming(settings, added, resolve=resolve))
     if removed:
         words.append(f"{_listed(removed)} will be removed from this notebook's environment.")
-    if settings.env_version not in _OWN:
+    if settings.env_version not in OWN_PACKAGES:
         words.append(f"The setting env_version ({settings.env_version}) does not apply to this notebook.")
     return added, removed
 
@@ -298,8 +289,9 @@ def _for_ranks(settings: Settings, choice: Choice, words: list[str]) -> None:
         raise UsageError(problem)
     found = order.chosen(settings, choice.env_version)
     if not (choice.dependencies or choice.removed) and found is not None:
-        digest, count = found.environment.digest, found.environment.packages
-        if not _is_built(settings, digest):
+        # other machines are not checked
+        if not any(settings.environments_path.glob(f"{found.environment.digest}*")):
+            count = found.environment.packages
             words.append(f"{_many(count)} will be installed where the ranks run, when they start.")
         return
     there = base_versions(base_of(settings, choice.env_version))
@@ -310,14 +302,6 @@ def _for_ranks(settings: Settings, choice: Choice, words: list[str]) -> None:
     words.append(
         f"About {_many(count)} will be installed where the ranks run, when they start, unless they are there already."
     )
-
-
-def _is_built(settings: Settings, digest: str) -> bool:
-    """Whether this machine has built the environment; other machines are not checked."""
-    try:
-        return any(name.startswith(digest) for name in os.listdir(settings.environments_path))
-    except OSError:
-        return False
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -109,8 +109,7 @@ class PoolLook:
             # it ended during the request
             status = None
         except (SgpuError, OSError) as error:
-            text = error.message if isinstance(error, SgpuError) else str(error)
-            return self._away("problem", as_sentence(text), "retry", LOOK_AGAIN, now)
+            return self._away("problem", as_sentence(str(error)), "retry", LOOK_AGAIN, now)
         if status is None:
             return self._without_pool(now)
         self._was_up = True
@@ -128,9 +127,9 @@ class PoolLook:
 
     def close(self) -> None:
         """Close the connection to the pool."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
 
     # ------------------------------------------------------------ the pool answers
 
@@ -155,10 +154,9 @@ class PoolLook:
         self._link = self._pool.connected
         if whole:
             self._whole_at = clock
-            self._runs = {run.run_id: run for run in status.runs}
-        else:
-            told = {run.run_id: run for run in status.runs}
-            self._runs = told | {run_id: run for run_id, run in self._runs.items() if run_id not in told}
+        told = {run.run_id: run for run in status.runs}
+        # the runs of the answer first, which are the newest
+        self._runs = told | ({} if whole else self._runs) | told
         # the pool may use another name for itself
         return msgspec.structs.replace(status, pool=self._name)
 
@@ -225,8 +223,6 @@ class PoolLook:
             if known is None or known[0] != run or known[1] != place:
                 known = (run, place, run_row(run, place))
             drawn[run.run_id] = known
-        if drawn.keys() != self._rows.keys():
-            self._places.keep_only(drawn)
         self._rows = drawn
         return {run_id: row for run_id, (_, _, row) in drawn.items()}
 
@@ -310,21 +306,18 @@ class ListLook:
 
     def drawn(self) -> PoolsTold:
         """Return the pools that the files list now, with the last known state of each. Thread-safe."""
-        settings, entries, answers = Settings(), (), self._answers
+        settings, entries = Settings(), ()
         with contextlib.suppress(SgpuError):
             entries = read_pools()
         with contextlib.suppress(SgpuError):
             settings = self._read_settings()
-        statuses = {answer.name: answer.status for answer in answers if not answer.problem}
-        silent = frozenset(answer.name for answer in answers if answer.problem)
-        rates = {entry.name: rates_of(settings, entry) for entry in entries}
-        return PoolsTold(pools=pool_choices(default_pool(settings.pool, entries), entries, statuses, silent, rates))
+        return PoolsTold(pools=pool_choices(settings, entries, self._answers))
 
     def close(self) -> None:
         """Close the connections to the pools."""
-        pools, self._pools = self._pools, None
-        if pools is not None:
-            pools.close()
+        if self._pools is not None:
+            self._pools.close()
+        self._pools = None
 
 
 def _list_changed() -> int:

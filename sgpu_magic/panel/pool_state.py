@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.client.pool_choosing import Money, money_of
-from sgpu_magic.client.pools_file import LOCAL, PoolEntry
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool
 from sgpu_magic.config import Settings
+from sgpu_magic.errors import SgpuError
 from sgpu_magic.panel.device_rows import (
     Durations,
     Use,
@@ -40,21 +43,20 @@ from sgpu_magic.wire.costs import Prices, format_money
 from sgpu_magic.wire.devices import CPU, Device, memory_bytes, vendor_bytes
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
+if TYPE_CHECKING:
+    from sgpu_magic.client.pools import Asked
+
 NO_GPU = "No GPU on this machine: ranks run on CPU."
 NO_GPU_THERE = "No GPU in this pool: ranks run on CPU."
 
+# in all other states a run is going
 _TONES: Mapping[RunState, str] = {
     RunState.QUEUED: "waiting",
-    RunState.PREPARING: "going",
-    RunState.STARTING: "going",
-    RunState.RUNNING: "going",
-    RunState.CANCELLING: "going",
     RunState.SUCCEEDED: "good",
     RunState.FAILED: "bad",
     RunState.TIMED_OUT: "bad",
     RunState.CANCELLED: "plain",
 }
-_NOTHING: Mapping[str, Any] = {}
 _NO_USE: Use = {}
 _IN_OTHER_WORDS = ("name", "kind", "state", "notebook")
 _AS_IN_SUMMARY = frozenset(RunRow.__struct_fields__).intersection(RunSummary.__struct_fields__) - {*_IN_OTHER_WORDS}
@@ -150,60 +152,54 @@ def rates_of(settings: Settings, entry: PoolEntry | None = None) -> Money:
 
 
 def pool_choices(
-    default: str,
-    entries: Sequence[PoolEntry] = (),
-    statuses: Mapping[str, PoolStatus | None] = _NOTHING,
-    silent: frozenset[str] = frozenset(),
-    rates: Mapping[str, Money] = _NOTHING,
+    settings: Settings, entries: Sequence[PoolEntry] = (), answers: Iterable[Asked] = ()
 ) -> tuple[PoolChoice, ...]:
     """Return the pools that can be chosen: reserved ones first, then the default, then by name.
 
     Args:
-        default: The pool that is used when none is named.
+        settings: The user's settings, with the default pool and prices.
         entries: The entries of `pools.toml`.
-        statuses: The status of each pool that has answered.
-        silent: Names of pools that can't be reached.
-        rates: Prices of devices in each pool.
+        answers: The latest answers of these pools.
     """
-    pools = [PoolChoice(name=LOCAL, about=_place_of(LOCAL, ""), reserved=False, default=default in ("", LOCAL))]
+    default, found = default_pool(settings.pool, entries), {answer.name: answer for answer in answers}
+    pools = [PoolChoice(name=LOCAL, about=_place_of(LOCAL, ""), reserved=False, default=default == LOCAL)]
     for entry in entries:
-        words = f"{entry.kind} · can't be reached"
-        if entry.name not in silent:
-            words = _words_of(entry, statuses.get(entry.name), rates)
+        words = _words_of(entry, found.get(entry.name), rates_of(settings, entry))
         pools.append(PoolChoice(name=entry.name, about=words, reserved=entry.reserved, default=default == entry.name))
     return tuple(sorted(pools, key=lambda pool: (not pool.reserved, not pool.default, pool.name)))
 
 
-def _words_of(entry: PoolEntry, status: PoolStatus | None, rates: Mapping[str, Money]) -> str:
+def _words_of(entry: PoolEntry, answer: Asked | None, rates: Money) -> str:
     """Return `reserved · 4 of 8 H100 free · from $3.90`."""
-    if status is None:
+    if answer is not None and answer.problem:
+        return f"{entry.kind} · can't be reached"
+    if answer is None or answer.status is None:
         types = ", ".join(kind.upper() for kind in entry.types)
-        return " · ".join(part for part in (entry.kind, types) if part)
-    holders, parts = device_holders(status), [entry.kind]
+        return " · ".join(filter(None, (entry.kind, types)))
+    status = answer.status
+    holders = device_holders(status)
     totals = Counter(device.type for device in status.inventory.devices)
     free = Counter(device.type for device in status.inventory.devices if is_free(device, holders))
     named = [f"{free[kind]} of {total} {kind.upper()} free" for kind, total in totals.items()]
     slots = f"{status.cpu_slots_free} of {count_of(status.inventory.cpu_slots, 'CPU slot')} free"
-    parts.append(", ".join(named) or slots)
-    table = rates[entry.name]
-    prices = [price for kind in totals or (CPU,) if (price := _price(entry.name, kind, table)[0]) is not None]
+    parts = [entry.kind, ", ".join(named) or slots]
+    prices = [price for kind in totals or (CPU,) if (price := _price(entry.name, kind, rates)[0]) is not None]
     if prices:
         several = "from " if len(set(prices)) > 1 else ""
-        parts.append(f"{several}{format_money(min(prices), table.currency)}")
+        parts.append(f"{several}{format_money(min(prices), rates.currency)}")
     return " · ".join(parts)
 
 
 def run_row(run: RunSummary, place: RunFiles) -> RunRow:
     """Return one row of the list; it depends only on the run and its directory."""
-    is_session = run.kind is RunKind.SESSION
-    tone = _TONES[run.state]
+    tone = _TONES.get(run.state, "going")
     return RunRow(
         **{name: getattr(run, name) for name in _AS_IN_SUMMARY},
         short_id=short(run.run_id),
         name=run_name(run),
         kind=run.kind.value,
         state=run.state.value,
-        tone="plain" if is_session and tone == "good" else tone,
+        tone="plain" if run.kind is RunKind.SESSION and tone == "good" else tone,
         final=run.state.is_final,
         words=_words(run),
         notebook=file_name(run.notebook),
@@ -217,8 +213,8 @@ def _words(run: RunSummary) -> str:
     ranks, why = count_of(run.ranks, "rank"), failure_line(run)
     if run.state is RunState.QUEUED:
         position = f"position {run.position}" if run.position else ""
-        waits = ", ".join(part for part in (run.waiting_for, position) if part)
-        return f"{ranks} · {waits}" if waits else ranks
+        why = ", ".join(filter(None, (run.waiting_for, position)))
+        return f"{ranks} · {why}" if why else ranks
     if run.state in (RunState.FAILED, RunState.TIMED_OUT):
         return why or ranks
     return f"{ranks} · {why}" if run.state.is_final and why else ranks
@@ -236,8 +232,7 @@ def _types(
     for device in status.inventory.devices:
         by_type.setdefault(device.type, []).append(device)
     # the type that the pool chooses for runs that name none
-    largest = Counter({kind: len(devices) for kind, devices in by_type.items()}).most_common(1)
-    main = largest[0][0] if largest else CPU
+    main = max(by_type, key=lambda kind: len(by_type[kind]), default=CPU)
 
     def drawn(kind: str, total: int, free: int, devices: Sequence[Device]) -> TypePicture:
         price, reserved = _price(status.pool, kind, rates)
@@ -276,14 +271,10 @@ def _price(pool: str, device_type: str, rates: Money) -> tuple[float | None, boo
 
 
 def _notes(status: PoolStatus, now: float, notice: str) -> Sequence[str]:
-    words = NO_GPU if status.pool == LOCAL else NO_GPU_THERE
-    no_gpu = [] if any(not device.simulated for device in status.inventory.devices) else [words]
-    words = [
-        *no_gpu,
-        *problem_words(status),
-        *budget_words(status, nearly_used=True),
-        *([notice] if notice else idle_words(status, now)),
-    ]
+    no_gpu = NO_GPU if status.pool == LOCAL else NO_GPU_THERE
+    words = [] if any(not device.simulated for device in status.inventory.devices) else [no_gpu]
+    words += problem_words(status) + budget_words(status, nearly_used=True)
+    words += [notice] if notice else idle_words(status, now)
     return [as_sentence(text) for text in words]
 
 
@@ -291,3 +282,13 @@ def as_sentence(text: str) -> str:
     """Return a message as a sentence, with a capital letter and a full stop."""
     text = text.strip()
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".") if text else ""
+
+
+def failure_words(error: Exception) -> str:
+    """Return why a page's request failed. Prints the traceback of an error that is not expected."""
+    if isinstance(error, SgpuError):
+        return as_sentence(error.message)
+    if isinstance(error, msgspec.ValidationError):
+        return f"This request is not valid: {error}."
+    traceback.print_exc(file=sys.__stderr__)
+    return f"The request failed: {type(error).__name__}: {error}"

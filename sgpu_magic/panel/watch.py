@@ -1,7 +1,7 @@
 """Watches pools while pages show them: one thread polls each pool, at most once a second, for all pages.
 
 Another thread polls the list of pools. A pool that answers slowly is polled less often. A thread ends when its last
-page leaves.
+page leaves; the next page starts another one.
 """
 
 from __future__ import annotations
@@ -66,10 +66,12 @@ class Watcher(ABC, Generic[S]):
         self._wake = threading.Event()
         self._listeners: dict[object, Tell] = {}
         self._polled_until = float("-inf")
-        self._over = False
         self._hurried = False
         self._seen: S | None = None
-        self._thread = threading.Thread(target=self._work, name=f"sgpu-panel-{name}", daemon=True)
+        self._name = name
+        # the last thread, and whether it goes on polling
+        self._thread: threading.Thread | None = None
+        self._polls = False
 
     @abstractmethod
     def _news(self, before: S | None, seen: S) -> Sequence[PanelTold]:
@@ -79,23 +81,14 @@ class Watcher(ABC, Generic[S]):
     def _failed(self) -> S:
         """Return the state to report when polling raises an exception."""
 
-    @property
-    def is_over(self) -> bool:
-        """The watcher has stopped polling for good."""
+    def add(self, key: object, tell: Tell) -> None:
+        """Add a listener, which gets the whole state and then updates."""
         with self._lock:
-            return self._over
-
-    def add(self, key: object, tell: Tell) -> bool:
-        """Add a listener, which gets the whole state and then updates; False when the watcher is over."""
-        with self._lock:
-            if self._over:
-                return False
             self._listeners[key] = tell
+            self._begin()
             if self._seen is not None:
                 for told in self._news(None, self._seen):
                     tell(told)
-            self._begin()
-            return True
 
     def remove(self, key: object) -> None:
         """Remove a listener."""
@@ -103,14 +96,11 @@ class Watcher(ABC, Generic[S]):
             self._listeners.pop(key, None)
         self._wake.set()
 
-    def poll(self) -> bool:
-        """Keep the watcher alive for a page that polls; False when the watcher is over."""
+    def poll(self) -> None:
+        """Keep polling for a page without updates."""
         with self._lock:
-            if self._over:
-                return False
             self._polled_until = time.monotonic() + self._polled_s
             self._begin()
-            return True
 
     def seen(self, timeout_s: float = _LOOK_TIMEOUT_S) -> S | None:
         """Return the latest state, waiting for the first poll; None when that took too long."""
@@ -120,26 +110,29 @@ class Watcher(ABC, Generic[S]):
 
     def look_soon(self) -> None:
         """Poll now, as after a command to the pool."""
-        with self._lock:
-            self._hurried = True
+        self._hurried = True
         self._wake.set()
 
     def stop(self) -> None:
         """Remove all listeners; the thread ends after its current poll."""
         with self._lock:
-            self._over = True
             self._listeners.clear()
+            self._polled_until = float("-inf")
         self._wake.set()
 
     def join(self, timeout_s: float = _JOIN_S) -> None:
         """Wait for the thread to end."""
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(timeout_s)
 
     # ------------------------------------------------------------ the thread
 
     def _begin(self) -> None:
-        if self._thread.ident is None:
+        """Start a thread unless one is polling. What an earlier one has seen is outdated."""
+        if not self._polls:
+            self._polls, self._seen = True, None
+            self._first.clear()
+            self._thread = threading.Thread(target=self._work, name=f"sgpu-panel-{self._name}", daemon=True)
             self._thread.start()
 
     def _work(self) -> None:
@@ -164,17 +157,19 @@ class Watcher(ABC, Generic[S]):
                 self._rest(began, time.monotonic() - began)
         finally:
             with self._lock:
-                self._over = True
-            self._first.set()
+                if self._thread is threading.current_thread():
+                    self._polls = False
+                    self._first.set()
             if looker is not None:
                 looker.close()
 
     def _goes_on(self) -> bool:
         with self._lock:
-            if not self._listeners and time.monotonic() >= self._polled_until:
-                # new pages get a new watcher from now on
-                self._over = True
-            return not self._over
+            is_last = self._thread is threading.current_thread()
+            if is_last and not self._listeners and time.monotonic() >= self._polled_until:
+                # the next page starts another thread
+                self._polls = False
+            return is_last and self._polls
 
     def _rest(self, began: float, took_s: float) -> None:
         """Wait until the next poll is due or requested, or no listener is left."""
@@ -183,9 +178,8 @@ class Watcher(ABC, Generic[S]):
             # wake up regularly, as the end of a page that polls is not signalled
             self._wake.wait(min(left, self._interval_s))
             self._wake.clear()
-            with self._lock:
-                hurried, self._hurried = self._hurried, False
-            if hurried:
+            if self._hurried:
+                self._hurried = False
                 return
 
     def _take(self, seen: S) -> None:
@@ -209,14 +203,12 @@ class PoolWatcher(Watcher[Seen]):
 
     def __init__(self, name: str, looker: Callable[[], Looker], interval_s: float = INTERVAL_S) -> None:
         super().__init__(name, looker, interval_s, POLLED_S)
-        self._name = name
 
-    def add(self, key: object, tell: Tell) -> bool:
-        added, seen = super().add(key, tell), self._seen
-        if seen is not None and seen.picture.state != "up":
+    def add(self, key: object, tell: Tell) -> None:
+        super().add(key, tell)
+        if (seen := self._seen) is not None and seen.picture.state != "up":
             # the state may be outdated: the page wants to know whether the pool is up now
             self.look_soon()
-        return added
 
     def _news(self, before: Seen | None, seen: Seen) -> Sequence[PanelTold]:
         if before is None:
@@ -243,10 +235,10 @@ class ListWatcher(Watcher[PoolsTold]):
         self._look = ListLook(read_settings)
         super().__init__("pools", lambda: self._look, LIST_INTERVAL_S, _LIST_POLLED_S)
 
-    def add(self, key: object, tell: Tell) -> bool:
-        """Add a listener as in `Watcher.add`, after reading the list of pools again."""
+    def add(self, key: object, tell: Tell) -> None:
+        """Add a listener as in `Watcher.add`, and read the list of pools again."""
+        super().add(key, tell)
         self._take(self._look.drawn())
-        return super().add(key, tell)
 
     def seen(self, timeout_s: float = 0.0) -> PoolsTold:
         """Return the list as the files have it now, without waiting for any pool."""
@@ -296,26 +288,24 @@ class Watchers:
             key: Identifies the listener.
             tell: Called with each update.
         """
-        while not (watcher := self._watcher(pool)).add(key, tell):
-            pass
+        watcher = self._watcher(pool)
+        watcher.add(key, tell)
         return watcher
 
     def watch_list(self, key: object, tell: Tell) -> ListWatcher:
         """Send updates about the list of pools until `remove(key)`."""
-        while not (watcher := self._list_watcher()).add(key, tell):
-            pass
-        return watcher
+        self._list.add(key, tell)
+        return self._list
 
     def look_at_list(self) -> PoolsTold:
         """Return the list of pools with their last known states, and have them polled in the background."""
-        while not (watcher := self._list_watcher()).poll():
-            pass
-        return watcher.seen()
+        self._list.poll()
+        return self._list.seen()
 
     def look(self, pool: str) -> Seen | None:
         """Return a pool's state for a page without updates; None when the first poll takes too long."""
-        while not (watcher := self._watcher(pool)).poll():
-            pass
+        watcher = self._watcher(pool)
+        watcher.poll()
         return watcher.seen()
 
     def look_soon(self) -> None:
@@ -335,16 +325,9 @@ class Watchers:
         with self._lock:
             return [*self._watchers.values(), self._list]
 
-    def _list_watcher(self) -> ListWatcher:
-        with self._lock:
-            if self._list.is_over:
-                self._list = ListWatcher(self.read_settings)
-            return self._list
-
     def _watcher(self, pool: str) -> PoolWatcher:
         with self._lock:
-            watcher = self._watchers.get(pool)
-            if watcher is None or watcher.is_over:
+            if pool not in self._watchers:
                 looker = functools.partial(looker_of, pool, self.read_settings)
-                watcher = self._watchers[pool] = PoolWatcher(pool, looker, self._interval_s)
-            return watcher
+                self._watchers[pool] = PoolWatcher(pool, looker, self._interval_s)
+            return self._watchers[pool]

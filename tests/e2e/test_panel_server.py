@@ -693,23 +693,35 @@ def watcher_of(look: MadeUpLook, interval_s: float = 0.01) -> PoolWatcher:
 def test_a_pool_that_answers_slowly_is_asked_less_often():
     look = MadeUpLook(takes_s=0.2)
     watcher = watcher_of(look)
-    assert watcher.add(1, Heard())
+    watcher.add(1, Heard())
     eventually(lambda: len(look.began) >= 3, 10)
     watcher.remove(1)
     pauses = [later - earlier for earlier, later in itertools.pairwise(look.began)]
     assert min(pauses) >= 0.75
     watcher.join()
-    assert (watcher.is_over, look.closed) == (True, 1)
+    assert (watcher._polls, look.closed) == (False, 1)
 
 
-def test_who_comes_too_late_gets_another_watcher():
-    look = MadeUpLook()
+def test_who_comes_after_the_last_has_left_gets_a_new_look():
+    look, told = MadeUpLook(), Heard()
     watcher = watcher_of(look)
-    watcher.add(1, Heard())
-    watcher.remove(1)
+    for number in range(3):
+        watcher.add(number, Heard())
+        watcher.remove(number)
+        watcher.join()
+        assert not watcher._polls
+    looks = len(look.began)
+    watcher.add(4, told)
+    eventually(lambda: told.last(PoolTold), 10)
+    assert told.last(PoolTold).picture.sentence != f"look {looks}", "what was seen earlier is outdated"
+    watcher.stop()
     watcher.join()
-    assert not watcher.add(2, Heard())
-    assert not watcher.poll()
+    assert not watcher._polls
+    # a page that asks again and again has no listener
+    watcher.poll()
+    assert watcher.seen() is not None
+    watcher.stop()
+    watcher.join()
 
 
 def test_a_fault_of_our_own_is_told_and_looked_past():

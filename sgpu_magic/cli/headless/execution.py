@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-import msgspec
+from msgspec.structs import replace
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -97,7 +97,7 @@ class NotebookRun:
             self._out,
             self._err if self._job.is_script else None,
             kept=self._copy.path is not None,
-            kernel_name=self._job.kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
+            kernel_name=self._job.file.kernel or notebook.metadata.get("kernelspec", {}).get("name", "python3"),
             timeout=None,
             coalesce_streams=True,
             extra_arguments=kernel_lines(self._job) if self._job.is_script else [],
@@ -108,11 +108,11 @@ class NotebookRun:
         code = ExitCode.FAILED
         try:
             code = await self._with_kernel(client)
+            return code
         finally:
             if timer is not None:
                 timer.cancel()
             self._copy.end(time.monotonic() - began, failed=code is not ExitCode.OK)
-        return code
 
     async def _with_kernel(self, client: _Client) -> ExitCode:
         loop = asyncio.get_running_loop()
@@ -235,24 +235,23 @@ class NotebookRun:
     # ------------------------------------------------------------ environment and copy
 
     def _environ(self) -> dict[str, str]:
-        environ = {**os.environ, **self._job.variables}
-        given = self._job.defaults
-        if self._job.is_script:
+        job = self._job
+        environ = {**os.environ, **job.variables}
+        given, source = job.defaults, str(job.source)
+        if job.is_script:
             on_ranks = self._notebook.cells[-1].source.startswith("%%distributed")
-            arguments = (self._job.as_written, *self._job.arguments) if on_ranks else ()
-            given = msgspec.structs.replace(given, ui="streams", script=str(self._job.source), arguments=arguments)
-            given = msgspec.structs.replace(given, module=self._job.module)
+            arguments = (job.as_written, *job.arguments) if on_ranks else ()
+            given = replace(given, ui="streams", script=source, arguments=arguments, module=job.module)
         environ[VARIABLE] = as_variable(given)
         # also without parameters: `dbutils.notebook.run` in a notebook must not pass on those of its own job
-        environ[notebook_job.PARAMETERS_VARIABLE] = notebook_job.parameters_as_variable(self._job.parameters)
+        environ[notebook_job.PARAMETERS_VARIABLE] = notebook_job.parameters_as_variable(job.file.parameters)
         # the owner of the runs, as Jupyter passes it to a kernel
-        environ["JPY_SESSION_NAME"] = str(self._job.source)
-        if self._job.pool:
-            environ["SGPU_POOL"] = self._job.pool
-        if self._job.variables:
+        environ["JPY_SESSION_NAME"] = source
+        if job.file.pool:
+            environ["SGPU_POOL"] = job.file.pool
+        if job.variables:
             # given explicitly, so they are sent to other machines too
-            listed = [environ.get("SGPU_VARIABLES", ""), *self._job.variables]
-            environ["SGPU_VARIABLES"] = ",".join(name for name in listed if name)
+            environ["SGPU_VARIABLES"] = ",".join(filter(None, [environ.get("SGPU_VARIABLES"), *job.variables]))
         return environ
 
     async def _save_now_and_then(self) -> None:
@@ -275,15 +274,16 @@ class NotebookRun:
         return f"the time limit of {format_seconds(self._job.timeout_s or 0)} was exceeded"
 
     def _tell_failure(self, cell: Any, number: int, code: ExitCode) -> None:
+        is_script = self._job.is_script
+        where = "" if is_script else f" in cell {number}"
         if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
-            stopped = "stopped; its runs" if self._job.is_script else f"stopped in cell {number}; the notebook's runs"
-            self._say(f"{stopped} were ended.\n")
+            whose = "its" if is_script else "the notebook's"
+            self._say(f"stopped{where}; {whose} runs were ended.\n")
             return
         if self._job.timeout_s is not None and self._stopped.done():
-            where = "" if self._job.is_script else f" in cell {number}"
             self._say(f"{self._exceeded()}{where}.\n")
         # a script's output is shown already
-        text = "\n".join(traceback_of(cell)) if self._job.is_script else text_of(cell)
+        text = "\n".join(traceback_of(cell)) if is_script else text_of(cell)
         # name the help page by its shell command
         lines = text.replace("`%sgpu_help ", "`sgpu help ").splitlines()
         if len(lines) > _SHOWN_LINES:
@@ -332,12 +332,9 @@ class _Client(NotebookClient):
             values: Also print the value of its last expression.
         """
         for output in cell.outputs:
-            if output.output_type == "execute_result" and not values:
-                continue
             text = str(output.get("data", {}).get("text/plain", ""))
-            if self._printed is not None and text:
-                self._printed.write(f"{ansi.plain(text)}\n")
-                self._printed.flush()
+            if self._printed is not None and text and (values or output.output_type != "execute_result"):
+                print(ansi.plain(text), file=self._printed, flush=True)
 
 
 def _short_folder() -> str:

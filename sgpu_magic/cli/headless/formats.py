@@ -62,13 +62,13 @@ def form_of(path: Path) -> Form:
     text = _text_of(path)
     if is_databricks_source(text):
         return Form.DATABRICKS
-    header = HEADER.match(text)
-    form = re.search(r"^#\s+format_name:\s*(\w+)", header[1], re.MULTILINE) if header is not None else None
+    header = _header_of(text)
+    form = re.search(r"^#\s+format_name:\s*(\w+)", header, re.MULTILINE)
     if form is not None:
         return Form.PERCENT if form[1] in ("percent", "hydrogen") else Form.JUPYTEXT
     if markers(text):
         return Form.PERCENT
-    return Form.JUPYTEXT if header is not None and re.search(r"^# jupy", header[1], re.MULTILINE) else Form.SCRIPT
+    return Form.JUPYTEXT if re.search(r"^# jupy", header, re.MULTILINE) else Form.SCRIPT
 
 
 def read_notebook(path: Path, form: Form) -> Any:
@@ -85,11 +85,8 @@ def read_notebook(path: Path, form: Form) -> Any:
         made.cells = [part for cell in made.cells for part in _ipynb_parts(cell, path, nbformat)]
         return made
     kernel = kernel_name(path, form) or "python3"
-    made = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": kernel, "display_name": kernel}})
-    for cell in _cells_of(path, form, ()):
-        new = getattr(nbformat.v4, f"new_{cell.kind}_cell")
-        made.cells.append(new(cell.source, metadata={"tags": list(cell.tags)} if cell.tags else {}))
-    return made
+    cells = [_new_cell(cell, nbformat) for cell in _cells_of(path, form, ())]
+    return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": kernel, "display_name": kernel}})
 
 
 def kernel_name(path: Path, form: Form) -> str:
@@ -105,8 +102,8 @@ def kernel_name(path: Path, form: Form) -> str:
             raise UsageError(f"{path} is not a notebook: it is not valid notebook JSON.") from None
     if form is Form.JUPYTEXT:
         return str(_by_jupytext(path).metadata.get("kernelspec", {}).get("name", ""))
-    header = HEADER.match(_text_of(path))
-    named = re.search(r"^#\s+kernelspec:\s*\n(?:#.*\n)*?#\s+name:\s*(\S+)", header[1], re.MULTILINE) if header else None
+    header = _header_of(_text_of(path))
+    named = re.search(r"^#\s+kernelspec:\s*\n(?:#.*\n)*?#\s+name:\s*(\S+)", header, re.MULTILINE)
     return named[1] if named is not None else ""
 
 
@@ -222,7 +219,12 @@ def _ipynb_parts(cell: Any, path: Path, nbformat: Any) -> list[Any]:
     if cell.cell_type != "code" or not _runs_as_databricks(cell.source, path):
         return [cell]
     parts = _with_its_runs(TextCell(cell.source), path, Form.DATABRICKS, [path.resolve()])
-    return [getattr(nbformat.v4, f"new_{part.kind}_cell")(part.source) for part in parts]
+    return [_new_cell(part, nbformat) for part in parts]
+
+
+def _new_cell(cell: TextCell, nbformat: Any) -> Any:
+    new = getattr(nbformat.v4, f"new_{cell.kind}_cell")
+    return new(cell.source, metadata={"tags": list(cell.tags)} if cell.tags else {})
 
 
 def _runs_as_databricks(source: str, path: Path) -> bool:
@@ -250,10 +252,8 @@ def _check_run(line: str, named: Sequence[str], other: Path, including: Sequence
 
 def _named(folder: Path, name: str) -> Path | None:
     """Return the file that `%run NAME` refers to, None if there is none."""
-    for path in (folder / name, folder / f"{name}{SCRIPT}", folder / f"{name}{NOTEBOOK}"):
-        if path.is_file() and path.suffix.lower() in SUFFIXES:
-            return path.resolve()
-    return None
+    paths = (folder / f"{name}{suffix}" for suffix in ("", SCRIPT, NOTEBOOK))
+    return next((path.resolve() for path in paths if path.is_file() and path.suffix.lower() in SUFFIXES), None)
 
 
 # ------------------------------------------------------------ text
@@ -264,6 +264,12 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise UsageError(f"{path} can't be read: {error.strerror}.") from None
+
+
+def _header_of(text: str) -> str:
+    """Return the header that jupytext writes in comments, "" for none."""
+    header = HEADER.match(text)
+    return header[1] if header is not None else ""
 
 
 def _ipynb(path: Path) -> Any:

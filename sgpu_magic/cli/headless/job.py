@@ -7,6 +7,7 @@ Source: papermill's documentation, "Parameterize" and "Command line interface".
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import json
 import keyword
@@ -41,16 +42,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         source: Path of the file.
         form: Format of the file.
+        file: The options as given, of the job file and the command line.
         arguments: Arguments of a script.
         output: Path of the executed copy; None for a generated name next to a notebook, and for no copy of a script.
-        into_folder: `output` is a folder, in which the copy gets a generated name.
-        parameters: Parameters of the notebook.
         defaults: Options for cells that do not set them.
-        pool: Name of the pool, "" for that of the settings.
         variables: Environment variables for the notebook and its ranks.
         timeout_s: Time limit for the whole job in seconds; None for none.
-        retries: Maximum number of retries after a failure of the pool, a node or the environment.
-        kernel: Name of the Jupyter kernel, "" for the notebook's.
         cells: Where plain cells run, one of `CELLS`.
         folder: Working directory: a notebook's own folder; for a script on the command line, that of the command.
         as_written: The script's `sys.argv[0]`.
@@ -59,20 +56,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     source: Path
-    form: Form = Form.IPYNB
-    arguments: tuple[str, ...] = ()
-    output: Path | None = None
-    into_folder: bool = False
-    parameters: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
-    defaults: JobDefaults = msgspec.field(default_factory=JobDefaults)
-    pool: str = ""
-    variables: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
-    timeout_s: float | None = None
-    retries: int = 0
-    kernel: str = ""
-    cells: str = "auto"
-    folder: Path = Path()
-    as_written: str = ""
+    form: Form
+    file: JobFile
+    arguments: tuple[str, ...]
+    output: Path | None
+    defaults: JobDefaults
+    variables: Mapping[str, str]
+    timeout_s: float | None
+    cells: str
+    folder: Path
+    as_written: str
     module: str = ""
     restarts: int = 0
 
@@ -135,16 +128,12 @@ def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...], *,
     return Job(
         source=source,
         form=form,
+        file=file,
         arguments=arguments,
         output=Path(file.output).absolute() if file.output else None,
-        into_folder=file.output.endswith(os.sep),
-        parameters=file.parameters,
         defaults=defaults_of(file, where),
-        pool=file.pool,
-        variables={name: _text(value) for name, value in file.env.items()},
+        variables={name: value if isinstance(value, str) else json.dumps(value) for name, value in file.env.items()},
         timeout_s=job_timeout_s(file, where),
-        retries=file.retries,
-        kernel=file.kernel,
         cells=cells,
         folder=source.parent,
         as_written=str(source),
@@ -159,10 +148,6 @@ def _existing(path: Path) -> Path:
     raise UsageError(f"{path} does not exist.{f' Did you mean {near[0]}?' if near else ''}")
 
 
-def _text(value: str | int | float | bool) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 # ---------------------------------------------------------------- parameters
 
 
@@ -172,14 +157,10 @@ def typed(text: str) -> object:
         return _WORDS[text]
     if _NUMBER.fullmatch(text) is None:
         return text
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return text
 
 
 def read_pair(option: str, text: str) -> tuple[str, str]:
@@ -252,12 +233,6 @@ def declared(source: str) -> set[str] | None:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
         return None
-    names: set[str] = set()
-    for statement in body:
-        targets: list[ast.expr] = []
-        if isinstance(statement, ast.Assign):
-            targets = list(statement.targets)
-        elif isinstance(statement, ast.AnnAssign):
-            targets = [statement.target]
-        names |= {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
-    return names
+    targets = [target for each in body if isinstance(each, ast.Assign) for target in each.targets]
+    targets += [each.target for each in body if isinstance(each, ast.AnnAssign)]
+    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}

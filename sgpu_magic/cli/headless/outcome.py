@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import os
 import re
 import shlex
 import signal
@@ -25,16 +27,11 @@ from sgpu_magic.views import ansi
 
 SETUP_TAG = "injected-sgpu"
 
-_OUR_CELLS = re.compile(
-    r"^\s*(?:%%(?:distributed|rank|ray_launch)\b|[\w,\s]*=?\s*%sgpu_\w+|"
-    r"(?:from|import)\s+(?:sgpu_magic|serverless_gpu|databricks\.air)\b)",
-    re.MULTILINE,
+_OURS_WITH = (
+    r"(?m)^\s*(?:%%(?:distributed|rank|ray_launch)\b|(?:from|import)\s+(?:sgpu_magic|serverless_gpu|databricks\.air)\b|"
+    r"[\w,\s]*=?\s*%sgpu_(?:{})\b)"
 )
-_CHOOSES = re.compile(
-    r"^\s*(?:%%(?:distributed|rank|ray_launch)\b|[\w,\s]*=?\s*%sgpu_(?:connect|auto|replay)\b|"
-    r"(?:from|import)\s+(?:sgpu_magic|serverless_gpu|databricks\.air)\b)",
-    re.MULTILINE,
-)
+_OUR_CELLS, _CHOOSES = re.compile(_OURS_WITH.format(r"\w+")), re.compile(_OURS_WITH.format("connect|auto|replay"))
 _LOADS = re.compile(r"^\s*%(?:re)?load_ext\s+sgpu_magic\b", re.MULTILINE)
 _LOADS_COMPAT = re.compile(r"^\s*%(?:re)?load_ext\s+sgpu_magic\.compat\b", re.MULTILINE)
 _WIDGETS = re.compile(r"\bdbutils\.widgets\b")
@@ -53,7 +50,7 @@ def prepared(notebook: Any, job: Job) -> list[str]:
     """
     cells = [cell for cell in notebook.cells if not has_tag(cell, SETUP_TAG)]
     notes: list[str] = []
-    if job.parameters:
+    if job.file.parameters:
         cells, notes = _with_parameters(cells, job)
     sources = [cell.source for cell in cells if cell.cell_type == "code"]
     setup = _setup(sources, job)
@@ -110,16 +107,12 @@ def _setup(sources: list[str], job: Job) -> str:
     # it loads `sgpu_magic` too
     load = _LOAD_COMPAT if any(map(uses_databricks_names, sources)) and not loads_compat else ""
     if on_ranks(sources, job):
-        return f"{load or _LOAD}\n{_connect_line(job)}\n%sgpu_auto on"
+        # in the copy this line documents the ranks; the session lasts as long as the notebook runs
+        connect = shlex.join(["%sgpu_connect", "--idle", "0", *as_words(job.defaults)])
+        return f"{load or _LOAD}\n{connect}\n%sgpu_auto on"
     if load or any(_LOADS.search(source) for source in sources):
         return load
     return _LOAD if any(_OUR_CELLS.search(source) for source in sources) else ""
-
-
-def _connect_line(job: Job) -> str:
-    """Return the magic that connects to the ranks. In the copy it documents the ranks and can be run again by hand."""
-    # no idle limit: the session lasts as long as the notebook runs
-    return shlex.join(["%sgpu_connect", "--idle", "0", *as_words(job.defaults)])
 
 
 def _with_parameters(cells: list[Any], job: Job) -> tuple[list[Any], list[str]]:
@@ -129,16 +122,14 @@ def _with_parameters(cells: list[Any], job: Job) -> tuple[list[Any], list[str]]:
     tagged = next((at for at, cell in enumerate(cells) if has_tag(cell, TAG)), -1)
     if tagged < 0 and not any(_WIDGETS.search(cell.source) for cell in cells):
         notes.append("no cell is tagged `parameters`: they are set before the first cell.")
-    elif tagged >= 0:
-        known = declared(cells[tagged].source)
-        if known is not None:
-            there = ", ".join(sorted(known))
-            notes += [
-                f"the parameter {name} is not among those that the cell tagged `parameters` sets: {there}."
-                for name in job.parameters
-                if name not in known
-            ]
-    new = _new_cell(source_of(job.parameters), INJECTED_TAG)
+    elif tagged >= 0 and (known := declared(cells[tagged].source)) is not None:
+        there = ", ".join(sorted(known))
+        notes += [
+            f"the parameter {name} is not among those that the cell tagged `parameters` sets: {there}."
+            for name in job.file.parameters
+            if name not in known
+        ]
+    new = _new_cell(source_of(job.file.parameters), INJECTED_TAG)
     return [*cells[: tagged + 1], new, *cells[tagged + 1 :]], notes
 
 
@@ -153,11 +144,10 @@ def _new_cell(source: str, tag: str) -> Any:
 _TITLE_CHARS = 60
 # the line that `errors.see` writes
 _OURS = re.compile(r"See `%?sgpu[ _]help [a-z-]+`")
-_USAGE = frozenset(("UsageError", "RunUnknown"))
 # not caused by the notebook, so a retry may succeed
-_WORTH_A_RETRY = frozenset(
-    ("CapacityError", "EnvironmentFailed", "PoolError", "PoolLost", "PoolVersionError", "NodeLost", "InternalError")
-)
+_WORTH_A_RETRY = (
+    "CapacityError", "EnvironmentFailed", "PoolError", "PoolLost", "PoolVersionError", "NodeLost", "InternalError",
+)  # fmt: skip
 
 
 class ExitCode(enum.IntEnum):
@@ -172,6 +162,13 @@ class ExitCode(enum.IntEnum):
     TERMINATED = 128 + signal.SIGTERM
 
 
+_CODES = {
+    **dict.fromkeys(("UsageError", "RunUnknown"), ExitCode.USAGE),
+    **dict.fromkeys(_WORTH_A_RETRY, ExitCode.POOL),
+    "RunTimeout": ExitCode.TIMED_OUT,
+}
+
+
 def code_of(name: str, traceback: Sequence[str]) -> ExitCode:
     """Return the exit code for a failed cell.
 
@@ -180,13 +177,7 @@ def code_of(name: str, traceback: Sequence[str]) -> ExitCode:
         traceback: Lines of the traceback. Errors of sgpu-magic end with a line that names their help page.
     """
     is_ours = bool(traceback) and _OURS.match(traceback[-1]) is not None
-    if is_ours and name in _USAGE:
-        return ExitCode.USAGE
-    if is_ours and name in _WORTH_A_RETRY:
-        return ExitCode.POOL
-    if is_ours and name == "RunTimeout":
-        return ExitCode.TIMED_OUT
-    return ExitCode.FAILED
+    return _CODES.get(name, ExitCode.FAILED) if is_ours else ExitCode.FAILED
 
 
 def is_exit(name: str, traceback: Sequence[str]) -> bool:
@@ -254,7 +245,7 @@ class ExecutedCopy:
         self._notebook.metadata["papermill"] = {
             "default_parameters": {},
             "environment_variables": {},
-            "parameters": dict(job.parameters),
+            "parameters": dict(job.file.parameters),
             "input_path": str(job.source),
             "output_path": str(self.path or ""),
             "start_time": _now(),
@@ -275,9 +266,7 @@ class ExecutedCopy:
     def end(self, seconds: float, *, failed: bool) -> None:
         """Complete papermill's metadata and write the copy for the last time."""
         record = self._notebook.metadata["papermill"]
-        record["end_time"] = _now()
-        record["duration"] = round(seconds, 3)
-        record["exception"] = True if failed else None
+        record.update(end_time=_now(), duration=round(seconds, 3), exception=True if failed else None)
         self.save()
 
     def save(self) -> None:
@@ -309,7 +298,7 @@ def copy_of(job: Job) -> Path | None:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
         if job.output is not None:
-            into_folder = job.into_folder or job.output.is_dir()
+            into_folder = job.file.output.endswith(os.sep) or job.output.is_dir()
             path = job.output / f"{job.source.stem}.{stamp}{NOTEBOOK}" if into_folder else job.output
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
@@ -317,12 +306,10 @@ def copy_of(job: Job) -> Path | None:
         for number in range(1, 100):
             more = f"-{number}" if number > 1 else ""
             path = job.source.with_name(f"{job.source.stem}.{stamp}{more}{NOTEBOOK}")
-            try:
+            # where it exists, another job started in this second
+            with contextlib.suppress(FileExistsError):
                 path.touch(exist_ok=False)
-            except FileExistsError:
-                # another job started in this second
-                continue
-            return path
+                return path
     except OSError as error:
         raise UsageError(
             f"the executed copy can't be written: {error.filename}: {error.strerror}. Choose another place with -o."

@@ -133,7 +133,12 @@ class Store:
 
     def make_room(self, budget_bytes: int) -> None:
         """Remove the least recently used environments until the rest fits the budget. Keeps those in use."""
-        all_here = [(self._last_used(name), self._known_size(name), name) for name in self.names()]
+        sizes = {name: self.size(name) for name in self.names()}
+        all_here = [
+            # one whose last use is unknown is removed last
+            (self.last_used(name) or time.time(), folder_bytes(self.folder(name)) if size is None else size, name)
+            for name, size in sizes.items()
+        ]
         evict(all_here, budget_bytes, self.remove)
 
     def remove(self, name: str) -> bool:
@@ -152,6 +157,19 @@ class Store:
         """Return the folder names of all environments."""
         return [entry.name for entry in self.root.glob("*") if _NAME.fullmatch(entry.name)]
 
+    def last_used(self, name: str) -> float:
+        """Return the wall-clock time of its last use; 0 if that was not recorded."""
+        with contextlib.suppress(OSError):
+            return (self.folder(name) / _LAST_USED).stat().st_mtime
+        return 0.0
+
+    def size(self, name: str) -> int | None:
+        """Return the size of its files in bytes as recorded; None before they are measured, some time after a build."""
+        try:
+            return int((self.folder(name) / _SIZE).read_text())
+        except (OSError, ValueError):
+            return None
+
     # ------------------------------------------------------------ within
 
     def _lock_file(self, name: str) -> Path:
@@ -168,16 +186,6 @@ class Store:
                         if mine:
                             shutil.rmtree(self.root / entry, ignore_errors=True)
                             self.abandon(name)
-
-    def _last_used(self, name: str) -> float:
-        with contextlib.suppress(OSError):
-            return (self.folder(name) / _LAST_USED).stat().st_mtime
-        return time.time()
-
-    def _known_size(self, name: str) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            return int((self.folder(name) / _SIZE).read_text())
-        return folder_bytes(self.folder(name))
 
 
 # ---------------------------------------------------------------- whether a build is needed

@@ -17,7 +17,7 @@ from waiting import eventually
 
 from sgpu_magic.cli import jobs
 from sgpu_magic.cli import main as cli
-from sgpu_magic.cli.jobs import LOG, JobRecord, all_jobs, begun, ended, find, folder_of, prune, write
+from sgpu_magic.cli.jobs import LOG, JobRecord, all_jobs, begun, find, folder_of, prune, write
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.system.processes import process_start
@@ -113,7 +113,7 @@ def test_stopping_a_job_terminates_its_process(
     settings: Settings, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ):
     write(settings, job(1, pid=sleeper.pid, process_start=process_start(sleeper.pid)))
-    write(settings, ended(job(2), 1))
+    write(settings, job(2, ended_at=time.time(), code=1))
     assert cli.main(["jobs", "stop", "01"]) == 0
     assert "job 01ab is ending: its cell is interrupted and its runs are cancelled." in capsys.readouterr().out
     assert sleeper.wait(20) == -signal.SIGTERM
@@ -127,7 +127,7 @@ def test_of_ended_jobs_the_newest_are_kept(settings: Settings, monkeypatch: pyte
     monkeypatch.setattr(jobs, "_KEPT", 2)
     write(settings, begun(job(1)))
     for number in (2, 3, 4, 5):
-        write(settings, ended(job(number), 0))
+        write(settings, job(number, ended_at=time.time(), code=0))
     (folder_of(settings, job(2).job_id) / LOG).touch()
     prune(settings)
     # the oldest still runs

@@ -11,6 +11,7 @@ import pytest
 
 from sgpu_magic.client.ledger import Use
 from sgpu_magic.client.pool_choosing import Money
+from sgpu_magic.config import Settings
 from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.orders import Said
 from sgpu_magic.panel.past_runs import RunFilesOfPool, SimulatedUse, month_began, month_line, month_sums
@@ -178,9 +179,9 @@ def test_what_is_wrong_is_noted_as_sentences():
 
 
 def test_the_local_pool_may_be_chosen():
-    (pool,) = pool_choices("")
+    (pool,) = pool_choices(Settings())
     assert (pool.name, pool.about, pool.default) == ("local", "this machine", True)
-    assert pool_choices("team")[0].default is False
+    assert pool_choices(Settings(pool="team"))[0].default is False
 
 
 # ------------------------------------------------------------ rows

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgpu_magic.panel.device_rows import Durations, Held, Queued, holders_of, queue_of, waits
+from sgpu_magic.panel.device_rows import Claim, Durations, holders_of, queue_of, waits
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.pool_status import RunSummary
 
@@ -41,17 +41,17 @@ def run(
 @st.composite
 def pools(
     draw: st.DrawFn, guesses: st.SearchStrategy[float | None] = GUESSES
-) -> tuple[int, int, list[Held], list[Queued]]:
+) -> tuple[int, int, list[Claim], list[Claim]]:
     """A pool: devices, those that are free, what runs hold (with what is free: all), and who waits."""
-    held = draw(st.lists(st.builds(Held, st.integers(1, 8), guesses), max_size=6))
+    held = draw(st.lists(st.builds(Claim, st.integers(1, 8), guesses), max_size=6))
     free = draw(st.integers(0, 8))
     total = free + sum(one.count for one in held)
-    queue = draw(st.lists(st.builds(Queued, st.integers(1, 10), guesses), max_size=6))
+    queue = draw(st.lists(st.builds(Claim, st.integers(1, 10), guesses), max_size=6))
     return total, free, held, queue
 
 
 @given(pools())
-def test_the_wait_is_nothing_exactly_for_what_is_free(pool: tuple[int, int, list[Held], list[Queued]]):
+def test_the_wait_is_nothing_exactly_for_what_is_free(pool: tuple[int, int, list[Claim], list[Claim]]):
     total, free, held, queue = pool
     found = waits(total, free, held, queue)
     assert len(found) == total
@@ -59,43 +59,43 @@ def test_the_wait_is_nothing_exactly_for_what_is_free(pool: tuple[int, int, list
 
 
 @given(pools())
-def test_more_devices_never_come_sooner_than_fewer(pool: tuple[int, int, list[Held], list[Queued]]):
+def test_more_devices_never_come_sooner_than_fewer(pool: tuple[int, int, list[Claim], list[Claim]]):
     found = [float("inf") if wait is None else wait for wait in waits(*pool)]
     assert found == sorted(found)
 
 
 @given(pools(SECONDS))
-def test_only_what_nobody_knows_is_not_guessed(pool: tuple[int, int, list[Held], list[Queued]]):
+def test_only_what_nobody_knows_is_not_guessed(pool: tuple[int, int, list[Claim], list[Claim]]):
     assert None not in waits(*pool)
 
 
 @given(pools(SECONDS))
-def test_who_waits_before_makes_nothing_sooner(pool: tuple[int, int, list[Held], list[Queued]]):
+def test_who_waits_before_makes_nothing_sooner(pool: tuple[int, int, list[Claim], list[Claim]]):
     total, free, held, queue = pool
     alone, behind = waits(total, free, held, []), waits(total, free, held, queue)
     assert all((first or 0) <= (second or 0) for first, second in zip(alone, behind, strict=True))
 
 
 def test_devices_come_back_one_run_after_the_other():
-    assert waits(4, 1, [Held(1, 40.0), Held(2, 720.0)], []) == (0.0, 40.0, 720.0, 720.0)
+    assert waits(4, 1, [Claim(1, 40.0), Claim(2, 720.0)], []) == (0.0, 40.0, 720.0, 720.0)
 
 
 def test_those_who_wait_get_theirs_first():
     # the two that come back after 40 s are for the one that waits, for a minute
-    assert waits(2, 0, [Held(2, 40.0)], [Queued(2, 60.0)]) == (120.0, 120.0)
+    assert waits(2, 0, [Claim(2, 40.0)], [Claim(2, 60.0)]) == (120.0, 120.0)
     # a request that asks for more than is free lets others pass
-    assert waits(4, 1, [Held(3, 40.0)], [Queued(4, 60.0)])[0] == 0.0
+    assert waits(4, 1, [Claim(3, 40.0)], [Claim(4, 60.0)])[0] == 0.0
 
 
 def test_devices_of_which_nobody_knows_anything_are_not_waited_for():
-    assert waits(3, 1, [Held(1, None), Held(1, 25.0)], []) == (0.0, 30.0, None)
+    assert waits(3, 1, [Claim(1, None), Claim(1, 25.0)], []) == (0.0, 30.0, None)
     # somebody else's, outside the pool
     assert waits(3, 1, [], []) == (0.0, None, None)
 
 
 @pytest.mark.parametrize(("left", "said"), [(0.0, 10.0), (12.0, 20.0), (61.0, 90.0), (601.0, 660.0)])
 def test_nobody_is_told_seconds(left: float, said: float):
-    assert waits(1, 0, [Held(1, left)], []) == (said,)
+    assert waits(1, 0, [Claim(1, left)], []) == (said,)
 
 
 def test_a_run_takes_as_long_as_those_of_its_name_took():
@@ -126,15 +126,15 @@ def test_what_never_held_devices_of_its_own_is_no_example():
 def test_an_idle_session_is_over_when_its_idle_time_is():
     session = run("work", running=600.0, kind=RunKind.SESSION, idle_ends_at=NOW + 90.0)
     uuids = frozenset(session.uuids)
-    assert holders_of("a10", [session], Durations([]), NOW, uuids) == [Held(2, 90.0)]
+    assert holders_of("a10", [session], Durations([]), NOW, uuids) == [Claim(2, 90.0)]
     # a cell in it holds nothing of its own
     cell = run(running=5.0, session=session.run_id)
-    assert holders_of("a10", [session, cell], Durations([]), NOW, uuids) == [Held(2, 90.0)]
+    assert holders_of("a10", [session, cell], Durations([]), NOW, uuids) == [Claim(2, 90.0)]
 
 
 def test_ranks_without_devices_hold_cpu_slots():
     stands_in = run(running=5.0, uuids=(), device_type="h100")
-    assert holders_of("cpu", [stands_in, run(running=5.0)], Durations([]), NOW, frozenset()) == [Held(2, None)]
+    assert holders_of("cpu", [stands_in, run(running=5.0)], Durations([]), NOW, frozenset()) == [Claim(2, None)]
 
 
 def test_the_queue_stands_in_its_order():

@@ -83,32 +83,25 @@ Show = Callable[[Any], None]
 _SEPARATOR = ","
 
 
-class _Widget:
+class _Widget(NamedTuple):
     """One widget.
 
     Args:
         kind: `text`, `dropdown`, `combobox` or `multiselect`.
-        value: Its value as text.
+        default: Its first value as text.
         choices: What can be chosen; empty for `text`.
         control: The ipywidgets control that shows it; None where nothing is shown.
     """
 
-    def __init__(self, kind: str, value: str, choices: tuple[str, ...], control: Any) -> None:
-        self.kind = kind
-        self.choices = choices
-        self.control = control
-        self._value = value
+    kind: str
+    default: str
+    choices: tuple[str, ...]
+    control: Any
 
     @property
     def value(self) -> str:
-        if self.control is None:
-            return self._value
-        shown: Any = self.control.value
+        shown: Any = self.default if self.control is None else self.control.value
         return shown if isinstance(shown, str) else _SEPARATOR.join(shown)
-
-    def close(self) -> None:
-        if self.control is not None:
-            self.control.close()
 
 
 class Widgets(Utility):
@@ -167,8 +160,8 @@ class Widgets(Utility):
     def remove(self, name: str) -> None:
         """Remove a widget."""
         widget = self._widgets.pop(name, None)
-        if widget is not None:
-            widget.close()
+        if widget is not None and widget.control is not None:
+            widget.control.close()
 
     def removeAll(self) -> None:
         """Remove all widgets."""
@@ -211,16 +204,13 @@ def _control(kind: str, label: str, value: str, choices: tuple[str, ...]) -> Any
     import ipywidgets
 
     given: dict[str, Any] = {"description": label, "style": {"description_width": "initial"}}
-    match kind:
-        case "dropdown":
-            return ipywidgets.Dropdown(options=choices, value=value, **given)
-        case "combobox":
-            return ipywidgets.Combobox(options=choices, value=value, **given)
-        case "multiselect":
-            chosen = tuple(part for part in value.split(_SEPARATOR) if part)
-            return ipywidgets.SelectMultiple(options=choices, value=chosen, **given)
-        case _:
-            return ipywidgets.Text(value=value, **given)
+    if kind == "text":
+        return ipywidgets.Text(value=value, **given)
+    if kind == "multiselect":
+        chosen = tuple(part for part in value.split(_SEPARATOR) if part)
+        return ipywidgets.SelectMultiple(options=choices, value=chosen, **given)
+    made = ipywidgets.Dropdown if kind == "dropdown" else ipywidgets.Combobox
+    return made(options=choices, value=value, **given)
 
 
 # ---------------------------------------------------------------- `dbutils.secrets`
@@ -255,8 +245,7 @@ class Secrets(Utility):
     def get(self, scope: str, key: str) -> str:
         """Return a secret."""
         variable = variable_of(scope, key)
-        value = os.environ.get(variable)
-        value = _from_keyring(scope, key) if value is None else value
+        value = os.environ[variable] if variable in os.environ else _from_keyring(scope, key)
         if value is None:
             raise UsageError(
                 f"there is no secret {key!r} in the scope {scope!r}. Set the variable {variable} before the kernel "

@@ -14,7 +14,7 @@ import linecache
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -89,11 +89,8 @@ def _finished(words: Sequence[str]) -> tuple[int, str, str]:
 
 def find_notebook(folder: Path, name: str) -> Path | None:
     """Return the file of a notebook that is named as Databricks names it, without a suffix; None if there is none."""
-    for suffix in _SUFFIXES:
-        path = folder / f"{name}{suffix}"
-        if path.is_file():
-            return path.resolve()
-    return None
+    paths = (folder / f"{name}{suffix}" for suffix in _SUFFIXES)
+    return next((path.resolve() for path in paths if path.is_file()), None)
 
 
 class RunMagic:
@@ -115,7 +112,7 @@ class RunMagic:
         self._shell = shell
         self._widgets = widgets
         self._original = original
-        # the notebooks that run each other now, outermost first
+        # the chain of running notebooks, outermost first
         self._running: list[Path] = []
 
     def __call__(self, line: str) -> object:
@@ -183,18 +180,16 @@ def _run_cell(shell: Any, source: str, name: str) -> None:
     body = ast.parse(code, name).body
     flags = future_flags(shell)
     shown = body.pop() if body and isinstance(body[-1], ast.Expr) and not code.rstrip().endswith(";") else None
-    parts: list[tuple[ast.Module | ast.Interactive, str]] = [(ast.Module(body, []), "exec")]
-    if isinstance(shown, ast.Expr):
-        parts.append((ast.Interactive([shown]), "single"))
-    for tree, mode in parts:
-        exec(compile(tree, name, mode, flags, dont_inherit=True), shell.user_ns)
+    exec(compile(ast.Module(body, []), name, "exec", flags, dont_inherit=True), shell.user_ns)
+    if shown is not None:
+        exec(compile(ast.Interactive([shown]), name, "single", flags, dont_inherit=True), shell.user_ns)
 
 
 # ---------------------------------------------------------------- restarting Python
 
-# In a kernel that goes on: the user's variables are removed, and modules whose distribution was replaced since the
-# extension was loaded are imported anew by the next import. Compiled modules can't be imported twice in a process: for
-# these the kernel has to be restarted.
+# The kernel keeps running: the user's variables are removed, and modules whose distribution was replaced since the
+# extension was loaded are imported again by the next import. Compiled modules can't be imported twice in a process and
+# need a restart of the kernel.
 
 # the kernel itself runs on these
 _KERNELS_OWN = frozenset((
@@ -237,7 +232,7 @@ def _forget_variables(shell: Any, keep: Collection[str]) -> None:
             namespace.pop(name, None)
     hook = shell.displayhook
     if getattr(hook, "do_full_cache", False):
-        # values in Out would keep memory of devices
+        # values in Out would keep device memory allocated
         hook.flush()
     gc.collect()
 
@@ -259,7 +254,7 @@ def forget_replaced(before: Snapshot, now: Snapshot, modules: dict[str, ModuleTy
         found = now.get(change.name) or before.get(change.name)
         if found is None:
             continue
-        loaded = list(_loaded(_tops(found), modules))
+        loaded = _loaded(_tops(found), modules)
         if not loaded or _is_loaded_already(found, change, modules):
             continue
         if change.name in _KERNELS_OWN or any(_is_compiled(modules[name]) for name in loaded):
@@ -281,11 +276,9 @@ def _is_loaded_already(found: Distribution, change: Change, modules: Mapping[str
     return not change.before and any(_is_compiled(modules[name]) for name in _loaded(_tops(found), modules))
 
 
-def _loaded(tops: Collection[str], modules: Mapping[str, ModuleType]) -> Iterator[str]:
+def _loaded(tops: Collection[str], modules: Mapping[str, ModuleType]) -> list[str]:
     starts = tuple(f"{name}." for name in tops)
-    for name in list(modules):
-        if name in tops or name.startswith(starts):
-            yield name
+    return [name for name in list(modules) if name in tops or name.startswith(starts)]
 
 
 def _is_compiled(module: object) -> bool:
@@ -301,10 +294,7 @@ def _tops(found: Distribution) -> frozenset[str]:
         files = []
     paths = [PurePosixPath(each).parts for each in files if each.suffix in (".py", ".so")]
     packages = {parts[0] for parts in paths if len(parts) == 2 and parts[1] == "__init__.py"}
-    tops: set[str] = set()
-    for parts in paths:
-        names = (*parts[:-1], parts[-1].partition(".")[0])
-        if not all(name.isidentifier() for name in names[:2]):
-            continue
-        tops.add(names[0] if len(names) == 1 or names[0] in packages else ".".join(names[:2]))
-    return frozenset(tops) or frozenset(found.module_names)
+    modules = {(*parts[:-1], parts[-1].partition(".")[0])[:2] for parts in paths}
+    modules = {names for names in modules if all(map(str.isidentifier, names))}
+    tops = frozenset(names[0] if names[0] in packages else ".".join(names) for names in modules)
+    return tops or frozenset(found.module_names)

@@ -134,10 +134,8 @@ def run_line(fs: FileSystem, text: str) -> None:
         return "\n".join(f"{each.size:>12,}  {each.path}" for each in fs.ls(dir))
 
     words = text.split()
-    commands: dict[str, Callable[..., object]] = {
-        name: getattr(fs, name) for name in ("cp", "mv", "rm", "mkdirs", "put", "head")
-    }
-    commands["ls"] = listing
+    names = ("cp", "mv", "rm", "mkdirs", "put", "head")
+    commands: dict[str, Callable[..., object]] = {**{name: getattr(fs, name) for name in names}, "ls": listing}
     if not words or words[0] not in commands:
         raise UsageError(f"%fs takes one of {', '.join(commands)} and its paths, as in `%fs ls /Volumes/main`.")
     recurse = [word for word in words[1:] if word in ("-r", "--recurse", "recurse=true")]

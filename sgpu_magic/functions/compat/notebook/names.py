@@ -32,7 +32,11 @@ def install(shell: Any) -> ExitStack:
     undo = ExitStack()
     namespace: dict[str, object] = shell.user_ns
     draws = getattr(shell, "kernel", None) is not None and not is_job()
-    widgets = Widgets(parameters_of_process(), _shown_by(shell) if draws else None)
+
+    def show(control: Any) -> None:
+        shell.display_pub.publish(control._repr_mimebundle_())
+
+    widgets = Widgets(parameters_of_process(), show if draws else None)
     ours: dict[str, object] = {"displayHTML": displayHTML, "spark": Spark(namespace)}
     ours["dbutils"] = dbutils = DBUtils(shell, widgets, ours)
     for name in [name for name in ours if name in namespace]:
@@ -60,9 +64,8 @@ def install(shell: Any) -> ExitStack:
         ("line", "restart_python", restart_python),
         ("line_cell", "fs", run_fs),
         ("cell", "sql", run_sql_cell),
+        *(("cell", name, _refuses(language)) for name, language in _LANGUAGES.items()),
     ]
-    for name, language in _LANGUAGES.items():
-        magics.append(("cell", name, _refuses(language)))
     for kind, name, function in magics:
         if shell.find_line_magic(name) is None and shell.find_cell_magic(name) is None:
             shell.register_magic_function(function, kind, name)
@@ -72,7 +75,7 @@ def install(shell: Any) -> ExitStack:
         run = RunMagic(shell, widgets, original)
         # in the table itself: registering would make the function an attribute too
         shell.magics_manager.magics["line"]["run"] = run
-        undo.callback(_restore_run, shell, run, original)
+        undo.callback(_unregister, shell, "run", run, original)
     return undo
 
 
@@ -131,13 +134,6 @@ class CellMagics:
         return f"{source}\n".splitlines(keepends=True)
 
 
-def _shown_by(shell: Any) -> Callable[[Any], None]:
-    def show(control: Any) -> None:
-        shell.display_pub.publish(control._repr_mimebundle_())
-
-    return show
-
-
 def _refuses(language: str) -> Callable[[str, str], None]:
     def refuse(line: str, cell: str) -> None:
         raise UsageError(
@@ -159,16 +155,12 @@ def _remove(transformers: list[object], transformer: object) -> None:
         transformers.remove(transformer)
 
 
-def _unregister(shell: Any, name: str, function: object) -> None:
+def _unregister(shell: Any, name: str, function: object, original: object = None) -> None:
     for table in shell.magics_manager.magics.values():
         if table.get(name) is function:
             del table[name]
-
-
-def _restore_run(shell: Any, run: object, original: object) -> None:
-    table: dict[str, object] = shell.magics_manager.magics["line"]
-    if table.get("run") is run:
-        table["run"] = original
+            if original is not None:
+                table[name] = original
 
 
 # ---------------------------------------------------------------- `spark` and `%sql`
@@ -262,8 +254,7 @@ class _User:
     def first(self) -> _Row:
         return self._row
 
-    def head(self) -> _Row:
-        return self._row
+    head = first
 
     def show(self) -> None:
         sys.stdout.write(f"{self.columns[0]}\n{self._row[0]}\n")
