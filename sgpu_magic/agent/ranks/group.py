@@ -258,12 +258,7 @@ class Group:
             lambda message, frames: self._said(process.rank, message, frames),
             lambda: None,  # end of file alone means nothing; the zygote reports how a rank ended
         )
-        descriptors = [
-            theirs.fileno(),
-            *process.output.child_ends,
-            process.stack_file.fd,
-            *self._store.descriptors,
-        ]
+        descriptors = [theirs.fileno(), *process.output.child_ends, process.stack_file.fd, *self._store.descriptors]
         order = Fork(
             group_id=self.group_id,
             rank=process.rank,

@@ -62,13 +62,7 @@ class Rendezvous:
         OSError: The node's address can't be bound.
     """
 
-    def __init__(
-        self,
-        run_id: str,
-        part: Part,
-        reports: Reports,
-        known: Callable[[RendezvousPoint], None],
-    ) -> None:
+    def __init__(self, run_id: str, part: Part, reports: Reports, known: Callable[[RendezvousPoint], None]) -> None:
         self._part = part
         self._reports = reports
         self._known = known

@@ -1,6 +1,6 @@
 """Runs on this node, from the launch to the `RunEnded` event, and their state besides their ranks.
 
-node_run            the interface of all runs; displays, widgets, MLflow targets, questions to idle ranks
+node_run            the interface of all runs; runs with ranks: displays, widgets; questions to idle ranks
 execution           one run's cell in its ranks: launch, collect results, find the root cause, stop, report the end
 execution_kinds     the two kinds of execution: a run with its own, new ranks, and a cell in a session's ranks
 preparing           a run whose packages, code and variables are being prepared; fetches what was sent along

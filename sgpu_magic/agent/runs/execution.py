@@ -16,16 +16,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic.agent.failures import ExitDiagnosis, ReportsOfRanks, without_secrets
-from sgpu_magic.agent.ranks.group import Group, RunRanks
-from sgpu_magic.agent.ranks.rank_process import NotebookFrames
+from sgpu_magic.agent.failures import ReportsOfRanks, without_secrets
+from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.stop import FailurePatience, StopPath
-from sgpu_magic.agent.runs.node_run import Attempt, CommReports, NodeRun, Surroundings, TrackingAnswers, show
+from sgpu_magic.agent.runs.node_run import Attempt, RankRun, Surroundings
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import TellComms
-from sgpu_magic.wire.events import Noted, RanksStarted
-from sgpu_magic.wire.node import TrackingKnown
+from sgpu_magic.wire.events import Noted
+from sgpu_magic.wire.node import TrackingAsked, TrackingKnown
 from sgpu_magic.wire.rank import (
     AskTracking,
     Cleared,
@@ -38,48 +37,37 @@ from sgpu_magic.wire.rank import (
     MetricsReported,
     Raised,
     Remarked,
+    TrackingAnswered,
 )
 from sgpu_magic.wire.rank_events import Failure, MetricsLogged, OutputWritten, RankFailed, RankStack
 from sgpu_magic.wire.run import RankResult
+from sgpu_magic.wire.tracking import TrackedRun
 
 
-class Execution(NodeRun):
-    """Runs one launch in its ranks.
-
-    Args:
-        attempt: The launch and its payload.
-        group: The ranks' group.
-        warm: How the ranks were started: `standby`, `zygote`, `cold` or `session`.
-        here: What all runs of the agent share.
-    """
+class Execution(RankRun):
+    """Runs one launch in its ranks. Takes the arguments of `RankRun`."""
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
-        super().__init__(attempt, here)
-        self.group = group
-        launch, part = self.launch, self.launch.part
-        numbers = launch.spec.rank_numbers if part is None else range(part.first_rank, part.first_rank + part.ranks)
-        self.run_ranks = RunRanks(group, tuple(numbers))
-        self._warm = warm
-        self._keep_results = min(here.settings.keep_results, here.settings.keep_payload)
-        self._grace_s = launch.spec.grace_s
-        self._started_at: float | None = None
+        super().__init__(attempt, group, warm, here)
         self._reports = ReportsOfRanks(self.run_ranks.numbers)
         self._stop = StopPath(self.run_ranks, self._reports, self._later)
         self._patience = FailurePatience(self._reports, self._later, self._is_stopping, self._free_others)
-        notebook = NotebookFrames(launch.spec.cell)
-        self._exit_diagnosis = ExitDiagnosis(self.run_ranks, notebook, self._host)
         self._watch = RunWatch(
-            self.run_ranks, launch.lease, notebook, self._reports.has_reported, here.sampling, here.settings, self._say
+            self.run_ranks,
+            self.launch.lease,
+            self._notebook,
+            self._reports.has_reported,
+            here.sampling,
+            here.settings,
+            self._say,
         )
-        self._tracking = TrackingAnswers(self.run_id, group, here.reports)
-        self._comms = CommReports(self._say)
+        # the run's MLflow target, and ranks that wait for it
+        self._tracked: TrackedRun | None = None
+        self._asking: list[int] = []
         self._remarks: set[str] = set()
         # ranks whose failures are consequences of a failure on another node
         self._victims: frozenset[int] = frozenset()
         self._last_stacks: tuple[RankStack, ...] = ()
-        self._ending_as: RunState | None = None
-        self._end_reason = ""
-        self._final_state = RunState.FAILED
 
     # ------------------------------------------------------------ differs between the two kinds
 
@@ -109,10 +97,10 @@ class Execution(NodeRun):
         """Handle a message of one of its ranks."""
         match message:
             case Displayed() | Cleared():
-                show(self.run_ranks.rank(rank), message, self._say)
+                self._show(rank, message)
             case CommsSaid():
                 if not self.ended:
-                    self._comms.told(rank, message, frames)
+                    self._take_comms(rank, message, frames)
             case Finished():
                 self._take_result(rank, message.result, frames)
             case Failed():
@@ -127,7 +115,7 @@ class Execution(NodeRun):
                     self._remarks.add(text)
                     self._say(Noted(text=text))
             case AskTracking():
-                self._tracking.asked(rank)
+                self._answer_tracking(rank)
             case MetricsReported(metrics=metrics, params=params, tags=tags):
                 if not self.ended:
                     self._say(MetricsLogged(rank=rank, metrics=metrics, params=params, tags=tags))
@@ -148,14 +136,13 @@ class Execution(NodeRun):
 
     def _all_there(self) -> None:
         """Report the start: every rank is in the process group."""
-        self._started_at = time.monotonic()
         self._watch.start()
-        self._say(RanksStarted(pids=tuple(self.run_ranks.pids), warm=self._warm))
+        self._say_started()
 
     def _take_result(self, rank: int, result: RankResult, frames: Sequence[bytes]) -> None:
-        output = self.run_ranks.rank(rank).output
+        process = self.run_ranks.rank(rank)
+        output, stream = process.output, process.stream
         output.drain()
-        stream = self.run_ranks.rank(rank).stream
         payload = self.files.take_result(result, stream) if stream is not None else None
         result = msgspec.structs.replace(result, payload=payload, lines=output.lines, output_bytes=output.total_bytes)
         self._reports.add_result(result, frames)
@@ -268,27 +255,32 @@ class Execution(NodeRun):
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         self._watch.taker.take(done)
 
-    @property
-    def pids(self) -> list[int]:
-        return self.group.pids
-
-    @property
-    def state(self) -> RunState:
-        if self.ended:
-            return self._final_state
-        if self._ending_as is not None:
-            return RunState.CANCELLING
-        return RunState.STARTING if self._started_at is None else RunState.RUNNING
-
     def tracking_known(self, message: TrackingKnown) -> None:
-        self._tracking.known(message)
+        """Answer the waiting ranks. A missing target is not cached: the next rank's request is sent again."""
+        self._tracked = message.tracked
+        asking, self._asking = self._asking, []
+        for rank in asking:
+            self._send_tracking(rank, message.problem)
 
     def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
         if self._started_at is not None and not self.gone:
             self.group.hear_comms(message, frames)
 
     def adopted(self) -> None:
-        self._tracking.ask_again()
+        if self._asking:
+            self._here.reports.ask(TrackingAsked(run_id=self.run_id))
+
+    def _answer_tracking(self, rank: int) -> None:
+        """Send a rank the run's MLflow target. The pool service is asked once; its answer is cached."""
+        if self._tracked is not None:
+            self._send_tracking(rank, "")
+            return
+        self._asking.append(rank)
+        if len(self._asking) == 1:
+            self._here.reports.ask(TrackingAsked(run_id=self.run_id))
+
+    def _send_tracking(self, rank: int, problem: str) -> None:
+        self.group.order(rank, TrackingAnswered(run_id=self.run_id, tracked=self._tracked, problem=problem))
 
     def give_payload_up(self) -> None:
         if self.gone or (self.ended and self._final_state is RunState.SUCCEEDED):
@@ -296,5 +288,7 @@ class Execution(NodeRun):
 
     def results_received(self) -> None:
         """Release large results of an attached run; others stay until they are in its directory, for later clients."""
-        if not self.launch.spec.detach and self.files.memory.result_bytes > self._keep_results:
+        settings = self._here.settings
+        large_bytes = min(settings.keep_results, settings.keep_payload)
+        if not self.launch.spec.detach and self.files.memory.result_bytes > large_bytes:
             self.files.memory.close_results()

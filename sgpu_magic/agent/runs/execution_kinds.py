@@ -20,12 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, send_cells, send_session_cells
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
-from sgpu_magic.agent.runs.run_files import make_ray_directories, remove_ray_directories
+from sgpu_magic.agent.runs.run_files import make_ray_directories
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import GroupRenewed
 from sgpu_magic.wire.node import MasterKnown, PartsOver, PeerFailed
@@ -44,12 +43,10 @@ _TRACE_LOOK_S = 0.1
 
 
 class FreshRun(Execution):
-    """Runs one launch in its own group. Takes the arguments of `Execution`."""
+    """Runs one launch in its own group. Takes the arguments of `RankRun`."""
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
         super().__init__(attempt, group, warm, here)
-        self._launched_ticks = run_processes.now_in_ticks()
-        self._joined: set[int] = set()
         self._meeting: Rendezvous | None = None
         self._waits_for_parts = False
         self._parts_over = False
@@ -113,8 +110,7 @@ class FreshRun(Execution):
         if not isinstance(message, Joined):
             super().rank_said(rank, message, frames)
             return
-        self._joined.add(rank)
-        if len(self._joined) == len(self.group.ranks) and self._started_at is None:
+        if self._has_just_started(rank):
             self._all_there()
 
     def rank_exited(self, rank: int, status: int) -> None:
@@ -123,17 +119,13 @@ class FreshRun(Execution):
         self._stop.reported()
         self._finish_if_gone()
 
-    def group_broken(self, kind: FailureKind, message: str) -> None:
-        self.fail_whole(kind, message)
-        self._finish_if_gone()
-
     # ------------------------------------------------------------ stop path
 
     def _begin_stop(self) -> None:
         self._stop.begin(self._grace(), interrupt_first=True, waited=self._stop_waiting)
 
     def _free_others(self) -> None:
-        if self._grace_s and self._stop.any_handles_term():
+        if self.launch.spec.grace_s and self._stop.any_handles_term():
             # the error is reported at once; ranks that save a checkpoint finish afterwards, with intact connections
             self._end(RunState.FAILED)
         else:
@@ -149,6 +141,8 @@ class FreshRun(Execution):
 
     def _after_end(self) -> None:
         self._traces_until = self._loop.time() + _TRACE_S
+        if self._meeting is not None:
+            self._meeting.close()
         part = self.launch.part
         if part is not None and self._final_state is RunState.SUCCEEDED and not self._parts_over:
             # ranks on other nodes may still connect to those here
@@ -160,25 +154,14 @@ class FreshRun(Execution):
     def _let_leave(self) -> None:
         cancelled = self._ending_as is not None
         if not (cancelled or self._stop.begun or self._reports.complete):
-            self._stop.begin(self._grace_s or 0.0, interrupt_first=False, waited=self._let_leave)
+            self._stop.begin(self.launch.spec.grace_s or 0.0, interrupt_first=False, waited=self._let_leave)
             return
         if self.launch.spec.profile and not self._reports.complete and self._loop.time() < self._traces_until:
             # SIGTERM would end a rank before it has written its trace
             self._later(_TRACE_LOOK_S, self._let_leave)
             return
         # survivors of a failure get no grace unless the user asked for it
-        self._stop.end(self._grace() if cancelled else self._grace_s or 0.0)
-
-    def _finish_if_gone(self) -> None:
-        if not self.ended or self.gone or not self.group.gone:
-            return
-        run_processes.kill_leftovers(self.run_id, self.group.pids, self._launched_ticks, reaped=not self.group.broken)
-        if self.launch.spec.ray:
-            remove_ray_directories(self.run_id, self._here.settings)
-        self.group.close()
-        if self._meeting is not None:
-            self._meeting.close()
-        self._is_over()
+        self._stop.end(self._grace() if cancelled else self.launch.spec.grace_s or 0.0)
 
 
 # ---------------------------------------------------------------- a cell in a session
@@ -234,10 +217,6 @@ class SessionCell(Execution):
         # for one that has finished, other ranks may wait
         if not self._reports.has_reported(rank) or (not self.ended and self._reports.has_finished(rank)):
             self._take_failure(self._exit_diagnosis.death(rank, status))
-
-    def group_broken(self, kind: FailureKind, message: str) -> None:
-        """Fail the cell: its ranks are lost, and the session with them."""
-        self.fail_whole(kind, message)
 
     # ------------------------------------------------------------ stop path
 

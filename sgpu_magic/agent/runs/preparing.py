@@ -67,7 +67,6 @@ class PreparingRun(NodeRun):
         # handed on as soon as the payload has arrived too
         self._ready: tuple[Built | None, EnvironmentMoved | None, Mapping[str, str]] | None = None
         self._go_on = go_on
-        self._state = RunState.PREPARING
 
     def start(self) -> None:
         if travels_by_blobs(self.launch):
@@ -164,7 +163,7 @@ class PreparingRun(NodeRun):
 
     def _end(self, state: RunState, reason: str, failure: Failure | None = None) -> None:
         self.ended = True
-        self._state = state
+        self._final_state = state
         if self._arriving is not None:
             self._arriving.cancel()
         self._inputs.over(self.run_id)
@@ -180,12 +179,8 @@ class PreparingRun(NodeRun):
             self._end(state, reason)
 
     @property
-    def pids(self) -> list[int]:
-        return []
-
-    @property
     def state(self) -> RunState:
-        return self._state
+        return self._final_state if self.ended else RunState.PREPARING
 
     def kill(self) -> None:
         """Do nothing: there are no ranks."""

@@ -309,11 +309,7 @@ class Sampling:
             self.gpus.read(lambda readings: self._sample(with_gpus, now, trees, readings))
 
     def _sample(
-        self,
-        runs: list[RunSampler],
-        now: float,
-        trees: Mapping[int, TreeUse],
-        readings: Mapping[str, GpuReading],
+        self, runs: list[RunSampler], now: float, trees: Mapping[int, TreeUse], readings: Mapping[str, GpuReading]
     ) -> None:
         for run in runs:
             if run in self._runs:

@@ -257,12 +257,7 @@ class NodeAgents:
         leaving: Nodes whose agents were told to end and have not exited yet.
     """
 
-    def __init__(
-        self,
-        order: Callable[[str], AgentOrder],
-        send: Callable[[ToCluster], None],
-        idle_s: float,
-    ) -> None:
+    def __init__(self, order: Callable[[str], AgentOrder], send: Callable[[ToCluster], None], idle_s: float) -> None:
         self._order = order
         self._send = send
         self._idle_s = idle_s
