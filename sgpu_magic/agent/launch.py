@@ -18,7 +18,6 @@ from sgpu_magic.agent.node_context import CodeUnusable, built_interpreter, place
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import device_of, prepare
 from sgpu_magic.agent.ranks.zygotes import Zygotes
-from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.execution_kinds import FreshRun
 from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
@@ -35,17 +34,13 @@ class Launches(msgspec.Struct, frozen=True):
     """Starts the runs, sessions and cells that the pool orders.
 
     Args:
-        groups: Provides the ranks.
-        runs: Registers what was started.
-        reports: Reports events to the pool service.
+        runs: Registers what was started; its groups provide the ranks.
         here: What all runs of the agent share.
         environments: Builds packages.
         inputs: Fetches the notebook's code and files.
     """
 
-    groups: StandbyGroups
     runs: RunRegistry
-    reports: Reports
     here: Surroundings
     environments: Environments
     inputs: LaunchInputs
@@ -70,7 +65,7 @@ class Launches(msgspec.Struct, frozen=True):
             self._prepare(attempt)
             return
         if built is not None:
-            self.reports.happened(spec.run_id, self.environments.found(built), ())
+            self.here.reports.happened(spec.run_id, self.environments.found(built), ())
         self._start(attempt, built, {})
         if built is not None:
             # the zygote holds the environment from now on
@@ -112,7 +107,7 @@ class Launches(msgspec.Struct, frozen=True):
             self._refuse_unrecorded(attempt.launch, error)
             return
         try:
-            group, warm = self.groups.take(launch)
+            group, warm = self.runs.groups.take(launch)
         except OSError as error:
             text = f"{launch.interpreter.executable} can't be started: {error}"
             self.runs.say_over(launch.spec.run_id, text, FailureKind.ENVIRONMENT)
@@ -121,7 +116,7 @@ class Launches(msgspec.Struct, frozen=True):
         try:
             run = kind(replace(attempt, launch=launch), group, warm, self.here)
         except BaseException as error:
-            self.groups.dismiss(group)
+            self.runs.groups.dismiss(group)
             if not isinstance(error, OSError | ValueError):
                 raise
             self._refuse_unrecorded(launch, error)

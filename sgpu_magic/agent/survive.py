@@ -21,12 +21,10 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.launch import StandbyGroups
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.run_files import sweep_ray_directories
-from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.inventory import KeptOpen, take_inventory
 from sgpu_magic.config import Settings
 from sgpu_magic.system import processes
@@ -48,17 +46,13 @@ class Introduction(msgspec.Struct, frozen=True):
 
     Args:
         settings: The pool's settings.
-        runs: The runs that the agent holds.
-        far: Provides launches as the pool sent them.
-        groups: Provides the agent's zygotes, whose processes count as its own.
+        runs: The runs that the agent holds; the processes of its zygotes count as the agent's own.
         send: Sends to the current service.
         nvml: Keeps the driver's library open for a while.
     """
 
     settings: Settings
     runs: RunRegistry
-    far: FilesToPool
-    groups: StandbyGroups
     send: Send
     nvml: KeptOpen = msgspec.field(default_factory=KeptOpen)
 
@@ -66,20 +60,18 @@ class Introduction(msgspec.Struct, frozen=True):
         """Send the agent's first message to a service, as soon as the driver has listed the devices."""
         sweep_ray_directories(self.settings, [run.run_id for run in self.runs.all()])
         inventory = await self._take()
-        held: list[HeldRun] = []
-        locks: list[int] = []
-        for run in self.runs.all():
-            own = self.runs.locks(run.run_id)
-            locks += own
-            held.append(
-                HeldRun(
-                    launch=self.far.as_ordered(run.launch),
-                    state=run.state,
-                    started_s=run.age_s,
-                    gone=run.gone,
-                    locks=len(own),
-                )
+        runs = self.runs.all()
+        held = [
+            HeldRun(
+                launch=self.runs.far.as_ordered(run.launch),
+                state=run.state,
+                started_s=run.age_s,
+                gone=run.gone,
+                locks=len(self.runs.locks(run.run_id)),
             )
+            for run in runs
+        ]
+        locks = [lock for run in runs for lock in self.runs.locks(run.run_id)]
         ready = AgentReady(pid=os.getpid(), protocol_version=PROTOCOL_VERSION, inventory=inventory, runs=tuple(held))
         self.send(ready, (), locks)
 
@@ -93,7 +85,7 @@ class Introduction(msgspec.Struct, frozen=True):
             take_inventory,
             simulate=self.settings.simulate,
             cpu_slots=self.settings.cpu_slot_count,
-            own_pids=[*own, *self.groups.zygotes.pids()],
+            own_pids=[*own, *self.runs.groups.zygotes.pids()],
         )
         return take() if self.settings.simulate.strip() else await self.nvml.during(take)
 

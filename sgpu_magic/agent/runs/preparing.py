@@ -23,7 +23,7 @@ from sgpu_magic.agent.blobs import BlobCache, BlobMissing, Uploaded
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.node_context import CodeBundles
-from sgpu_magic.agent.reports import Send
+from sgpu_magic.agent.reports import FileRequests
 from sgpu_magic.agent.runs.node_run import Attempt, NodeRun, Surroundings
 from sgpu_magic.agent.runs.run_memory import ArrivedPayload, close_payload, lay_out
 from sgpu_magic.config import Settings, private_dir
@@ -218,7 +218,7 @@ class LaunchInputs:
 
     Args:
         settings: The pool's settings.
-        send: Sends to the current pool service.
+        requests: Requests parts of files from the pool.
 
     Attributes:
         blobs: Fetches blobs.
@@ -226,9 +226,9 @@ class LaunchInputs:
         code: Unpacks local code.
     """
 
-    def __init__(self, settings: Settings, send: Send) -> None:
+    def __init__(self, settings: Settings, requests: FileRequests) -> None:
         self._folder = settings.state_path / "arrivals"
-        self.blobs = BlobCache(settings, send)
+        self.blobs = BlobCache(settings, requests)
         self.uploaded = Uploaded(settings, self.blobs)
         self.code = CodeBundles(settings)
 
