@@ -1,7 +1,7 @@
 """The callbacks of the agent in which faults are planted, by what triggers them."""
 
 FRESH = (
-    "service:Agent._launch",
+    "launch:Launches.launch",
     "launch:Launches._start",
     "launch:StandbyGroups.take",
     "ranks.group:Group.forked",
@@ -65,7 +65,7 @@ CELLS = (
 )
 SESSIONS = (
     "runs.session:Session.start",
-    "runs.session:Session._take_joined",
+    "runs.session:Session._connected",
     "runs.session:Session._say_end",
     "runs.session:Session._finish_if_gone",
     "runs.session_repair:SessionRepair.fail",
