@@ -20,7 +20,7 @@ from sgpu_magic.packages.secrets import Blanker, find_secrets
 from sgpu_magic.system.processes import memory_groups, memory_limit, number_in, signal_name
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.rank_events import Failure, RankStack
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import RankResult
 
 if TYPE_CHECKING:
@@ -126,57 +126,22 @@ class ReportsOfRanks:
         if frames:
             self._exception_frames.setdefault(rank, frames[0])
 
-    def last_word(
-        self,
-        state: RunState,
-        reason: str,
-        *,
-        host: str,
-        now: float,
-        starting_s: float,
-        running_s: float,
-        stacks: tuple[RankStack, ...] = (),
-        unstopped: tuple[int, ...] = (),
-    ) -> tuple[RunEnded, list[bytes]]:
-        """Return the run's `RunEnded` and its raw frames.
-
-        Args:
-            state: The final state.
-            reason: Why the run was stopped, if it was.
-            host: This node's host name.
-            now: Wall-clock time, seconds since the epoch.
-            starting_s, running_s: Seconds from the launch until all ranks had started, and from then until now.
-            stacks: The ranks' stacks when the run timed out.
-            unstopped: Ranks that still run the cell.
-        """
-        failure: Failure | None = None
-        others: tuple[Failure, ...] = ()
-        results: tuple[RankResult, ...] = ()
-        frames: list[bytes] = []
+    def last_word(self, ended: RunEnded) -> tuple[RunEnded, list[bytes]]:
+        """Return the run's final event with its failures or results, and its raw frames."""
         blamed = find_root_cause(self._failures.values())
-        if state is RunState.FAILED and blamed is not None:
+        if ended.state is RunState.FAILED and blamed is not None:
             failure, others = blamed
+            frames: list[bytes] = []
             if failure.exception is not None and failure.rank is not None:
                 frames.append(self._exception_frames[failure.rank])
             # only the root cause's exception is sent
             others = tuple(msgspec.structs.replace(other, exception=None) for other in others)
-        elif state is RunState.SUCCEEDED:
+            return msgspec.structs.replace(ended, failure=failure, others=others), frames
+        if ended.state is RunState.SUCCEEDED:
             results = tuple(self._results[rank] for rank in self._ranks)
-            frames += [self._result_frames[rank] for rank in sorted(self._result_frames)]
-        elif state is RunState.TIMED_OUT:
-            failure = Failure(kind=FailureKind.TIMEOUT, message=reason, host=host, at=now)
-        ended = RunEnded(
-            state=state,
-            failure=failure,
-            reason=reason if state is RunState.CANCELLED else "",
-            others=others,
-            results=results,
-            stacks=stacks,
-            unstopped=unstopped,
-            starting_s=starting_s,
-            running_s=running_s,
-        )
-        return ended, frames
+            frames = [self._result_frames[rank] for rank in sorted(self._result_frames)]
+            return msgspec.structs.replace(ended, results=results), frames
+        return ended, []
 
 
 # ---------------------------------------------------------------- ranks that exited without a report
@@ -230,47 +195,38 @@ class ExitDiagnosis:
         if status == -signal.SIGKILL:
             others = [other.pid for other in self._run_ranks.ranks if other.alive and other.pid is not None]
             meaning = self._memory.verdict(process.peak_bytes, others)
-        failure = death(
-            rank,
+        return death(
+            Failure(
+                kind=FailureKind.WORKER_DIED,
+                message="",
+                rank=rank,
+                host=self._host,
+                at=time.time(),
+                exit_status=status,
+                pid=process.pid,
+                stack=stack,
+                line=frame.line if frame is not None and self._notebook.has(frame) else None,
+                where=self._notebook.collective(stack),
+            ),
             self._run_ranks.group.world_size,
-            self._host,
-            status,
-            time.time(),
-            pid=process.pid,
             meaning=meaning,
             last_line=self._notebook.describe(frame) if frame is not None else "",
             last_output=process.output.tail(),
         )
-        line = frame.line if frame is not None and self._notebook.has(frame) else None
-        return msgspec.structs.replace(failure, stack=stack, line=line, where=self._notebook.collective(stack))
 
 
-def death(
-    rank: int,
-    ranks: int,
-    host: str,
-    status: int,
-    at: float,
-    *,
-    pid: int | None = None,
-    meaning: str = "",
-    last_line: str = "",
-    last_output: str = "",
-) -> Failure:
+def death(failure: Failure, ranks: int, *, meaning: str = "", last_line: str = "", last_output: str = "") -> Failure:
     """Describe a rank whose process exited without a report.
 
     Args:
-        rank: The rank's number.
+        failure: The failure without a message; its exit status is negative for a signal.
         ranks: The number of ranks in the run.
-        host: The node's host name.
-        status: Exit code, negative for a signal.
-        at: Wall-clock time, seconds since the epoch.
-        pid: The rank's process id.
         meaning: A diagnosis of the signal; "" for its usual meaning.
         last_line: The last Python line that it executed, "" when unknown.
         last_output: Its last lines of output.
     """
-    who = f"rank {rank} of {ranks}" + (f" (process {pid})" if pid is not None else "")
+    status, pid = failure.exit_status or 0, failure.pid
+    who = f"rank {failure.rank} of {ranks}" + (f" (process {pid})" if pid is not None else "")
     if status < 0:
         meaning = meaning or _SIGNAL_MEANINGS.get(-status, "")
         message = f"{who} was killed by {signal_name(-status)}" + (f": {meaning}" if meaning else "")
@@ -282,11 +238,8 @@ def death(
     if last_line:
         message += f"\nits last Python line: {last_line}"
     if last_output.strip():
-        lines = last_output.strip().splitlines()
-        message += "\nits last output: " + "\n  ".join(lines)
-    return Failure(
-        kind=FailureKind.WORKER_DIED, message=message, rank=rank, host=host, at=at, exit_status=status, pid=pid
-    )
+        message += "\nits last output: " + "\n  ".join(last_output.strip().splitlines())
+    return msgspec.structs.replace(failure, message=message)
 
 
 class MemoryWatch:

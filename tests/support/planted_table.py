@@ -61,7 +61,7 @@ CELLS = (
     "runs.session:Session.cell_over",
     "runs.session_repair:SessionLogs.lend",
     "runs.session_repair:SessionLogs.take_back",
-    "ranks.orders:send_session_cells",
+    "ranks.orders:send_cells",
 )
 SESSIONS = (
     "runs.session:Session.start",

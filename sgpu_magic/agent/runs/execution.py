@@ -23,7 +23,7 @@ from sgpu_magic.agent.runs.node_run import Attempt, RankRun, Surroundings
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import TellComms
-from sgpu_magic.wire.events import Noted
+from sgpu_magic.wire.events import Noted, RunEnded
 from sgpu_magic.wire.node import TrackingAsked, TrackingKnown
 from sgpu_magic.wire.rank import (
     AskTracking,
@@ -83,11 +83,10 @@ class Execution(RankRun):
     def _free_others(self) -> None:
         """Stop the other ranks: the root cause is known."""
 
-    @abc.abstractmethod
     def _all_reported(self, state: RunState) -> None:
         """End the run as `state`: no rank runs the cell any more."""
+        self._end(state)
 
-    @abc.abstractmethod
     def _after_end(self) -> None:
         """Continue after `RunEnded` was reported."""
 
@@ -224,15 +223,17 @@ class Execution(RankRun):
         self._watch.end()
         now = time.monotonic()
         started = self._started_at or now
+        is_late = state is RunState.TIMED_OUT
         ended, frames = self._reports.last_word(
-            state,
-            self._end_reason,
-            host=self._host,
-            now=time.time(),
-            starting_s=started - self._launched_at,
-            running_s=now - started,
-            stacks=self._last_stacks,
-            unstopped=self._unstopped,
+            RunEnded(
+                state=state,
+                failure=self._failure_now(FailureKind.TIMEOUT, self._end_reason) if is_late else None,
+                reason=self._end_reason if state is RunState.CANCELLED else "",
+                stacks=self._last_stacks,
+                unstopped=self._unstopped,
+                starting_s=started - self._launched_at,
+                running_s=now - started,
+            )
         )
         if not ended.results:
             self.files.memory.close_results()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sgpu_magic.agent.ranks.group import Group
-from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, send_cells, send_session_cells
+from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, order_of, send_cells
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
 from sgpu_magic.agent.runs.run_files import make_ray_directories
@@ -74,7 +74,8 @@ class FreshRun(Execution):
     def _send_cells(self, meeting: RendezvousPoint | None) -> None:
         try:
             ray = make_ray_directories(self.launch, self._here.settings) if self.launch.spec.ray else None
-            send_cells(self.launch, self.group, self.files, self._here.settings.default_store_uri, ray, meeting)
+            order = order_of(self.launch, self.files, self._here.settings.default_store_uri, ray)
+            send_cells(order, self.launch, self.run_ranks, self.files, meeting)
         except OSError as error:
             self._could_not_start(error)
 
@@ -136,9 +137,6 @@ class FreshRun(Execution):
 
     # ------------------------------------------------------------ end
 
-    def _all_reported(self, state: RunState) -> None:
-        self._end(state)
-
     def _after_end(self) -> None:
         self._traces_until = self._loop.time() + _TRACE_S
         if self._meeting is not None:
@@ -198,9 +196,8 @@ class SessionCell(Execution):
             self._settle()
             return
         # the ranks start first; no message of theirs is handled before this method returns
-        send_session_cells(
-            self.launch, self._session.launch, self.group, self.files, self._here.settings.default_store_uri
-        )
+        order = order_of(self.launch, self.files, self._here.settings.default_store_uri)
+        send_cells(order, self._session.launch, self.run_ranks, self.files)
         for process in self.run_ranks.ranks:
             process.output.switch_log(self.files.directory.log_path(process.rank))
         self._all_there()
@@ -273,9 +270,6 @@ class SessionCell(Execution):
         if state is RunState.SUCCEEDED or self._reports.failed_alike:
             return ""
         return "ranks left the cell at different places"
-
-    def _after_end(self) -> None:
-        """Do nothing: the session waits for ranks that do not stop."""
 
     def _settle(self) -> None:
         """Return the idle ranks to the session."""

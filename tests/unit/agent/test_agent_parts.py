@@ -51,6 +51,10 @@ def failure(rank: int, at: float, *, victim: bool = False, message: str = "") ->
     return Failure(kind=FailureKind.USER_CODE, message=message, rank=rank, at=at, is_consequence=victim)
 
 
+def died(status: int, rank: int = 0, pid: int | None = None) -> Failure:
+    return Failure(kind=FailureKind.WORKER_DIED, message="", rank=rank, at=1.0, exit_status=status, pid=pid)
+
+
 def test_nothing_failed():
     assert find_root_cause([]) is None
 
@@ -97,7 +101,7 @@ def test_the_culprit_is_never_a_victim_when_there_is_another(failures: list[Fail
 )
 def test_a_death_tells_how(status: int, says: str):
     told = death(
-        2, 4, "node", status, 1.0, pid=4711, last_line="Cell In[9], line 6: work()", last_output="one\nlast words\n"
+        died(status, rank=2, pid=4711), 4, last_line="Cell In[9], line 6: work()", last_output="one\nlast words\n"
     )
     assert told.message.startswith(says)
     assert "\nits last Python line: Cell In[9], line 6: work()\n" in told.message
@@ -106,13 +110,13 @@ def test_a_death_tells_how(status: int, says: str):
 
 
 def test_a_death_of_which_nothing_is_known_says_nothing_more():
-    assert death(0, 1, "node", -signal.SIGTERM, 1.0).message == (
+    assert death(died(-signal.SIGTERM), 1).message == (
         "rank 0 of 1 was killed by SIGTERM: another process asked it to end"
     )
 
 
 def test_what_is_known_of_a_signal_takes_the_place_of_what_it_usually_means():
-    told = death(0, 1, "node", -signal.SIGKILL, 1.0, meaning="the system's out-of-memory killer ended it")
+    told = death(died(-signal.SIGKILL), 1, meaning="the system's out-of-memory killer ended it")
     assert told.message == "rank 0 of 1 was killed by SIGKILL: the system's out-of-memory killer ended it"
 
 
