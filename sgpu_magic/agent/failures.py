@@ -187,7 +187,7 @@ class ExitDiagnosis:
             rank: The rank's number.
             status: Its exit code, negative for a signal.
         """
-        process = self._run_ranks.rank(rank)
+        process = self._run_ranks.group.rank(rank)
         process.output.drain()
         stack = self._notebook.upwards(process.stack_file.last_frames())
         frame = self._notebook.innermost(stack) or (stack[0] if stack else None)

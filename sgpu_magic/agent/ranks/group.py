@@ -321,10 +321,6 @@ class RunRanks:
         """Their processes, ascending."""
         return [self.group.rank(number) for number in self.numbers]
 
-    def rank(self, number: int) -> RankProcess:
-        """Return the current process of rank `number`."""
-        return self.group.rank(number)
-
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.ranks if process.pid is not None]

@@ -191,13 +191,11 @@ def parse(text: str, main_ident: int = 0) -> tuple[StackFrame, ...]:
     """
     sections: dict[str, list[StackFrame]] = {}
     current: list[StackFrame] | None = sections.setdefault("plain", [])
-    chosen = "plain"
     for line in text.splitlines():
         heading = _THREAD.match(line)
         if heading:
-            name = f"{int(heading['ident'], 16):x}"
-            if heading["current"] == "Current thread":
-                name = "current"
+            is_current = heading["current"] == "Current thread"
+            name = "current" if is_current else f"{int(heading['ident'], 16):x}"
             current = sections.setdefault(name, [])
         elif line == _SINGLE:
             # the newest of several dumps counts
@@ -208,11 +206,8 @@ def parse(text: str, main_ident: int = 0) -> tuple[StackFrame, ...]:
         elif not line.startswith("  "):
             # such as the list of extension modules
             current = None
-    for name in ("current", f"{main_ident:x}", *reversed(sections)):
-        if sections.get(name):
-            chosen = name
-            break
-    return tuple(sections[chosen])
+    names = ("current", f"{main_ident:x}", *reversed(sections))
+    return tuple(next((sections[name] for name in names if sections.get(name)), ()))
 
 
 class NotebookFrames:

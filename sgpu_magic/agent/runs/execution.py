@@ -139,7 +139,7 @@ class Execution(RankRun):
         self._say_started()
 
     def _take_result(self, rank: int, result: RankResult, frames: Sequence[bytes]) -> None:
-        process = self.run_ranks.rank(rank)
+        process = self.run_ranks.group.rank(rank)
         output, stream = process.output, process.stream
         output.drain()
         payload = self.files.take_result(result, stream) if stream is not None else None
@@ -152,7 +152,7 @@ class Execution(RankRun):
         rank = failure.rank
         if rank is None or self._reports.has_failed(rank):
             return
-        self.run_ranks.rank(rank).output.drain()
+        self.run_ranks.group.rank(rank).output.drain()
         failure, frames = without_secrets(failure, frames, self.launch.context.environ)
         if rank in self._victims:
             failure = msgspec.structs.replace(failure, is_consequence=True)

@@ -58,7 +58,7 @@ class FreshRun(Execution):
         try:
             self.files.memory.open_payload()
             for process in self.run_ranks.ranks:
-                process.output.begin_log(self.files.directory.log_path(process.rank))
+                process.output.begin_log(self.files.log_path(process.rank))
             if self.launch.part is None:
                 self._send_cells(None)
             else:
@@ -199,7 +199,7 @@ class SessionCell(Execution):
         order = order_of(self.launch, self.files, self._here.settings.default_store_uri)
         send_cells(order, self._session.launch, self.run_ranks, self.files)
         for process in self.run_ranks.ranks:
-            process.output.switch_log(self.files.directory.log_path(process.rank))
+            process.output.switch_log(self.files.log_path(process.rank))
         self._all_there()
         self._exit_diagnosis.begin()
 

@@ -53,7 +53,7 @@ class Session(RankRun):
         self._cell: SessionCell | None = None
         self._questions = Questions(group)
         self._failure: Failure | None = None
-        self._logs = SessionLogs(group, self.files.directory)
+        self._logs = SessionLogs(group, self.files)
         self._repair = SessionRepair(group, launch, here.settings.runtime_path, self._news, self._say, self._logs.begin)
         group.listener = self
 

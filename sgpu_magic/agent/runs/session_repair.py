@@ -17,7 +17,7 @@ from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.rank_process import GroupStore
-from sgpu_magic.agent.runs.run_files import RunDirectory
+from sgpu_magic.agent.runs.run_files import RunFiles
 from sgpu_magic.wire.events import GroupRenewed, RanksRestarted, SessionMoved
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank import Renew, Renewed
@@ -247,19 +247,19 @@ class SessionLogs:
 
     Args:
         group: The ranks.
-        directory: The session's directory.
+        files: The session's files.
     """
 
-    def __init__(self, group: Group, directory: RunDirectory) -> None:
+    def __init__(self, group: Group, files: RunFiles) -> None:
         self._group = group
-        self._directory = directory
+        self._files = files
         # lines and bytes in the session's logs of ranks that are lent to a cell
         self._written: dict[int, tuple[int, int]] = {}
 
     def begin(self, ranks: Iterable[int]) -> None:
         """Let new processes append to the session's logs."""
         for rank in ranks:
-            path = self._directory.log_path(rank)
+            path = self._files.log_path(rank)
             self._open(rank, 0, os.path.getsize(path) if os.path.exists(path) else 0)
 
     def lend(self, ranks: Iterable[int]) -> None:
@@ -277,4 +277,4 @@ class SessionLogs:
                 self._open(rank, lines, size)
 
     def _open(self, rank: int, lines: int, size: int) -> None:
-        self._group.rank(rank).output.switch_log(self._directory.log_path(rank), lines, size)
+        self._group.rank(rank).output.switch_log(self._files.log_path(rank), lines, size)
