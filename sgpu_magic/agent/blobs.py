@@ -197,10 +197,10 @@ class Uploaded:
             BlobMissing: A blob can't be fetched, or a manifest is invalid.
             OSError: There is not enough space.
         """
-        here: list[Upload] = []
-        for upload in launch.uploads:
-            path = await self._path(launch, upload) if upload.manifest else upload.path
-            here.append(msgspec.structs.replace(upload, path=path))
+        here = [
+            msgspec.structs.replace(upload, path=await self._path(launch, upload)) if upload.manifest else upload
+            for upload in launch.uploads
+        ]
         return msgspec.structs.replace(launch, uploads=tuple(here))
 
     def placed(self, launch: Launch) -> Launch:
@@ -297,14 +297,12 @@ def _put_together(folder: Path, manifest: Manifest, blobs: Mapping[str, Path]) -
 
 
 def _is_whole(folder: Path, manifest: Manifest) -> bool:
-    for file in manifest.files:
-        try:
-            status = os.lstat(folder / file.name)
-        except OSError:
-            return False
-        if (status.st_size, int(status.st_mtime)) != (file.size, FIXED_TIME):
-            return False
-    return True
+    with contextlib.suppress(OSError):
+        found = [os.lstat(folder / file.name) for file in manifest.files]
+        return [(status.st_size, int(status.st_mtime)) for status in found] == [
+            (file.size, FIXED_TIME) for file in manifest.files
+        ]
+    return False
 
 
 def _link(cwd: str, upload: Upload) -> None:

@@ -267,10 +267,6 @@ class StandbyGroups:
             self._departing.remove(group)
         self.zygotes.retire()
 
-    def close(self) -> None:
-        """End every zygote and all its ranks."""
-        self.zygotes.close()
-
     def _make(
         self,
         interpreter: Interpreter,

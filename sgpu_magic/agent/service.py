@@ -314,7 +314,14 @@ class Agent:
                 with faults.guarded(None):
                     run_processes.kill_leftovers(run.run_id, set(run.pids))
                     remove_ray_directories(run.run_id, self._settings)
-        for part in (self._groups, self._environments, self._copier, self._far, self._sampling, self._inputs.code):
+        for part in (
+            self._groups.zygotes,
+            self._environments,
+            self._copier,
+            self._far,
+            self._sampling,
+            self._inputs.code,
+        ):
             with faults.guarded(None):
                 part.close()
 

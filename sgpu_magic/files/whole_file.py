@@ -114,6 +114,10 @@ class HeldLock:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
+    def fileno(self) -> int:
+        """Return the descriptor, which another process may inherit to hold the lock too."""
+        return self._descriptor
+
     def share(self) -> None:
         """Turn the lock into a shared one."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)

@@ -29,7 +29,7 @@ class PartOfRun(msgspec.Struct):
 
     Args:
         heard: Number of the newest event received.
-        passed: Number of the newest event passed on, alone or merged.
+        passed: Number of the newest event passed on, alone or merged: its agent need not resend events up to it.
         waiting: Events received and not passed on yet, oldest first.
         ahead_s: Lower bound of how far the node's clock is ahead of this one, in seconds; None before its first event.
         ended: Its `RunEnded` was merged with those of the others.
@@ -80,10 +80,6 @@ class JointRun:
         self._stalls = JointStalls(parts)
         self.released = False
         self.ended = False
-
-    def passed(self, index: int) -> int:
-        """Number of the newest event of a part that was passed on: its agent need not resend events up to it."""
-        return self.parts[index].passed
 
     @property
     def all_ended(self) -> bool:

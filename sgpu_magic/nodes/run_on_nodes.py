@@ -142,7 +142,7 @@ class RunOnNodes:
         """Resume a part whose agent has reconnected, or has connected to a new pool service."""
         self.was_heard(index)
         node = self.nodes[index]
-        self._send(node, Adopt(run_id=self.run_id, number=self.joint.passed(index)), ())
+        self._send(node, Adopt(run_id=self.run_id, number=self.joint.parts[index].passed), ())
         for order in self._standing:
             self._send(node, order, ())
 

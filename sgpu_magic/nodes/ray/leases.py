@@ -90,21 +90,19 @@ def is_usable(facts: NodeFacts) -> bool:
 def devices_of(facts: NodeFacts) -> tuple[Device, ...]:
     """A node's GPUs in Ray's order: real ones with NVML's UUIDs, others marked as simulated."""
     kind = type_of(facts) if facts.gpus else ""
-    devices: list[Device] = []
-    for number in range(facts.gpus):
-        real = facts.devices[number] if number < len(facts.devices) else None
-        devices.append(
-            Device(
-                uuid=real.uuid if real else f"SIM-{kind}-{facts.node[:10]}-{number}",
-                type=kind,
-                name=real.name if real else f"simulated {kind}",
-                index=number,
-                memory_bytes=real.memory_bytes if real else memory_of(kind),
-                simulated=real is None,
-                node=facts.node,
-            )
+    real = [*facts.devices[: facts.gpus], *[None] * (facts.gpus - len(facts.devices))]
+    return tuple(
+        Device(
+            uuid=one.uuid if one else f"SIM-{kind}-{facts.node[:10]}-{number}",
+            type=kind,
+            name=one.name if one else f"simulated {kind}",
+            index=number,
+            memory_bytes=one.memory_bytes if one else memory_of(kind),
+            simulated=one is None,
+            node=facts.node,
         )
-    return tuple(devices)
+        for number, one in enumerate(real)
+    )
 
 
 def inventory_of(
