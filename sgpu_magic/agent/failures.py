@@ -75,24 +75,24 @@ class ReportsOfRanks:
 
     Args:
         ranks: The participating ranks' numbers, ascending.
+
+    Attributes:
+        failures: The first failure of each rank that has failed, and of the run as a whole.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
         self._results: dict[int, RankResult] = {}
-        self._failures: dict[int, Failure] = {}
+        self.failures: dict[int, Failure] = {}
         self._result_frames: dict[int, bytes] = {}
         self._exception_frames: dict[int, bytes] = {}
 
     def has_reported(self, rank: int) -> bool:
-        return rank in self._results or rank in self._failures
+        return rank in self._results or rank in self.failures
 
     def has_finished(self, rank: int) -> bool:
         """Whether the rank's cell completed and the rank has not failed since."""
-        return rank in self._results and rank not in self._failures
-
-    def has_failed(self, rank: int) -> bool:
-        return rank in self._failures
+        return rank in self._results and rank not in self.failures
 
     @property
     def complete(self) -> bool:
@@ -104,14 +104,10 @@ class ReportsOfRanks:
         return tuple(rank for rank in self._ranks if not self.has_reported(rank))
 
     @property
-    def failed(self) -> bool:
-        return bool(self._failures)
-
-    @property
     def failed_alike(self) -> bool:
         """Whether every rank raised the same type at the same line, so presumably all called the same collectives."""
-        kinds = {(failure.type_name, failure.line, failure.where) for failure in self._failures.values()}
-        return len(self._failures) == len(self._ranks) and len(kinds) == 1 and not self._results
+        kinds = {(failure.type_name, failure.line, failure.where) for failure in self.failures.values()}
+        return len(self.failures) == len(self._ranks) and len(kinds) == 1 and not self._results
 
     def add_result(self, result: RankResult, frames: Sequence[bytes]) -> None:
         """Add a rank's result; `frames` holds the packed result when it came inline."""
@@ -122,13 +118,13 @@ class ReportsOfRanks:
     def add_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
         """Add a failure unless its rank has failed before; `frames` holds the packed exception, if any."""
         rank = _WHOLE_RUN if failure.rank is None else failure.rank
-        self._failures.setdefault(rank, failure)
+        self.failures.setdefault(rank, failure)
         if frames:
             self._exception_frames.setdefault(rank, frames[0])
 
     def last_word(self, ended: RunEnded) -> tuple[RunEnded, list[bytes]]:
         """Return the run's final event with its failures or results, and its raw frames."""
-        blamed = find_root_cause(self._failures.values())
+        blamed = find_root_cause(self.failures.values())
         if ended.state is RunState.FAILED and blamed is not None:
             failure, others = blamed
             frames: list[bytes] = []

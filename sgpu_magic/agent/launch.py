@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -19,8 +19,8 @@ from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import device_of, prepare
 from sgpu_magic.agent.ranks.zygotes import Zygotes
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs.execution_kinds import FreshRun
-from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
+from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
+from sgpu_magic.agent.runs.node_run import Attempt, NodeRun, Surroundings
 from sgpu_magic.agent.runs.preparing import LaunchInputs, PreparingRun, travels_by_blobs
 from sgpu_magic.agent.runs.session import Session, SessionRefuses
 from sgpu_magic.config import Settings
@@ -53,7 +53,7 @@ class Launches(msgspec.Struct, frozen=True):
             if travels_by_blobs(launch):
                 self._prepare(attempt)
             else:
-                self._launch_in_session(attempt)
+                self._begin(launch, lambda: self._cell(attempt))
             return
         if spec.session and (session := self.runs.session(spec.session)) is not None:
             # a fresh run on a session's lease uses the session's environment
@@ -73,73 +73,61 @@ class Launches(msgspec.Struct, frozen=True):
 
     # ------------------------------------------------------------ within
 
-    def _refuse_unrecorded(self, launch: Launch, error: OSError | ValueError) -> None:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        self.runs.say_over(
-            launch.spec.run_id,
-            f"the run can't be recorded on {socket.gethostname()}: {launch.run_dir} can't be written ({why}). "
-            "Other runs are not affected. Free some space there, or make it writable, and run the cell again.",
-            FailureKind.INTERNAL,
-        )
-
-    def _prepare(self, attempt: Attempt) -> None:
-        """Prepare packages and inputs, then start."""
+    def _begin(self, launch: Launch, make: Callable[[], NodeRun | None]) -> None:
+        """Make, register and start a run, or report why it can't be made."""
         try:
-            run = PreparingRun(attempt, self.here, self.environments, self.inputs, self._prepared)
-        except (OSError, ValueError) as error:
-            self._refuse_unrecorded(attempt.launch, error)
-            return
-        self.runs.add(run)
-        run.start()
-
-    def _prepared(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
-        """Start a run whose packages and inputs are ready."""
-        attempt = Attempt(run.launch, run.frames, run)
-        if run.launch.spec.in_session:
-            self._launch_in_session(attempt)
-        else:
-            self._start(attempt, built, code)
-
-    def _start(self, attempt: Attempt, built: Built | None, code: Mapping[str, str]) -> None:
-        try:
-            launch = self._placed(attempt.launch, built, code)
-        except OSError as error:
-            self._refuse_unrecorded(attempt.launch, error)
-            return
-        try:
-            group, warm = self.runs.groups.take(launch)
-        except OSError as error:
-            text = f"{launch.interpreter.executable} can't be started: {error}"
-            self.runs.say_over(launch.spec.run_id, text, FailureKind.ENVIRONMENT)
-            return
-        kind = Session if launch.spec.kind is RunKind.SESSION else FreshRun
-        try:
-            run = kind(replace(attempt, launch=launch), group, warm, self.here)
-        except BaseException as error:
-            self.runs.groups.dismiss(group)
-            if not isinstance(error, OSError | ValueError):
-                raise
-            self._refuse_unrecorded(launch, error)
-            return
-        self.runs.add(run)
-        run.start()
-
-    def _launch_in_session(self, attempt: Attempt) -> None:
-        launch = attempt.launch
-        session = self.runs.session(launch.spec.session)
-        try:
-            if session is None:
-                raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
-            cell = session.execute(replace(attempt, launch=self._placed_in(session, launch)))
+            run = make()
         except SessionRefuses as error:
             self.runs.say_over(launch.spec.run_id, str(error), FailureKind.SESSION)
         except CodeUnusable as error:
             self.runs.say_over(launch.spec.run_id, str(error), FailureKind.ENVIRONMENT)
         except (OSError, ValueError) as error:
-            self._refuse_unrecorded(launch, error)
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self.runs.say_over(
+                launch.spec.run_id,
+                f"the run can't be recorded on {socket.gethostname()}: {launch.run_dir} can't be written ({why}). "
+                "Other runs are not affected. Free some space there, or make it writable, and run the cell again.",
+            )
         else:
-            self.runs.add(cell)
-            cell.start()
+            if run is not None:
+                self.runs.add(run)
+                run.start()
+
+    def _prepare(self, attempt: Attempt) -> None:
+        """Prepare packages and inputs, then start."""
+        self._begin(attempt.launch, lambda: PreparingRun(attempt, self))
+
+    def prepared(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
+        """Start a run whose packages and inputs are ready."""
+        attempt = Attempt(run.launch, run.frames, run)
+        if run.launch.spec.in_session:
+            self._begin(run.launch, lambda: self._cell(attempt))
+        else:
+            self._start(attempt, built, code)
+
+    def _start(self, attempt: Attempt, built: Built | None, code: Mapping[str, str]) -> None:
+        self._begin(attempt.launch, lambda: self._with_ranks(attempt, built, code))
+
+    def _with_ranks(self, attempt: Attempt, built: Built | None, code: Mapping[str, str]) -> FreshRun | Session | None:
+        launch = self._placed(attempt.launch, built, code)
+        try:
+            group, warm = self.runs.groups.take(launch)
+        except OSError as error:
+            text = f"{launch.interpreter.executable} can't be started: {error}"
+            self.runs.say_over(launch.spec.run_id, text, FailureKind.ENVIRONMENT)
+            return None
+        kind = Session if launch.spec.kind is RunKind.SESSION else FreshRun
+        try:
+            return kind(replace(attempt, launch=launch), group, warm, self.here)
+        except BaseException:
+            self.runs.groups.dismiss(group)
+            raise
+
+    def _cell(self, attempt: Attempt) -> SessionCell:
+        session = self.runs.session(attempt.launch.spec.session)
+        if session is None:
+            raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
+        return session.execute(replace(attempt, launch=self._placed_in(session, attempt.launch)))
 
     def _placed(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
         placed = self.inputs.uploaded.placed(place_here(launch, built, code))

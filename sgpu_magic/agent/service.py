@@ -104,8 +104,7 @@ class Agent:
         self._introduction = Introduction(settings, self._runs, self._send)
         self._successor = Successor(settings.state_path / "pool.log")
         self._orphaned = Orphaned(
-            self._runs.all,
-            self._reports.has_unkept,
+            self._runs,
             # a service started on a machine other than the pool's would be a different pool; a served pool is started
             # by its operator
             self._successor if lifeline < 0 and not settings.listen else None,
@@ -314,14 +313,8 @@ class Agent:
                 with faults.guarded(None):
                     run_processes.kill_leftovers(run.run_id, set(run.pids))
                     remove_ray_directories(run.run_id, self._settings)
-        for part in (
-            self._groups.zygotes,
-            self._environments,
-            self._copier,
-            self._far,
-            self._sampling,
-            self._inputs.code,
-        ):
+        zygotes, code = self._groups.zygotes, self._inputs.code
+        for part in (zygotes, self._environments, self._copier, self._far, self._sampling, code):
             with faults.guarded(None):
                 part.close()
 

@@ -14,7 +14,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,6 @@ import msgspec
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.run_files import sweep_ray_directories
 from sgpu_magic.agent.watch.inventory import KeptOpen, take_inventory
 from sgpu_magic.config import Settings
@@ -147,15 +146,13 @@ class Orphaned:
     """Manages the runs between a pool service's unexpected end and the next service's connection.
 
     Args:
-        executions: Returns the runs that the agent holds.
-        has_news: Returns whether a run has events that no service has confirmed.
+        runs: The runs that the agent holds.
         successor: Starts the next service; None where the agent can't.
         timeout_s: Seconds to wait for the next service.
         end: Ends the agent and everything it runs.
     """
 
-    executions: Callable[[], Collection[NodeRun]]
-    has_news: Callable[[str], bool]
+    runs: RunRegistry
     successor: Successor | None
     timeout_s: float
     end: Callable[[], None]
@@ -182,29 +179,27 @@ class Orphaned:
         # scheduled first: the agent ends in time even if the code below raises
         self._timer = self._loop.call_later(_LOOK_S, self._look)
         wanted = False
-        for execution in self.executions():
-            spec = execution.launch.spec
+        for run in self.runs.all():
+            spec = run.launch.spec
             if spec.detach or may_be_alive(spec.owner.pid, spec.owner.host):
-                wanted |= not execution.gone or execution.files.memory.in_use or self.has_news(execution.run_id)
-            elif not execution.ended:
-                with faults.guarded(execution.faulted):
-                    execution.end_as(RunState.CANCELLED, OWNER_GONE)
-        still_there = any(not execution.gone for execution in self.executions())
-        if not still_there and not any(execution.launch.spec.detach for execution in self.executions()):
+                wanted |= not run.gone or run.files.memory.in_use or self.runs.reports.has_unkept(run.run_id)
+            elif not run.ended:
+                with faults.guarded(run.faulted):
+                    run.end_as(RunState.CANCELLED, OWNER_GONE)
+        still_there = any(not run.gone for run in self.runs.all())
+        if not still_there and not any(run.launch.spec.detach for run in self.runs.all()):
             self._until = min(self._until, self._loop.time() + _OVER_S)
         if self._loop.time() > self._until or not (wanted or still_there):
             self.over()
             self.end()
-        else:
-            successor = self.successor
-            if successor is not None and self._loop.time() > self._since + _SUCCESSOR_S and self._is_needed():
-                self._since = self._loop.time()
-                # if the system can't start a process, the timeout ends the runs
-                with contextlib.suppress(OSError):
-                    successor.start()
-
-    def _is_needed(self) -> bool:
-        return any(execution.launch.spec.detach and not execution.gone for execution in self.executions())
+            return
+        is_due = self._loop.time() > self._since + _SUCCESSOR_S
+        is_needed = any(run.launch.spec.detach and not run.gone for run in self.runs.all())
+        if self.successor is not None and is_due and is_needed:
+            self._since = self._loop.time()
+            # if the system can't start a process, the timeout ends the runs
+            with contextlib.suppress(OSError):
+                self.successor.start()
 
 
 class Successor:

@@ -150,7 +150,7 @@ class Execution(RankRun):
 
     def _take_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
         rank = failure.rank
-        if rank is None or self._reports.has_failed(rank):
+        if rank is None or rank in self._reports.failures:
             return
         self.run_ranks.group.rank(rank).output.drain()
         failure, frames = without_secrets(failure, frames, self.launch.context.environ)
@@ -170,7 +170,7 @@ class Execution(RankRun):
             return
         if self._ending_as is not None:
             self._all_reported(self._ending_as)
-        elif self._reports.failed:
+        elif self._reports.failures:
             self._all_reported(RunState.FAILED)
         else:
             self._all_reported(RunState.SUCCEEDED)

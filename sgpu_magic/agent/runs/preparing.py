@@ -14,17 +14,16 @@ import functools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.blobs import BlobCache, BlobMissing, Uploaded
-from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.node_context import CodeBundles
 from sgpu_magic.agent.reports import FileRequests
-from sgpu_magic.agent.runs.node_run import Attempt, NodeRun, Surroundings
+from sgpu_magic.agent.runs.node_run import Attempt, NodeRun
 from sgpu_magic.agent.runs.run_memory import ArrivedPayload, close_payload, lay_out
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.content_store import join_blobs, piece_sizes
@@ -36,37 +35,29 @@ from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
 from sgpu_magic.wire.node import Launch, MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.wire.rank_events import Failure, RankStack
 
+if TYPE_CHECKING:
+    from sgpu_magic.agent.launch import Launches
+
 
 class PreparingRun(NodeRun):
     """Holds a launch until its ranks can be started.
 
     Args:
         attempt: The launch and its payload.
-        here: What all runs of the agent share.
-        environments: Builds its packages.
-        inputs: Fetches the notebook's code and files.
-        go_on: Starts the ranks when everything is ready. Called with this run, the environment and the code.
+        launches: Builds its packages, fetches the notebook's code and files, and starts the ranks.
 
     Raises:
         OSError: The run's directory can't be made.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        here: Surroundings,
-        environments: Environments,
-        inputs: LaunchInputs,
-        go_on: Callable[[PreparingRun, Built | None, Mapping[str, str]], None],
-    ) -> None:
-        super().__init__(attempt, here)
+    def __init__(self, attempt: Attempt, launches: Launches) -> None:
+        super().__init__(attempt, launches.here)
         self.frames = attempt.frames
-        self._environments = environments
-        self._inputs = inputs
+        self._launches = launches
+        self._environments, self._inputs = launches.environments, launches.inputs
         self._arriving: asyncio.Task[None] | None = None
         # handed on as soon as the payload has arrived too
         self._ready: tuple[Built | None, EnvironmentMoved | None, Mapping[str, str]] | None = None
-        self._go_on = go_on
 
     def start(self) -> None:
         if travels_by_blobs(self.launch):
@@ -153,7 +144,7 @@ class PreparingRun(NodeRun):
         # the next run takes the payload over
         self.ended = self.gone = True
         self._environments.leave(self.run_id)
-        self._go_on(self, built, code)
+        self._launches.prepared(self, built, code)
         self._inputs.over(self.run_id)
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
