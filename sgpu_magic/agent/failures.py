@@ -9,23 +9,17 @@ Only on Linux, the kernel's counters and the run's memory show whether the out-o
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic.packages.secrets import Blanker, find_secrets
 from sgpu_magic.system.processes import memory_groups, memory_limit, number_in, signal_name
-from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import RankResult
-
-if TYPE_CHECKING:
-    from sgpu_magic.agent.ranks.group import RunRanks
-    from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 
 # the key of a failure that no rank caused
 _WHOLE_RUN = -1
@@ -155,60 +149,6 @@ _SIGNAL_MEANINGS: dict[int, str] = {
     signal.SIGTERM: "another process asked it to end",
     signal.SIGHUP: "another process asked it to end",
 }
-
-
-class ExitDiagnosis:
-    """Diagnoses how the ranks of one run exited.
-
-    Args:
-        run_ranks: The ranks.
-        notebook: Recognizes the cell's frames.
-        host: This node's host name.
-    """
-
-    def __init__(self, run_ranks: RunRanks, notebook: NotebookFrames, host: str) -> None:
-        self._run_ranks = run_ranks
-        self._notebook = notebook
-        self._host = host
-        self._memory = MemoryWatch()
-
-    def begin(self) -> None:
-        """Start counting out-of-memory kills: the run begins."""
-        self._memory.begin()
-
-    def death(self, rank: int, status: int) -> Failure:
-        """Describe the exit of a rank that is dead and reaped.
-
-        Args:
-            rank: The rank's number.
-            status: Its exit code, negative for a signal.
-        """
-        process = self._run_ranks.group.rank(rank)
-        process.output.drain()
-        stack = self._notebook.upwards(process.stack_file.last_frames())
-        frame = self._notebook.innermost(stack) or (stack[0] if stack else None)
-        meaning = ""
-        if status == -signal.SIGKILL:
-            others = [other.pid for other in self._run_ranks.ranks if other.alive and other.pid is not None]
-            meaning = self._memory.verdict(process.peak_bytes, others)
-        return death(
-            Failure(
-                kind=FailureKind.WORKER_DIED,
-                message="",
-                rank=rank,
-                host=self._host,
-                at=time.time(),
-                exit_status=status,
-                pid=process.pid,
-                stack=stack,
-                line=frame.line if frame is not None and self._notebook.has(frame) else None,
-                where=self._notebook.collective(stack),
-            ),
-            self._run_ranks.group.world_size,
-            meaning=meaning,
-            last_line=self._notebook.describe(frame) if frame is not None else "",
-            last_output=process.output.tail(),
-        )
 
 
 def death(failure: Failure, ranks: int, *, meaning: str = "", last_line: str = "", last_output: str = "") -> Failure:

@@ -17,9 +17,9 @@ from sgpu_magic.agent.ranks.run_processes import RunPorts
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import FileRequests, Reports
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
+from sgpu_magic.agent.runs.execution_kinds import SessionCell
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.agent.runs.preparing import LaunchInputs, PreparingRun
+from sgpu_magic.agent.runs.preparing import LaunchInputs
 from sgpu_magic.agent.runs.run_files import remove_ray_directories
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
@@ -29,7 +29,6 @@ from sgpu_magic.config import Settings
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import Record
-from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.codec import Order, UnreadableLaunch
 from sgpu_magic.wire.files import (
     BlobFetched,
@@ -44,22 +43,16 @@ from sgpu_magic.wire.node import (
     Adopt,
     Answered,
     BuildEnvironment,
-    DetachRun,
     EndAgent,
     EndRun,
     EventsKept,
-    KillRanks,
     Launch,
-    MasterKnown,
-    PartsOver,
-    PeerFailed,
     Question,
     RestartSessionRanks,
     SessionRanksRestarted,
     StacksTaken,
     TakeInventory,
     TakeStacks,
-    TrackingKnown,
     WarmZygote,
 )
 from sgpu_magic.wire.pool_status import agent_socket_file, lock_file
@@ -209,7 +202,7 @@ class Agent:
             case Adopt():
                 self._reports.adopt(message.run_id, message.number)
                 if (run := self._runs.get(message.run_id)) is not None:
-                    run.adopted()
+                    run.obey(message, frames)
             case OpenStream():
                 self._run_ports.opens(message)
             case StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
@@ -230,27 +223,12 @@ class Agent:
 
     def _obey_for(self, run: NodeRun, message: Order, frames: Sequence[bytes]) -> None:
         match message:
-            case TrackingKnown():
-                run.tracking_known(message)
-            case TellComms():
-                run.hear_comms(message, frames)
-            case MasterKnown() | PeerFailed() | PartsOver():
-                if isinstance(run, FreshRun | PreparingRun):
-                    run.heard_of_others(message)
             case EndRun():
                 self._runs.end(run, message.state, message.reason)
-            case KillRanks():
-                run.kill()
-            case ReclaimPayload():
-                run.give_payload_up()
-            case ResultsReceived():
-                run.results_received()
-            case DetachRun():
-                run.detach()
             case TakeStacks(request=request, run_id=run_id):
                 run.take_stacks(lambda stacks: self._send(StacksTaken(request=request, run_id=run_id, stacks=stacks)))
             case _:
-                pass
+                run.obey(message, frames)
 
     def _ask_session(self, message: Question | RestartSessionRanks) -> None:
         session = self._runs.session(message.session)

@@ -14,14 +14,14 @@ FRESH = (
     "runs.execution:Execution._end",
     "ranks.rank_output:RankOutput.flush",
     "ranks.rank_output:RankOutput.drain",
-    "failures:ExitDiagnosis.begin",
+    "failures:MemoryWatch.begin",
     "failures:ReportsOfRanks.last_word",
     "runs.run_files:RunFiles.describe",
     "runs.run_files:RunFiles.take_result",
     "reports:Reports.happened",
 )
 # of these, one is called when a short run may have ended
-WHILE_IT_GOES_ON = ("failures:ExitDiagnosis.begin",)
+WHILE_IT_GOES_ON = ("failures:MemoryWatch.begin",)
 # the run's last word was said by then
 AFTER = (
     "ranks.group:Group.exited",
@@ -48,7 +48,7 @@ SPARED = (
 )
 FAILING = (
     "runs.execution:Execution._take_failure",
-    "ranks.stop:FailurePatience._decide",
+    "runs.execution:Execution._decide",
     "ranks.stop:StopPath.begin",
     "ranks.stop:StopPath.end",
 )
@@ -70,7 +70,7 @@ SESSIONS = (
     "runs.session:Session._finish_if_gone",
     "runs.session_repair:SessionRepair.fail",
 )
-ASKED = ("runs.session:Session.ask", "runs.node_run:Questions.answered", "runs.session:Session.restart")
+ASKED = ("runs.session:Session.ask", "runs.session_repair:Questions.answered", "runs.session:Session.restart")
 STACKS = (
     "watch.stack_taking:StackTaker._ask",
     "watch.stack_taking:StackTaker._look",
@@ -87,6 +87,7 @@ AT_ITS_END = (
 )
 # they do not know their run
 UNNAMED = (
+    "failures:MemoryWatch.begin",
     "failures:ReportsOfRanks.last_word",
     "watch.sampling:Sampling._tick",
     "launch:StandbyGroups.tend",

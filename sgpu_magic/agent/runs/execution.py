@@ -18,13 +18,14 @@ import msgspec
 
 from sgpu_magic.agent.failures import ReportsOfRanks, without_secrets
 from sgpu_magic.agent.ranks.group import Group
-from sgpu_magic.agent.ranks.stop import FailurePatience, StopPath
+from sgpu_magic.agent.ranks.stop import StopPath
 from sgpu_magic.agent.runs.node_run import Attempt, RankRun, Surroundings
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.client import TellComms
+from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
+from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import Noted, RunEnded
-from sgpu_magic.wire.node import TrackingAsked, TrackingKnown
+from sgpu_magic.wire.node import Adopt, KillRanks, TrackingAsked, TrackingKnown
 from sgpu_magic.wire.rank import (
     AskTracking,
     Cleared,
@@ -43,6 +44,13 @@ from sgpu_magic.wire.rank_events import Failure, MetricsLogged, OutputWritten, R
 from sgpu_magic.wire.run import RankResult
 from sgpu_magic.wire.tracking import TrackedRun
 
+# how long a victim's report waits for the root cause's
+_PATIENCE_WITH_VICTIM_S = 0.25
+# how long an error waits for an earlier one whose traceback takes longer to format
+_PATIENCE_WITH_CAUSE_S = 0.03
+# extra time for tracebacks when all ranks have raised: releasing them would break a session's process groups
+_PATIENCE_WITH_DRAWING_S = 2.0
+
 
 class Execution(RankRun):
     """Runs one launch in its ranks. Takes the arguments of `RankRun`."""
@@ -51,7 +59,10 @@ class Execution(RankRun):
         super().__init__(attempt, group, warm, here)
         self._reports = ReportsOfRanks(self.run_ranks.numbers)
         self._stop = StopPath(self.run_ranks, self._reports, self._later)
-        self._patience = FailurePatience(self._reports, self._later, self._is_stopping, self._free_others)
+        # whether the root cause is being found; ranks that have raised and format their tracebacks, and until when
+        self._deciding = False
+        self._drawing: set[int] = set()
+        self._drawn_by: float | None = None
         self._watch = RunWatch(
             self.run_ranks,
             self.launch.lease,
@@ -105,7 +116,7 @@ class Execution(RankRun):
             case Failed():
                 self._take_failure(message.failure, frames)
             case Raised():
-                self._patience.raised(rank)
+                self._drawing.add(rank)
             case Collectives():
                 self._watch.taker.answered(rank, message)
             case Remarked(text=text):
@@ -162,8 +173,25 @@ class Execution(RankRun):
         self._stop.reported()
         if not self.ended and self._ending_as is None:
             self._say(RankFailed(failure=failure))
-            self._patience.failed(failure)
+            self._decide_soon(failure)
         self._check_all_reported()
+
+    def _decide_soon(self, failure: Failure) -> None:
+        """Wait until the root cause is known: a victim's report may come before it."""
+        if not (failure.is_consequence and self._deciding):
+            self._deciding = True
+            self._later(_PATIENCE_WITH_VICTIM_S if failure.is_consequence else _PATIENCE_WITH_CAUSE_S, self._decide)
+
+    def _decide(self) -> None:
+        """Free the ranks that may wait for the failed one, unless all others have raised too."""
+        if self._is_stopping():
+            return
+        now = self._loop.time()
+        self._drawn_by = self._drawn_by or now + _PATIENCE_WITH_DRAWING_S
+        if self._drawing.issuperset(self._reports.unreported) and now < self._drawn_by:
+            self._later(_PATIENCE_WITH_CAUSE_S, self._decide)
+        else:
+            self._free_others()
 
     def _check_all_reported(self) -> None:
         if not self._reports.complete:
@@ -194,18 +222,16 @@ class Execution(RankRun):
         if not self.ended:
             self._begin_stop()
 
-    def kill(self) -> None:
-        self._stop.kill_unreported()
-
     def _is_stopping(self) -> bool:
         return self.ended or self._ending_as is not None or self._stop.begun
 
     def _peer_failed(self) -> None:
         """Handle the failure of a rank on another node: ranks here that have not raised are its victims."""
         if not self._is_stopping():
-            self._victims = frozenset(self._reports.unreported) - self._patience.drawing
+            self._victims = frozenset(self._reports.unreported) - self._drawing
             self._watch.is_ending()
-            self._patience.peer_failed()
+            self._deciding = True
+            self._decide()
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
         """Fail the run as a whole; no rank is to blame."""
@@ -256,20 +282,29 @@ class Execution(RankRun):
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         self._watch.taker.take(done)
 
-    def tracking_known(self, message: TrackingKnown) -> None:
-        """Answer the waiting ranks. A missing target is not cached: the next rank's request is sent again."""
-        self._tracked = message.tracked
-        asking, self._asking = self._asking, []
-        for rank in asking:
-            self._send_tracking(rank, message.problem)
-
-    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        if self._started_at is not None and not self.gone:
-            self.group.hear_comms(message, frames)
-
-    def adopted(self) -> None:
-        if self._asking:
-            self._here.reports.ask(TrackingAsked(run_id=self.run_id))
+    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+        match message:
+            case TrackingKnown():
+                # a missing target is not cached: the next rank's request is sent again
+                self._tracked = message.tracked
+                asking, self._asking = self._asking, []
+                for rank in asking:
+                    self._send_tracking(rank, message.problem)
+            case TellComms() if self._started_at is not None and not self.gone:
+                self.group.hear_comms(message, frames)
+            case Adopt() if self._asking:
+                self._here.reports.ask(TrackingAsked(run_id=self.run_id))
+            case KillRanks():
+                self._stop.kill_unreported()
+            case ReclaimPayload() if self.gone or (self.ended and self._final_state is RunState.SUCCEEDED):
+                self.files.memory.give_payload_up()
+            case ResultsReceived() if not self.launch.spec.detach:
+                # small ones stay until they are in the run's directory, for later clients
+                settings = self._here.settings
+                if self.files.memory.result_bytes > min(settings.keep_results, settings.keep_payload):
+                    self.files.memory.close_results()
+            case _:
+                super().obey(message, frames)
 
     def _answer_tracking(self, rank: int) -> None:
         """Send a rank the run's MLflow target. The pool service is asked once; its answer is cached."""
@@ -282,14 +317,3 @@ class Execution(RankRun):
 
     def _send_tracking(self, rank: int, problem: str) -> None:
         self.group.order(rank, TrackingAnswered(run_id=self.run_id, tracked=self._tracked, problem=problem))
-
-    def give_payload_up(self) -> None:
-        if self.gone or (self.ended and self._final_state is RunState.SUCCEEDED):
-            self.files.memory.give_payload_up()
-
-    def results_received(self) -> None:
-        """Release large results of an attached run; others stay until they are in its directory, for later clients."""
-        settings = self._here.settings
-        large_bytes = min(settings.keep_results, settings.keep_payload)
-        if not self.launch.spec.detach and self.files.memory.result_bytes > large_bytes:
-            self.files.memory.close_results()

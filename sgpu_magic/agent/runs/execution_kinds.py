@@ -26,8 +26,9 @@ from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
 from sgpu_magic.agent.runs.run_files import make_ray_directories
 from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import GroupRenewed
-from sgpu_magic.wire.node import MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.node import Adopt, MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.wire.rank import Failed, Finished, FromRank, Joined
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class FreshRun(Execution):
         group.listener = self
 
     def start(self) -> None:
-        self._later(_SETTLED_S, self._exit_diagnosis.begin)
+        self._later(_SETTLED_S, self._memory.begin)
         try:
             self.files.memory.open_payload()
             for process in self.run_ranks.ranks:
@@ -82,10 +83,9 @@ class FreshRun(Execution):
     def _could_not_start(self, error: OSError) -> None:
         self.fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
 
-    # ------------------------------------------------------------ from the run's other nodes
+    # ------------------------------------------------------------ from the pool service
 
-    def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
-        """Handle a message about the run's other nodes."""
+    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case MasterKnown():
                 if self._meeting is not None and not self._is_stopping():
@@ -97,13 +97,13 @@ class FreshRun(Execution):
                 if self._waits_for_parts:
                     self._waits_for_parts = False
                     self._later(_LEAVE_DELAY_S, self._let_leave)
-
-    def adopted(self) -> None:
-        super().adopted()
-        if self.launch.part is not None:
-            self.files.tell_released_again()
-        if self._meeting is not None and not self.ended:
-            self._meeting.begin()
+            case _:
+                super().obey(message, frames)
+        if isinstance(message, Adopt):
+            if self.launch.part is not None:
+                self.files.tell_released_again()
+            if self._meeting is not None and not self.ended:
+                self._meeting.begin()
 
     # ------------------------------------------------------------ from the group
 
@@ -116,7 +116,7 @@ class FreshRun(Execution):
 
     def rank_exited(self, rank: int, status: int) -> None:
         if not self.ended and (self._reports.has_finished(rank) or not self._reports.has_reported(rank)):
-            self._take_failure(self._exit_diagnosis.death(rank, status))
+            self._take_failure(self._death(rank, status))
         self._stop.reported()
         self._finish_if_gone()
 
@@ -201,7 +201,7 @@ class SessionCell(Execution):
         for process in self.run_ranks.ranks:
             process.output.switch_log(self.files.log_path(process.rank))
         self._all_there()
-        self._exit_diagnosis.begin()
+        self._memory.begin()
 
     # ------------------------------------------------------------ from the group
 
@@ -213,7 +213,7 @@ class SessionCell(Execution):
     def rank_exited(self, rank: int, status: int) -> None:
         # for one that has finished, other ranks may wait
         if not self._reports.has_reported(rank) or (not self.ended and self._reports.has_finished(rank)):
-            self._take_failure(self._exit_diagnosis.death(rank, status))
+            self._take_failure(self._death(rank, status))
 
     # ------------------------------------------------------------ stop path
 

@@ -1,14 +1,14 @@
 """The interface of everything that the agent runs, and the behaviour that all of it shares.
 
 That is fresh runs, sessions, the cells in them, and runs that are being prepared. Runs with ranks handle some messages
-alike: a display is reported in order with the rank's output, and widget messages are bounded. Idle ranks of a session
-answer questions such as completion requests.
+alike: a display is reported in order with the rank's output, widget messages are bounded, and exits are described.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.agent.failures import ExitDiagnosis
+from sgpu_magic.agent.failures import MemoryWatch, death
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames
@@ -26,14 +26,12 @@ from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
-from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.client import TellComms
+from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import EventBody, Noted, RanksStarted
-from sgpu_magic.wire.node import Launch, TrackingKnown
-from sgpu_magic.wire.rank import AnswerQuestion, Cleared, CommsSaid, Displayed, InPlace
+from sgpu_magic.wire.node import DetachRun, Launch
+from sgpu_magic.wire.rank import Cleared, CommsSaid, Displayed, InPlace
 from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, Failure, OutputCleared, RankStack
-from sgpu_magic.wire.run import RankAnswer, RankQuestion
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.run_registry import RunRegistry
@@ -147,30 +145,12 @@ class NodeRun(abc.ABC):
         self.ended = True
         self._ranks_gone()
 
-    @abc.abstractmethod
-    def kill(self) -> None:
-        """Send SIGKILL to ranks that were told to end and have not."""
-
-    def detach(self) -> None:
-        """Keep the run running when its notebook is gone."""
-        spec = msgspec.structs.replace(self.launch.spec, detach=True)
-        self.launch = msgspec.structs.replace(self.launch, spec=spec)
-
-    def tracking_known(self, message: TrackingKnown) -> None:  # noqa: B027  most runs do nothing
-        """Handle the pool service's answer with the run's MLflow target, which may be None."""
-
-    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:  # noqa: B027  as above
-        """Pass a front end's message to widgets of a rank; ignored while there are no ranks."""
-
-    def adopted(self) -> None:  # noqa: B027  most runs do nothing
-        """Handle the adoption of the run by another pool service."""
-
-    @abc.abstractmethod
-    def give_payload_up(self) -> None:
-        """Release the payload's memory, which the notebook wants to reuse."""
-
-    def results_received(self) -> None:  # noqa: B027  most runs do nothing
-        """Release the results in memory: the notebook has received them."""
+    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+        """Execute a command of the pool service for this run; ignore one that does not concern it."""
+        if isinstance(message, DetachRun):
+            # it keeps running when its notebook is gone
+            spec = msgspec.structs.replace(self.launch.spec, detach=True)
+            self.launch = msgspec.structs.replace(self.launch, spec=spec)
 
     @abc.abstractmethod
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
@@ -212,7 +192,6 @@ class NodeRun(abc.ABC):
 
 # limit for all ranks of one run together, since events are kept on disk
 MOST_COMM_BYTES = 256 << 20
-Answered = Callable[[RankAnswer], None]
 
 
 class RankRun(NodeRun):
@@ -233,7 +212,7 @@ class RankRun(NodeRun):
         self.run_ranks = RunRanks(group, tuple(numbers))
         self._warm = warm
         self._notebook = NotebookFrames(spec.cell)
-        self._exit_diagnosis = ExitDiagnosis(self.run_ranks, self._notebook, self._host)
+        self._memory = MemoryWatch()
         self._launched_ticks = run_processes.now_in_ticks()
         self._joined: set[int] = set()
         self._comm_bytes = 0
@@ -246,6 +225,35 @@ class RankRun(NodeRun):
         """Fail the run: its group is lost."""
         self.fail_whole(kind, message)
         self._finish_if_gone()
+
+    def _death(self, rank: int, status: int) -> Failure:
+        """Describe the exit of a rank that is dead and reaped; its status is the exit code, negative for a signal."""
+        process = self.group.rank(rank)
+        process.output.drain()
+        stack = self._notebook.upwards(process.stack_file.last_frames())
+        frame = self._notebook.innermost(stack) or (stack[0] if stack else None)
+        meaning = ""
+        if status == -signal.SIGKILL:
+            others = [other.pid for other in self.run_ranks.ranks if other.alive and other.pid is not None]
+            meaning = self._memory.verdict(process.peak_bytes, others)
+        return death(
+            Failure(
+                kind=FailureKind.WORKER_DIED,
+                message="",
+                rank=rank,
+                host=self._host,
+                at=time.time(),
+                exit_status=status,
+                pid=process.pid,
+                stack=stack,
+                line=frame.line if frame is not None and self._notebook.has(frame) else None,
+                where=self._notebook.collective(stack),
+            ),
+            self.group.world_size,
+            meaning=meaning,
+            last_line=self._notebook.describe(frame) if frame is not None else "",
+            last_output=process.output.tail(),
+        )
 
     def _say_started(self) -> None:
         self._started_at = time.monotonic()
@@ -287,43 +295,3 @@ class RankRun(NodeRun):
             remove_ray_directories(self.run_id, self._here.settings)
         self.group.close()
         self._is_over()
-
-
-class Questions:
-    """Sends questions to idle ranks of a session and delivers the answers.
-
-    Args:
-        group: The session's ranks.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._asked = Pending[int, tuple[int, Answered]]()
-
-    def ask(self, request: int, question: RankQuestion, done: Answered, *, busy: bool) -> None:
-        """Ask a rank; `done` is called with its answer, or with the reason why there is none.
-
-        Args:
-            request: The question's number.
-            question: The question and its rank.
-            done: Receives the answer.
-            busy: Whether the ranks can't answer now.
-        """
-        rank = question.rank
-        if not 0 <= rank < len(self._group.ranks) or not self._group.rank(rank).alive:
-            done(RankAnswer(problem=f"there is no rank {rank}"))
-        elif busy:
-            done(RankAnswer(problem=f"rank {rank} is busy"))
-        else:
-            self._asked.add(request, (rank, done))
-            self._group.order(rank, AnswerQuestion(request=request, question=question))
-
-    def answered(self, request: int, answer: RankAnswer) -> None:
-        """Deliver a rank's answer."""
-        if (asked := self._asked.take(request)) is not None:
-            asked[1](answer)
-
-    def died(self, rank: int) -> None:
-        """Answer the dead rank's pending questions with a problem."""
-        for _, done in self._asked.take_all(lambda asked: asked[0] == rank):
-            done(RankAnswer(problem=f"rank {rank} has died"))

@@ -31,8 +31,10 @@ from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.attachments import CodeBundle, StoredPayload, Wheel
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
+from sgpu_magic.wire.client import ReclaimPayload
+from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
-from sgpu_magic.wire.node import Launch, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.node import Launch, PeerFailed
 from sgpu_magic.wire.rank_events import Failure, RankStack
 
 if TYPE_CHECKING:
@@ -173,17 +175,14 @@ class PreparingRun(NodeRun):
     def state(self) -> RunState:
         return self._final_state if self.ended else RunState.PREPARING
 
-    def kill(self) -> None:
-        """Do nothing: there are no ranks."""
-
-    def give_payload_up(self) -> None:
-        if self.gone:
-            self.files.memory.give_payload_up()
-
-    def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
-        """Handle a message about the run's other nodes."""
-        if isinstance(message, PeerFailed) and not self.ended:
-            self._end(RunState.FAILED, "")
+    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+        match message:
+            case ReclaimPayload() if self.gone:
+                self.files.memory.give_payload_up()
+            case PeerFailed() if not self.ended:
+                self._end(RunState.FAILED, "")
+            case _:
+                super().obey(message, frames)
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         problem = "it has not started yet: the run's packages are being prepared"

@@ -14,12 +14,14 @@ from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
 from sgpu_magic.agent.runs.execution_kinds import SessionCell, Told
-from sgpu_magic.agent.runs.node_run import Attempt, Questions, RankRun, Surroundings
-from sgpu_magic.agent.runs.session_repair import SessionLogs, SessionNews, SessionRepair
+from sgpu_magic.agent.runs.node_run import Attempt, RankRun, Surroundings
+from sgpu_magic.agent.runs.session_repair import Questions, SessionLogs, SessionNews, SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.client import TellComms
+from sgpu_magic.wire.client import ReclaimPayload, TellComms
+from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import Noted, RunEnded
+from sgpu_magic.wire.node import KillRanks
 from sgpu_magic.wire.rank import (
     Cleared,
     CommsSaid,
@@ -59,7 +61,7 @@ class Session(RankRun):
 
     def start(self) -> None:
         """Prepare the ranks: context, devices and process group."""
-        self._exit_diagnosis.begin()
+        self._memory.begin()
         self._logs.begin(self.run_ranks.numbers)
         try:
             prepare(self.launch, self.group, self.run_ranks.numbers, stays=True)
@@ -193,9 +195,9 @@ class Session(RankRun):
         if cell is not None and rank in cell.run_ranks.numbers:
             cell.rank_exited(rank, status)
         elif is_unexpected and self._started_at is not None:
-            self._say(Noted(text=self._exit_diagnosis.death(rank, status).message))
+            self._say(Noted(text=self._death(rank, status).message))
         if is_unexpected and self._started_at is None:
-            self._failure = self._exit_diagnosis.death(rank, status)
+            self._failure = self._death(rank, status)
             self.end_as(RunState.FAILED, "")
         if self._cell is None:
             self._repair.go_on()
@@ -227,7 +229,7 @@ class Session(RankRun):
             cell.end_as(RunState.CANCELLED, f"its session ended: {reason}")
             self._later(_CELL_ENDS_S, self._say_end)
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """Send SIGKILL to every rank."""
         for process in self.group.ranks:
             process.signal(signal.SIGKILL, whole_session=True)
@@ -278,7 +280,7 @@ class Session(RankRun):
         busy = [process for process in self.group.ranks if self._cell is not None and process.alive]
         for process in busy:
             process.signal(signal.SIGTERM, whole_session=True)
-        self._later(self._grace() if busy else EXIT_HANDLERS_S, self.kill)
+        self._later(self._grace() if busy else EXIT_HANDLERS_S, self._kill)
         self._finish_if_gone()
 
     @property
@@ -290,15 +292,17 @@ class Session(RankRun):
         """Whether a cell runs in the session, or its ranks are being started."""
         return self._cell is not None or self._repair.busy or (self._started_at is None and not self.gone)
 
-    def detach(self) -> None:
-        """Do nothing: a session always ends with its notebook."""
-
-    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        if self.connected and not self._repair.busy:
-            self.group.hear_comms(message, frames)
-
-    def give_payload_up(self) -> None:
-        self.files.memory.give_payload_up()
+    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+        match message:
+            case TellComms() if self.connected and not self._repair.busy:
+                self.group.hear_comms(message, frames)
+            case KillRanks():
+                self._kill()
+            case ReclaimPayload():
+                self.files.memory.give_payload_up()
+            case _:
+                # a session can't be detached: it always ends with its notebook
+                pass
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         """Take the stacks of the cell's ranks; without a cell all ranks are idle."""
