@@ -195,8 +195,7 @@ class MemoryWatch:
 
     def killed_since(self) -> bool:
         """Whether the out-of-memory killer has killed a process here since the run began."""
-        now = _kill_counts()
-        return any(count > self._before.get(name, count) for name, count in now.items())
+        return any(count > self._before.get(name, count) for name, count in _kill_counts().items())
 
     def verdict(self, peak_bytes: int, other_pids: Iterable[int]) -> str:
         """Return the likely cause of a SIGKILL that the agent did not send.

@@ -7,6 +7,7 @@ session.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,7 +27,7 @@ from sgpu_magic.agent.runs.session import Session, SessionRefuses
 from sgpu_magic.config import Settings
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.base import FailureKind, RunKind
-from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.node import Launch, Part
 from sgpu_magic.wire.run import Interpreter
 
 
@@ -194,10 +195,8 @@ class StandbyGroups:
                     return standby, "standby"
             self.drop(session)
         warm = "zygote" if self.zygotes.get(interpreter).ready else "cold"
-        if part is not None:
-            # standby ranks have already joined each other and can't be part of a larger group
-            return self._make(interpreter, part.ranks, False, first_rank=part.first_rank, world_size=ranks), warm
-        return self._make(interpreter, ranks, not on_gpus), warm
+        # ranks that have joined each other can't be part of a larger group
+        return self._make(interpreter, ranks, part is None and not on_gpus, part=part), warm
 
     def dismiss(self, group: Group) -> None:
         """End a group without a run."""
@@ -206,13 +205,11 @@ class StandbyGroups:
 
     def warm(self, interpreter: Interpreter, ranks: int) -> None:
         """Start this interpreter's zygote, and a standby group of `ranks` (0 for none)."""
-        try:
+        # an error is reported when a run needs it
+        with contextlib.suppress(OSError):
             self.zygotes.get(interpreter)
-        except OSError:
-            # reported when a run needs it
-            return
-        if ranks:
-            self._replenish("", interpreter, ranks, self._last_on_gpus)
+            if ranks:
+                self._replenish("", interpreter, ranks, self._last_on_gpus)
 
     def replenish_after(self, launch: Launch) -> None:
         """Keep a standby group like this run's for the next run."""
@@ -256,24 +253,17 @@ class StandbyGroups:
         self.zygotes.retire()
 
     def _make(
-        self,
-        interpreter: Interpreter,
-        ranks: int,
-        join_early: bool,
-        *,
-        rehearse: bool = False,
-        first_rank: int = 0,
-        world_size: int | None = None,
+        self, interpreter: Interpreter, ranks: int, join_early: bool, rehearse: bool = False, part: Part | None = None
     ) -> Group:
         return Group(
             self.zygotes.get(interpreter),
-            ranks,
+            ranks if part is None else part.ranks,
             join_early,
             self._settings.output_limit,
             self._settings.runtime_path,
             rehearse=rehearse,
-            first_rank=first_rank,
-            world_size=world_size,
+            first_rank=0 if part is None else part.first_rank,
+            world_size=ranks,
         )
 
     def _replenish(self, key: str, interpreter: Interpreter, ranks: int, on_gpus: bool) -> None:
@@ -285,11 +275,9 @@ class StandbyGroups:
                 standby.wanted_at = self._loop.time()
                 return
             self.drop(key)
-        try:
+        with contextlib.suppress(OSError):
             join_early = ranks <= _JOIN_EARLY_MAX and not on_gpus
             self._standbys[key] = self._make(interpreter, ranks, join_early, rehearse=join_early)
-        except OSError:
-            return
 
 
 def _fits(group: Group, interpreter: Interpreter, ranks: int, on_gpus: bool) -> bool:

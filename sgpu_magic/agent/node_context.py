@@ -62,8 +62,7 @@ def place_here(launch: Launch, built: Built | None, code: Mapping[str, str]) -> 
     if context.elsewhere:
         cwd = os.path.join(home, "work")
         os.makedirs(cwd, mode=0o700, exist_ok=True)
-    environ = _environ(launch, built)
-    placed = replace(context, cwd=cwd, sys_path=path, environ=environ, installed=())
+    placed = replace(context, cwd=cwd, sys_path=path, environ=_environ(launch, built), installed=())
     return replace(launch, context=placed)
 
 

@@ -137,8 +137,7 @@ class ServiceSocket:
         if peer.uid != os.getuid():
             return False
         # any other process would displace the pool that holds the lock
-        holder = processes.flock_holder(self._lock) if self._lock is not None else 0
-        return holder in (0, peer.pid)
+        return self._lock is None or processes.flock_holder(self._lock) in (0, peer.pid)
 
 
 @dataclass(eq=False, repr=False)

@@ -305,8 +305,7 @@ def _open_directory(path: Path) -> int:
 
 def _can_share(path: Path, fd: int) -> bool:
     mode = os.fstat(fd).st_mode
-    is_safe = not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)
-    return is_safe and os.access(path, os.W_OK | os.X_OK)
+    return (not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)) and os.access(path, os.W_OK | os.X_OK)
 
 
 def _lock(fd: int) -> bool:

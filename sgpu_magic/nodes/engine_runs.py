@@ -272,9 +272,8 @@ class EngineRuns:
 
     def _refuse(self, launch: Launch, message: str) -> None:
         failure = Failure(kind=FailureKind.SESSION, message=message, at=time.time())
-        ended = RunEnded(state=RunState.FAILED, failure=failure)
         # deferred: the caller is still changing its own state
-        self._loop.call_soon(self._end_unstarted, launch, ended)
+        self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=RunState.FAILED, failure=failure))
 
     def _end_unstarted(self, launch: Launch, ended: RunEnded) -> None:
         """Report the end of a run that never had ranks."""

@@ -78,8 +78,7 @@ class LocalEngine(Engine):
 
     def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
         if self.builds(interpreter, environment):
-            order = BuildEnvironment(run_id=run_id, interpreter=interpreter, environment=environment)
-            self._agent.send(order)
+            self._agent.send(BuildEnvironment(run_id=run_id, interpreter=interpreter, environment=environment))
 
     def end_run(self, run_id: str, state: RunState, reason: str) -> None:
         if run_id not in self._runs:

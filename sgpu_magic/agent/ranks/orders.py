@@ -71,8 +71,7 @@ class Rendezvous:
         if part.index == 0:
             family = socket.AF_INET6 if ":" in part.address else socket.AF_INET
             self._socket = socket.create_server((part.address, 0), family=family, backlog=_BACKLOG)
-            port = self._socket.getsockname()[1]
-            self._bound = MasterBound(run_id=run_id, address=part.address, port=port)
+            self._bound = MasterBound(run_id=run_id, address=part.address, port=self._socket.getsockname()[1])
 
     def begin(self) -> None:
         """Report this node's readiness; call it again for a new pool service, which needs it for the other nodes."""

@@ -169,8 +169,8 @@ class StackFile:
 
     def last_frames(self) -> tuple[StackFrame, ...]:
         """Return a dead rank's last frames: those of a crash in C code, else the last sample."""
-        ident = read_area(os.pread(self.fd, AREA_BYTES, 0))[0]
-        return parse(self.written(), ident) or parse(self.sampled())
+        ident, sampled = read_area(os.pread(self.fd, AREA_BYTES, 0))
+        return parse(self.written(), ident) or parse(sampled)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -227,8 +227,7 @@ class NotebookFrames:
 
     def has(self, frame: StackFrame) -> bool:
         """Whether the frame belongs to a cell."""
-        own = frame.file == self._script or frame.file.startswith(_CELL_PREFIX)
-        return own or frame.file in self._others
+        return frame.file in (self._script, *self._others) or frame.file.startswith(_CELL_PREFIX)
 
     def upwards(self, frames: Sequence[StackFrame]) -> tuple[StackFrame, ...]:
         """Return the frames from the innermost to the cell's outermost, without IPython and this package below it.

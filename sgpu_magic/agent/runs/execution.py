@@ -249,11 +249,11 @@ class Execution(RankRun):
         self._watch.end()
         now = time.monotonic()
         started = self._started_at or now
-        is_late = state is RunState.TIMED_OUT
+        late = self._failure_now(FailureKind.TIMEOUT, self._end_reason)
         ended, frames = self._reports.last_word(
             RunEnded(
                 state=state,
-                failure=self._failure_now(FailureKind.TIMEOUT, self._end_reason) if is_late else None,
+                failure=late if state is RunState.TIMED_OUT else None,
                 reason=self._end_reason if state is RunState.CANCELLED else "",
                 stacks=self._last_stacks,
                 unstopped=self._unstopped,

@@ -30,7 +30,6 @@ from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RankResult, RunRecord
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
-    from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 
 _AIR = b'''"""The run of this directory again, outside the notebook:
 
@@ -108,23 +107,22 @@ class RunFiles:
     def take_result(self, result: RankResult, stream: MessageStream[FromRank]) -> Payload | None:
         """Take over a result's memory file from `stream` and return where a notebook finds the result."""
         payload = result.payload
-        if payload is not None and self._far is not None and isinstance(payload.source, FilePayload):
-            descriptor = os.open(payload.source.path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._to_pool(self._far, payload, result.rank, descriptor)
-        if payload is None or not isinstance(payload.source, SharedPayload):
-            return payload
-        (descriptor,) = stream.take_descriptors(1)
+        if payload is None:
+            return None
+        match payload.source:
+            case SharedPayload(size=size):
+                (descriptor,) = stream.take_descriptors(1)
+            case FilePayload(path=path, size=size) if self._far is not None:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            case _:
+                return payload
+        status = os.fstat(descriptor)
         if self._far is not None:
-            return self._to_pool(self._far, payload, result.rank, descriptor)
-        self.memory.hold_result(result.rank, descriptor)
-        source = SharedPayload(
-            pid=os.getpid(), fd=descriptor, size=payload.source.size, inode=os.fstat(descriptor).st_ino
-        )
-        return Payload(source=source, layout=payload.layout)
-
-    def _to_pool(self, far: FilesToPool, payload: Payload, rank: int, descriptor: int) -> Payload:
-        size = os.fstat(descriptor).st_size
-        source = FilePayload(path=far.take_result(self._launch.spec.run_id, rank, descriptor), size=size)
+            path = self._far.take_result(self._launch.spec.run_id, result.rank, descriptor)
+            source = FilePayload(path=path, size=status.st_size)
+        else:
+            self.memory.hold_result(result.rank, descriptor)
+            source = SharedPayload(pid=os.getpid(), fd=descriptor, size=size, inode=status.st_ino)
         return Payload(source=source, layout=payload.layout)
 
     def not_written(self, text: str) -> None:

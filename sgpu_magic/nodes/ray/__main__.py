@@ -152,8 +152,7 @@ class ClusterProcess:
         except _RAYS as error:
             self._lost(error)
             return
-        types = cluster.type_names()
-        self._say(ClusterFound(address=address, types=types, agents=agents, leases=leases))
+        self._say(ClusterFound(address=address, types=cluster.type_names(), agents=agents, leases=leases))
         self._begin(self._watch())
 
     async def _watch(self) -> None:

@@ -291,9 +291,8 @@ def why_not(order: AskLease, lease: Lease, nodes: Iterable[NodeFacts], leases: I
         if has:
             total[facts.node], hosts[facts.node] = has, facts.host
             free[facts.node] = max(0, has - outside - ours.get(facts.node, 0))
-    where = {"STRICT_PACK": " on one node", "STRICT_SPREAD": ""}.get(order.strategy, "")
-    if order.nodes > 1:
-        where = f" on {order.nodes} nodes"
+    on_one = " on one node" if order.strategy == "STRICT_PACK" else ""
+    where = f" on {order.nodes} nodes" if order.nodes > 1 else on_one
     name = "CPU slots" if kind == CPU else kind.upper()
     text = f"Ray has not granted {order.ranks} {name}{where}: {sum(free.values())} of {sum(total.values())} are free"
     if total:
