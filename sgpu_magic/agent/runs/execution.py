@@ -63,15 +63,8 @@ class Execution(RankRun):
         self._deciding = False
         self._drawing: set[int] = set()
         self._drawn_by: float | None = None
-        self._watch = RunWatch(
-            self.run_ranks,
-            self.launch.lease,
-            self._notebook,
-            self._reports.has_reported,
-            here.sampling,
-            here.settings,
-            self._say,
-        )
+        lease, reported = self.launch.lease, self._reports.has_reported
+        self._watch = RunWatch(self.run_ranks, lease, self._notebook, reported, here, self._say)
         # the run's MLflow target, and ranks that wait for it
         self._tracked: TrackedRun | None = None
         self._asking: list[int] = []

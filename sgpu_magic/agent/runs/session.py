@@ -171,16 +171,19 @@ class Session(RankRun):
             self._failure = failure
             self.end_as(RunState.FAILED, "")
 
-    def rank_wrote(self, batch: OutputWritten) -> None:
+    def _cell_of(self, rank: int) -> SessionCell | None:
+        """Return the cell that the rank executes, or None."""
         cell = self._cell
-        if cell is not None and not cell.gone and batch.rank in cell.run_ranks.numbers:
+        return cell if cell is not None and not cell.gone and rank in cell.run_ranks.numbers else None
+
+    def rank_wrote(self, batch: OutputWritten) -> None:
+        if (cell := self._cell_of(batch.rank)) is not None:
             cell.rank_wrote(batch)
         elif not self.ended:
             self._say(batch)
 
     def rank_log_ended(self, rank: int, problem: str) -> None:
-        cell = self._cell
-        if cell is not None and not cell.gone and rank in cell.run_ranks.numbers:
+        if (cell := self._cell_of(rank)) is not None:
             cell.rank_log_ended(rank, problem)
         else:
             self.files.not_written(f"the log of rank {rank} ends here: {problem}")

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,12 +22,14 @@ from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.ranks.run_processes import BUSY_SHARE, CpuWatch
 from sgpu_magic.agent.watch.gpus import IdleGpus
 from sgpu_magic.agent.watch.nvml import GpuReading
-from sgpu_magic.agent.watch.sampling import RunSampler, Sampling
+from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.agent.watch.stack_taking import StackTaker
-from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted
 from sgpu_magic.wire.rank_events import RankStack, Resumed, Stalled
+
+if TYPE_CHECKING:
+    from sgpu_magic.agent.runs.node_run import Surroundings
 
 # checks of CPU times within `stall_s`
 _TICKS = 15
@@ -41,8 +44,7 @@ class RunWatch:
         lease: Their devices.
         notebook: Recognizes the notebook's frames.
         has_reported: Returns whether a rank's cell has finished or failed.
-        sampling: The agent's sampler.
-        settings: The pool's settings.
+        here: What all runs of the agent share.
         say: Reports an event.
 
     Attributes:
@@ -53,18 +55,17 @@ class RunWatch:
     lease: Lease
     notebook: NotebookFrames
     has_reported: Callable[[int], bool]
-    sampling: Sampling
-    settings: Settings
+    here: Surroundings
     say: Callable[[EventBody], None]
 
     def __post_init__(self) -> None:
         self.taker = StackTaker(self.run_ranks, self.notebook, self.has_reported)
-        self._idle = IdleGpus(self.taker, self.notebook, self.settings.idle_gpu_s, self.say)
+        self._idle = IdleGpus(self.taker, self.notebook, self.here.settings.idle_gpu_s, self.say)
         self._sampler = RunSampler(self.run_ranks, self.lease, self.say, self._idle.used, self.notebook)
         # the run's real GPUs in rank order; empty on CPU
         self._uuids = self.lease.uuids if self._sampler.gpus else ()
         self._loop = asyncio.get_running_loop()
-        self._stall_s = self.settings.stall_s
+        self._stall_s = self.here.settings.stall_s
         self._judge = StallJudge(self._stall_s)
         self._cpu = CpuWatch()
         self._tick_s = min(5.0, self._stall_s / _TICKS)
@@ -81,13 +82,13 @@ class RunWatch:
             if self._stall_s > 0:
                 self._last_output = self._loop.time()
                 self._timer = self._loop.call_later(self._tick_s, self._tick)
-            self.sampling.begin(self._sampler)
+            self.here.sampling.begin(self._sampler)
 
     def _faulted(self, error: Exception) -> None:
         """Stop watching after a fault in the monitoring; the run goes on."""
         self.is_ending()
         with faults.guarded(None):
-            self.sampling.end(self._sampler)
+            self.here.sampling.end(self._sampler)
         self.say(Noted(text=f"the run is no longer monitored: an internal error in the agent: {error!r}"))
 
     def wrote(self) -> None:
@@ -106,7 +107,7 @@ class RunWatch:
     def end(self) -> None:
         """Stop all monitoring: the run's end is reported next."""
         self.is_ending()
-        self.sampling.end(self._sampler)
+        self.here.sampling.end(self._sampler)
 
     # ------------------------------------------------------------ stalls
 
@@ -119,7 +120,7 @@ class RunWatch:
             self._pause_s = self._tick_s
             return
         pids = [process.pid for process in self.run_ranks.ranks if process.pid is not None and process.alive]
-        trees = self.sampling.processes.trees(pids, max_age_s=self._tick_s / 2)
+        trees = self.here.sampling.processes.trees(pids, max_age_s=self._tick_s / 2)
         self._idle_s = self._cpu.look(now, {pid: tree.cpu_s for pid, tree in trees.items()})
         idle = frozenset(pid for pid, seconds in self._idle_s.items() if seconds > 0)
         if idle != self._idle_ranks:
@@ -136,7 +137,7 @@ class RunWatch:
         if self._timer is None:
             return
         if self._uuids:
-            self.sampling.gpus.read(lambda readings: self._judge_now(stacks, readings))
+            self.here.sampling.gpus.read(lambda readings: self._judge_now(stacks, readings))
         else:
             self._judge_now(stacks, {})
 
