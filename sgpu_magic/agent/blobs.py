@@ -299,9 +299,8 @@ def _put_together(folder: Path, manifest: Manifest, blobs: Mapping[str, Path]) -
 def _is_whole(folder: Path, manifest: Manifest) -> bool:
     with contextlib.suppress(OSError):
         found = [os.lstat(folder / file.name) for file in manifest.files]
-        return [(status.st_size, int(status.st_mtime)) for status in found] == [
-            (file.size, FIXED_TIME) for file in manifest.files
-        ]
+        wanted = [(file.size, FIXED_TIME) for file in manifest.files]
+        return [(status.st_size, int(status.st_mtime)) for status in found] == wanted
     return False
 
 

@@ -283,9 +283,8 @@ def _unpack(archive: zipfile.ZipFile, folder: Path, limit: int) -> None:
 
 def _write(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, *, executable: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o755 if executable else 0o644
-    )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o755 if executable else 0o644)
     checksum = 0
     with open(descriptor, "wb") as target, archive.open(info) as source:
         while chunk := source.read(_CHUNK_BYTES):

@@ -35,6 +35,9 @@ class Send(Protocol):
     def __call__(self, message: Record, frames: Sequence[bytes] = (), descriptors: Sequence[int] = (), /) -> None: ...
 
 
+_Event = tuple[RunEvent, Sequence[bytes]]
+
+
 class _Told(msgspec.Struct):
     """What was reported of one run.
 
@@ -49,9 +52,7 @@ class _Told(msgspec.Struct):
     """
 
     number: int = 0
-    unkept: deque[tuple[RunEvent, Sequence[bytes]]] = msgspec.field(
-        default_factory=deque[tuple[RunEvent, Sequence[bytes]]]
-    )
+    unkept: deque[_Event] = msgspec.field(default_factory=deque[_Event])
     adopted: bool = True
     ended: bool = False
     part: PartEnded | None = None

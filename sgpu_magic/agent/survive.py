@@ -79,14 +79,10 @@ class Introduction(msgspec.Struct, frozen=True):
         self.send(InventoryTaken(inventory=await self._take()))
 
     async def _take(self) -> Inventory:
-        own = [pid for run in self.runs.all() for pid in run.pids]
-        take = functools.partial(
-            take_inventory,
-            simulate=self.settings.simulate,
-            cpu_slots=self.settings.cpu_slot_count,
-            own_pids=[*own, *self.runs.groups.zygotes.pids()],
-        )
-        return take() if self.settings.simulate.strip() else await self.nvml.during(take)
+        simulate, slots = self.settings.simulate, self.settings.cpu_slot_count
+        own = [pid for run in self.runs.all() for pid in run.pids] + self.runs.groups.zygotes.pids()
+        take = functools.partial(take_inventory, simulate=simulate, cpu_slots=slots, own_pids=own)
+        return take() if simulate.strip() else await self.nvml.during(take)
 
 
 class ServiceSocket:

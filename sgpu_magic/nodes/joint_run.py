@@ -185,19 +185,16 @@ class JointRun:
             return None
         level = min(levels.values())
         at = [self._take(index) for index, own in levels.items() if own == level]
-        match level:
-            case 0:
-                return [(self._with_joined(event, event.body), frames) for event, frames in at]
-            case 1 if len(at) == len(self.parts):
-                starts = [event.body for event, _ in at if isinstance(event.body, RanksStarted)]
-                self._joined += [(event.part, event.number) for event, _ in at]
-                return [(self._with_joined(at[-1][0], join_starts(starts)), ())]
-            case 2 if not self.lost:
-                return [self._end(at)]
-            case _:
-                # a part did not get this far, or is lost: the run has neither started nor ended by this
-                self._joined += [(event.part, event.number) for event, _ in at]
-                return []
+        if level == _READY:
+            return [(self._with_joined(event, event.body), frames) for event, frames in at]
+        self._joined += [(event.part, event.number) for event, _ in at]
+        if level == _STARTED and len(at) == len(self.parts):
+            starts = [event.body for event, _ in at if isinstance(event.body, RanksStarted)]
+            return [(self._with_joined(at[-1][0], join_starts(starts)), ())]
+        if level == _ENDED and not self.lost:
+            return [self._end(at)]
+        # a part did not get this far, or is lost: the run has neither started nor ended by this
+        return []
 
     def _take(self, index: int) -> Told:
         part = self.parts[index]
@@ -214,7 +211,6 @@ class JointRun:
         ]
         ended, frames = join_ends(ends)
         self.ended = True
-        self._joined += [(event.part, event.number) for event, _ in at]
         return self._with_joined(at[-1][0], ended), frames
 
     def _released(self, index: int, body: PayloadReleased) -> PayloadReleased | None:

@@ -166,10 +166,8 @@ class Group:
         if self.broken or any(process.is_reaped for process in self.ranks):
             return True
         # of a killed process the main thread ends first; its descriptor tells only of the end of all threads
-        return any(
-            process.pidfd is not None and (process.is_dead() or not processes.is_alive(process.pid or 0))
-            for process in self.ranks
-        )
+        watched = [process for process in self.ranks if process.pidfd is not None]
+        return any(process.is_dead() or not processes.is_alive(process.pid or 0) for process in watched)
 
     def is_dead(self) -> bool:
         """Whether every rank has ended, even if an exit status is unknown."""

@@ -275,10 +275,8 @@ class LaunchInputs:
     async def _on_disk(self, launch: Launch, each: Item, name: str) -> Item:
         if not each.blobs:
             return each
-        paths = [
-            await self.blobs.path(launch, digest, size)
-            for digest, size in zip(each.blobs, piece_sizes(each.size), strict=True)
-        ]
+        blobs = zip(each.blobs, piece_sizes(each.size), strict=True)
+        paths = [await self.blobs.path(launch, digest, size) for digest, size in blobs]
         if len(paths) == 1:
             return msgspec.structs.replace(each, path=str(paths[0]))
         target = private_dir(self._folder / launch.spec.run_id) / name

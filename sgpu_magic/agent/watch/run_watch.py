@@ -145,12 +145,9 @@ class RunWatch:
         if self._timer is None:
             return
         now = self._loop.time()
-        in_cell = [
-            stack
-            for stack in stacks
-            if not self.has_reported(stack.rank) and self.run_ranks.group.rank(stack.rank).alive
-        ]
-        looks = [self._look_of(stack, readings) for stack in in_cell]
+        in_cell = {process.rank for process in self.run_ranks.ranks if process.alive}
+        in_cell -= {rank for rank in in_cell if self.has_reported(rank)}
+        looks = [self._look_of(stack, readings) for stack in stacks if stack.rank in in_cell]
         found = self._judge.look(now, now - self._last_output, looks) if looks else None
         if isinstance(found, Stalled):
             # includes ranks that are done: the others may wait for them

@@ -92,11 +92,8 @@ class RunSampler:
         if seconds < _SLACK_S:
             return
         self._last_at = now
-        samples = [
-            self._sample_of(process, seconds, trees.get(process.pid or 0), readings)
-            for process in self.run_ranks.ranks
-            if process.alive
-        ]
+        alive = [process for process in self.run_ranks.ranks if process.alive]
+        samples = [self._sample_of(each, seconds, trees.get(each.pid or 0), readings) for each in alive]
         self._cpu_s = {pid: tree.cpu_s for pid, tree in trees.items()}
         self._tell_lost(samples, readings)
         if self.gpus:

@@ -331,7 +331,6 @@ class RayEngine(Engine):
         if self._settled:
             # before that it is unknown which runs the agents of the last service hold
             self._agents.retire(self._channels.keys(), busy, time.monotonic())
+        address = reached_at(self._agent_listener.address, self._host)
         for node in self._agents.late(time.monotonic()):
-            self.node_lost(
-                node, f"its agent can't reach the pool at {reached_at(self._agent_listener.address, self._host)}"
-            )
+            self.node_lost(node, f"its agent can't reach the pool at {address}")
