@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, locked, take_lock
+from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, take_lock
 from sgpu_magic.nodes.ray.cluster import ray, remove_groups_on
 from sgpu_magic.nodes.ray.uplink import AgentOrder, Uplink
 from sgpu_magic.system import processes
@@ -100,11 +100,7 @@ class Holder:
 
 
 def _base(order: AgentOrder) -> tuple[Path, HeldLock]:
-    """Create the pool's private directory on this node; the actor removes it.
-
-    Returns:
-        The directory, and a lock that is held as long as the actor or its agent lives.
-    """
+    """Create the pool's private directory on this node; the actor removes it. Returns it and its lock."""
     folder = Path(tempfile.gettempdir())
     if len(str(folder)) > _SHORT_PATH:
         folder = Path("/tmp")
@@ -113,15 +109,13 @@ def _base(order: AgentOrder) -> tuple[Path, HeldLock]:
     base = folder / f"{mine}{pool}-{order.node[:10]}"
     for other in folder.glob(f"{mine}*-*/{_LOCKS}/{_LOCK}"):
         # the leftover of an actor that was killed together with its agent
-        if other.parents[1] != base:
-            with locked(other, wait=False, flags=os.O_RDWR) as is_left:
-                if is_left:
-                    shutil.rmtree(other.parents[1], ignore_errors=True)
+        if other.parents[1] != base and (left := take_lock(other, wait=False, flags=os.O_RDWR)) is not None:
+            shutil.rmtree(other.parents[1], ignore_errors=True)
+            left.close()
     while True:
         private_dir(base)
-        # another actor may remove the directory meanwhile
-        lock = take_lock(private_dir(base / _LOCKS) / _LOCK, flags=LOCK_FILE)
-        if lock is not None:
+        # None if another actor has removed the folder meanwhile
+        if (lock := take_lock(private_dir(base / _LOCKS) / _LOCK, flags=LOCK_FILE)) is not None:
             return base, lock
 
 
