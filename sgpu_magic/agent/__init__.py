@@ -5,7 +5,7 @@ An agent lives across runs.
 __main__      the process's entry point: connects to its pool, then runs `service`
 service       dispatches the pool's messages
 survive       survives restarts of the pool service: announces itself, waits for the next service, accepts it
-reports       events for the pool, numbered per run and kept until the pool confirms that they are on disk
+reports       events for the pool, kept until it confirms that they are on disk; requests for files at the pool
 run_registry  the runs that the agent holds
 launch        turns a launch into ranks: those of a standby group, or new ones; prepares inputs first
 node_context  the kernel's context on this node: directory, path, variables, and its local code

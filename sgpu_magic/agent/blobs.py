@@ -12,27 +12,26 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.node_context import FIXED_TIME, point_link
-from sgpu_magic.agent.reports import Send
+from sgpu_magic.agent.reports import FileAnswer, FileRequests
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.content_store import blob_path, is_intact, join_blobs, piece_sizes
 from sgpu_magic.files.kept_folders import KeptFolders
 from sgpu_magic.files.run_directory import parts_of
 from sgpu_magic.files.whole_file import appearing, evict, used_entries, write_at
-from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.attachments import UPLOADS_VARIABLE, Manifest, ManifestUnusable, Upload, UploadedFile, manifest_in
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,
     DIGEST_BYTES,
     PIECE_BYTES,
     WINDOW,
-    BlobFetched,
     FetchBlob,
     FetchRunFile,
     RunFile,
@@ -53,16 +52,14 @@ class BlobCache:
 
     Args:
         settings: The pool's settings.
-        send: Sends to the current pool service.
+        requests: Requests parts of files from the pool.
     """
 
-    def __init__(self, settings: Settings, send: Send) -> None:
+    def __init__(self, settings: Settings, requests: FileRequests) -> None:
         self._stores = settings.state_path / "blobs"
         self._folder = settings.state_path / "blob-cache"
         self._most_bytes = settings.blobs_bytes
-        self._send = send
-        self._requests = itertools.count(1)
-        self._asked = Pending[int, tuple[FetchBlob | FetchRunFile, asyncio.Future[bytes]]]()
+        self._requests = requests
         self._coming: dict[str, asyncio.Future[Path]] = {}
         self._turns = asyncio.Semaphore(_AT_ONCE)
         self._users: dict[str, set[str]] = {}
@@ -101,22 +98,6 @@ class BlobCache:
                 if (coming := self._coming.get(digest)) is not None:
                     coming.cancel()
 
-    def fetched(self, answer: BlobFetched, frames: Sequence[bytes]) -> None:
-        """Handle the pool's answer with a part of a blob or file."""
-        asked = self._asked.pop(answer.request, None)
-        if asked is None or asked[1].done():
-            return
-        part = asked[1]
-        if answer.problem or not frames:
-            part.set_exception(BlobMissing(answer.problem or "a part of them arrived empty"))
-        else:
-            part.set_result(frames[0])
-
-    def service_came(self) -> None:
-        """Send all unanswered requests to the new service."""
-        for question, _ in list(self._asked.values()):
-            self._send(question)
-
     # ------------------------------------------------------------ within
 
     async def _fetched(self, store: str, digest: str, size: int) -> Path:
@@ -130,7 +111,7 @@ class BlobCache:
             private_dir(self._folder)
             self._make_room(size)
             with appearing(path) as file:
-                question = functools.partial(FetchBlob, store=store, digest=digest)
+                question = FetchBlob(request=0, store=store, digest=digest, offset=0, size=0)
                 await self._fetch_into(file.fileno(), size, question)
                 if not await call_in_background(lambda: is_intact(file.fileno(), digest), "sgpu-hash"):
                     raise BlobMissing("a part of them was damaged in the transfer from the pool. Run the cell again")
@@ -147,34 +128,30 @@ class BlobCache:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         async with self._turns:
             with appearing(path, 0o700 if file.executable else 0o600) as target:
-                question = functools.partial(FetchRunFile, run_id=launch.spec.run_id, name=file.name)
+                question = FetchRunFile(request=0, run_id=launch.spec.run_id, name=file.name, offset=0, size=0)
                 await self._fetch_into(target.fileno(), file.size, question)
                 # a later modification time shows that the ranks have written the file
                 os.utime(target.fileno(), (file.changed_at, file.changed_at))
 
-    async def _fetch_into(self, file: int, size: int, question: Callable[..., FetchBlob | FetchRunFile]) -> None:
-        under_way: list[tuple[int, asyncio.Future[bytes]]] = []
-        at = 0
+    async def _fetch_into(self, file: int, size: int, question: FetchBlob | FetchRunFile) -> None:
+        under_way: deque[tuple[int, asyncio.Future[FileAnswer]]] = deque()
+        offsets = iter(range(0, size, CHUNK_BYTES))
         try:
-            while at < size or under_way:
-                while at < size and len(under_way) < WINDOW // _AT_ONCE:
-                    length = min(CHUNK_BYTES, size - at)
-                    under_way.append((at, self._ask(question(request=next(self._requests), offset=at, size=length))))
-                    at += length
-                offset, part = under_way[0]
-                data = await part
+            while True:
+                for at in itertools.islice(offsets, WINDOW // _AT_ONCE - len(under_way)):
+                    part = msgspec.structs.replace(question, offset=at, size=min(CHUNK_BYTES, size - at))
+                    under_way.append((at, self._requests.ask(part)))
+                if not under_way:
+                    return
+                at, answer = under_way[0]
+                problem, frames = await answer
                 del under_way[0]
-                write_at(file, data, offset)
+                if problem or not frames:
+                    raise BlobMissing(problem or "a part of them arrived empty")
+                write_at(file, frames[0], at)
         finally:
-            for _, part in under_way:
-                part.cancel()
-
-    def _ask(self, question: FetchBlob | FetchRunFile) -> asyncio.Future[bytes]:
-        part: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        part.add_done_callback(lambda _: self._asked.pop(question.request, None))
-        self._asked[question.request] = question, part
-        self._send(question)
-        return part
+            for _, answer in under_way:
+                answer.cancel()
 
     def _make_room(self, size: int) -> None:
         """Remove the least recently used blobs beyond the budget, except those that runs use."""
@@ -215,10 +192,10 @@ class Uploaded:
             BlobMissing: A blob can't be fetched, or a manifest is invalid.
             OSError: There is not enough space.
         """
-        here: list[Upload] = []
-        for upload in launch.uploads:
-            path = await self._path(launch, upload) if upload.manifest else upload.path
-            here.append(msgspec.structs.replace(upload, path=path))
+        here = [
+            msgspec.structs.replace(upload, path=await self._path(launch, upload)) if upload.manifest else upload
+            for upload in launch.uploads
+        ]
         return msgspec.structs.replace(launch, uploads=tuple(here))
 
     def placed(self, launch: Launch) -> Launch:
@@ -315,14 +292,11 @@ def _put_together(folder: Path, manifest: Manifest, blobs: Mapping[str, Path]) -
 
 
 def _is_whole(folder: Path, manifest: Manifest) -> bool:
-    for file in manifest.files:
-        try:
-            status = os.lstat(folder / file.name)
-        except OSError:
-            return False
-        if (status.st_size, int(status.st_mtime)) != (file.size, FIXED_TIME):
-            return False
-    return True
+    with contextlib.suppress(OSError):
+        found = [os.lstat(folder / file.name) for file in manifest.files]
+        wanted = [(file.size, FIXED_TIME) for file in manifest.files]
+        return [(status.st_size, int(status.st_mtime)) for status in found] == wanted
+    return False
 
 
 def _link(cwd: str, upload: Upload) -> None:

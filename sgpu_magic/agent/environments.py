@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -32,7 +30,7 @@ from sgpu_magic.packages.node.store import (
     encode,
     needs_build,
 )
-from sgpu_magic.system.child_process import private
+from sgpu_magic.system import child_process
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.events import EnvironmentMoved
 from sgpu_magic.wire.node import Launch
@@ -54,7 +52,7 @@ class _Builder:
 
     Args:
         order: What to build.
-        log: The file for the process's standard error.
+        log: The file for the process's output.
 
     Raises:
         OSError: The process can't be started.
@@ -63,21 +61,8 @@ class _Builder:
     def __init__(self, order: BuildOrder, log: Path) -> None:
         self._order = order
         self._alive = True
-        self._socket, theirs = socket.socketpair()
-        try:
-            with theirs, open(log, "ab", opener=private) as errors:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "sgpu_magic.packages.node", str(os.getpid())],
-                    stdin=theirs.fileno(),
-                    stdout=theirs.fileno(),
-                    stderr=errors,
-                    cwd="/",
-                    start_new_session=True,
-                    env={**os.environ, "PYTHONSAFEPATH": "1"},
-                )
-        except BaseException:
-            self._socket.close()
-            raise
+        command = [sys.executable, "-m", "sgpu_magic.packages.node"]
+        self._socket, self._process = child_process.start(command, [str(os.getpid())], log=log)
 
     async def talk(self, heard: Callable[[BuildNews], None]) -> None:
         """Send the build order and pass each reply to `heard` until the process ends."""

@@ -9,23 +9,17 @@ Only on Linux, the kernel's counters and the run's memory show whether the out-o
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic.packages.secrets import Blanker, find_secrets
 from sgpu_magic.system.processes import memory_groups, memory_limit, number_in, signal_name
-from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.rank_events import Failure, RankStack
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import RankResult
-
-if TYPE_CHECKING:
-    from sgpu_magic.agent.ranks.group import RunRanks
-    from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 
 # the key of a failure that no rank caused
 _WHOLE_RUN = -1
@@ -75,24 +69,24 @@ class ReportsOfRanks:
 
     Args:
         ranks: The participating ranks' numbers, ascending.
+
+    Attributes:
+        failures: The first failure of each rank that has failed, and of the run as a whole.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
         self._results: dict[int, RankResult] = {}
-        self._failures: dict[int, Failure] = {}
+        self.failures: dict[int, Failure] = {}
         self._result_frames: dict[int, bytes] = {}
         self._exception_frames: dict[int, bytes] = {}
 
     def has_reported(self, rank: int) -> bool:
-        return rank in self._results or rank in self._failures
+        return rank in self._results or rank in self.failures
 
     def has_finished(self, rank: int) -> bool:
         """Whether the rank's cell completed and the rank has not failed since."""
-        return rank in self._results and rank not in self._failures
-
-    def has_failed(self, rank: int) -> bool:
-        return rank in self._failures
+        return rank in self._results and rank not in self.failures
 
     @property
     def complete(self) -> bool:
@@ -104,14 +98,10 @@ class ReportsOfRanks:
         return tuple(rank for rank in self._ranks if not self.has_reported(rank))
 
     @property
-    def failed(self) -> bool:
-        return bool(self._failures)
-
-    @property
     def failed_alike(self) -> bool:
         """Whether every rank raised the same type at the same line, so presumably all called the same collectives."""
-        kinds = {(failure.type_name, failure.line, failure.where) for failure in self._failures.values()}
-        return len(self._failures) == len(self._ranks) and len(kinds) == 1 and not self._results
+        kinds = {(failure.type_name, failure.line, failure.where) for failure in self.failures.values()}
+        return len(self.failures) == len(self._ranks) and len(kinds) == 1 and not self._results
 
     def add_result(self, result: RankResult, frames: Sequence[bytes]) -> None:
         """Add a rank's result; `frames` holds the packed result when it came inline."""
@@ -122,61 +112,26 @@ class ReportsOfRanks:
     def add_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
         """Add a failure unless its rank has failed before; `frames` holds the packed exception, if any."""
         rank = _WHOLE_RUN if failure.rank is None else failure.rank
-        self._failures.setdefault(rank, failure)
+        self.failures.setdefault(rank, failure)
         if frames:
             self._exception_frames.setdefault(rank, frames[0])
 
-    def last_word(
-        self,
-        state: RunState,
-        reason: str,
-        *,
-        host: str,
-        now: float,
-        starting_s: float,
-        running_s: float,
-        stacks: tuple[RankStack, ...] = (),
-        unstopped: tuple[int, ...] = (),
-    ) -> tuple[RunEnded, list[bytes]]:
-        """Return the run's `RunEnded` and its raw frames.
-
-        Args:
-            state: The final state.
-            reason: Why the run was stopped, if it was.
-            host: This node's host name.
-            now: Wall-clock time, seconds since the epoch.
-            starting_s, running_s: Seconds from the launch until all ranks had started, and from then until now.
-            stacks: The ranks' stacks when the run timed out.
-            unstopped: Ranks that still run the cell.
-        """
-        failure: Failure | None = None
-        others: tuple[Failure, ...] = ()
-        results: tuple[RankResult, ...] = ()
-        frames: list[bytes] = []
-        blamed = find_root_cause(self._failures.values())
-        if state is RunState.FAILED and blamed is not None:
+    def last_word(self, ended: RunEnded) -> tuple[RunEnded, list[bytes]]:
+        """Return the run's final event with its failures or results, and its raw frames."""
+        blamed = find_root_cause(self.failures.values())
+        if ended.state is RunState.FAILED and blamed is not None:
             failure, others = blamed
+            frames: list[bytes] = []
             if failure.exception is not None and failure.rank is not None:
                 frames.append(self._exception_frames[failure.rank])
             # only the root cause's exception is sent
             others = tuple(msgspec.structs.replace(other, exception=None) for other in others)
-        elif state is RunState.SUCCEEDED:
+            return msgspec.structs.replace(ended, failure=failure, others=others), frames
+        if ended.state is RunState.SUCCEEDED:
             results = tuple(self._results[rank] for rank in self._ranks)
-            frames += [self._result_frames[rank] for rank in sorted(self._result_frames)]
-        elif state is RunState.TIMED_OUT:
-            failure = Failure(kind=FailureKind.TIMEOUT, message=reason, host=host, at=now)
-        ended = RunEnded(
-            state=state,
-            failure=failure,
-            reason=reason if state is RunState.CANCELLED else "",
-            others=others,
-            results=results,
-            stacks=stacks,
-            unstopped=unstopped,
-            starting_s=starting_s,
-            running_s=running_s,
-        )
-        return ended, frames
+            frames = [self._result_frames[rank] for rank in sorted(self._result_frames)]
+            return msgspec.structs.replace(ended, results=results), frames
+        return ended, []
 
 
 # ---------------------------------------------------------------- ranks that exited without a report
@@ -196,81 +151,18 @@ _SIGNAL_MEANINGS: dict[int, str] = {
 }
 
 
-class ExitDiagnosis:
-    """Diagnoses how the ranks of one run exited.
-
-    Args:
-        run_ranks: The ranks.
-        notebook: Recognizes the cell's frames.
-        host: This node's host name.
-    """
-
-    def __init__(self, run_ranks: RunRanks, notebook: NotebookFrames, host: str) -> None:
-        self._run_ranks = run_ranks
-        self._notebook = notebook
-        self._host = host
-        self._memory = MemoryWatch()
-
-    def begin(self) -> None:
-        """Start counting out-of-memory kills: the run begins."""
-        self._memory.begin()
-
-    def death(self, rank: int, status: int) -> Failure:
-        """Describe the exit of a rank that is dead and reaped.
-
-        Args:
-            rank: The rank's number.
-            status: Its exit code, negative for a signal.
-        """
-        process = self._run_ranks.rank(rank)
-        process.output.drain()
-        stack = self._notebook.upwards(process.stack_file.last_frames())
-        frame = self._notebook.innermost(stack) or (stack[0] if stack else None)
-        meaning = ""
-        if status == -signal.SIGKILL:
-            others = [other.pid for other in self._run_ranks.ranks if other.alive and other.pid is not None]
-            meaning = self._memory.verdict(process.peak_bytes, others)
-        failure = death(
-            rank,
-            self._run_ranks.group.world_size,
-            self._host,
-            status,
-            time.time(),
-            pid=process.pid,
-            meaning=meaning,
-            last_line=self._notebook.describe(frame) if frame is not None else "",
-            last_output=process.output.tail(),
-        )
-        line = frame.line if frame is not None and self._notebook.has(frame) else None
-        return msgspec.structs.replace(failure, stack=stack, line=line, where=self._notebook.collective(stack))
-
-
-def death(
-    rank: int,
-    ranks: int,
-    host: str,
-    status: int,
-    at: float,
-    *,
-    pid: int | None = None,
-    meaning: str = "",
-    last_line: str = "",
-    last_output: str = "",
-) -> Failure:
+def death(failure: Failure, ranks: int, *, meaning: str = "", last_line: str = "", last_output: str = "") -> Failure:
     """Describe a rank whose process exited without a report.
 
     Args:
-        rank: The rank's number.
+        failure: The failure without a message; its exit status is negative for a signal.
         ranks: The number of ranks in the run.
-        host: The node's host name.
-        status: Exit code, negative for a signal.
-        at: Wall-clock time, seconds since the epoch.
-        pid: The rank's process id.
         meaning: A diagnosis of the signal; "" for its usual meaning.
         last_line: The last Python line that it executed, "" when unknown.
         last_output: Its last lines of output.
     """
-    who = f"rank {rank} of {ranks}" + (f" (process {pid})" if pid is not None else "")
+    status, pid = failure.exit_status or 0, failure.pid
+    who = f"rank {failure.rank} of {ranks}" + (f" (process {pid})" if pid is not None else "")
     if status < 0:
         meaning = meaning or _SIGNAL_MEANINGS.get(-status, "")
         message = f"{who} was killed by {signal_name(-status)}" + (f": {meaning}" if meaning else "")
@@ -282,11 +174,8 @@ def death(
     if last_line:
         message += f"\nits last Python line: {last_line}"
     if last_output.strip():
-        lines = last_output.strip().splitlines()
-        message += "\nits last output: " + "\n  ".join(lines)
-    return Failure(
-        kind=FailureKind.WORKER_DIED, message=message, rank=rank, host=host, at=at, exit_status=status, pid=pid
-    )
+        message += "\nits last output: " + "\n  ".join(last_output.strip().splitlines())
+    return msgspec.structs.replace(failure, message=message)
 
 
 class MemoryWatch:
@@ -306,8 +195,7 @@ class MemoryWatch:
 
     def killed_since(self) -> bool:
         """Whether the out-of-memory killer has killed a process here since the run began."""
-        now = _kill_counts()
-        return any(count > self._before.get(name, count) for name, count in now.items())
+        return any(count > self._before.get(name, count) for name, count in _kill_counts().items())
 
     def verdict(self, peak_bytes: int, other_pids: Iterable[int]) -> str:
         """Return the likely cause of a SIGKILL that the agent did not send.

@@ -7,8 +7,9 @@ session.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -18,16 +19,15 @@ from sgpu_magic.agent.node_context import CodeUnusable, built_interpreter, place
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import device_of, prepare
 from sgpu_magic.agent.ranks.zygotes import Zygotes
-from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs.execution_kinds import FreshRun
-from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
+from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
+from sgpu_magic.agent.runs.node_run import Attempt, NodeRun, Surroundings
 from sgpu_magic.agent.runs.preparing import LaunchInputs, PreparingRun, travels_by_blobs
 from sgpu_magic.agent.runs.session import Session, SessionRefuses
 from sgpu_magic.config import Settings
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.base import FailureKind, RunKind
-from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.node import Launch, Part
 from sgpu_magic.wire.run import Interpreter
 
 
@@ -35,17 +35,13 @@ class Launches(msgspec.Struct, frozen=True):
     """Starts the runs, sessions and cells that the pool orders.
 
     Args:
-        groups: Provides the ranks.
-        runs: Registers what was started.
-        reports: Reports events to the pool service.
+        runs: Registers what was started; its groups provide the ranks.
         here: What all runs of the agent share.
         environments: Builds packages.
         inputs: Fetches the notebook's code and files.
     """
 
-    groups: StandbyGroups
     runs: RunRegistry
-    reports: Reports
     here: Surroundings
     environments: Environments
     inputs: LaunchInputs
@@ -58,7 +54,7 @@ class Launches(msgspec.Struct, frozen=True):
             if travels_by_blobs(launch):
                 self._prepare(attempt)
             else:
-                self._launch_in_session(attempt)
+                self._begin(launch, lambda: self._cell(attempt))
             return
         if spec.session and (session := self.runs.session(spec.session)) is not None:
             # a fresh run on a session's lease uses the session's environment
@@ -70,7 +66,7 @@ class Launches(msgspec.Struct, frozen=True):
             self._prepare(attempt)
             return
         if built is not None:
-            self.reports.happened(spec.run_id, self.environments.found(built), ())
+            self.here.reports.happened(spec.run_id, self.environments.found(built), ())
         self._start(attempt, built, {})
         if built is not None:
             # the zygote holds the environment from now on
@@ -78,73 +74,61 @@ class Launches(msgspec.Struct, frozen=True):
 
     # ------------------------------------------------------------ within
 
-    def _refuse_unrecorded(self, launch: Launch, error: OSError | ValueError) -> None:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        self.runs.say_over(
-            launch.spec.run_id,
-            f"the run can't be recorded on {socket.gethostname()}: {launch.run_dir} can't be written ({why}). "
-            "Other runs are not affected. Free some space there, or make it writable, and run the cell again.",
-            FailureKind.INTERNAL,
-        )
-
-    def _prepare(self, attempt: Attempt) -> None:
-        """Prepare packages and inputs, then start."""
+    def _begin(self, launch: Launch, make: Callable[[], NodeRun | None]) -> None:
+        """Make, register and start a run, or report why it can't be made."""
         try:
-            run = PreparingRun(attempt, self.here, self.environments, self.inputs, self._prepared)
-        except (OSError, ValueError) as error:
-            self._refuse_unrecorded(attempt.launch, error)
-            return
-        self.runs.add(run)
-        run.start()
-
-    def _prepared(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
-        """Start a run whose packages and inputs are ready."""
-        attempt = Attempt(run.launch, run.frames, run)
-        if run.launch.spec.in_session:
-            self._launch_in_session(attempt)
-        else:
-            self._start(attempt, built, code)
-
-    def _start(self, attempt: Attempt, built: Built | None, code: Mapping[str, str]) -> None:
-        try:
-            launch = self._placed(attempt.launch, built, code)
-        except OSError as error:
-            self._refuse_unrecorded(attempt.launch, error)
-            return
-        try:
-            group, warm = self.groups.take(launch)
-        except OSError as error:
-            text = f"{launch.interpreter.executable} can't be started: {error}"
-            self.runs.say_over(launch.spec.run_id, text, FailureKind.ENVIRONMENT)
-            return
-        kind = Session if launch.spec.kind is RunKind.SESSION else FreshRun
-        try:
-            run = kind(replace(attempt, launch=launch), group, warm, self.here)
-        except BaseException as error:
-            self.groups.dismiss(group)
-            if not isinstance(error, OSError | ValueError):
-                raise
-            self._refuse_unrecorded(launch, error)
-            return
-        self.runs.add(run)
-        run.start()
-
-    def _launch_in_session(self, attempt: Attempt) -> None:
-        launch = attempt.launch
-        session = self.runs.session(launch.spec.session)
-        try:
-            if session is None:
-                raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
-            cell = session.execute(replace(attempt, launch=self._placed_in(session, launch)))
+            run = make()
         except SessionRefuses as error:
             self.runs.say_over(launch.spec.run_id, str(error), FailureKind.SESSION)
         except CodeUnusable as error:
             self.runs.say_over(launch.spec.run_id, str(error), FailureKind.ENVIRONMENT)
         except (OSError, ValueError) as error:
-            self._refuse_unrecorded(launch, error)
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            self.runs.say_over(
+                launch.spec.run_id,
+                f"the run can't be recorded on {socket.gethostname()}: {launch.run_dir} can't be written ({why}). "
+                "Other runs are not affected. Free some space there, or make it writable, and run the cell again.",
+            )
         else:
-            self.runs.add(cell)
-            cell.start()
+            if run is not None:
+                self.runs.add(run)
+                run.start()
+
+    def _prepare(self, attempt: Attempt) -> None:
+        """Prepare packages and inputs, then start."""
+        self._begin(attempt.launch, lambda: PreparingRun(attempt, self))
+
+    def prepared(self, run: PreparingRun, built: Built | None, code: Mapping[str, str]) -> None:
+        """Start a run whose packages and inputs are ready."""
+        attempt = Attempt(run.launch, run.frames, run)
+        if run.launch.spec.in_session:
+            self._begin(run.launch, lambda: self._cell(attempt))
+        else:
+            self._start(attempt, built, code)
+
+    def _start(self, attempt: Attempt, built: Built | None, code: Mapping[str, str]) -> None:
+        self._begin(attempt.launch, lambda: self._with_ranks(attempt, built, code))
+
+    def _with_ranks(self, attempt: Attempt, built: Built | None, code: Mapping[str, str]) -> FreshRun | Session | None:
+        launch = self._placed(attempt.launch, built, code)
+        try:
+            group, warm = self.runs.groups.take(launch)
+        except OSError as error:
+            text = f"{launch.interpreter.executable} can't be started: {error}"
+            self.runs.say_over(launch.spec.run_id, text, FailureKind.ENVIRONMENT)
+            return None
+        kind = Session if launch.spec.kind is RunKind.SESSION else FreshRun
+        try:
+            return kind(replace(attempt, launch=launch), group, warm, self.here)
+        except BaseException:
+            self.runs.groups.dismiss(group)
+            raise
+
+    def _cell(self, attempt: Attempt) -> SessionCell:
+        session = self.runs.session(attempt.launch.spec.session)
+        if session is None:
+            raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
+        return session.execute(replace(attempt, launch=self._placed_in(session, attempt.launch)))
 
     def _placed(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
         placed = self.inputs.uploaded.placed(place_here(launch, built, code))
@@ -211,10 +195,8 @@ class StandbyGroups:
                     return standby, "standby"
             self.drop(session)
         warm = "zygote" if self.zygotes.get(interpreter).ready else "cold"
-        if part is not None:
-            # standby ranks have already joined each other and can't be part of a larger group
-            return self._make(interpreter, part.ranks, False, first_rank=part.first_rank, world_size=ranks), warm
-        return self._make(interpreter, ranks, not on_gpus), warm
+        # ranks that have joined each other can't be part of a larger group
+        return self._make(interpreter, ranks, part is None and not on_gpus, part=part), warm
 
     def dismiss(self, group: Group) -> None:
         """End a group without a run."""
@@ -223,13 +205,11 @@ class StandbyGroups:
 
     def warm(self, interpreter: Interpreter, ranks: int) -> None:
         """Start this interpreter's zygote, and a standby group of `ranks` (0 for none)."""
-        try:
+        # an error is reported when a run needs it
+        with contextlib.suppress(OSError):
             self.zygotes.get(interpreter)
-        except OSError:
-            # reported when a run needs it
-            return
-        if ranks:
-            self._replenish("", interpreter, ranks, self._last_on_gpus)
+            if ranks:
+                self._replenish("", interpreter, ranks, self._last_on_gpus)
 
     def replenish_after(self, launch: Launch) -> None:
         """Keep a standby group like this run's for the next run."""
@@ -272,29 +252,18 @@ class StandbyGroups:
             self._departing.remove(group)
         self.zygotes.retire()
 
-    def close(self) -> None:
-        """End every zygote and all its ranks."""
-        self.zygotes.close()
-
     def _make(
-        self,
-        interpreter: Interpreter,
-        ranks: int,
-        join_early: bool,
-        *,
-        rehearse: bool = False,
-        first_rank: int = 0,
-        world_size: int | None = None,
+        self, interpreter: Interpreter, ranks: int, join_early: bool, rehearse: bool = False, part: Part | None = None
     ) -> Group:
         return Group(
             self.zygotes.get(interpreter),
-            ranks,
+            ranks if part is None else part.ranks,
             join_early,
             self._settings.output_limit,
             self._settings.runtime_path,
             rehearse=rehearse,
-            first_rank=first_rank,
-            world_size=world_size,
+            first_rank=0 if part is None else part.first_rank,
+            world_size=ranks,
         )
 
     def _replenish(self, key: str, interpreter: Interpreter, ranks: int, on_gpus: bool) -> None:
@@ -306,11 +275,9 @@ class StandbyGroups:
                 standby.wanted_at = self._loop.time()
                 return
             self.drop(key)
-        try:
+        with contextlib.suppress(OSError):
             join_early = ranks <= _JOIN_EARLY_MAX and not on_gpus
             self._standbys[key] = self._make(interpreter, ranks, join_early, rehearse=join_early)
-        except OSError:
-            return
 
 
 def _fits(group: Group, interpreter: Interpreter, ranks: int, on_gpus: bool) -> bool:

@@ -62,8 +62,7 @@ def place_here(launch: Launch, built: Built | None, code: Mapping[str, str]) -> 
     if context.elsewhere:
         cwd = os.path.join(home, "work")
         os.makedirs(cwd, mode=0o700, exist_ok=True)
-    environ = _environ(launch, built)
-    placed = replace(context, cwd=cwd, sys_path=path, environ=environ, installed=())
+    placed = replace(context, cwd=cwd, sys_path=path, environ=_environ(launch, built), installed=())
     return replace(launch, context=placed)
 
 
@@ -284,9 +283,8 @@ def _unpack(archive: zipfile.ZipFile, folder: Path, limit: int) -> None:
 
 def _write(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, *, executable: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o755 if executable else 0o644
-    )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o755 if executable else 0o644)
     checksum = 0
     with open(descriptor, "wb") as target, archive.open(info) as source:
         while chunk := source.read(_CHUNK_BYTES):

@@ -1,11 +1,13 @@
-"""Events of runs for the pool service: numbered per run, and kept until the service has written them to disk.
+"""Events of runs for the pool service, kept until it has written them to disk; requests for files at the pool.
 
-A pool service can be killed after it has read an event and before the event is on disk. Events are therefore kept here
-until the service confirms them; those that it lacks are sent again to the next service.
+A pool service can be killed after it has read an event and before the event is on disk. Events are therefore numbered
+per run and kept here until the service confirms them; those that it lacks are sent again to the next service.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ import msgspec
 
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.events import EventBody, PayloadReleased, RunEnded
+from sgpu_magic.wire.files import NodeFileReply, NodeFileRequest
 from sgpu_magic.wire.node import DevicesFree, MasterBound, PartEnded, RanksGone, RunEvent, TrackingAsked
 from sgpu_magic.wire.rank_events import OutputWritten
 
@@ -22,10 +25,17 @@ from sgpu_magic.wire.rank_events import OutputWritten
 _KEPT_BYTES = 64 << 20
 
 
+FileAnswer = tuple[str, Sequence[bytes]]
+"""Why a `NodeFileRequest` failed, "" for success, and the raw frames of the answer."""
+
+
 class Send(Protocol):
     """Sends to the pool service, or does nothing while there is none."""
 
     def __call__(self, message: Record, frames: Sequence[bytes] = (), descriptors: Sequence[int] = (), /) -> None: ...
+
+
+_Event = tuple[RunEvent, Sequence[bytes]]
 
 
 class _Told(msgspec.Struct):
@@ -42,9 +52,7 @@ class _Told(msgspec.Struct):
     """
 
     number: int = 0
-    unkept: deque[tuple[RunEvent, Sequence[bytes]]] = msgspec.field(
-        default_factory=deque[tuple[RunEvent, Sequence[bytes]]]
-    )
+    unkept: deque[_Event] = msgspec.field(default_factory=deque[_Event])
     adopted: bool = True
     ended: bool = False
     part: PartEnded | None = None
@@ -186,6 +194,40 @@ class Reports:
                         skipped_lines=body.skipped_lines + body.text.count("\n"),
                     )
                     told.unkept[at] = (msgspec.structs.replace(event, body=skipped), frames)
+
+
+class FileRequests:
+    """The agent's requests for parts of files at the pool, sent again to each new service until they are answered.
+
+    Args:
+        send: Sends to the current service.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, tuple[NodeFileRequest, Sequence[bytes], asyncio.Future[FileAnswer]]] = {}
+
+    def ask(self, request: NodeFileRequest, frames: Sequence[bytes] = ()) -> asyncio.Future[FileAnswer]:
+        """Number and send a request. Cancel the future if the answer is no longer needed."""
+        number = next(self._numbers)
+        request = msgspec.structs.replace(request, request=number)
+        answer: asyncio.Future[FileAnswer] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: self._asked.pop(number, None))
+        self._asked[number] = request, frames, answer
+        self._send(request, frames)
+        return answer
+
+    def answered(self, answer: NodeFileReply, frames: Sequence[bytes]) -> None:
+        """Handle the pool's answer."""
+        asked = self._asked.pop(answer.request, None)
+        if asked is not None and not asked[2].done():
+            asked[2].set_result((answer.problem, frames))
+
+    def service_came(self) -> None:
+        """Send all unanswered requests to the new service."""
+        for request, frames, _ in list(self._asked.values()):
+            self._send(request, frames)
 
 
 def _size(event: RunEvent) -> int:

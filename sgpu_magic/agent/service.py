@@ -15,11 +15,11 @@ from sgpu_magic.agent.launch import Launches, StandbyGroups
 from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.run_processes import RunPorts
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
-from sgpu_magic.agent.reports import Reports
+from sgpu_magic.agent.reports import FileRequests, Reports
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
+from sgpu_magic.agent.runs.execution_kinds import SessionCell
 from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
-from sgpu_magic.agent.runs.preparing import LaunchInputs, PreparingRun
+from sgpu_magic.agent.runs.preparing import LaunchInputs
 from sgpu_magic.agent.runs.run_files import remove_ray_directories
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
@@ -29,7 +29,6 @@ from sgpu_magic.config import Settings
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import Record
-from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.codec import Order, UnreadableLaunch
 from sgpu_magic.wire.files import (
     BlobFetched,
@@ -44,22 +43,16 @@ from sgpu_magic.wire.node import (
     Adopt,
     Answered,
     BuildEnvironment,
-    DetachRun,
     EndAgent,
     EndRun,
     EventsKept,
-    KillRanks,
     Launch,
-    MasterKnown,
-    PartsOver,
-    PeerFailed,
     Question,
     RestartSessionRanks,
     SessionRanksRestarted,
     StacksTaken,
     TakeInventory,
     TakeStacks,
-    TrackingKnown,
     WarmZygote,
 )
 from sgpu_magic.wire.pool_status import agent_socket_file, lock_file
@@ -68,18 +61,6 @@ from sgpu_magic.wire.run import RankAnswer
 _HOUSEKEEPING_S = 5.0
 # pauses after failed introductions
 _INTRODUCED_AGAIN_S = (0.1, 2.0, 0.0)
-_OfOthers = MasterKnown | PeerFailed | PartsOver
-_OfOneRun = (
-    TrackingKnown
-    | TellComms
-    | EndRun
-    | KillRanks
-    | ReclaimPayload
-    | ResultsReceived
-    | DetachRun
-    | TakeStacks
-    | _OfOthers
-)
 
 
 class Agent:
@@ -101,8 +82,9 @@ class Agent:
         self._copier = BackgroundCopier()
         self._sampling = Sampling()
         self._reports = Reports(self._send)
-        self._inputs = LaunchInputs(settings, self._send)
-        self._far = FilesToPool(settings, self._send, self._reports)
+        self._file_requests = FileRequests(self._send)
+        self._inputs = LaunchInputs(settings, self._file_requests)
+        self._far = FilesToPool(settings, self._file_requests, self._reports)
         # the pool starts this process with its own standard error
         log = settings.state_path / "pool.log" if lifeline < 0 else None
         self._runs = RunRegistry(
@@ -111,12 +93,11 @@ class Agent:
         self._here = Surroundings(self._copier, settings, self._sampling, self._reports, self._runs, self._far)
         self._run_ports = RunPorts(self._runs.get, self._send)
         self._environments = Environments(settings, self._groups.zygotes.keys)
-        self._launches = Launches(self._groups, self._runs, self._reports, self._here, self._environments, self._inputs)
-        self._introduction = Introduction(settings, self._runs, self._far, self._groups, self._send)
+        self._launches = Launches(self._runs, self._here, self._environments, self._inputs)
+        self._introduction = Introduction(settings, self._runs, self._send)
         self._successor = Successor(settings.state_path / "pool.log")
         self._orphaned = Orphaned(
-            self._runs.all,
-            self._reports.has_unkept,
+            self._runs,
             # a service started on a machine other than the pool's would be a different pool; a served pool is started
             # by its operator
             self._successor if lifeline < 0 and not settings.listen else None,
@@ -139,8 +120,7 @@ class Agent:
             try:
                 await self._introduction.ready()
                 # the service now knows this agent
-                self._inputs.blobs.service_came()
-                self._far.service_came()
+                self._file_requests.service_came()
                 return
             except Exception as error:  # noqa: BLE001  the pool waits for the introduction
                 faults.report(error)
@@ -190,25 +170,21 @@ class Agent:
 
     def _charged(self, message: Order) -> faults.OnFault | None:
         """Return the handler for a fault: it charges the message's run, or answers the request."""
-        words = self._runs.words_of
         match message:
             case Launch(spec=spec):
-                return functools.partial(self._runs.faulted, spec.run_id)
-            case Question(request=request):
-                return lambda error: self._send(Answered(request=request, answer=RankAnswer(problem=words(error))))
-            case RestartSessionRanks(request=request, session=run_id):
-                return lambda error: self._tell_restarted(request, run_id, words(error))
-            case OpenStream(stream=stream):
-                return lambda error: self._send(StreamClosed(stream=stream, problem=words(error)))
+                run_id = spec.run_id
+            case Question() | RestartSessionRanks() | OpenStream():
+                return lambda error: self._reply(message, self._runs.words_of(error))
             case _:
                 run_id = getattr(message, "run_id", "")
-                return functools.partial(self._runs.faulted, run_id) if run_id else None
+        return functools.partial(self._runs.faulted, run_id) if run_id else None
 
     def _obey(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case Launch():
                 self._reports.begin(message.spec.run_id, message.number)
-                self._launch(message, frames)
+                self._hold_locks(message.spec.run_id, message.locks)
+                self._launches.launch(self._far.placed(message), frames)
             case UnreadableLaunch():
                 self._reports.begin(message.run_id, message.number)
                 self._hold_locks(message.run_id, message.locks)
@@ -226,29 +202,17 @@ class Agent:
             case Adopt():
                 self._reports.adopt(message.run_id, message.number)
                 if (run := self._runs.get(message.run_id)) is not None:
-                    run.adopted()
+                    run.obey(message, frames)
             case OpenStream():
                 self._run_ports.opens(message)
             case StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
                 self._run_ports.heard(message, frames)
-            case BlobFetched():
-                self._inputs.blobs.fetched(message, frames)
-            case RunFileStored():
-                self._far.stored(message)
+            case BlobFetched() | RunFileStored():
+                self._file_requests.answered(message, frames)
             case EndAgent():
                 self._finish()
-            case Question(request=request, session=run_id, question=question):
-                session = self._runs.session(run_id)
-                if session is not None:
-                    session.ask(request, question, lambda answer: self._send(Answered(request=request, answer=answer)))
-                else:
-                    self._send(Answered(request=request, answer=RankAnswer(problem="there is no such session")))
-            case RestartSessionRanks(request=request, session=run_id, ranks=ranks):
-                session = self._runs.session(run_id)
-                if session is not None:
-                    session.restart(ranks, lambda problem: self._tell_restarted(request, run_id, problem))
-                else:
-                    self._tell_restarted(request, run_id, "there is no such session")
+            case Question() | RestartSessionRanks():
+                self._ask_session(message)
             case _:
                 run = self._runs.get(message.run_id)
                 if run is not None:
@@ -257,34 +221,34 @@ class Agent:
                     # the run ended in the queue
                     self._environments.leave(message.run_id)
 
-    def _obey_for(self, run: NodeRun, message: _OfOneRun | DetachRun | TakeStacks, frames: Sequence[bytes]) -> None:
+    def _obey_for(self, run: NodeRun, message: Order, frames: Sequence[bytes]) -> None:
         match message:
-            case TrackingKnown():
-                run.tracking_known(message)
-            case TellComms():
-                run.hear_comms(message, frames)
-            case MasterKnown() | PeerFailed() | PartsOver():
-                if isinstance(run, FreshRun | PreparingRun):
-                    run.heard_of_others(message)
             case EndRun():
                 self._runs.end(run, message.state, message.reason)
-            case KillRanks():
-                run.kill()
-            case ReclaimPayload():
-                run.give_payload_up()
-            case ResultsReceived():
-                run.results_received()
-            case DetachRun():
-                run.detach()
             case TakeStacks(request=request, run_id=run_id):
                 run.take_stacks(lambda stacks: self._send(StacksTaken(request=request, run_id=run_id, stacks=stacks)))
+            case _:
+                run.obey(message, frames)
 
-    def _tell_restarted(self, request: int, run_id: str, problem: str) -> None:
-        self._send(SessionRanksRestarted(request=request, session=run_id, problem=problem))
+    def _ask_session(self, message: Question | RestartSessionRanks) -> None:
+        session = self._runs.session(message.session)
+        if session is None:
+            self._reply(message, "there is no such session")
+        elif isinstance(message, RestartSessionRanks):
+            session.restart(message.ranks, functools.partial(self._reply, message))
+        else:
+            request = message.request
+            session.ask(request, message.question, lambda answer: self._send(Answered(request=request, answer=answer)))
 
-    def _launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        self._hold_locks(launch.spec.run_id, launch.locks)
-        self._launches.launch(self._far.placed(launch), frames)
+    def _reply(self, message: Question | RestartSessionRanks | OpenStream, problem: str) -> None:
+        """Answer a request with why it failed, "" for success."""
+        match message:
+            case Question(request=request):
+                self._send(Answered(request=request, answer=RankAnswer(problem=problem)))
+            case RestartSessionRanks(request=request, session=session):
+                self._send(SessionRanksRestarted(request=request, session=session, problem=problem))
+            case OpenStream(stream=stream):
+                self._send(StreamClosed(stream=stream, problem=problem))
 
     def _hold_locks(self, run_id: str, count: int) -> None:
         if count and self._pool is not None:
@@ -327,7 +291,8 @@ class Agent:
                 with faults.guarded(None):
                     run_processes.kill_leftovers(run.run_id, set(run.pids))
                     remove_ray_directories(run.run_id, self._settings)
-        for part in (self._groups, self._environments, self._copier, self._far, self._sampling, self._inputs.code):
+        zygotes, code = self._groups.zygotes, self._inputs.code
+        for part in (zygotes, self._environments, self._copier, self._far, self._sampling, code):
             with faults.guarded(None):
                 part.close()
 

@@ -14,19 +14,16 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.launch import StandbyGroups
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.run_files import sweep_ray_directories
-from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.inventory import KeptOpen, take_inventory
 from sgpu_magic.config import Settings
 from sgpu_magic.system import processes
@@ -48,17 +45,13 @@ class Introduction(msgspec.Struct, frozen=True):
 
     Args:
         settings: The pool's settings.
-        runs: The runs that the agent holds.
-        far: Provides launches as the pool sent them.
-        groups: Provides the agent's zygotes, whose processes count as its own.
+        runs: The runs that the agent holds; the processes of its zygotes count as the agent's own.
         send: Sends to the current service.
         nvml: Keeps the driver's library open for a while.
     """
 
     settings: Settings
     runs: RunRegistry
-    far: FilesToPool
-    groups: StandbyGroups
     send: Send
     nvml: KeptOpen = msgspec.field(default_factory=KeptOpen)
 
@@ -66,20 +59,18 @@ class Introduction(msgspec.Struct, frozen=True):
         """Send the agent's first message to a service, as soon as the driver has listed the devices."""
         sweep_ray_directories(self.settings, [run.run_id for run in self.runs.all()])
         inventory = await self._take()
-        held: list[HeldRun] = []
-        locks: list[int] = []
-        for run in self.runs.all():
-            own = self.runs.locks(run.run_id)
-            locks += own
-            held.append(
-                HeldRun(
-                    launch=self.far.as_ordered(run.launch),
-                    state=run.state,
-                    started_s=run.age_s,
-                    gone=run.gone,
-                    locks=len(own),
-                )
+        runs = self.runs.all()
+        held = [
+            HeldRun(
+                launch=self.runs.far.as_ordered(run.launch),
+                state=run.state,
+                started_s=run.age_s,
+                gone=run.gone,
+                locks=len(self.runs.locks(run.run_id)),
             )
+            for run in runs
+        ]
+        locks = [lock for run in runs for lock in self.runs.locks(run.run_id)]
         ready = AgentReady(pid=os.getpid(), protocol_version=PROTOCOL_VERSION, inventory=inventory, runs=tuple(held))
         self.send(ready, (), locks)
 
@@ -88,14 +79,10 @@ class Introduction(msgspec.Struct, frozen=True):
         self.send(InventoryTaken(inventory=await self._take()))
 
     async def _take(self) -> Inventory:
-        own = [pid for run in self.runs.all() for pid in run.pids]
-        take = functools.partial(
-            take_inventory,
-            simulate=self.settings.simulate,
-            cpu_slots=self.settings.cpu_slot_count,
-            own_pids=[*own, *self.groups.zygotes.pids()],
-        )
-        return take() if self.settings.simulate.strip() else await self.nvml.during(take)
+        simulate, slots = self.settings.simulate, self.settings.cpu_slot_count
+        own = [pid for run in self.runs.all() for pid in run.pids] + self.runs.groups.zygotes.pids()
+        take = functools.partial(take_inventory, simulate=simulate, cpu_slots=slots, own_pids=own)
+        return take() if simulate.strip() else await self.nvml.during(take)
 
 
 class ServiceSocket:
@@ -146,8 +133,7 @@ class ServiceSocket:
         if peer.uid != os.getuid():
             return False
         # any other process would displace the pool that holds the lock
-        holder = processes.flock_holder(self._lock) if self._lock is not None else 0
-        return holder in (0, peer.pid)
+        return self._lock is None or processes.flock_holder(self._lock) in (0, peer.pid)
 
 
 @dataclass(eq=False, repr=False)
@@ -155,15 +141,13 @@ class Orphaned:
     """Manages the runs between a pool service's unexpected end and the next service's connection.
 
     Args:
-        executions: Returns the runs that the agent holds.
-        has_news: Returns whether a run has events that no service has confirmed.
+        runs: The runs that the agent holds.
         successor: Starts the next service; None where the agent can't.
         timeout_s: Seconds to wait for the next service.
         end: Ends the agent and everything it runs.
     """
 
-    executions: Callable[[], Collection[NodeRun]]
-    has_news: Callable[[str], bool]
+    runs: RunRegistry
     successor: Successor | None
     timeout_s: float
     end: Callable[[], None]
@@ -190,29 +174,27 @@ class Orphaned:
         # scheduled first: the agent ends in time even if the code below raises
         self._timer = self._loop.call_later(_LOOK_S, self._look)
         wanted = False
-        for execution in self.executions():
-            spec = execution.launch.spec
+        for run in self.runs.all():
+            spec = run.launch.spec
             if spec.detach or may_be_alive(spec.owner.pid, spec.owner.host):
-                wanted |= not execution.gone or execution.files.memory.in_use or self.has_news(execution.run_id)
-            elif not execution.ended:
-                with faults.guarded(execution.faulted):
-                    execution.end_as(RunState.CANCELLED, OWNER_GONE)
-        still_there = any(not execution.gone for execution in self.executions())
-        if not still_there and not any(execution.launch.spec.detach for execution in self.executions()):
+                wanted |= not run.gone or run.files.memory.in_use or self.runs.reports.has_unkept(run.run_id)
+            elif not run.ended:
+                with faults.guarded(run.faulted):
+                    run.end_as(RunState.CANCELLED, OWNER_GONE)
+        still_there = any(not run.gone for run in self.runs.all())
+        if not still_there and not any(run.launch.spec.detach for run in self.runs.all()):
             self._until = min(self._until, self._loop.time() + _OVER_S)
         if self._loop.time() > self._until or not (wanted or still_there):
             self.over()
             self.end()
-        else:
-            successor = self.successor
-            if successor is not None and self._loop.time() > self._since + _SUCCESSOR_S and self._is_needed():
-                self._since = self._loop.time()
-                # if the system can't start a process, the timeout ends the runs
-                with contextlib.suppress(OSError):
-                    successor.start()
-
-    def _is_needed(self) -> bool:
-        return any(execution.launch.spec.detach and not execution.gone for execution in self.executions())
+            return
+        is_due = self._loop.time() > self._since + _SUCCESSOR_S
+        is_needed = any(run.launch.spec.detach and not run.gone for run in self.runs.all())
+        if self.successor is not None and is_due and is_needed:
+            self._since = self._loop.time()
+            # if the system can't start a process, the timeout ends the runs
+            with contextlib.suppress(OSError):
+                self.successor.start()
 
 
 class Successor:

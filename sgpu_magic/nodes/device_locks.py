@@ -97,21 +97,19 @@ class DeviceLocks:
             raise ValueError(f"{', '.join(sorted(twice))}: already locked here")
         taken: dict[str, int] = {}
         refused: dict[str, str] = {}
-        try:
+        with contextlib.ExitStack() as undo:
             for uuid in wanted:
                 found = self._take(uuid)
                 if isinstance(found, str):
                     refused[uuid] = found
                 else:
                     taken[uuid] = found
+                    undo.callback(_let_go, found)
             if refused:
                 raise DevicesLocked(refused, next(iter(refused.values())))
             for fd in taken.values():
                 _write_holder(fd)
-        except BaseException:
-            for fd in taken.values():
-                _let_go(fd)
-            raise
+            undo.pop_all()
         self._held.update(taken)
 
     def descriptors(self, uuids: Collection[str]) -> list[int]:
@@ -142,11 +140,8 @@ class DeviceLocks:
             ValueError: One is not a device UUID.
             PoolError: A lock file can't be opened, or is not a plain file; the message names it.
         """
-        found: dict[str, str] = {}
-        for uuid in uuids:
-            if _is_real(uuid) and uuid not in self._held and (holder := self._holder_of(uuid)):
-                found[uuid] = holder
-        return found
+        elsewhere = [uuid for uuid in uuids if _is_real(uuid) and uuid not in self._held]
+        return {uuid: holder for uuid in elsewhere if (holder := self._holder_of(uuid))}
 
     def close(self) -> None:
         """Release all locks. May be called repeatedly."""
@@ -310,8 +305,7 @@ def _open_directory(path: Path) -> int:
 
 def _can_share(path: Path, fd: int) -> bool:
     mode = os.fstat(fd).st_mode
-    is_safe = not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)
-    return is_safe and os.access(path, os.W_OK | os.X_OK)
+    return (not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)) and os.access(path, os.W_OK | os.X_OK)
 
 
 def _lock(fd: int) -> bool:

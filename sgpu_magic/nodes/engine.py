@@ -59,6 +59,7 @@ _NOT_BACK = "it had ranks of the run when the pool service ended, and has not re
 _NEW_AGENT = "its agent and its ranks ended unexpectedly"
 # an event number above all others: acknowledges every event
 _ALL_EVENTS = 1 << 60
+_OfRun = RunEvent | PartEnded | DevicesFree | RanksGone | MasterBound
 
 
 class Engine(EngineRuns):
@@ -137,12 +138,7 @@ class Engine(EngineRuns):
         """Handle a message of an agent other than its first."""
         match message:
             case RunEvent() | PartEnded() | DevicesFree() | RanksGone() | MasterBound():
-                run = self._runs.get(message.run_id)
-                if message.run_id in self._stale.get(node, ()):
-                    if isinstance(message, RanksGone):
-                        self._stale_gone(node, message.run_id)
-                elif run is not None and (part := run.part_on(node)) is not None:
-                    self._part_said(run, part, message, frames)
+                self._run_said(node, message, frames)
             case InventoryTaken(inventory=inventory):
                 self._inventories[node] = inventory
                 self.inventory_changed()
@@ -152,26 +148,25 @@ class Engine(EngineRuns):
                 joined = None if part is None else self._stacks.taken(request, part, stacks)
                 if joined is not None:
                     self._listener.stacks_taken(request, joined)
-            case SessionRanksRestarted():
-                self._listener.session_ranks_restarted(message.request, message.session, message.problem)
-            case Answered():
-                self._listener.answered(message.request, message.answer)
-            case TrackingAsked(run_id=run_id):
-                self._listener.tracking_asked(run_id)
+            case SessionRanksRestarted() | Answered() | TrackingAsked():
+                self._listener.node_said(message, frames)
             case StreamOpened() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
-                self._listener.forwarded(message, frames)
+                self._listener.node_said(message, frames)
             case FetchBlob() | FetchRunFile() | StoreRunFile():
                 self._files.said(message, frames, lambda answer, data: self._send(node, answer, data))
             case AgentReady():
                 pass
 
-    def _part_said(
-        self,
-        run: RunOnNodes,
-        part: int,
-        message: RunEvent | PartEnded | DevicesFree | RanksGone | MasterBound,
-        frames: Sequence[bytes],
-    ) -> None:
+    def _run_said(self, node: str, message: _OfRun, frames: Sequence[bytes]) -> None:
+        run_id = message.run_id
+        if run_id in self._stale.get(node, ()):
+            if isinstance(message, RanksGone):
+                self._stale_gone(node, run_id)
+            return
+        run = self._runs.get(run_id)
+        part = None if run is None else run.part_on(node)
+        if run is None or part is None:
+            return
         match message:
             case RunEvent():
                 self._happened(run, part, message, frames)

@@ -15,14 +15,16 @@ from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory, Lease, Node
 from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.files import FromStream
-from sgpu_magic.wire.node import HeldRun, RunEvent, ToAgent
+from sgpu_magic.wire.node import Answered, HeldRun, RunEvent, SessionRanksRestarted, ToAgent, TrackingAsked
 from sgpu_magic.wire.rank_events import Failure, RankStack
-from sgpu_magic.wire.run import RankAnswer
 
 # slowest first: the slowest start of any node counts for the run
 _WARMTH = ("cold", "zygote", "standby", "session")
 # how the run was stopped takes precedence over how single nodes ended
 _RANKING = (RunState.TIMED_OUT, RunState.CANCELLED, RunState.FAILED, RunState.SUCCEEDED)
+
+
+NodeMessage = SessionRanksRestarted | Answered | TrackingAsked | FromStream
 
 
 class EngineListener(Protocol):
@@ -48,18 +50,8 @@ class EngineListener(Protocol):
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None: ...
 
-    def session_ranks_restarted(self, request: int, session: str, problem: str) -> None:
-        """The new ranks have joined the session; otherwise `problem` says why not ("" on success)."""
-        ...
-
-    def answered(self, request: int, answer: RankAnswer) -> None: ...
-
-    def forwarded(self, message: FromStream, frames: Sequence[bytes]) -> None:
-        """A node sent a message of a stream that `Engine.forward` opened there."""
-        ...
-
-    def tracking_asked(self, run_id: str) -> None:
-        """A rank waits for the run's MLflow target. Answer with `Engine.tracking_known`."""
+    def node_said(self, message: NodeMessage, frames: Sequence[bytes]) -> None:
+        """A node has answered a request, or asks for a run's MLflow target: answer with `TrackingKnown`."""
         ...
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:

@@ -22,6 +22,7 @@ from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import CHECKPOINTS, RunFile, ToStream
 from sgpu_magic.wire.node import (
+    Answered,
     DetachRun,
     EndRun,
     KillRanks,
@@ -29,13 +30,14 @@ from sgpu_magic.wire.node import (
     Question,
     RestartSessionRanks,
     RunEvent,
+    SessionRanksRestarted,
     ToAgent,
     TrackingKnown,
 )
 from sgpu_magic.wire.rank_events import Failure, RankStack
-from sgpu_magic.wire.run import RankAnswer, RankQuestion
-from sgpu_magic.wire.tracking import TrackedRun
+from sgpu_magic.wire.run import RankAnswer
 
+RunOrder = TrackingKnown | DetachRun | KillRanks | ReclaimPayload | ResultsReceived
 _NO_SESSION = "its session has ended"
 _NOT_STARTED = "it has not started yet: the run's devices are being acquired"
 # how many finished runs are kept; how many at most if some have not reported their payload's release yet
@@ -136,7 +138,7 @@ class EngineRuns:
             self.start_parts(launch, frames)
             return
         if kept is not None:
-            self._free_lease(run_id)
+            self.give_back(run_id)
         self._placing[run_id] = launch
         self.place(launch, frames)
 
@@ -145,12 +147,13 @@ class EngineRuns:
         if (run := self._runs.get(run_id)) is not None:
             run.events_kept(numbers)
 
-    def tracking_known(self, run_id: str, tracked: TrackedRun | None, problem: str) -> None:
-        """Send a run's ranks its MLflow target, or None and the reason."""
-        self._order(run_id, TrackingKnown(run_id=run_id, tracked=tracked, problem=problem))
-
-    def detach_run(self, run_id: str) -> None:
-        self._order(run_id, DetachRun(run_id=run_id))
+    def order(self, order: RunOrder) -> bool:
+        """Send a command to all parts of a run. Returns False if the run is unknown or over."""
+        run = self._runs.get(order.run_id)
+        if run is None:
+            return False
+        run.order(order)
+        return not run.over
 
     def end_run(self, run_id: str, state: RunState, reason: str) -> None:
         launch = self._placing.pop(run_id, None)
@@ -170,19 +173,11 @@ class EngineRuns:
             # deferred: the caller is still changing its own state
             self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=reason))
 
-    def kill_ranks(self, run_id: str) -> None:
-        """Send SIGKILL to the ranks that `end_run` has not stopped."""
-        self._order(run_id, KillRanks(run_id=run_id))
-
     def give_back(self, run_id: str) -> None:
-        """Release the devices of a run for which `devices_free` was reported."""
-        self._free_lease(run_id)
-
-    def reclaim_payload(self, run_id: str) -> None:
-        self._order(run_id, ReclaimPayload(run_id=run_id))
-
-    def results_received(self, run_id: str) -> None:
-        self._order(run_id, ResultsReceived(run_id=run_id))
+        """Release the lease of a run without ranks; a session's only once its `--fresh` runs are over too."""
+        beside = (run for run in self._runs.values() if run.launch.spec.session == run_id and run.launch.spec.fresh)
+        if run_id in self._leases and all(run.over for run in beside):
+            self.lease_free(run_id, self._leases.pop(run_id))
 
     def take_stacks(self, request: int, run_id: str) -> None:
         run = self._runs.get(run_id)
@@ -194,26 +189,20 @@ class EngineRuns:
             ranks = () if launch is None else launch.spec.rank_numbers
             self._listener.stacks_taken(request, tuple(RankStack(rank=rank, problem=_NOT_STARTED) for rank in ranks))
 
-    def restart_session_ranks(self, request: int, session: str, ranks: tuple[int, ...]) -> None:
-        """Replace ranks of a session with new processes; all of them if `ranks` is empty."""
-        order = RestartSessionRanks(request=request, session=session, ranks=ranks)
-        if not self._order(session, order):
-            self._listener.session_ranks_restarted(request, session, _NO_SESSION)
-
-    def ask_rank(self, request: int, session: str, question: RankQuestion) -> None:
-        """Ask an idle rank of a session."""
-        order = Question(request=request, session=session, question=question)
-        if not self._order(session, order):
-            self._listener.answered(request, RankAnswer(problem=_NO_SESSION))
-
-    def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        """Forward a front end's message to the widgets of a rank."""
-        run = self._runs.get(message.run_id)
+    def ask_session(self, order: RestartSessionRanks | Question) -> None:
+        """Pass a request to the ranks of a session; `EngineListener.node_said` reports the answer."""
+        run = self._runs.get(order.session)
         if run is not None:
-            self._send(run.node_of(message.rank), message, frames)
+            run.order(order)
+        if run is None or run.over:
+            if isinstance(order, Question):
+                answer = Answered(request=order.request, answer=RankAnswer(problem=_NO_SESSION))
+            else:
+                answer = SessionRanksRestarted(request=order.request, session=order.session, problem=_NO_SESSION)
+            self._listener.node_said(answer, ())
 
-    def forward(self, run_id: str, rank: int, message: ToStream, frames: Sequence[bytes]) -> None:
-        """Forward a client's message of a stream to the node of a run's rank; `forwarded` reports the answers."""
+    def forward(self, run_id: str, rank: int, message: ToStream | TellComms, frames: Sequence[bytes]) -> None:
+        """Forward a message of a stream or to widgets to the node of a run's rank; `node_said` reports the answers."""
         run = self._runs.get(run_id)
         if run is not None:
             self._send(run.node_of(rank), message, frames)
@@ -269,45 +258,30 @@ class EngineRuns:
         run_id = run.run_id
         if run.joint.lost:
             # before the run is placed elsewhere
-            self._free_lease(run_id)
+            self.give_back(run_id)
         self._listener.ranks_gone(run_id)
         if self._runs.get(run_id) is run and run_id not in self._placing:
             # otherwise it was restarted on its lease
-            self._free_lease(run_id)
+            self.give_back(run_id)
         session = self._runs.get(run.launch.spec.session)
         if run.launch.spec.fresh and (session is None or session.over):
-            self._free_lease(run.launch.spec.session)
+            self.give_back(run.launch.spec.session)
         self._tidy()
 
     # ------------------------------------------------------------ within
 
     def _refuse(self, launch: Launch, message: str) -> None:
         failure = Failure(kind=FailureKind.SESSION, message=message, at=time.time())
-        ended = RunEnded(state=RunState.FAILED, failure=failure)
         # deferred: the caller is still changing its own state
-        self._loop.call_soon(self._end_unstarted, launch, ended)
+        self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=RunState.FAILED, failure=failure))
 
     def _end_unstarted(self, launch: Launch, ended: RunEnded) -> None:
         """Report the end of a run that never had ranks."""
         run_id = launch.spec.run_id
         event = RunEvent(run_id=run_id, number=launch.number + 1, at=time.time(), body=ended)
         self._listener.run_happened(event, ())
-        self._free_lease(run_id)
+        self.give_back(run_id)
         self._listener.ranks_gone(run_id)
-
-    def _free_lease(self, run_id: str) -> None:
-        """Release the lease of a run without ranks; a session's only once its `--fresh` runs are over too."""
-        beside = (run for run in self._runs.values() if run.launch.spec.session == run_id and run.launch.spec.fresh)
-        if run_id in self._leases and all(run.over for run in beside):
-            self.lease_free(run_id, self._leases.pop(run_id))
-
-    def _order(self, run_id: str, order: ToAgent) -> bool:
-        """Send a command to all parts of a run. Returns False if the run is unknown or over."""
-        run = self._runs.get(run_id)
-        if run is None:
-            return False
-        run.order(order)
-        return not run.over
 
     def _send(self, node: str, order: ToAgent, frames: Sequence[bytes]) -> None:
         channel = self._channels.get(node)

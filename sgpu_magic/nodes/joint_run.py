@@ -29,7 +29,7 @@ class PartOfRun(msgspec.Struct):
 
     Args:
         heard: Number of the newest event received.
-        passed: Number of the newest event passed on, alone or merged.
+        passed: Number of the newest event passed on, alone or merged: its agent need not resend events up to it.
         waiting: Events received and not passed on yet, oldest first.
         ahead_s: Lower bound of how far the node's clock is ahead of this one, in seconds; None before its first event.
         ended: Its `RunEnded` was merged with those of the others.
@@ -80,10 +80,6 @@ class JointRun:
         self._stalls = JointStalls(parts)
         self.released = False
         self.ended = False
-
-    def passed(self, index: int) -> int:
-        """Number of the newest event of a part that was passed on: its agent need not resend events up to it."""
-        return self.parts[index].passed
 
     @property
     def all_ended(self) -> bool:
@@ -189,19 +185,16 @@ class JointRun:
             return None
         level = min(levels.values())
         at = [self._take(index) for index, own in levels.items() if own == level]
-        match level:
-            case 0:
-                return [(self._with_joined(event, event.body), frames) for event, frames in at]
-            case 1 if len(at) == len(self.parts):
-                starts = [event.body for event, _ in at if isinstance(event.body, RanksStarted)]
-                self._joined += [(event.part, event.number) for event, _ in at]
-                return [(self._with_joined(at[-1][0], join_starts(starts)), ())]
-            case 2 if not self.lost:
-                return [self._end(at)]
-            case _:
-                # a part did not get this far, or is lost: the run has neither started nor ended by this
-                self._joined += [(event.part, event.number) for event, _ in at]
-                return []
+        if level == _READY:
+            return [(self._with_joined(event, event.body), frames) for event, frames in at]
+        self._joined += [(event.part, event.number) for event, _ in at]
+        if level == _STARTED and len(at) == len(self.parts):
+            starts = [event.body for event, _ in at if isinstance(event.body, RanksStarted)]
+            return [(self._with_joined(at[-1][0], join_starts(starts)), ())]
+        if level == _ENDED and not self.lost:
+            return [self._end(at)]
+        # a part did not get this far, or is lost: the run has neither started nor ended by this
+        return []
 
     def _take(self, index: int) -> Told:
         part = self.parts[index]
@@ -218,7 +211,6 @@ class JointRun:
         ]
         ended, frames = join_ends(ends)
         self.ended = True
-        self._joined += [(event.part, event.number) for event, _ in at]
         return self._with_joined(at[-1][0], ended), frames
 
     def _released(self, index: int, body: PayloadReleased) -> PayloadReleased | None:

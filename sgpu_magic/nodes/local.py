@@ -78,8 +78,7 @@ class LocalEngine(Engine):
 
     def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
         if self.builds(interpreter, environment):
-            order = BuildEnvironment(run_id=run_id, interpreter=interpreter, environment=environment)
-            self._agent.send(order)
+            self._agent.send(BuildEnvironment(run_id=run_id, interpreter=interpreter, environment=environment))
 
     def end_run(self, run_id: str, state: RunState, reason: str) -> None:
         if run_id not in self._runs:
@@ -90,7 +89,7 @@ class LocalEngine(Engine):
     def close(self) -> None:
         self._channels.clear()
         super().close()
-        self._agent.end()
+        self._agent.close()
         self._locks.close()
 
     # ------------------------------------------------------------ devices
@@ -126,13 +125,21 @@ class LocalEngine(Engine):
         )
         return msgspec.structs.replace(inventory, devices=devices)
 
+    def _send(self, node: str, order: ToAgent, frames: Sequence[bytes]) -> None:
+        if isinstance(order, Launch) and not order.spec.session:
+            # the locks of its devices come along
+            locks = self._locks.descriptors(order.lease.uuids)
+            self._agent.send(msgspec.structs.replace(order, locks=len(locks)), frames, locks)
+        else:
+            super()._send(node, order, frames)
+
     # ------------------------------------------------------------ the agent
 
     def _said(self, message: FromAgent, frames: Sequence[bytes]) -> None:
         match message:
             case AgentReady(protocol_version=version) if version != PROTOCOL_VERSION:
                 # left by a service of another version: its runs can't be adopted
-                self._agent.end()
+                self._agent.close()
                 self._replace_agent()
                 self._listener.nodes_lost("the agent on this machine had another version of sgpu-magic")
             case AgentReady(runs=runs):
@@ -140,7 +147,7 @@ class LocalEngine(Engine):
                     locks = self._agent.take_descriptors(held.locks)
                     if locks and not held.gone:
                         self._locks.take_over(held.launch.lease.uuids, locks)
-                self.node_came(_Channel(self._agent, self._locks), message)
+                self.node_came(self._agent, message)
             case RunEvent(body=RanksStarted()):
                 self._agent_has_worked = True
                 self.node_said(HERE, message, frames)
@@ -171,7 +178,7 @@ class LocalEngine(Engine):
         self._listener.nodes_lost(why)
         for run in lost:
             if self._runs.get(run.run_id, run) is run:
-                self._free_lease(run.run_id)
+                self.give_back(run.run_id)
 
     def _replace_agent(self) -> None:
         self._agent = LocalAgent(self._settings, self._warm, look=False)
@@ -180,40 +187,16 @@ class LocalEngine(Engine):
         self._agent.listen(self._said, self._agent_lost)
 
 
-class _Channel:
-    """The channel to this machine's agent (a `NodeChannel`). A launch is sent with the locks of its devices.
-
-    Args:
-        agent: The agent.
-        locks: The locks of this pool's devices.
-    """
-
-    node = HERE
-
-    def __init__(self, agent: LocalAgent, locks: DeviceLocks) -> None:
-        self._agent = agent
-        self._locks = locks
-
-    def send(self, message: ToAgent, frames: Sequence[bytes] = ()) -> None:
-        descriptors: list[int] = []
-        if isinstance(message, Launch) and not message.spec.session:
-            descriptors = self._locks.descriptors(message.lease.uuids)
-        if descriptors:
-            message = msgspec.structs.replace(message, locks=len(descriptors))
-        self._agent.send(message, frames, descriptors)
-
-    def close(self) -> None:
-        """Do nothing: the engine ends the agent."""
-
-
 class LocalAgent:
-    """This machine's agent process and the stream to it.
+    """This machine's agent process and the stream to it (a `NodeChannel`).
 
     Args:
         settings: The pool's settings.
         warm: The interpreter that a new agent prewarms, None for none.
         look: Look for an agent that outlived a killed service first.
     """
+
+    node = HERE
 
     def __init__(self, settings: Settings, warm: Warm | None = None, *, look: bool = True) -> None:
         self._settings = settings
@@ -247,7 +230,7 @@ class LocalAgent:
         """Return the file descriptors sent with the message that is being handled."""
         return self._stream.take_descriptors(count) if self._stream is not None else []
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Tell the agent to end its ranks and itself, and wait for its exit."""
         watch = _watch(self.pid)
         if self._stream is not None:

@@ -142,7 +142,7 @@ class RunOnNodes:
         """Resume a part whose agent has reconnected, or has connected to a new pool service."""
         self.was_heard(index)
         node = self.nodes[index]
-        self._send(node, Adopt(run_id=self.run_id, number=self.joint.passed(index)), ())
+        self._send(node, Adopt(run_id=self.run_id, number=self.joint.parts[index].passed), ())
         for order in self._standing:
             self._send(node, order, ())
 
@@ -275,8 +275,7 @@ class HeldParts:
         stale: list[tuple[str, str]] = []
         # sessions first: runs in a session have its nodes
         for one in sorted(held, key=lambda one: bool(one.launch.spec.session)):
-            spec = one.launch.spec
-            run_id = spec.run_id
+            run_id = one.launch.spec.run_id
             index = one.launch.part.index if one.launch.part is not None else 0
             run = self.runs.get(run_id)
             if run is None or run.attempt < one.launch.attempt:

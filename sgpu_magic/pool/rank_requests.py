@@ -22,6 +22,7 @@ from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened
+from sgpu_magic.wire.node import Question, RestartSessionRanks
 from sgpu_magic.wire.rank_events import RankStack
 from sgpu_magic.wire.run import CellSource, RankAnswer
 
@@ -60,7 +61,8 @@ class RankRequests:
         number = self._number(client, message, message.session)
         reason = f"{_ranks(message.ranks)} of its session {_are(message.ranks)} being restarted"
         self._pool.feed(sched.SessionPaused(message.session, reason, time.monotonic()))
-        self._pool.engine.restart_session_ranks(number, message.session, message.ranks)
+        order = RestartSessionRanks(request=number, session=message.session, ranks=message.ranks)
+        self._pool.engine.ask_session(order)
 
     def ask(self, client: ConnectedClient, message: AskRank) -> None:
         """Send a question to an idle rank of a session."""
@@ -73,7 +75,8 @@ class RankRequests:
             problem = f"{named(session.spec)} has no rank {message.question.rank}."
         else:
             number = self._number(client, message, message.session)
-            self._pool.engine.ask_rank(number, message.session, message.question)
+            order = Question(request=number, session=message.session, question=message.question)
+            self._pool.engine.ask_session(order)
             return
         self._answer(client, message, RankAnswer(problem=problem))
 

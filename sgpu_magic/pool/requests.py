@@ -60,6 +60,7 @@ from sgpu_magic.wire.files import (
     StreamEnded,
     StreamTaken,
 )
+from sgpu_magic.wire.node import DetachRun, KillRanks
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskBulk, AskStatus, Hello, Welcome
 
 # a stopping pool first sends its reply
@@ -150,14 +151,14 @@ class Requests:
                 self._ask_stacks(client, message)
             case TellComms():
                 if (run := self._pool.active.get(message.run_id)) is not None and run.placed_at is not None:
-                    self._pool.engine.tell_comms(message, frames)
+                    self._pool.engine.forward(message.run_id, message.rank, message, frames)
             case ReclaimPayload():
-                self._pool.engine.reclaim_payload(message.run_id)
+                self._pool.engine.order(message)
             case ResultsReceived():
                 run = self._pool.active.speaker(message.run_id)
                 # a detached run keeps its results for later clients
                 if run is None or not run.spec.detach:
-                    self._pool.engine.results_received(message.run_id)
+                    self._pool.engine.order(message)
             case AskStatus():
                 self._when_fresh(client, message, lambda: self._status.tell(client, message))
             case AskBlobs() | PutBlob() | ReadRunFile() | ListRunFiles():
@@ -176,7 +177,7 @@ class Requests:
         """Cancel the attached runs of a client that is gone: its kernel died or unloaded the extension."""
         self.forwarding.client_gone(client)
         for run in self._pool.active.client_gone(client):
-            self._pool.engine.results_received(run.run_id)
+            self._pool.engine.order(ResultsReceived(run_id=run.run_id))
             self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
 
     def ranks_gone(self, run_id: str) -> None:
@@ -194,7 +195,7 @@ class Requests:
         text = f"run {short(run.run_id)} is being {'killed' if kill else 'cancelled'}"
         self._pool.server.send(client, Accepted(request=message.request, run_id=run.run_id, text=text))
         if kill:
-            self._pool.engine.kill_ranks(run.run_id)
+            self._pool.engine.order(KillRanks(run_id=run.run_id))
         else:
             self._pool.feed(sched.CancelRequested(run.run_id, message.reason, time.monotonic()))
 
@@ -257,7 +258,7 @@ class Requests:
                 raise UsageError(f"run {short(run.run_id)} can't be detached: {why}.") from error
             if not run.spec.detach:
                 run.detach()
-                self._pool.engine.detach_run(run.run_id)
+                self._pool.engine.order(DetachRun(run_id=run.run_id))
                 self._pool.active.tell(run, Detached(reason="it was detached"), time.time())
         names = ", ".join(short(run.run_id) for run in runs)
         verb = "continues" if len(runs) == 1 else "continue"

@@ -13,6 +13,7 @@ from typing import Any
 
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.engine import Engine
+from sgpu_magic.nodes.engine_reports import NodeMessage
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.billing import Billing, budget_of
 from sgpu_magic.pool.file_requests import FileRequests
@@ -35,11 +36,9 @@ from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import ClientMessage, Goodbye
 from sgpu_magic.wire.costs import read_limits
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.files import StreamMessage, StreamOpened
-from sgpu_magic.wire.node import HeldRun, RunEvent
+from sgpu_magic.wire.node import Answered, HeldRun, RunEvent, SessionRanksRestarted, TrackingAsked
 from sgpu_magic.wire.pool_status import AskStatus, Hello
 from sgpu_magic.wire.rank_events import RankStack
-from sgpu_magic.wire.run import RankAnswer
 
 # how long a queued run may not notice that a GPU came free outside the pool; a look takes some 20 ms on each node
 _QUEUE_REFRESH_S = 1.0
@@ -222,18 +221,17 @@ class PoolService:
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
         self._guard.for_nobody(lambda: self._requests.ranks.stacks_taken(request, stacks))
 
-    def session_ranks_restarted(self, request: int, session: str, problem: str) -> None:
-        self._idleness.touched()
-        self._guard.for_run(session, lambda: self._requests.ranks.restarted(request, session, problem))
-
-    def answered(self, request: int, answer: RankAnswer) -> None:
-        self._guard.for_nobody(lambda: self._requests.ranks.answered(request, answer))
-
-    def forwarded(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
-        self._guard.for_nobody(lambda: self._requests.forwarding.from_node(message, frames))
-
-    def tracking_asked(self, run_id: str) -> None:
-        self._guard.for_run(run_id, lambda: self._tracker.asked(run_id))
+    def node_said(self, message: NodeMessage, frames: Sequence[bytes]) -> None:
+        match message:
+            case SessionRanksRestarted(request=request, session=session, problem=problem):
+                self._idleness.touched()
+                self._guard.for_run(session, lambda: self._requests.ranks.restarted(request, session, problem))
+            case Answered():
+                self._guard.for_nobody(lambda: self._requests.ranks.answered(message.request, message.answer))
+            case TrackingAsked(run_id=run_id):
+                self._guard.for_run(run_id, lambda: self._tracker.asked(run_id))
+            case _:
+                self._guard.for_nobody(lambda: self._requests.forwarding.from_node(message, frames))
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:
         # deferred: the engine may call this from within `launch`

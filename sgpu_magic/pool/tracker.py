@@ -22,6 +22,7 @@ from sgpu_magic.pool.tracker_process import TrackerProcess
 from sgpu_magic.tracking.store import Progress, load_progress, opening, save_progress, unsent
 from sgpu_magic.wire.base import RunState, is_valid_id, short
 from sgpu_magic.wire.events import Noted, Tracked
+from sgpu_magic.wire.node import TrackingKnown
 from sgpu_magic.wire.tracking import (
     Track,
     TrackedRun,
@@ -128,9 +129,9 @@ class Tracker:
         """Report the run's MLflow run to a rank that waits for it, now or once it is known."""
         entry = self._entries.get(run_id)
         if entry is None:
-            self._engine.tracking_known(run_id, None, NOT_TRACKED)
+            self._engine.order(TrackingKnown(run_id=run_id, tracked=None, problem=NOT_TRACKED))
         elif entry.known is not None or entry.problem:
-            self._engine.tracking_known(run_id, entry.known, entry.problem)
+            self._engine.order(TrackingKnown(run_id=run_id, tracked=entry.known, problem=entry.problem))
         elif not entry.asked:
             entry.asked = True
             entry.maybe = None
@@ -283,13 +284,13 @@ class Tracker:
                 entry.known, entry.problem = tracked, ""
                 self._untold.pop(_key(entry.order.tracking), None)
                 if run is not None:
-                    self._engine.tracking_known(message.run_id, tracked, "")
+                    self._engine.order(TrackingKnown(run_id=message.run_id, tracked=tracked, problem=""))
                     if not run.ended:
                         self._active.tell(run, Tracked(tracked=tracked), time.time())
             case TrackingTroubled(text=text) if not entry.problem:
                 entry.problem = text
                 if run is not None and entry.asked and entry.known is None:
-                    self._engine.tracking_known(message.run_id, None, text)
+                    self._engine.order(TrackingKnown(run_id=message.run_id, tracked=None, problem=text))
                 if run is not None and not run.ended:
                     self._active.tell(run, Noted(text=text), time.time())
                 else:

@@ -119,6 +119,14 @@ def canonical_type(text: str) -> str:
     raise ValueError(f"{text[:60]!r} is not a device type. Types are {', '.join(KNOWN_TYPES)}, {CPU} and {ANY}.")
 
 
+def type_named(name: str) -> str:
+    """Return the type of a device with this name; an unknown name also gives a type that users can request."""
+    try:
+        return canonical_type(name)
+    except ValueError:
+        return canonical_type(f"nvidia gpu {name}")
+
+
 def memory_of(device_type: str) -> int:
     """Return the memory in bytes of a GPU of this canonical type as its vendor states it, 0 if unknown."""
     return _MEMORY_GB.get(device_type, 0) * _GB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from waiting import eventually
 from sgpu_magic.packages.node.base_layer import layer_tag
 from sgpu_magic.packages.node.refusals import own_platform, own_python
 from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, BuildReady, BuildRefused, Store, decode_news, encode
+from sgpu_magic.system import child_process
 from sgpu_magic.wire.attachments import Environment
 
 PATIENCE_S = 60.0
@@ -88,28 +90,25 @@ class Build:
     """One builder process."""
 
     def __init__(self, order: BuildOrder, variables: Mapping[str, str]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "sgpu_magic.packages.node", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            env={**os.environ, **variables, "UV_HTTP_RETRIES": "0"},
+        self.link, self.process = child_process.start(
+            [sys.executable, "-m", "sgpu_magic.packages.node"],
+            [str(os.getpid())],
+            environ={**os.environ, **variables, "UV_HTTP_RETRIES": "0"},
         )
-        assert self.process.stdin is not None
-        self.process.stdin.write(encode(order))
-        self.process.stdin.close()
+        self.link.sendall(encode(order))
+        self.link.shutdown(socket.SHUT_WR)
         self.news: list[BuildMoved] = []
 
     def wait(self) -> BuildReady | BuildRefused:
         """Wait for the process to end and return its final message."""
-        assert self.process.stdout is not None
         last: BuildReady | BuildRefused | None = None
-        for line in self.process.stdout:
-            said = decode_news(line)
-            if isinstance(said, BuildMoved):
-                self.news.append(said)
-            else:
-                last = said
+        with self.link.makefile("rb") as lines:
+            for line in lines:
+                said = decode_news(line)
+                if isinstance(said, BuildMoved):
+                    self.news.append(said)
+                else:
+                    last = said
         self.ended()
         assert last is not None, "the builder ended without a word"
         return last
@@ -117,8 +116,7 @@ class Build:
     def ended(self) -> int:
         """Wait for the end of the process and of all that it has started."""
         status = self.process.wait(PATIENCE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.link.close()
         return status
 
     def uv_pid(self, index: SmallIndex) -> int:

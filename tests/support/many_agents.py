@@ -109,7 +109,7 @@ class NodesHere(Engine):
     def close(self) -> None:
         super().close()
         for agent in self._agents.values():
-            agent.end()
+            agent.close()
 
     def _start(self, node: str, *, look: bool) -> None:
         state = self._settings.state_path / "nodes" / node

@@ -60,7 +60,18 @@ def _run_of(part: Any, depth: int = 3) -> str:
         if isinstance(found := getattr(part, name, None), str):
             return found
     if depth:
-        for name in ("launch", "_launch", "spec", "listener", "_run_ranks", "group", "_group", "emit", "__self__"):
+        for name in (
+            "launch",
+            "_launch",
+            "spec",
+            "listener",
+            "run_ranks",
+            "_run_ranks",
+            "group",
+            "_group",
+            "emit",
+            "__self__",
+        ):
             if (inner := getattr(part, name, None)) is not None and (found := _run_of(inner, depth - 1)):
                 return found
     return ""

@@ -1,7 +1,7 @@
 """The callbacks of the agent in which faults are planted, by what triggers them."""
 
 FRESH = (
-    "service:Agent._launch",
+    "launch:Launches.launch",
     "launch:Launches._start",
     "launch:StandbyGroups.take",
     "ranks.group:Group.forked",
@@ -14,14 +14,14 @@ FRESH = (
     "runs.execution:Execution._end",
     "ranks.rank_output:RankOutput.flush",
     "ranks.rank_output:RankOutput.drain",
-    "failures:ExitDiagnosis.begin",
+    "failures:MemoryWatch.begin",
     "failures:ReportsOfRanks.last_word",
     "runs.run_files:RunFiles.describe",
     "runs.run_files:RunFiles.take_result",
     "reports:Reports.happened",
 )
 # of these, one is called when a short run may have ended
-WHILE_IT_GOES_ON = ("failures:ExitDiagnosis.begin",)
+WHILE_IT_GOES_ON = ("failures:MemoryWatch.begin",)
 # the run's last word was said by then
 AFTER = (
     "ranks.group:Group.exited",
@@ -48,7 +48,7 @@ SPARED = (
 )
 FAILING = (
     "runs.execution:Execution._take_failure",
-    "ranks.stop:FailurePatience._decide",
+    "runs.execution:Execution._decide",
     "ranks.stop:StopPath.begin",
     "ranks.stop:StopPath.end",
 )
@@ -61,16 +61,16 @@ CELLS = (
     "runs.session:Session.cell_over",
     "runs.session_repair:SessionLogs.lend",
     "runs.session_repair:SessionLogs.take_back",
-    "ranks.orders:send_session_cells",
+    "ranks.orders:send_cells",
 )
 SESSIONS = (
     "runs.session:Session.start",
-    "runs.session:Session._take_joined",
+    "runs.session:Session._connected",
     "runs.session:Session._say_end",
     "runs.session:Session._finish_if_gone",
     "runs.session_repair:SessionRepair.fail",
 )
-ASKED = ("runs.session:Session.ask", "runs.node_run:Questions.answered", "runs.session:Session.restart")
+ASKED = ("runs.session:Session.ask", "runs.session_repair:Questions.answered", "runs.session:Session.restart")
 STACKS = (
     "watch.stack_taking:StackTaker._ask",
     "watch.stack_taking:StackTaker._look",
@@ -87,6 +87,7 @@ AT_ITS_END = (
 )
 # they do not know their run
 UNNAMED = (
+    "failures:MemoryWatch.begin",
     "failures:ReportsOfRanks.last_word",
     "watch.sampling:Sampling._tick",
     "launch:StandbyGroups.tend",

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,55 +31,49 @@ if TYPE_CHECKING:
     from sgpu_magic.agent.runs.session import Session
 
 
+@dataclass(eq=False, repr=False)
 class Group:
     """N ranks of one zygote.
 
     Args:
         zygote: Forks the ranks.
-        ranks: The number of ranks on this node.
+        size: The number of ranks on this node.
         join_early: Whether they join the process group before they have a run.
         whole_bytes: Bytes of output per rank that are sent uncut.
         scratch: Directory for files on systems without memory files.
         rehearse: Whether they run a small warm-up cell while they wait.
         first_rank: The first rank's number; more than 0 when lower ranks are on other nodes.
-        world_size: The number of ranks on all nodes; None when all are on this node.
+        world_size: The number of ranks on all nodes; by default, all are on this node.
     """
 
-    def __init__(
-        self,
-        zygote: Zygote,
-        ranks: int,
-        join_early: bool,
-        whole_bytes: int,
-        scratch: Path,
-        *,
-        rehearse: bool = False,
-        first_rank: int = 0,
-        world_size: int | None = None,
-    ) -> None:
+    zygote: Zygote
+    size: int
+    join_early: bool
+    whole_bytes: int
+    scratch: Path
+    _: KW_ONLY
+    rehearse: bool = False
+    first_rank: int = 0
+    world_size: int = 0
+
+    def __post_init__(self) -> None:
         self.group_id = new_id()
-        self.zygote = zygote
-        self.join_early = join_early
-        self.world_size = ranks if world_size is None else world_size
-        self._first_rank = first_rank
-        self._rehearse = rehearse
+        self.world_size = self.world_size or self.size
         self.listener: FreshRun | Session | None = None
         self.broken = ""
         self.broken_kind = FailureKind.ENVIRONMENT
         self.wanted_at = asyncio.get_running_loop().time()
         # port of the socket that rank 0 got with Prepare; 0 while the ranks are not prepared
         self.master_port = 0
-        self._whole_bytes = whole_bytes
-        self._scratch = scratch
-        self._unforked = ranks
+        self._unforked = self.size
         # ranks that stand by for a run, and whether they are stopped meanwhile
         self._standing_by: set[int] = set()
         self._paused = False
         self.ranks: list[RankProcess] = []
-        self._store = GroupStore(scratch)
+        self._store = GroupStore(self.scratch)
         try:
             with faults.charging(self.faulted):
-                for rank in range(first_rank, first_rank + ranks):
+                for rank in range(self.first_rank, self.first_rank + self.size):
                     self.ranks.append(self._make(rank))
                 for process in self.ranks:
                     self._order(process)
@@ -89,7 +84,7 @@ class Group:
 
     def rank(self, number: int) -> RankProcess:
         """Return the current process of rank `number`."""
-        return self.ranks[number - self._first_rank]
+        return self.ranks[number - self.first_rank]
 
     def order(self, rank: int, order: ToRank, blobs: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         """Send the rank an order, even before it is forked."""
@@ -99,7 +94,7 @@ class Group:
 
     def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
         """Send a front end's message to a rank's widgets. The rank's first order must have been sent."""
-        index = message.rank - self._first_rank
+        index = message.rank - self.first_rank
         if 0 <= index < len(self.ranks) and self.ranks[index].alive:
             self.order(message.rank, CommsHeard(messages=message.messages), frames)
 
@@ -111,12 +106,12 @@ class Group:
             store: The store over which they join the ranks that stay. The group owns it.
         """
         self._store.close()
-        self._store, self._rehearse, self.join_early = store, False, False
+        self._store, self.rehearse, self.join_early = store, False, False
         self._unforked += len(numbers)
         with faults.charging(self.faulted):
             for number in numbers:
                 self.rank(number).close()
-                self.ranks[number - self._first_rank] = self._make(number)
+                self.ranks[number - self.first_rank] = self._make(number)
                 self._order(self.rank(number))
 
     def leave(self) -> None:
@@ -171,10 +166,8 @@ class Group:
         if self.broken or any(process.is_reaped for process in self.ranks):
             return True
         # of a killed process the main thread ends first; its descriptor tells only of the end of all threads
-        return any(
-            process.pidfd is not None and (process.is_dead() or not processes.is_alive(process.pid or 0))
-            for process in self.ranks
-        )
+        watched = [process for process in self.ranks if process.pidfd is not None]
+        return any(process.is_dead() or not processes.is_alive(process.pid or 0) for process in watched)
 
     def is_dead(self) -> bool:
         """Whether every rank has ended, even if an exit status is unknown."""
@@ -243,9 +236,9 @@ class Group:
     # ------------------------------------------------------------ within
 
     def _make(self, rank: int) -> RankProcess:
-        output = RankOutput(rank, self._whole_bytes, self._wrote, self._log_ended)
+        output = RankOutput(rank, self.whole_bytes, self._wrote, self._log_ended)
         try:
-            return RankProcess(rank, output, StackFile(self._scratch))
+            return RankProcess(rank, output, StackFile(self.scratch))
         except BaseException:
             output.close()
             raise
@@ -258,19 +251,14 @@ class Group:
             lambda message, frames: self._said(process.rank, message, frames),
             lambda: None,  # end of file alone means nothing; the zygote reports how a rank ended
         )
-        descriptors = [
-            theirs.fileno(),
-            *process.output.child_ends,
-            process.stack_file.fd,
-            *self._store.descriptors,
-        ]
+        descriptors = [theirs.fileno(), *process.output.child_ends, process.stack_file.fd, *self._store.descriptors]
         order = Fork(
             group_id=self.group_id,
             rank=process.rank,
             ranks=self.world_size,
             join_early=self.join_early,
-            rehearse=self._rehearse,
-            announce=self._rehearse,
+            rehearse=self.rehearse,
+            announce=self.rehearse,
             store_path=self._store.path,
         )
         self.zygote.fork(order, descriptors, self)
@@ -325,10 +313,6 @@ class RunRanks:
     def ranks(self) -> list[RankProcess]:
         """Their processes, ascending."""
         return [self.group.rank(number) for number in self.numbers]
-
-    def rank(self, number: int) -> RankProcess:
-        """Return the current process of rank `number`."""
-        return self.group.rank(number)
 
     @property
     def pids(self) -> list[int]:

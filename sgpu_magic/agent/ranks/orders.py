@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 import msgspec
 import psutil
 
-from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.run_files import RunFiles
@@ -23,7 +23,6 @@ from sgpu_magic.wire.files import CHECKPOINTS
 from sgpu_magic.wire.node import Launch, MasterBound, MasterKnown, Part
 from sgpu_magic.wire.rank import Execute, Prepare
 from sgpu_magic.wire.run import PrivateRay
-from sgpu_magic.wire.tracking import Tracking
 
 _BACKLOG = 1024
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
@@ -62,13 +61,7 @@ class Rendezvous:
         OSError: The node's address can't be bound.
     """
 
-    def __init__(
-        self,
-        run_id: str,
-        part: Part,
-        reports: Reports,
-        known: Callable[[RendezvousPoint], None],
-    ) -> None:
+    def __init__(self, run_id: str, part: Part, reports: Reports, known: Callable[[RendezvousPoint], None]) -> None:
         self._part = part
         self._reports = reports
         self._known = known
@@ -78,8 +71,7 @@ class Rendezvous:
         if part.index == 0:
             family = socket.AF_INET6 if ":" in part.address else socket.AF_INET
             self._socket = socket.create_server((part.address, 0), family=family, backlog=_BACKLOG)
-            port = self._socket.getsockname()[1]
-            self._bound = MasterBound(run_id=run_id, address=part.address, port=port)
+            self._bound = MasterBound(run_id=run_id, address=part.address, port=self._socket.getsockname()[1])
 
     def begin(self) -> None:
         """Report this node's readiness; call it again for a new pool service, which needs it for the other nodes."""
@@ -176,43 +168,65 @@ def _interfaces(launch: Launch, meeting: RendezvousPoint) -> dict[str, str]:
     return {name: interface for name, interface in told.items() if interface}
 
 
+def order_of(launch: Launch, files: RunFiles, default_store: str, ray: PrivateRay | None = None) -> Execute:
+    """Return the order to execute a cell, without the variables of a rank.
+
+    Args:
+        launch: The run.
+        files: Its payload.
+        default_store: The MLflow store for runs that name none.
+        ray: The run's own Ray cluster on this node; None without one.
+    """
+    spec, tracking = launch.spec, launch.tracking
+    if tracking is not None and not tracking.uri:
+        tracking = msgspec.structs.replace(tracking, uri=default_store)
+    return Execute(
+        run_id=spec.run_id,
+        cell=launch.context.cell or spec.cell,
+        context=launch.context,
+        layout=launch.payload.layout,
+        inline=files.inline,
+        outputs=spec.outputs,
+        run_dir=launch.run_dir,
+        device=device_of(launch),
+        rank_variables={},
+        kind=spec.kind,
+        in_session=spec.in_session,
+        reload=spec.reload,
+        only=spec.only,
+        tracking=tracking,
+        profile=spec.profile,
+        ray=ray,
+        mapped=tuple((part.offset, part.size) for part in files.memory.mapped),
+    )
+
+
 def send_cells(
-    launch: Launch,
-    group: Group,
-    files: RunFiles,
-    default_store: str,
-    ray: PrivateRay | None = None,
-    meeting: RendezvousPoint | None = None,
+    order: Execute, launch: Launch, run_ranks: RunRanks, files: RunFiles, meeting: RendezvousPoint | None = None
 ) -> None:
-    """Send every rank of the group its cell and the payload.
+    """Send every rank of a run its cell and the payload.
 
     Rank 0 also gets the bound socket behind `MASTER_PORT`, unless the group was prepared before.
 
     Args:
-        launch: The run.
-        group: Its ranks.
-        files: Its payload.
-        default_store: The MLflow store for runs that name none.
-        ray: The run's own Ray cluster on this node; None without one.
+        order: The run's order.
+        launch: The launch that the ranks' variables come from: the run's own, or that of its session.
+        run_ranks: The ranks.
+        files: The payload.
         meeting: The rendezvous of a multi-node run; None when all ranks are on this node.
 
     Raises:
         OSError: No port or descriptor is left.
     """
+    group, memory = run_ranks.group, files.memory
+    frames = files.frames[:1] if files.inline else ()
+    payload = [] if files.inline else [memory.payload_fd, *(part.descriptor for part in memory.mapped)]
     with _rendezvous(group) if meeting is None else contextlib.nullcontext(meeting) as at:
-        for process in group.ranks:
-            rank = process.rank
-            further = at.listening if rank == 0 else ()
+        for rank in run_ranks.numbers:
             variables = torchrun_variables(launch, rank, at, device_of(launch))
-            _send(launch, group, files, rank, variables, further, default_store, ray)
-
-
-def send_session_cells(launch: Launch, session: Launch, group: Group, files: RunFiles, default_store: str) -> None:
-    """Send a cell and its payload to the participating ranks of a session; they keep the session's variables."""
-    device = device_of(session)
-    for rank in launch.spec.rank_numbers:
-        variables = torchrun_variables(session, rank, RendezvousPoint(group.master_port), device)
-        _send(launch, group, files, rank, variables, (), default_store)
+            listening = at.listening if rank == 0 else ()
+            own = msgspec.structs.replace(order, rank_variables=variables)
+            group.order(rank, own, frames, [*payload, *listening])
 
 
 def prepare(launch: Launch, group: Group, ranks: Sequence[int], *, stays: bool, renewal: bool = False) -> None:
@@ -245,47 +259,6 @@ def prepare(launch: Launch, group: Group, ranks: Sequence[int], *, stays: bool, 
 def device_of(launch: Launch) -> str:
     """Return `cuda` if the lease has real GPUs, else `cpu`."""
     return "cuda" if launch.lease.uuids and not launch.lease.simulated else "cpu"
-
-
-def _send(
-    launch: Launch,
-    group: Group,
-    files: RunFiles,
-    rank: int,
-    rank_variables: dict[str, str],
-    further: Sequence[int],
-    default_store: str,
-    ray: PrivateRay | None = None,
-) -> None:
-    spec, inline, mapped = launch.spec, files.inline, files.memory.mapped
-    order = Execute(
-        run_id=spec.run_id,
-        cell=launch.context.cell or spec.cell,
-        context=launch.context,
-        layout=launch.payload.layout,
-        inline=inline,
-        outputs=spec.outputs,
-        run_dir=launch.run_dir,
-        device=device_of(launch),
-        rank_variables=rank_variables,
-        kind=spec.kind,
-        in_session=spec.in_session,
-        reload=spec.reload,
-        only=spec.only,
-        tracking=_in_full(launch.tracking, default_store),
-        profile=spec.profile,
-        ray=ray,
-        mapped=tuple((part.offset, part.size) for part in mapped),
-    )
-    descriptors = [] if inline else [files.memory.payload_fd, *(part.descriptor for part in mapped)]
-    group.order(rank, order, files.frames[:1] if inline else (), [*descriptors, *further])
-
-
-def _in_full(tracking: Tracking | None, default_store: str) -> Tracking | None:
-    """Fill in the default store's URI if none was named."""
-    if tracking is None or tracking.uri:
-        return tracking
-    return msgspec.structs.replace(tracking, uri=default_store)
 
 
 @contextlib.contextmanager

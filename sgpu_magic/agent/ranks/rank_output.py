@@ -303,7 +303,5 @@ class RankOutput:
 
 def _suffix_of_mark(data: bytes, mark: bytes) -> int:
     """Return the length of the longest suffix of `data` that is a prefix of `mark`."""
-    for size in range(min(len(mark) - 1, len(data)), 0, -1):
-        if data.endswith(mark[:size]):
-            return size
-    return 0
+    sizes = range(min(len(mark) - 1, len(data)), 0, -1)
+    return next((size for size in sizes if data.endswith(mark[:size])), 0)

@@ -169,8 +169,8 @@ class StackFile:
 
     def last_frames(self) -> tuple[StackFrame, ...]:
         """Return a dead rank's last frames: those of a crash in C code, else the last sample."""
-        ident = read_area(os.pread(self.fd, AREA_BYTES, 0))[0]
-        return parse(self.written(), ident) or parse(self.sampled())
+        ident, sampled = read_area(os.pread(self.fd, AREA_BYTES, 0))
+        return parse(self.written(), ident) or parse(sampled)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -191,13 +191,11 @@ def parse(text: str, main_ident: int = 0) -> tuple[StackFrame, ...]:
     """
     sections: dict[str, list[StackFrame]] = {}
     current: list[StackFrame] | None = sections.setdefault("plain", [])
-    chosen = "plain"
     for line in text.splitlines():
         heading = _THREAD.match(line)
         if heading:
-            name = f"{int(heading['ident'], 16):x}"
-            if heading["current"] == "Current thread":
-                name = "current"
+            is_current = heading["current"] == "Current thread"
+            name = "current" if is_current else f"{int(heading['ident'], 16):x}"
             current = sections.setdefault(name, [])
         elif line == _SINGLE:
             # the newest of several dumps counts
@@ -208,11 +206,8 @@ def parse(text: str, main_ident: int = 0) -> tuple[StackFrame, ...]:
         elif not line.startswith("  "):
             # such as the list of extension modules
             current = None
-    for name in ("current", f"{main_ident:x}", *reversed(sections)):
-        if sections.get(name):
-            chosen = name
-            break
-    return tuple(sections[chosen])
+    names = ("current", f"{main_ident:x}", *reversed(sections))
+    return tuple(next((sections[name] for name in names if sections.get(name)), ()))
 
 
 class NotebookFrames:
@@ -232,8 +227,7 @@ class NotebookFrames:
 
     def has(self, frame: StackFrame) -> bool:
         """Whether the frame belongs to a cell."""
-        own = frame.file == self._script or frame.file.startswith(_CELL_PREFIX)
-        return own or frame.file in self._others
+        return frame.file in (self._script, *self._others) or frame.file.startswith(_CELL_PREFIX)
 
     def upwards(self, frames: Sequence[StackFrame]) -> tuple[StackFrame, ...]:
         """Return the frames from the innermost to the cell's outermost, without IPython and this package below it.

@@ -16,12 +16,10 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from sgpu_magic.agent.failures import ReportsOfRanks
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
-from sgpu_magic.wire.rank_events import Failure
 
 # a cell in Python gets this long to end with KeyboardInterrupt before the connections are shut down
 _LEAD_S = 0.03
@@ -29,65 +27,7 @@ _LEAD_S = 0.03
 _RUNG_S = 0.3
 # for exit handlers of ranks that are done
 EXIT_HANDLERS_S = 5.0
-# how long a victim's report waits for the root cause's
-_PATIENCE_WITH_VICTIM_S = 0.25
-# how long an error waits for an earlier one whose traceback takes longer to format
-_PATIENCE_WITH_CAUSE_S = 0.03
-# extra time for tracebacks when all ranks have raised: releasing them would break a session's process groups
-_PATIENCE_WITH_DRAWING_S = 2.0
 _ESTABLISHED = "01"
-
-
-@dataclass(eq=False, repr=False)
-class FailurePatience:
-    """Waits until the root cause is known, then frees the ranks that may wait for the failed one.
-
-    Args:
-        reports: The ranks' reports.
-        later: Schedules a call after some seconds, which is dropped when the run is gone.
-        stopping: Returns whether the run is ending anyway, so that no rank needs to be freed.
-        free_others: Called when the root cause is known. May be called again until `stopping`.
-
-    Attributes:
-        drawing: Ranks that have raised and format their tracebacks or have reported them.
-    """
-
-    reports: ReportsOfRanks
-    later: Callable[[float, Callable[[], None]], None]
-    stopping: Callable[[], bool]
-    free_others: Callable[[], None]
-
-    def __post_init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._deciding = False
-        self.drawing: set[int] = set()
-        self._drawn_by: float | None = None
-
-    def raised(self, rank: int) -> None:
-        """Note that a rank has raised and will report its failure."""
-        self.drawing.add(rank)
-
-    def failed(self, failure: Failure) -> None:
-        """Handle a rank's reported failure or death."""
-        if failure.is_consequence and self._deciding:
-            return
-        self._deciding = True
-        self.later(_PATIENCE_WITH_VICTIM_S if failure.is_consequence else _PATIENCE_WITH_CAUSE_S, self._decide)
-
-    def peer_failed(self) -> None:
-        """Handle the failure of a rank on another node, which is the root cause."""
-        self._deciding = True
-        self._decide()
-
-    def _decide(self) -> None:
-        if self.stopping():
-            return
-        now = self._loop.time()
-        self._drawn_by = self._drawn_by or now + _PATIENCE_WITH_DRAWING_S
-        if self.drawing.issuperset(self.reports.unreported) and now < self._drawn_by:
-            self.later(_PATIENCE_WITH_CAUSE_S, self._decide)
-        else:
-            self.free_others()
 
 
 class StopPath:

@@ -109,15 +109,13 @@ class Zygote:
                 self.ready = True
             case ZygoteFailed():
                 self._failure = message.message
-            case Forked() if message.group_id in self._groups:
-                listener = self._groups[message.group_id]
-                self._group_of[message.pid] = listener
+            case Forked() | ForkRefused() if (listener := self._groups.get(message.group_id)) is not None:
                 with faults.guarded(listener.faulted):
-                    listener.forked(message.rank, message.pid)
-            case ForkRefused() if message.group_id in self._groups:
-                listener = self._groups[message.group_id]
-                with faults.guarded(listener.faulted):
-                    listener.fork_refused(message.rank, message.message)
+                    if isinstance(message, Forked):
+                        self._group_of[message.pid] = listener
+                        listener.forked(message.rank, message.pid)
+                    else:
+                        listener.fork_refused(message.rank, message.message)
             case Exited():
                 listener = self._group_of.pop(message.pid, None)
                 if listener is not None:
@@ -216,6 +214,7 @@ class Zygotes:
         return list(self._by_key)
 
     def close(self) -> None:
+        """End every zygote and all its ranks."""
         for zygote in self._by_key.values():
             zygote.close()
         self._by_key.clear()

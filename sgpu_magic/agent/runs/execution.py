@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic.agent.failures import ExitDiagnosis, ReportsOfRanks, without_secrets
-from sgpu_magic.agent.ranks.group import Group, RunRanks
-from sgpu_magic.agent.ranks.rank_process import NotebookFrames
-from sgpu_magic.agent.ranks.stop import FailurePatience, StopPath
-from sgpu_magic.agent.runs.node_run import Attempt, CommReports, NodeRun, Surroundings, TrackingAnswers, show
+from sgpu_magic.agent.failures import ReportsOfRanks, without_secrets
+from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.ranks.stop import StopPath
+from sgpu_magic.agent.runs.node_run import Attempt, RankRun, Surroundings
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.client import TellComms
-from sgpu_magic.wire.events import Noted, RanksStarted
-from sgpu_magic.wire.node import TrackingKnown
+from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
+from sgpu_magic.wire.codec import Order
+from sgpu_magic.wire.events import Noted, RunEnded
+from sgpu_magic.wire.node import Adopt, KillRanks, TrackingAsked, TrackingKnown
 from sgpu_magic.wire.rank import (
     AskTracking,
     Cleared,
@@ -38,48 +38,40 @@ from sgpu_magic.wire.rank import (
     MetricsReported,
     Raised,
     Remarked,
+    TrackingAnswered,
 )
 from sgpu_magic.wire.rank_events import Failure, MetricsLogged, OutputWritten, RankFailed, RankStack
 from sgpu_magic.wire.run import RankResult
+from sgpu_magic.wire.tracking import TrackedRun
+
+# how long a victim's report waits for the root cause's
+_PATIENCE_WITH_VICTIM_S = 0.25
+# how long an error waits for an earlier one whose traceback takes longer to format
+_PATIENCE_WITH_CAUSE_S = 0.03
+# extra time for tracebacks when all ranks have raised: releasing them would break a session's process groups
+_PATIENCE_WITH_DRAWING_S = 2.0
 
 
-class Execution(NodeRun):
-    """Runs one launch in its ranks.
-
-    Args:
-        attempt: The launch and its payload.
-        group: The ranks' group.
-        warm: How the ranks were started: `standby`, `zygote`, `cold` or `session`.
-        here: What all runs of the agent share.
-    """
+class Execution(RankRun):
+    """Runs one launch in its ranks. Takes the arguments of `RankRun`."""
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
-        super().__init__(attempt, here)
-        self.group = group
-        launch, part = self.launch, self.launch.part
-        numbers = launch.spec.rank_numbers if part is None else range(part.first_rank, part.first_rank + part.ranks)
-        self.run_ranks = RunRanks(group, tuple(numbers))
-        self._warm = warm
-        self._keep_results = min(here.settings.keep_results, here.settings.keep_payload)
-        self._grace_s = launch.spec.grace_s
-        self._started_at: float | None = None
+        super().__init__(attempt, group, warm, here)
         self._reports = ReportsOfRanks(self.run_ranks.numbers)
         self._stop = StopPath(self.run_ranks, self._reports, self._later)
-        self._patience = FailurePatience(self._reports, self._later, self._is_stopping, self._free_others)
-        notebook = NotebookFrames(launch.spec.cell)
-        self._exit_diagnosis = ExitDiagnosis(self.run_ranks, notebook, self._host)
-        self._watch = RunWatch(
-            self.run_ranks, launch.lease, notebook, self._reports.has_reported, here.sampling, here.settings, self._say
-        )
-        self._tracking = TrackingAnswers(self.run_id, group, here.reports)
-        self._comms = CommReports(self._say)
+        # whether the root cause is being found; ranks that have raised and format their tracebacks, and until when
+        self._deciding = False
+        self._drawing: set[int] = set()
+        self._drawn_by: float | None = None
+        lease, reported = self.launch.lease, self._reports.has_reported
+        self._watch = RunWatch(self.run_ranks, lease, self._notebook, reported, here, self._say)
+        # the run's MLflow target, and ranks that wait for it
+        self._tracked: TrackedRun | None = None
+        self._asking: list[int] = []
         self._remarks: set[str] = set()
         # ranks whose failures are consequences of a failure on another node
         self._victims: frozenset[int] = frozenset()
         self._last_stacks: tuple[RankStack, ...] = ()
-        self._ending_as: RunState | None = None
-        self._end_reason = ""
-        self._final_state = RunState.FAILED
 
     # ------------------------------------------------------------ differs between the two kinds
 
@@ -95,11 +87,10 @@ class Execution(NodeRun):
     def _free_others(self) -> None:
         """Stop the other ranks: the root cause is known."""
 
-    @abc.abstractmethod
     def _all_reported(self, state: RunState) -> None:
         """End the run as `state`: no rank runs the cell any more."""
+        self._end(state)
 
-    @abc.abstractmethod
     def _after_end(self) -> None:
         """Continue after `RunEnded` was reported."""
 
@@ -109,16 +100,16 @@ class Execution(NodeRun):
         """Handle a message of one of its ranks."""
         match message:
             case Displayed() | Cleared():
-                show(self.run_ranks.rank(rank), message, self._say)
+                self._show(rank, message)
             case CommsSaid():
                 if not self.ended:
-                    self._comms.told(rank, message, frames)
+                    self._take_comms(rank, message, frames)
             case Finished():
                 self._take_result(rank, message.result, frames)
             case Failed():
                 self._take_failure(message.failure, frames)
             case Raised():
-                self._patience.raised(rank)
+                self._drawing.add(rank)
             case Collectives():
                 self._watch.taker.answered(rank, message)
             case Remarked(text=text):
@@ -127,7 +118,7 @@ class Execution(NodeRun):
                     self._remarks.add(text)
                     self._say(Noted(text=text))
             case AskTracking():
-                self._tracking.asked(rank)
+                self._answer_tracking(rank)
             case MetricsReported(metrics=metrics, params=params, tags=tags):
                 if not self.ended:
                     self._say(MetricsLogged(rank=rank, metrics=metrics, params=params, tags=tags))
@@ -148,14 +139,13 @@ class Execution(NodeRun):
 
     def _all_there(self) -> None:
         """Report the start: every rank is in the process group."""
-        self._started_at = time.monotonic()
         self._watch.start()
-        self._say(RanksStarted(pids=tuple(self.run_ranks.pids), warm=self._warm))
+        self._say_started()
 
     def _take_result(self, rank: int, result: RankResult, frames: Sequence[bytes]) -> None:
-        output = self.run_ranks.rank(rank).output
+        process = self.run_ranks.group.rank(rank)
+        output, stream = process.output, process.stream
         output.drain()
-        stream = self.run_ranks.rank(rank).stream
         payload = self.files.take_result(result, stream) if stream is not None else None
         result = msgspec.structs.replace(result, payload=payload, lines=output.lines, output_bytes=output.total_bytes)
         self._reports.add_result(result, frames)
@@ -164,9 +154,9 @@ class Execution(NodeRun):
 
     def _take_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
         rank = failure.rank
-        if rank is None or self._reports.has_failed(rank):
+        if rank is None or rank in self._reports.failures:
             return
-        self.run_ranks.rank(rank).output.drain()
+        self.run_ranks.group.rank(rank).output.drain()
         failure, frames = without_secrets(failure, frames, self.launch.context.environ)
         if rank in self._victims:
             failure = msgspec.structs.replace(failure, is_consequence=True)
@@ -176,15 +166,32 @@ class Execution(NodeRun):
         self._stop.reported()
         if not self.ended and self._ending_as is None:
             self._say(RankFailed(failure=failure))
-            self._patience.failed(failure)
+            self._decide_soon(failure)
         self._check_all_reported()
+
+    def _decide_soon(self, failure: Failure) -> None:
+        """Wait until the root cause is known: a victim's report may come before it."""
+        if not (failure.is_consequence and self._deciding):
+            self._deciding = True
+            self._later(_PATIENCE_WITH_VICTIM_S if failure.is_consequence else _PATIENCE_WITH_CAUSE_S, self._decide)
+
+    def _decide(self) -> None:
+        """Free the ranks that may wait for the failed one, unless all others have raised too."""
+        if self._is_stopping():
+            return
+        now = self._loop.time()
+        self._drawn_by = self._drawn_by or now + _PATIENCE_WITH_DRAWING_S
+        if self._drawing.issuperset(self._reports.unreported) and now < self._drawn_by:
+            self._later(_PATIENCE_WITH_CAUSE_S, self._decide)
+        else:
+            self._free_others()
 
     def _check_all_reported(self) -> None:
         if not self._reports.complete:
             return
         if self._ending_as is not None:
             self._all_reported(self._ending_as)
-        elif self._reports.failed:
+        elif self._reports.failures:
             self._all_reported(RunState.FAILED)
         else:
             self._all_reported(RunState.SUCCEEDED)
@@ -208,18 +215,16 @@ class Execution(NodeRun):
         if not self.ended:
             self._begin_stop()
 
-    def kill(self) -> None:
-        self._stop.kill_unreported()
-
     def _is_stopping(self) -> bool:
         return self.ended or self._ending_as is not None or self._stop.begun
 
     def _peer_failed(self) -> None:
         """Handle the failure of a rank on another node: ranks here that have not raised are its victims."""
         if not self._is_stopping():
-            self._victims = frozenset(self._reports.unreported) - self._patience.drawing
+            self._victims = frozenset(self._reports.unreported) - self._drawing
             self._watch.is_ending()
-            self._patience.peer_failed()
+            self._deciding = True
+            self._decide()
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
         """Fail the run as a whole; no rank is to blame."""
@@ -237,15 +242,17 @@ class Execution(NodeRun):
         self._watch.end()
         now = time.monotonic()
         started = self._started_at or now
+        late = self._failure_now(FailureKind.TIMEOUT, self._end_reason)
         ended, frames = self._reports.last_word(
-            state,
-            self._end_reason,
-            host=self._host,
-            now=time.time(),
-            starting_s=started - self._launched_at,
-            running_s=now - started,
-            stacks=self._last_stacks,
-            unstopped=self._unstopped,
+            RunEnded(
+                state=state,
+                failure=late if state is RunState.TIMED_OUT else None,
+                reason=self._end_reason if state is RunState.CANCELLED else "",
+                stacks=self._last_stacks,
+                unstopped=self._unstopped,
+                starting_s=started - self._launched_at,
+                running_s=now - started,
+            )
         )
         if not ended.results:
             self.files.memory.close_results()
@@ -268,33 +275,38 @@ class Execution(NodeRun):
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         self._watch.taker.take(done)
 
-    @property
-    def pids(self) -> list[int]:
-        return self.group.pids
+    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+        match message:
+            case TrackingKnown():
+                # a missing target is not cached: the next rank's request is sent again
+                self._tracked = message.tracked
+                asking, self._asking = self._asking, []
+                for rank in asking:
+                    self._send_tracking(rank, message.problem)
+            case TellComms() if self._started_at is not None and not self.gone:
+                self.group.hear_comms(message, frames)
+            case Adopt() if self._asking:
+                self._here.reports.ask(TrackingAsked(run_id=self.run_id))
+            case KillRanks():
+                self._stop.kill_unreported()
+            case ReclaimPayload() if self.gone or (self.ended and self._final_state is RunState.SUCCEEDED):
+                self.files.memory.give_payload_up()
+            case ResultsReceived() if not self.launch.spec.detach:
+                # small ones stay until they are in the run's directory, for later clients
+                settings = self._here.settings
+                if self.files.memory.result_bytes > min(settings.keep_results, settings.keep_payload):
+                    self.files.memory.close_results()
+            case _:
+                super().obey(message, frames)
 
-    @property
-    def state(self) -> RunState:
-        if self.ended:
-            return self._final_state
-        if self._ending_as is not None:
-            return RunState.CANCELLING
-        return RunState.STARTING if self._started_at is None else RunState.RUNNING
+    def _answer_tracking(self, rank: int) -> None:
+        """Send a rank the run's MLflow target. The pool service is asked once; its answer is cached."""
+        if self._tracked is not None:
+            self._send_tracking(rank, "")
+            return
+        self._asking.append(rank)
+        if len(self._asking) == 1:
+            self._here.reports.ask(TrackingAsked(run_id=self.run_id))
 
-    def tracking_known(self, message: TrackingKnown) -> None:
-        self._tracking.known(message)
-
-    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        if self._started_at is not None and not self.gone:
-            self.group.hear_comms(message, frames)
-
-    def adopted(self) -> None:
-        self._tracking.ask_again()
-
-    def give_payload_up(self) -> None:
-        if self.gone or (self.ended and self._final_state is RunState.SUCCEEDED):
-            self.files.memory.give_payload_up()
-
-    def results_received(self) -> None:
-        """Release large results of an attached run; others stay until they are in its directory, for later clients."""
-        if not self.launch.spec.detach and self.files.memory.result_bytes > self._keep_results:
-            self.files.memory.close_results()
+    def _send_tracking(self, rank: int, problem: str) -> None:
+        self.group.order(rank, TrackingAnswered(run_id=self.run_id, tracked=self._tracked, problem=problem))

@@ -20,15 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group
-from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, send_cells, send_session_cells
+from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, order_of, send_cells
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
-from sgpu_magic.agent.runs.run_files import make_ray_directories, remove_ray_directories
+from sgpu_magic.agent.runs.run_files import make_ray_directories
 from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import GroupRenewed
-from sgpu_magic.wire.node import MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.node import Adopt, MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.wire.rank import Failed, Finished, FromRank, Joined
 
 if TYPE_CHECKING:
@@ -44,12 +44,10 @@ _TRACE_LOOK_S = 0.1
 
 
 class FreshRun(Execution):
-    """Runs one launch in its own group. Takes the arguments of `Execution`."""
+    """Runs one launch in its own group. Takes the arguments of `RankRun`."""
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
         super().__init__(attempt, group, warm, here)
-        self._launched_ticks = run_processes.now_in_ticks()
-        self._joined: set[int] = set()
         self._meeting: Rendezvous | None = None
         self._waits_for_parts = False
         self._parts_over = False
@@ -57,11 +55,11 @@ class FreshRun(Execution):
         group.listener = self
 
     def start(self) -> None:
-        self._later(_SETTLED_S, self._exit_diagnosis.begin)
+        self._later(_SETTLED_S, self._memory.begin)
         try:
             self.files.memory.open_payload()
             for process in self.run_ranks.ranks:
-                process.output.begin_log(self.files.directory.log_path(process.rank))
+                process.output.begin_log(self.files.log_path(process.rank))
             if self.launch.part is None:
                 self._send_cells(None)
             else:
@@ -77,17 +75,17 @@ class FreshRun(Execution):
     def _send_cells(self, meeting: RendezvousPoint | None) -> None:
         try:
             ray = make_ray_directories(self.launch, self._here.settings) if self.launch.spec.ray else None
-            send_cells(self.launch, self.group, self.files, self._here.settings.default_store_uri, ray, meeting)
+            order = order_of(self.launch, self.files, self._here.settings.default_store_uri, ray)
+            send_cells(order, self.launch, self.run_ranks, self.files, meeting)
         except OSError as error:
             self._could_not_start(error)
 
     def _could_not_start(self, error: OSError) -> None:
         self.fail_whole(FailureKind.INTERNAL, f"the run could not be started on {self._host}: {error}.")
 
-    # ------------------------------------------------------------ from the run's other nodes
+    # ------------------------------------------------------------ from the pool service
 
-    def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
-        """Handle a message about the run's other nodes."""
+    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case MasterKnown():
                 if self._meeting is not None and not self._is_stopping():
@@ -99,13 +97,13 @@ class FreshRun(Execution):
                 if self._waits_for_parts:
                     self._waits_for_parts = False
                     self._later(_LEAVE_DELAY_S, self._let_leave)
-
-    def adopted(self) -> None:
-        super().adopted()
-        if self.launch.part is not None:
-            self.files.tell_released_again()
-        if self._meeting is not None and not self.ended:
-            self._meeting.begin()
+            case _:
+                super().obey(message, frames)
+        if isinstance(message, Adopt):
+            if self.launch.part is not None:
+                self.files.tell_released_again()
+            if self._meeting is not None and not self.ended:
+                self._meeting.begin()
 
     # ------------------------------------------------------------ from the group
 
@@ -113,18 +111,13 @@ class FreshRun(Execution):
         if not isinstance(message, Joined):
             super().rank_said(rank, message, frames)
             return
-        self._joined.add(rank)
-        if len(self._joined) == len(self.group.ranks) and self._started_at is None:
+        if self._has_just_started(rank):
             self._all_there()
 
     def rank_exited(self, rank: int, status: int) -> None:
         if not self.ended and (self._reports.has_finished(rank) or not self._reports.has_reported(rank)):
-            self._take_failure(self._exit_diagnosis.death(rank, status))
+            self._take_failure(self._death(rank, status))
         self._stop.reported()
-        self._finish_if_gone()
-
-    def group_broken(self, kind: FailureKind, message: str) -> None:
-        self.fail_whole(kind, message)
         self._finish_if_gone()
 
     # ------------------------------------------------------------ stop path
@@ -133,7 +126,7 @@ class FreshRun(Execution):
         self._stop.begin(self._grace(), interrupt_first=True, waited=self._stop_waiting)
 
     def _free_others(self) -> None:
-        if self._grace_s and self._stop.any_handles_term():
+        if self.launch.spec.grace_s and self._stop.any_handles_term():
             # the error is reported at once; ranks that save a checkpoint finish afterwards, with intact connections
             self._end(RunState.FAILED)
         else:
@@ -144,11 +137,10 @@ class FreshRun(Execution):
 
     # ------------------------------------------------------------ end
 
-    def _all_reported(self, state: RunState) -> None:
-        self._end(state)
-
     def _after_end(self) -> None:
         self._traces_until = self._loop.time() + _TRACE_S
+        if self._meeting is not None:
+            self._meeting.close()
         part = self.launch.part
         if part is not None and self._final_state is RunState.SUCCEEDED and not self._parts_over:
             # ranks on other nodes may still connect to those here
@@ -160,25 +152,14 @@ class FreshRun(Execution):
     def _let_leave(self) -> None:
         cancelled = self._ending_as is not None
         if not (cancelled or self._stop.begun or self._reports.complete):
-            self._stop.begin(self._grace_s or 0.0, interrupt_first=False, waited=self._let_leave)
+            self._stop.begin(self.launch.spec.grace_s or 0.0, interrupt_first=False, waited=self._let_leave)
             return
         if self.launch.spec.profile and not self._reports.complete and self._loop.time() < self._traces_until:
             # SIGTERM would end a rank before it has written its trace
             self._later(_TRACE_LOOK_S, self._let_leave)
             return
         # survivors of a failure get no grace unless the user asked for it
-        self._stop.end(self._grace() if cancelled else self._grace_s or 0.0)
-
-    def _finish_if_gone(self) -> None:
-        if not self.ended or self.gone or not self.group.gone:
-            return
-        run_processes.kill_leftovers(self.run_id, self.group.pids, self._launched_ticks, reaped=not self.group.broken)
-        if self.launch.spec.ray:
-            remove_ray_directories(self.run_id, self._here.settings)
-        self.group.close()
-        if self._meeting is not None:
-            self._meeting.close()
-        self._is_over()
+        self._stop.end(self._grace() if cancelled else self.launch.spec.grace_s or 0.0)
 
 
 # ---------------------------------------------------------------- a cell in a session
@@ -215,13 +196,12 @@ class SessionCell(Execution):
             self._settle()
             return
         # the ranks start first; no message of theirs is handled before this method returns
-        send_session_cells(
-            self.launch, self._session.launch, self.group, self.files, self._here.settings.default_store_uri
-        )
+        order = order_of(self.launch, self.files, self._here.settings.default_store_uri)
+        send_cells(order, self._session.launch, self.run_ranks, self.files)
         for process in self.run_ranks.ranks:
-            process.output.switch_log(self.files.directory.log_path(process.rank))
+            process.output.switch_log(self.files.log_path(process.rank))
         self._all_there()
-        self._exit_diagnosis.begin()
+        self._memory.begin()
 
     # ------------------------------------------------------------ from the group
 
@@ -233,11 +213,7 @@ class SessionCell(Execution):
     def rank_exited(self, rank: int, status: int) -> None:
         # for one that has finished, other ranks may wait
         if not self._reports.has_reported(rank) or (not self.ended and self._reports.has_finished(rank)):
-            self._take_failure(self._exit_diagnosis.death(rank, status))
-
-    def group_broken(self, kind: FailureKind, message: str) -> None:
-        """Fail the cell: its ranks are lost, and the session with them."""
-        self.fail_whole(kind, message)
+            self._take_failure(self._death(rank, status))
 
     # ------------------------------------------------------------ stop path
 
@@ -294,9 +270,6 @@ class SessionCell(Execution):
         if state is RunState.SUCCEEDED or self._reports.failed_alike:
             return ""
         return "ranks left the cell at different places"
-
-    def _after_end(self) -> None:
-        """Do nothing: the session waits for ranks that do not stop."""
 
     def _settle(self) -> None:
         """Return the idle ranks to the session."""

@@ -1,14 +1,14 @@
 """The interface of everything that the agent runs, and the behaviour that all of it shares.
 
-That is fresh runs, sessions, the cells in them, and runs that are being prepared. The messages of ranks besides output
-and results are handled alike: a display is reported in order with the rank's output, widget messages are bounded, ranks
-can ask for the run's MLflow target, and idle ranks of a session answer questions such as completion requests.
+That is fresh runs, sessions, the cells in them, and runs that are being prepared. Runs with ranks handle some messages
+alike: a display is reported in order with the rank's output, widget messages are bounded, and exits are described.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.agent.ranks.group import Group, RankProcess
+from sgpu_magic.agent.failures import MemoryWatch, death
+from sgpu_magic.agent.ranks import run_processes
+from sgpu_magic.agent.ranks.group import Group, RunRanks
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.reports import Reports
-from sgpu_magic.agent.runs.run_files import RunFiles
+from sgpu_magic.agent.runs.run_files import RunFiles, remove_ray_directories
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
-from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.client import TellComms
-from sgpu_magic.wire.events import EventBody, Noted
-from sgpu_magic.wire.node import Launch, TrackingAsked, TrackingKnown
-from sgpu_magic.wire.rank import AnswerQuestion, Cleared, CommsSaid, Displayed, InPlace, TrackingAnswered
+from sgpu_magic.wire.codec import Order
+from sgpu_magic.wire.events import EventBody, Noted, RanksStarted
+from sgpu_magic.wire.node import DetachRun, Launch
+from sgpu_magic.wire.rank import Cleared, CommsSaid, Displayed, InPlace
 from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, Failure, OutputCleared, RankStack
-from sgpu_magic.wire.run import RankAnswer, RankQuestion
-from sgpu_magic.wire.tracking import TrackedRun
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.run_registry import RunRegistry
@@ -95,6 +95,10 @@ class NodeRun(abc.ABC):
         self._timers: list[asyncio.TimerHandle] = []
         self._host = socket.gethostname()
         self._launched_at = time.monotonic()
+        self._started_at: float | None = None
+        self._ending_as: RunState | None = None
+        self._end_reason = ""
+        self._final_state = RunState.FAILED
         self.ended = False
         self.gone = False
         self.files = RunFiles(attempt, here, self._say)
@@ -102,14 +106,18 @@ class NodeRun(abc.ABC):
     # ------------------------------------------------------------ the agent's interface
 
     @property
-    @abc.abstractmethod
     def pids(self) -> list[int]:
         """Process ids of its ranks; empty while it is being prepared."""
+        return []
 
     @property
-    @abc.abstractmethod
     def state(self) -> RunState:
         """The run's state on this node."""
+        if self.ended:
+            return self._final_state
+        if self._ending_as is not None:
+            return RunState.CANCELLING
+        return RunState.STARTING if self._started_at is None else RunState.RUNNING
 
     @property
     def age_s(self) -> float:
@@ -137,30 +145,12 @@ class NodeRun(abc.ABC):
         self.ended = True
         self._ranks_gone()
 
-    @abc.abstractmethod
-    def kill(self) -> None:
-        """Send SIGKILL to ranks that were told to end and have not."""
-
-    def detach(self) -> None:
-        """Keep the run running when its notebook is gone."""
-        spec = msgspec.structs.replace(self.launch.spec, detach=True)
-        self.launch = msgspec.structs.replace(self.launch, spec=spec)
-
-    def tracking_known(self, message: TrackingKnown) -> None:  # noqa: B027  most runs do nothing
-        """Handle the pool service's answer with the run's MLflow target, which may be None."""
-
-    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:  # noqa: B027  as above
-        """Pass a front end's message to widgets of a rank; ignored while there are no ranks."""
-
-    def adopted(self) -> None:  # noqa: B027  most runs do nothing
-        """Handle the adoption of the run by another pool service."""
-
-    @abc.abstractmethod
-    def give_payload_up(self) -> None:
-        """Release the payload's memory, which the notebook wants to reuse."""
-
-    def results_received(self) -> None:  # noqa: B027  most runs do nothing
-        """Release the results in memory: the notebook has received them."""
+    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+        """Execute a command of the pool service for this run; ignore one that does not concern it."""
+        if isinstance(message, DetachRun):
+            # it keeps running when its notebook is gone
+            spec = msgspec.structs.replace(self.launch.spec, detach=True)
+            self.launch = msgspec.structs.replace(self.launch, spec=spec)
 
     @abc.abstractmethod
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
@@ -197,137 +187,111 @@ class NodeRun(abc.ABC):
         self._listener.run_gone(self)
 
 
-# ---------------------------------------------------------------- messages from ranks
+# ---------------------------------------------------------------- runs with ranks
 
 
 # limit for all ranks of one run together, since events are kept on disk
 MOST_COMM_BYTES = 256 << 20
-Answered = Callable[[RankAnswer], None]
 
 
-def show(process: RankProcess, message: Displayed | Cleared, say: Callable[[EventBody], None]) -> None:
-    """Report a display or a clearing of output after everything the rank printed before, then let the rank continue.
+class RankRun(NodeRun):
+    """A run that has ranks.
 
     Args:
-        process: The rank, which waits for the reply.
-        message: The display or clearing.
-        say: Reports an event.
+        attempt: The launch and its payload.
+        group: The ranks' group, forked or being forked.
+        warm: How the ranks were started: `standby`, `zygote`, `cold` or `session`.
+        here: What all runs of the agent share.
     """
-    process.output.drain()
-    if isinstance(message, Cleared):
-        say(OutputCleared(rank=process.rank, wait=message.wait))
-    else:
-        say(
-            DisplayPublished(
-                rank=process.rank,
-                bundle=message.bundle,
-                metadata=message.metadata,
-                display_id=message.display_id,
-                update=message.update,
-            )
+
+    def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
+        super().__init__(attempt, here)
+        self.group = group
+        spec, part = self.launch.spec, self.launch.part
+        numbers = spec.rank_numbers if part is None else range(part.first_rank, part.first_rank + part.ranks)
+        self.run_ranks = RunRanks(group, tuple(numbers))
+        self._warm = warm
+        self._notebook = NotebookFrames(spec.cell)
+        self._memory = MemoryWatch()
+        self._launched_ticks = run_processes.now_in_ticks()
+        self._joined: set[int] = set()
+        self._comm_bytes = 0
+
+    @property
+    def pids(self) -> list[int]:
+        return self.group.pids
+
+    def group_broken(self, kind: FailureKind, message: str) -> None:
+        """Fail the run: its group is lost."""
+        self.fail_whole(kind, message)
+        self._finish_if_gone()
+
+    def _death(self, rank: int, status: int) -> Failure:
+        """Describe the exit of a rank that is dead and reaped; its status is the exit code, negative for a signal."""
+        process = self.group.rank(rank)
+        process.output.drain()
+        stack = self._notebook.upwards(process.stack_file.last_frames())
+        frame = self._notebook.innermost(stack) or (stack[0] if stack else None)
+        meaning = ""
+        if status == -signal.SIGKILL:
+            others = [other.pid for other in self.run_ranks.ranks if other.alive and other.pid is not None]
+            meaning = self._memory.verdict(process.peak_bytes, others)
+        return death(
+            Failure(
+                kind=FailureKind.WORKER_DIED,
+                message="",
+                rank=rank,
+                host=self._host,
+                at=time.time(),
+                exit_status=status,
+                pid=process.pid,
+                stack=stack,
+                line=frame.line if frame is not None and self._notebook.has(frame) else None,
+                where=self._notebook.collective(stack),
+            ),
+            self.group.world_size,
+            meaning=meaning,
+            last_line=self._notebook.describe(frame) if frame is not None else "",
+            last_output=process.output.tail(),
         )
-    if process.stream is not None:
-        process.stream.send(InPlace())
 
+    def _say_started(self) -> None:
+        self._started_at = time.monotonic()
+        self._say(RanksStarted(pids=tuple(self.run_ranks.pids), warm=self._warm))
 
-class CommReports:
-    """Reports widget messages of one run's ranks, up to `MOST_COMM_BYTES`.
+    def _has_just_started(self, rank: int) -> bool:
+        """Record that a rank has joined the process group. Returns whether it was the last one."""
+        self._joined.add(rank)
+        return len(self._joined) == len(self.group.ranks) and self._started_at is None
 
-    Args:
-        say: Reports an event with raw frames.
-    """
+    def _show(self, rank: int, message: Displayed | Cleared) -> None:
+        """Report a display or a clearing after everything the rank printed before, then let the rank continue."""
+        process = self.group.rank(rank)
+        process.output.drain()
+        if isinstance(message, Cleared):
+            self._say(OutputCleared(rank=rank, wait=message.wait))
+        else:
+            self._say(DisplayPublished(rank=rank, **msgspec.structs.asdict(message)))
+        self.group.order(rank, InPlace())
 
-    def __init__(self, say: Callable[[EventBody, Sequence[bytes]], None]) -> None:
-        self._say = say
-        self._bytes = 0
-
-    def told(self, rank: int, message: CommsSaid, frames: Sequence[bytes]) -> None:
-        """Report messages of a rank's widgets."""
-        had = self._bytes
-        self._bytes += sum(len(each.data) + len(each.metadata) for each in message.messages) + sum(map(len, frames))
-        if self._bytes <= MOST_COMM_BYTES:
+    def _take_comms(self, rank: int, message: CommsSaid, frames: Sequence[bytes]) -> None:
+        """Report messages of a rank's widgets, up to `MOST_COMM_BYTES`."""
+        had = self._comm_bytes
+        self._comm_bytes += sum(len(each.data) + len(each.metadata) for each in message.messages)
+        self._comm_bytes += sum(map(len, frames))
+        if self._comm_bytes <= MOST_COMM_BYTES:
             self._say(CommsMoved(rank=rank, messages=message.messages), frames)
         elif had <= MOST_COMM_BYTES:
             text = f"widgets of this run's ranks have sent {MOST_COMM_BYTES >> 20} MB and are no longer updated"
-            self._say(Noted(text=text), ())
+            self._say(Noted(text=text))
 
-
-class TrackingAnswers:
-    """Answers ranks that ask for the run's MLflow target. The pool service is asked once; its answer is cached.
-
-    Args:
-        run_id: The run.
-        group: The ranks' group.
-        reports: Sends the request to the pool service.
-    """
-
-    def __init__(self, run_id: str, group: Group, reports: Reports) -> None:
-        self._run_id = run_id
-        self._group = group
-        self._reports = reports
-        self._known: TrackedRun | None = None
-        self._asking: list[int] = []
-
-    def asked(self, rank: int) -> None:
-        """Answer a rank's request, or forward it to the pool service."""
-        if self._known is not None:
-            self._answer(rank, self._known, "")
+    def _finish_if_gone(self) -> None:
+        """Finish a run that has ended and owns its group, once its ranks are gone."""
+        if not self.ended or self.gone or not self.group.gone:
             return
-        self._asking.append(rank)
-        if len(self._asking) == 1:
-            self.ask_again()
-
-    def ask_again(self) -> None:
-        """Send a pending request to the pool service, again if another service has adopted the run."""
-        if self._asking:
-            self._reports.ask(TrackingAsked(run_id=self._run_id))
-
-    def known(self, message: TrackingKnown) -> None:
-        """Answer the waiting ranks. A missing target is not cached: the next rank's request is sent again."""
-        self._known = message.tracked
-        asking, self._asking = self._asking, []
-        for rank in asking:
-            self._answer(rank, message.tracked, message.problem)
-
-    def _answer(self, rank: int, tracked: TrackedRun | None, problem: str) -> None:
-        self._group.order(rank, TrackingAnswered(run_id=self._run_id, tracked=tracked, problem=problem))
-
-
-class Questions:
-    """Sends questions to idle ranks of a session and delivers the answers.
-
-    Args:
-        group: The session's ranks.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._asked = Pending[int, tuple[int, Answered]]()
-
-    def ask(self, request: int, question: RankQuestion, done: Answered, *, busy: bool) -> None:
-        """Ask a rank; `done` is called with its answer, or with the reason why there is none.
-
-        Args:
-            request: The question's number.
-            question: The question and its rank.
-            done: Receives the answer.
-            busy: Whether the ranks can't answer now.
-        """
-        rank = question.rank
-        if not 0 <= rank < len(self._group.ranks) or not self._group.rank(rank).alive:
-            done(RankAnswer(problem=f"there is no rank {rank}"))
-        elif busy:
-            done(RankAnswer(problem=f"rank {rank} is busy"))
-        else:
-            self._asked[request] = rank, done
-            self._group.order(rank, AnswerQuestion(request=request, question=question))
-
-    def answered(self, request: int, answer: RankAnswer) -> None:
-        """Deliver a rank's answer."""
-        if (asked := self._asked.pop(request, None)) is not None:
-            asked[1](answer)
-
-    def died(self, rank: int) -> None:
-        """Answer the dead rank's pending questions with a problem."""
-        for _, done in self._asked.take_all(lambda asked: asked[0] == rank):
-            done(RankAnswer(problem=f"rank {rank} has died"))
+        reaped = not self.group.broken
+        run_processes.kill_leftovers(self.run_id, self.group.pids, self._launched_ticks, reaped=reaped)
+        if self.launch.spec.ray:
+            remove_ray_directories(self.run_id, self._here.settings)
+        self.group.close()
+        self._is_over()

@@ -14,17 +14,16 @@ import functools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.blobs import BlobCache, BlobMissing, Uploaded
-from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.node_context import CodeBundles
-from sgpu_magic.agent.reports import Send
-from sgpu_magic.agent.runs.node_run import Attempt, NodeRun, Surroundings
+from sgpu_magic.agent.reports import FileRequests
+from sgpu_magic.agent.runs.node_run import Attempt, NodeRun
 from sgpu_magic.agent.runs.run_memory import ArrivedPayload, close_payload, lay_out
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.content_store import join_blobs, piece_sizes
@@ -32,9 +31,14 @@ from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.attachments import CodeBundle, StoredPayload, Wheel
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
+from sgpu_magic.wire.client import ReclaimPayload
+from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
-from sgpu_magic.wire.node import Launch, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.node import Launch, PeerFailed
 from sgpu_magic.wire.rank_events import Failure, RankStack
+
+if TYPE_CHECKING:
+    from sgpu_magic.agent.launch import Launches
 
 
 class PreparingRun(NodeRun):
@@ -42,32 +46,20 @@ class PreparingRun(NodeRun):
 
     Args:
         attempt: The launch and its payload.
-        here: What all runs of the agent share.
-        environments: Builds its packages.
-        inputs: Fetches the notebook's code and files.
-        go_on: Starts the ranks when everything is ready. Called with this run, the environment and the code.
+        launches: Builds its packages, fetches the notebook's code and files, and starts the ranks.
 
     Raises:
         OSError: The run's directory can't be made.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        here: Surroundings,
-        environments: Environments,
-        inputs: LaunchInputs,
-        go_on: Callable[[PreparingRun, Built | None, Mapping[str, str]], None],
-    ) -> None:
-        super().__init__(attempt, here)
+    def __init__(self, attempt: Attempt, launches: Launches) -> None:
+        super().__init__(attempt, launches.here)
         self.frames = attempt.frames
-        self._environments = environments
-        self._inputs = inputs
+        self._launches = launches
+        self._environments, self._inputs = launches.environments, launches.inputs
         self._arriving: asyncio.Task[None] | None = None
         # handed on as soon as the payload has arrived too
         self._ready: tuple[Built | None, EnvironmentMoved | None, Mapping[str, str]] | None = None
-        self._go_on = go_on
-        self._state = RunState.PREPARING
 
     def start(self) -> None:
         if travels_by_blobs(self.launch):
@@ -154,7 +146,7 @@ class PreparingRun(NodeRun):
         # the next run takes the payload over
         self.ended = self.gone = True
         self._environments.leave(self.run_id)
-        self._go_on(self, built, code)
+        self._launches.prepared(self, built, code)
         self._inputs.over(self.run_id)
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
@@ -164,7 +156,7 @@ class PreparingRun(NodeRun):
 
     def _end(self, state: RunState, reason: str, failure: Failure | None = None) -> None:
         self.ended = True
-        self._state = state
+        self._final_state = state
         if self._arriving is not None:
             self._arriving.cancel()
         self._inputs.over(self.run_id)
@@ -180,24 +172,17 @@ class PreparingRun(NodeRun):
             self._end(state, reason)
 
     @property
-    def pids(self) -> list[int]:
-        return []
-
-    @property
     def state(self) -> RunState:
-        return self._state
+        return self._final_state if self.ended else RunState.PREPARING
 
-    def kill(self) -> None:
-        """Do nothing: there are no ranks."""
-
-    def give_payload_up(self) -> None:
-        if self.gone:
-            self.files.memory.give_payload_up()
-
-    def heard_of_others(self, message: MasterKnown | PeerFailed | PartsOver) -> None:
-        """Handle a message about the run's other nodes."""
-        if isinstance(message, PeerFailed) and not self.ended:
-            self._end(RunState.FAILED, "")
+    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+        match message:
+            case ReclaimPayload() if self.gone:
+                self.files.memory.give_payload_up()
+            case PeerFailed() if not self.ended:
+                self._end(RunState.FAILED, "")
+            case _:
+                super().obey(message, frames)
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         problem = "it has not started yet: the run's packages are being prepared"
@@ -223,7 +208,7 @@ class LaunchInputs:
 
     Args:
         settings: The pool's settings.
-        send: Sends to the current pool service.
+        requests: Requests parts of files from the pool.
 
     Attributes:
         blobs: Fetches blobs.
@@ -231,9 +216,9 @@ class LaunchInputs:
         code: Unpacks local code.
     """
 
-    def __init__(self, settings: Settings, send: Send) -> None:
+    def __init__(self, settings: Settings, requests: FileRequests) -> None:
         self._folder = settings.state_path / "arrivals"
-        self.blobs = BlobCache(settings, send)
+        self.blobs = BlobCache(settings, requests)
         self.uploaded = Uploaded(settings, self.blobs)
         self.code = CodeBundles(settings)
 
@@ -290,10 +275,8 @@ class LaunchInputs:
     async def _on_disk(self, launch: Launch, each: Item, name: str) -> Item:
         if not each.blobs:
             return each
-        paths = [
-            await self.blobs.path(launch, digest, size)
-            for digest, size in zip(each.blobs, piece_sizes(each.size), strict=True)
-        ]
+        blobs = zip(each.blobs, piece_sizes(each.size), strict=True)
+        paths = [await self.blobs.path(launch, digest, size) for digest, size in blobs]
         if len(paths) == 1:
             return msgspec.structs.replace(each, path=str(paths[0]))
         target = private_dir(self._folder / launch.spec.run_id) / name

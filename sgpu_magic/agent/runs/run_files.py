@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,6 @@ from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RankResult, RunRecord
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
-    from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 
 _AIR = b'''"""The run of this directory again, outside the notebook:
 
@@ -51,13 +50,29 @@ _SHARED_AIR = ".air.py"
 _AIR_NAME = "_air.py"
 
 
-class RunDirectory:
-    """Writes a run's directory. Every file is complete when it appears."""
+class RunFiles:
+    """The directory and memory of one attempt of a run. A new attempt reuses the previous attempt's payload.
 
-    def __init__(self, launch: Launch) -> None:
+    Args:
+        attempt: The attempt.
+        here: What all runs of the agent share.
+        say: Reports an event.
+
+    Attributes:
+        path: The run's directory.
+        memory: The memory files of the payload and the results.
+        frames: Raw frames of the launch.
+        inline: Whether the payload is the first of `frames`; otherwise it is behind `memory.payload_fd`.
+
+    Raises:
+        OSError: The run's directory can't be made.
+    """
+
+    def __init__(self, attempt: Attempt, here: Surroundings, say: Callable[[EventBody], None]) -> None:
+        self._launch, before = attempt.launch, attempt.predecessor
+        launch = self._launch
         check_id(launch.spec.run_id)
         self.path = Path(launch.run_dir)
-        self._launch = launch
         self._record = RunRecord(
             spec=launch.spec,
             executable=launch.interpreter.executable,
@@ -73,27 +88,80 @@ class RunDirectory:
             version=__version__,
         )
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._far = here.far if launch.far else None
+        self._say = say
+        self._not_written = False
+        self._released: PayloadReleased | None = None
+        if before is not None and before.gone and before.files.memory.at_hand:
+            # reuse this payload whatever the launch's payload source says
+            self.memory, self.frames, self.inline = before.files.memory, before.files.frames, before.files.inline
+            self.memory.close_results()
+            self.memory.on_released = self._payload_released
+        else:
+            source = launch.payload.source
+            self.frames = attempt.frames
+            self.inline = isinstance(source, InlinePayload)
+            keep_bytes = here.settings.keep_payload
+            self.memory = RunMemory(source, self.path, here.copier, keep_bytes, self._payload_released)
+
+    def take_result(self, result: RankResult, stream: MessageStream[FromRank]) -> Payload | None:
+        """Take over a result's memory file from `stream` and return where a notebook finds the result."""
+        payload = result.payload
+        if payload is None:
+            return None
+        match payload.source:
+            case SharedPayload(size=size):
+                (descriptor,) = stream.take_descriptors(1)
+            case FilePayload(path=path, size=size) if self._far is not None:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            case _:
+                return payload
+        status = os.fstat(descriptor)
+        if self._far is not None:
+            path = self._far.take_result(self._launch.spec.run_id, result.rank, descriptor)
+            source = FilePayload(path=path, size=status.st_size)
+        else:
+            self.memory.hold_result(result.rank, descriptor)
+            source = SharedPayload(pid=os.getpid(), fd=descriptor, size=size, inode=status.st_ino)
+        return Payload(source=source, layout=payload.layout)
+
+    def not_written(self, text: str) -> None:
+        """Report that a file of the run's directory could not be written; only the first time, as for a full disk."""
+        if not self._not_written:
+            self._not_written = True
+            self._say(Noted(text=text))
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Generator[None]:
+        """Report that `what` could not be written if the block raises OSError."""
+        try:
+            yield
+        except OSError as error:
+            self.not_written(f"{what} could not be written: {error.strerror}")
 
     def log_path(self, rank: int) -> str:
         return str(self.path / f"rank-{rank}.log")
 
-    def describe(self, payload: bytes | None, state: RunState) -> None:
-        """Write all files except the large parts.
+    def describe(self, state: RunState = RunState.STARTING) -> None:
+        """Write the run's directory except the large parts. Every file is complete when it appears."""
+        with self._writing(f"the run's directory {self.path}"):
+            write_whole(self.path / "cell.py", self._launch.spec.cell.body.encode())
+            write_whole(self.path / KEY, self._launch.context.key)
+            self._link_air()
+            if self.inline:
+                write_whole(self.path / PAYLOAD, self.frames[0])
+                self._note(payload_kept=True, payload_note="", state=state)
+            else:
+                self._note(state=state)
 
-        Args:
-            payload: The packed payload when it came inline.
-            state: The run's current state.
-        """
-        write_whole(self.path / "cell.py", self._launch.spec.cell.body.encode())
-        write_whole(self.path / KEY, self._launch.context.key)
-        self._link_air()
-        if payload is not None:
-            write_whole(self.path / PAYLOAD, payload)
-            self.note(payload_kept=True, payload_note="", state=state)
-        else:
-            self.note(state=state)
+    def ended(self, state: RunState) -> None:
+        """Record the run's final state."""
+        if self._far is not None or isinstance(self.memory.source, StoredPayload):
+            self.memory.leave_to_pool()
+        with self._writing("run.json"):
+            self._note(state=state)
 
-    def note(self, **changes: Any) -> None:
+    def _note(self, **changes: Any) -> None:
         """Update fields of the record and write `run.json`."""
         self._record = msgspec.structs.replace(self._record, **changes)
         # written last: a reader that sees here that the run is over finds all other files final
@@ -112,92 +180,10 @@ class RunDirectory:
             write_whole(shared, _AIR, 0o400)
         link_or_copy(shared, self.path / _AIR_NAME)
 
-
-class RunFiles:
-    """The files and memory of one attempt of a run. A new attempt reuses the previous attempt's payload.
-
-    Args:
-        attempt: The attempt.
-        here: What all runs of the agent share.
-        say: Reports an event.
-
-    Attributes:
-        memory: The memory files of the payload and the results.
-        frames: Raw frames of the launch.
-        inline: Whether the payload is the first of `frames`; otherwise it is behind `memory.payload_fd`.
-
-    Raises:
-        OSError: The run's directory can't be made.
-    """
-
-    def __init__(self, attempt: Attempt, here: Surroundings, say: Callable[[EventBody], None]) -> None:
-        launch, before = attempt.launch, attempt.predecessor
-        self._far = here.far if launch.far else None
-        self._run_id = launch.spec.run_id
-        self._say = say
-        self._not_written = False
-        self._released: PayloadReleased | None = None
-        self.directory = RunDirectory(launch)
-        if before is not None and before.gone and before.files.memory.at_hand:
-            # reuse this payload whatever the launch's payload source says
-            self.memory, self.frames, self.inline = before.files.memory, before.files.frames, before.files.inline
-            self.memory.close_results()
-            self.memory.on_released = self._payload_released
-        else:
-            source = launch.payload.source
-            self.frames = attempt.frames
-            self.inline = isinstance(source, InlinePayload)
-            keep_bytes = here.settings.keep_payload
-            self.memory = RunMemory(source, self.directory.path, here.copier, keep_bytes, self._payload_released)
-
-    def take_result(self, result: RankResult, stream: MessageStream[FromRank]) -> Payload | None:
-        """Take over a result's memory file from `stream` and return where a notebook finds the result."""
-        payload = result.payload
-        if payload is not None and self._far is not None and isinstance(payload.source, FilePayload):
-            descriptor = os.open(payload.source.path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._to_pool(self._far, payload, result.rank, descriptor)
-        if payload is None or not isinstance(payload.source, SharedPayload):
-            return payload
-        (descriptor,) = stream.take_descriptors(1)
-        if self._far is not None:
-            return self._to_pool(self._far, payload, result.rank, descriptor)
-        self.memory.hold_result(result.rank, descriptor)
-        source = SharedPayload(
-            pid=os.getpid(), fd=descriptor, size=payload.source.size, inode=os.fstat(descriptor).st_ino
-        )
-        return Payload(source=source, layout=payload.layout)
-
-    def _to_pool(self, far: FilesToPool, payload: Payload, rank: int, descriptor: int) -> Payload:
-        size = os.fstat(descriptor).st_size
-        source = FilePayload(path=far.take_result(self._run_id, rank, descriptor), size=size)
-        return Payload(source=source, layout=payload.layout)
-
-    def not_written(self, text: str) -> None:
-        """Report that a file of the run's directory could not be written; only the first time, as for a full disk."""
-        if not self._not_written:
-            self._not_written = True
-            self._say(Noted(text=text))
-
-    def describe(self, state: RunState = RunState.STARTING) -> None:
-        """Write the run's directory except the large parts."""
-        try:
-            self.directory.describe(self.frames[0] if self.inline else None, state)
-        except OSError as error:
-            self.not_written(f"the run's directory {self.directory.path} could not be written: {error.strerror}")
-
-    def ended(self, state: RunState) -> None:
-        """Record the run's final state."""
-        if self._far is not None or isinstance(self.memory.source, StoredPayload):
-            self.memory.leave_to_pool()
-        try:
-            self.directory.note(state=state)
-        except OSError as error:
-            self.not_written(f"run.json could not be written: {error.strerror}")
-
     def _payload_released(self, why: str) -> None:
         kept = not why
         try:
-            self.directory.note(payload_kept=kept, payload_note=why)
+            self._note(payload_kept=kept, payload_note=why)
         except OSError as error:
             why = f"run.json could not be written: {error.strerror}"
         self._released = PayloadReleased(kept=kept, reason=why)

@@ -6,21 +6,19 @@ One thread at idle priority copies them into the run's directory, so that copyin
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from mmap import PAGESIZE
 from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.agent import faults
 from sgpu_magic.files.content_store import join_parts
 from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.system.processes import fits_memory, leave_the_cores_to_ranks
@@ -120,14 +118,12 @@ class CopyJob(msgspec.Struct):
         source: Descriptor to read; the copier closes it.
         size: Bytes to copy.
         target: The file, complete when it appears.
-        done: Called in the copier's thread with whether the copy succeeded and why not.
         given_up: Set to cancel the copy.
     """
 
     source: int
     size: int
     target: Path
-    done: Callable[[bool, str], object]
     given_up: threading.Event = msgspec.field(default_factory=threading.Event)
 
 
@@ -137,33 +133,20 @@ class BackgroundCopier:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "sgpu-keeper", leave_the_cores_to_ranks)
 
-    def keep(self, job: CopyJob) -> None:
-        """Queue a copy job. After `close` nothing is copied any more."""
+    def keep(self, job: CopyJob) -> Future[str] | None:
+        """Queue a copy job. Its result is why nothing was kept, "" for success. After `close` nothing is copied."""
         try:
-            self._thread.submit(_keep, job)
+            return self._thread.submit(_keep, job)
         except RuntimeError:
             # timers may still fire while the agent's loop ends
             os.close(job.source)
+            return None
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
 
 
-def _keep(job: CopyJob) -> None:
-    try:
-        try:
-            kept, why = _copy(job)
-        finally:
-            os.close(job.source)
-    except Exception as error:  # noqa: BLE001  one job's guard: `done` gets the error
-        _log.exception("A fault of sgpu-magic: %s was not kept", job.target)
-        kept, why = False, f"an internal error in the agent: {error!r}"
-    # the loop is closed when the agent ends
-    with contextlib.suppress(RuntimeError):
-        job.done(kept, why)
-
-
-def _copy(job: CopyJob) -> tuple[bool, str]:
+def _keep(job: CopyJob) -> str:
     try:
         with appearing(job.target) as target:
             offset = 0
@@ -174,9 +157,14 @@ def _copy(job: CopyJob) -> tuple[bool, str]:
                 if count == 0:
                     raise OSError("the memory file was truncated")
                 offset += count
+        return ""
     except OSError as error:
-        return False, _REUSED if job.given_up.is_set() else f"it could not be written: {error.strerror or error}"
-    return True, ""
+        return _REUSED if job.given_up.is_set() else f"it could not be written: {error.strerror or error}"
+    except Exception as error:  # noqa: BLE001  one job's guard: its future gets the error
+        _log.exception("A fault of sgpu-magic: %s was not kept", job.target)
+        return f"an internal error in the agent: {error!r}"
+    finally:
+        os.close(job.source)
 
 
 @dataclass(eq=False, repr=False)
@@ -208,7 +196,6 @@ class RunMemory:
         self.mapped: tuple[MappedPart, ...] = ()
         self._job: CopyJob | None = None
         self._results: dict[int, int] = {}
-        self._loop = asyncio.get_running_loop()
 
     def open_payload(self) -> None:
         """Open the payload, so that it outlives the notebook.
@@ -273,7 +260,7 @@ class RunMemory:
             self._payload_done(why)
         else:
             descriptor, self.payload_fd = self.payload_fd, -1
-            self._job = self._copy(descriptor, size, PAYLOAD, lambda kept, why: self._payload_done(why))
+            self._job = self._copy(descriptor, size, PAYLOAD, self._payload_done)
 
     def leave_to_pool(self) -> None:
         """Close the payload without a copy: the pool keeps it from its own store."""
@@ -306,11 +293,11 @@ class RunMemory:
         self.close_results()
         self._close_payload()
 
-    def _copy(self, descriptor: int, size: int, name: str, done: Callable[[bool, str], None]) -> CopyJob:
-        """Copy a descriptor into the run's directory and close it; `done` is called in the loop."""
-        in_loop = functools.partial(self._loop.call_soon_threadsafe, faults.bound(done))
-        job = CopyJob(descriptor, size, self.directory / name, in_loop)
-        self.copier.keep(job)
+    def _copy(self, descriptor: int, size: int, name: str, done: Callable[[str], None]) -> CopyJob:
+        """Copy a descriptor into the run's directory and close it; `done` is called in the loop with the result."""
+        job = CopyJob(descriptor, size, self.directory / name)
+        if (copying := self.copier.keep(job)) is not None:
+            asyncio.wrap_future(copying).add_done_callback(lambda copied: done(copied.result()))
         return job
 
     def _take_file(self, path: str, why: str) -> None:
@@ -335,9 +322,9 @@ class RunMemory:
             close_payload(self.payload_fd, self.mapped)
             self.payload_fd, self.mapped = -1, ()
 
-    def _result_copied(self, rank: int, kept: bool, why: str) -> None:
+    def _result_copied(self, rank: int, why: str) -> None:
         # from now on the result is read from the run's directory
-        if kept and (descriptor := self._results.pop(rank, -1)) >= 0:
+        if not why and (descriptor := self._results.pop(rank, -1)) >= 0:
             os.close(descriptor)
 
     def _payload_done(self, why: str) -> None:

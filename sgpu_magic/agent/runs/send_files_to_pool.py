@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import os
 import re
 import secrets
@@ -24,10 +23,9 @@ import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.faults import call_in_background
-from sgpu_magic.agent.reports import Reports, Send
+from sgpu_magic.agent.reports import FileAnswer, FileRequests, Reports
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import list_below, open_below
-from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.events import EventBody, Noted, RunEnded
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,
@@ -36,7 +34,6 @@ from sgpu_magic.wire.files import (
     WINDOW,
     WORK,
     RunFile,
-    RunFileStored,
     StoreRunFile,
     work_folders,
 )
@@ -69,7 +66,7 @@ class _FarRun(msgspec.Struct, eq=False):
     directory: Path
     source: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
     sent_bytes: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    results: list[asyncio.Task[None]] = msgspec.field(default_factory=list[asyncio.Task[None]])
+    results: list[asyncio.Task[str]] = msgspec.field(default_factory=list[asyncio.Task[str]])
     # `RunEnded` and later events, while `RunEnded` waits for files
     held: deque[Callable[[], None]] | None = None
     logs: asyncio.Task[None] | None = None
@@ -79,23 +76,25 @@ class _FarRun(msgspec.Struct, eq=False):
     left: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     lock: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
+    def part_of(self, name: str) -> StoreRunFile:
+        """Return the request that sends the beginning of a growing file."""
+        return StoreRunFile(request=0, run_id=self.launch.spec.run_id, name=name, offset=0, source=self.source)
+
 
 class FilesToPool:
     """Sends the files of runs to a pool on another machine. Used in the loop's thread.
 
     Args:
         settings: The pool's settings.
-        send: Sends to the current pool service.
+        requests: Sends parts of files to the pool.
         reports: Reports events to the pool service.
     """
 
-    def __init__(self, settings: Settings, send: Send, reports: Reports) -> None:
+    def __init__(self, settings: Settings, requests: FileRequests, reports: Reports) -> None:
         self._reports = reports
         self._runs_path = settings.runs_path
         self._most_bytes = settings.run_files_bytes
-        self._send = send
-        self._requests = itertools.count(1)
-        self._under_way = Pending[int, tuple[StoreRunFile, bytes, asyncio.Future[str]]]()
+        self._requests = requests
         self._turns = asyncio.Semaphore(WINDOW)
         self._runs: dict[str, _FarRun] = {}
 
@@ -122,7 +121,7 @@ class FilesToPool:
             descriptor: The result's descriptor, owned by this object from now on.
         """
         run, name = self._runs[run_id], f"result-{rank}.bin"
-        run.results.append(asyncio.ensure_future(self._send_result(run, name, descriptor)))
+        run.results.append(asyncio.ensure_future(self._send_whole(run, name, descriptor)))
         return os.path.join(run.launch.run_dir, name)
 
     def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
@@ -150,17 +149,6 @@ class FilesToPool:
         if not run.launch.spec.session:
             self._reports.devices_free(run_id)
         run.leaving = faults.in_background(self._leave(run))
-
-    def stored(self, answer: RunFileStored) -> None:
-        """Handle the pool's answer to a chunk."""
-        asked = self._under_way.pop(answer.request, None)
-        if asked is not None and not asked[2].done():
-            asked[2].set_result(answer.problem)
-
-    def service_came(self) -> None:
-        """Send all unconfirmed chunks again, to the new service."""
-        for message, data, _ in list(self._under_way.values()):
-            self._send(message, (data,))
 
     def close(self) -> None:
         """Cancel all transfers and remove the runs' directories on this node."""
@@ -198,20 +186,12 @@ class FilesToPool:
         descriptor = open_below(run.directory, name)
         try:
             begin, end = run.sent_bytes.get(name, 0), os.fstat(descriptor).st_size
-            problem = await self._send_part(run, name, descriptor, begin, end, None) if end > begin else ""
+            problem = await self._send_part(run.part_of(name), descriptor, begin, end)
             if not problem:
                 run.sent_bytes[name] = end
             return problem
         finally:
             os.close(descriptor)
-
-    async def _send_result(self, run: _FarRun, name: str, descriptor: int) -> None:
-        try:
-            problem = await self._send_whole(run, name, descriptor, os.fstat(descriptor).st_size)
-        finally:
-            os.close(descriptor)
-        if problem:
-            raise OSError(problem)
 
     async def _end(self, run: _FarRun) -> None:
         try:
@@ -250,22 +230,20 @@ class FilesToPool:
         self._reports.happened(run.launch.spec.run_id, Noted(text=text), ())
 
     async def _files(self, run: _FarRun) -> list[RunFile]:
-        def look() -> list[RunFile]:
-            try:
-                return list_below(run.directory)[0]
-            except FileNotFoundError:
-                return []
-            except OSError as error:
-                run.left["its directory"] = error.strerror or str(error)
-                return []
-
+        found: list[RunFile] = []
+        try:
+            found = (await call_in_background(lambda: list_below(run.directory), "sgpu-list"))[0]
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            run.left["its directory"] = error.strerror or str(error)
         part = run.launch.part
         # nodes that did not change a fetched checkpoint must not overwrite one that another node has changed
         unchanged = {file.name: file for file in run.launch.checkpoints}
         others = _POOLS_OWN if part is None or part.index == 0 else _POOLS_OWN | _OF_FIRST_PART
         return [
             file
-            for file in await call_in_background(look, "sgpu-list")
+            for file in found
             if file.name not in others
             and not _LOG.fullmatch(file.name)
             and not _RESULT.fullmatch(file.name)
@@ -279,56 +257,33 @@ class FilesToPool:
         name = _name_at_pool(run.launch, file.name)
         try:
             descriptor = open_below(run.directory, file.name)
-            try:
-                size = os.fstat(descriptor).st_size
-                return await self._send_whole(run, name, descriptor, size, executable=file.executable)
-            finally:
-                os.close(descriptor)
+            return await self._send_whole(run, name, descriptor, executable=file.executable)
         except OSError as error:
             return error.strerror or str(error)
 
-    async def _send_whole(
-        self, run: _FarRun, name: str, descriptor: int, size: int, *, executable: bool = False
-    ) -> str:
-        problem = await self._send_part(run, name, descriptor, 0, size, size)
-        return problem or await self._put(self._message(run, name, size, size, executable=executable), b"")
+    async def _send_whole(self, run: _FarRun, name: str, descriptor: int, *, executable: bool = False) -> str:
+        """Send a file and close its descriptor; return why the pool refused it, "" for success."""
+        try:
+            size = os.fstat(descriptor).st_size
+            part = msgspec.structs.replace(run.part_of(name), size=size, executable=executable)
+            problem = await self._send_part(part, descriptor, 0, size)
+            return problem or (await self._requests.ask(msgspec.structs.replace(part, offset=size), (b"",)))[0]
+        finally:
+            os.close(descriptor)
 
-    async def _send_part(self, run: _FarRun, name: str, descriptor: int, begin: int, end: int, size: int | None) -> str:
+    async def _send_part(self, part: StoreRunFile, descriptor: int, begin: int, end: int) -> str:
         """Send bytes of a file and return why the pool refused them, "" for success."""
-        waiting: deque[asyncio.Future[str]] = deque()
+        waiting: deque[asyncio.Future[FileAnswer]] = deque()
         for at in range(begin, end, CHUNK_BYTES):
             data = os.pread(descriptor, min(CHUNK_BYTES, end - at), at)
             await self._turns.acquire()
-            waiting.append(asyncio.ensure_future(self._put(self._message(run, name, at, size), data, turn=True)))
+            answer = self._requests.ask(msgspec.structs.replace(part, offset=at), (data,))
+            answer.add_done_callback(lambda _: self._turns.release())
+            waiting.append(answer)
             while waiting and waiting[0].done():
-                if problem := waiting.popleft().result():
+                if problem := waiting.popleft().result()[0]:
                     return problem
-        problems = await asyncio.gather(*waiting)
-        return next(filter(None, problems), "")
-
-    def _message(
-        self, run: _FarRun, name: str, offset: int, size: int | None, *, executable: bool = False
-    ) -> StoreRunFile:
-        return StoreRunFile(
-            request=next(self._requests),
-            run_id=run.launch.spec.run_id,
-            name=name,
-            offset=offset,
-            source=run.source,
-            size=size,
-            executable=executable,
-        )
-
-    async def _put(self, message: StoreRunFile, data: bytes, *, turn: bool = False) -> str:
-        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._under_way[message.request] = message, data, done
-        self._send(message, (data,))
-        try:
-            return await done
-        finally:
-            self._under_way.pop(message.request, None)
-            if turn:
-                self._turns.release()
+        return next((problem for problem, _ in await asyncio.gather(*waiting) if problem), "")
 
 
 def _is_as_fetched(file: RunFile, fetched: RunFile | None) -> bool:

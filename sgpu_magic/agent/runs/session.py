@@ -10,19 +10,18 @@ import time
 from collections.abc import Callable, Sequence
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.failures import ExitDiagnosis
-from sgpu_magic.agent.ranks import run_processes
-from sgpu_magic.agent.ranks.group import Group, RunRanks
+from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
-from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
 from sgpu_magic.agent.runs.execution_kinds import SessionCell, Told
-from sgpu_magic.agent.runs.node_run import Attempt, CommReports, NodeRun, Questions, Surroundings, show
-from sgpu_magic.agent.runs.session_repair import SessionLogs, SessionNews, SessionRepair
+from sgpu_magic.agent.runs.node_run import Attempt, RankRun, Surroundings
+from sgpu_magic.agent.runs.session_repair import Questions, SessionLogs, SessionNews, SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.client import TellComms
-from sgpu_magic.wire.events import Noted, RanksStarted, RunEnded
+from sgpu_magic.wire.client import ReclaimPayload, TellComms
+from sgpu_magic.wire.codec import Order
+from sgpu_magic.wire.events import Noted, RunEnded
+from sgpu_magic.wire.node import KillRanks
 from sgpu_magic.wire.rank import (
     Cleared,
     CommsSaid,
@@ -45,44 +44,27 @@ class SessionRefuses(Exception):
     """The session can't take a cell; the message says why and what to do."""
 
 
-class Session(NodeRun):
-    """One session's ranks.
-
-    Args:
-        attempt: The session's launch.
-        group: Its ranks, forked or being forked.
-        warm: How the ranks were started: `standby`, `zygote` or `cold`.
-        here: What all runs of the agent share.
-    """
+class Session(RankRun):
+    """One session's ranks. Takes the arguments of `RankRun`."""
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
-        super().__init__(attempt, here)
+        super().__init__(attempt, group, warm, here)
         launch = self.launch
-        self.group = group
-        self._warm = warm
-        self._launched_ticks = run_processes.now_in_ticks()
-        self._connected_at: float | None = None
-        self._joined: set[int] = set()
-        self._run_ranks = RunRanks(group, launch.spec.rank_numbers)
-        self._exit_diagnosis = ExitDiagnosis(self._run_ranks, NotebookFrames(launch.spec.cell), self._host)
-        self._sampler = RunSampler(self._run_ranks, launch.lease, self._say, lambda use: None)
+        self._sampler = RunSampler(self.run_ranks, launch.lease, self._say, lambda use: None)
         self._news = SessionNews(self._say)
         self._cell: SessionCell | None = None
         self._questions = Questions(group)
-        self._comms = CommReports(self._say)
-        self._ending_as: RunState | None = None
-        self._end_reason = ""
         self._failure: Failure | None = None
-        self._logs = SessionLogs(group, self.files.directory)
+        self._logs = SessionLogs(group, self.files)
         self._repair = SessionRepair(group, launch, here.settings.runtime_path, self._news, self._say, self._logs.begin)
         group.listener = self
 
     def start(self) -> None:
         """Prepare the ranks: context, devices and process group."""
-        self._exit_diagnosis.begin()
-        self._logs.begin(self._run_ranks.numbers)
+        self._memory.begin()
+        self._logs.begin(self.run_ranks.numbers)
         try:
-            prepare(self.launch, self.group, self._run_ranks.numbers, stays=True)
+            prepare(self.launch, self.group, self.run_ranks.numbers, stays=True)
         except OSError as error:
             self.fail_whole(FailureKind.INTERNAL, f"the session could not be started on {self._host}: {error}.")
             return
@@ -146,7 +128,7 @@ class Session(NodeRun):
         elif self._repair.busy:
             done("its ranks are already being started")
         else:
-            self._repair.replace(tuple(sorted(ranks)) or self._run_ranks.numbers, done)
+            self._repair.replace(tuple(sorted(ranks)) or self.run_ranks.numbers, done)
             if self._cell is None:
                 self._repair.go_on()
 
@@ -159,10 +141,11 @@ class Session(NodeRun):
     def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         cell = self._cell
         match message:
-            case Joined() if self._connected_at is not None:
+            case Joined() if self._started_at is not None:
                 self._repair.joined(rank)
             case Joined():
-                self._take_joined(rank)
+                if self._has_just_started(rank) and self._ending_as is None:
+                    self._connected()
             case Renewed():
                 self._repair.renewed(rank, message)
             case QuestionAnswered(request=request, answer=answer):
@@ -170,9 +153,9 @@ class Session(NodeRun):
             case _ if cell is not None and rank in cell.run_ranks.numbers:
                 cell.rank_said(rank, message, frames)
             case Displayed() | Cleared():
-                show(self.group.rank(rank), message, self._say)
+                self._show(rank, message)
             case CommsSaid():
-                self._comms.told(rank, message, frames)
+                self._take_comms(rank, message, frames)
             case Remarked(text=text):
                 self._say(Noted(text=text))
             case Failed(failure=failure):
@@ -182,22 +165,25 @@ class Session(NodeRun):
 
     def _could_not_prepare(self, failure: Failure) -> None:
         """Handle that a rank can't be prepared."""
-        if self._connected_at is not None:
+        if self._started_at is not None:
             self._repair.fail(f"rank {failure.rank}: {failure.message}")
         elif self._ending_as is None:
             self._failure = failure
             self.end_as(RunState.FAILED, "")
 
-    def rank_wrote(self, batch: OutputWritten) -> None:
+    def _cell_of(self, rank: int) -> SessionCell | None:
+        """Return the cell that the rank executes, or None."""
         cell = self._cell
-        if cell is not None and not cell.gone and batch.rank in cell.run_ranks.numbers:
+        return cell if cell is not None and not cell.gone and rank in cell.run_ranks.numbers else None
+
+    def rank_wrote(self, batch: OutputWritten) -> None:
+        if (cell := self._cell_of(batch.rank)) is not None:
             cell.rank_wrote(batch)
         elif not self.ended:
             self._say(batch)
 
     def rank_log_ended(self, rank: int, problem: str) -> None:
-        cell = self._cell
-        if cell is not None and not cell.gone and rank in cell.run_ranks.numbers:
+        if (cell := self._cell_of(rank)) is not None:
             cell.rank_log_ended(rank, problem)
         else:
             self.files.not_written(f"the log of rank {rank} ends here: {problem}")
@@ -211,10 +197,10 @@ class Session(NodeRun):
         self._questions.died(rank)
         if cell is not None and rank in cell.run_ranks.numbers:
             cell.rank_exited(rank, status)
-        elif is_unexpected and self._connected_at is not None:
-            self._say(Noted(text=self._exit_diagnosis.death(rank, status).message))
-        if is_unexpected and self._connected_at is None:
-            self._failure = self._exit_diagnosis.death(rank, status)
+        elif is_unexpected and self._started_at is not None:
+            self._say(Noted(text=self._death(rank, status).message))
+        if is_unexpected and self._started_at is None:
+            self._failure = self._death(rank, status)
             self.end_as(RunState.FAILED, "")
         if self._cell is None:
             self._repair.go_on()
@@ -222,18 +208,14 @@ class Session(NodeRun):
 
     def group_broken(self, kind: FailureKind, message: str) -> None:
         if self._cell is not None:
-            self._cell.group_broken(kind, message)
-        self.fail_whole(kind, message)
-        self._finish_if_gone()
+            self._cell.fail_whole(kind, message)
+        super().group_broken(kind, message)
 
-    def _take_joined(self, rank: int) -> None:
-        self._joined.add(rank)
-        if len(self._joined) == len(self.group.ranks) and self._ending_as is None:
-            self._connected_at = time.monotonic()
-            self._say(RanksStarted(pids=tuple(self.group.pids), warm=self._warm))
-            # a fault in the sampling does not cost the session
-            with faults.charging(lambda error: self._here.sampling.end(self._sampler)):
-                self._here.sampling.begin(self._sampler)
+    def _connected(self) -> None:
+        self._say_started()
+        # a fault in the sampling does not cost the session
+        with faults.charging(lambda error: self._here.sampling.end(self._sampler)):
+            self._here.sampling.begin(self._sampler)
 
     # ------------------------------------------------------------ end (NodeRun)
 
@@ -250,7 +232,7 @@ class Session(NodeRun):
             cell.end_as(RunState.CANCELLED, f"its session ended: {reason}")
             self._later(_CELL_ENDS_S, self._say_end)
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """Send SIGKILL to every rank."""
         for process in self.group.ranks:
             process.signal(signal.SIGKILL, whole_session=True)
@@ -266,7 +248,7 @@ class Session(NodeRun):
         super().abandon()
         self._here.sampling.end(self._sampler)
         # the ranks' exits are no longer handled, so their pending questions end here
-        for rank in self._run_ranks.numbers:
+        for rank in self.run_ranks.numbers:
             self._questions.died(rank)
 
     def fail_whole(self, kind: FailureKind, message: str) -> None:
@@ -281,9 +263,10 @@ class Session(NodeRun):
             self._cell.end_now()
         self._here.sampling.end(self._sampler)
         self.ended = True
+        self._final_state = self._ending_as
         self._news.close()
         now = time.monotonic()
-        connected = self._connected_at or now
+        connected = self._started_at or now
         failure = self._failure
         if failure is None and self._ending_as is RunState.TIMED_OUT:
             failure = self._failure_now(FailureKind.TIMEOUT, self._end_reason)
@@ -300,48 +283,33 @@ class Session(NodeRun):
         busy = [process for process in self.group.ranks if self._cell is not None and process.alive]
         for process in busy:
             process.signal(signal.SIGTERM, whole_session=True)
-        self._later(self._grace() if busy else EXIT_HANDLERS_S, self.kill)
+        self._later(self._grace() if busy else EXIT_HANDLERS_S, self._kill)
         self._finish_if_gone()
-
-    def _finish_if_gone(self) -> None:
-        if not self.ended or self.gone or not self.group.gone:
-            return
-        run_processes.kill_leftovers(self.run_id, self.group.pids, self._launched_ticks, reaped=not self.group.broken)
-        self.group.close()
-        self._is_over()
-
-    @property
-    def pids(self) -> list[int]:
-        return self.group.pids
-
-    @property
-    def state(self) -> RunState:
-        if self._ending_as is not None:
-            return self._ending_as if self.ended else RunState.CANCELLING
-        return RunState.STARTING if self._connected_at is None else RunState.RUNNING
 
     @property
     def connected(self) -> bool:
-        return self._connected_at is not None and self._ending_as is None
+        return self._started_at is not None and self._ending_as is None
 
     @property
     def busy(self) -> bool:
         """Whether a cell runs in the session, or its ranks are being started."""
-        return self._cell is not None or self._repair.busy or (self._connected_at is None and not self.gone)
+        return self._cell is not None or self._repair.busy or (self._started_at is None and not self.gone)
 
-    def detach(self) -> None:
-        """Do nothing: a session always ends with its notebook."""
-
-    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
-        if self.connected and not self._repair.busy:
-            self.group.hear_comms(message, frames)
-
-    def give_payload_up(self) -> None:
-        self.files.memory.give_payload_up()
+    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+        match message:
+            case TellComms() if self.connected and not self._repair.busy:
+                self.group.hear_comms(message, frames)
+            case KillRanks():
+                self._kill()
+            case ReclaimPayload():
+                self.files.memory.give_payload_up()
+            case _:
+                # a session can't be detached: it always ends with its notebook
+                pass
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         """Take the stacks of the cell's ranks; without a cell all ranks are idle."""
         if self._cell is not None:
             self._cell.take_stacks(done)
         else:
-            done(tuple(RankStack(rank=rank, problem="it is idle: no cell runs") for rank in self._run_ranks.numbers))
+            done(tuple(RankStack(rank=rank, problem="it is idle: no cell runs") for rank in self.run_ranks.numbers))

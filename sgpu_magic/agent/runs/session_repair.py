@@ -1,7 +1,7 @@
-"""Repairs a session's group and reports it: renews process groups and replaces dead ranks.
+"""What a session has besides its cells: repair of its group, reports, logs, and questions to idle ranks.
 
-After a cell that broke the process groups, and when ranks are replaced, every living rank renews its groups in place
-over a new store, so that the user's models and groups keep working. New ranks join over the same store.
+After a cell that broke the process groups, and when dead ranks are replaced, every living rank renews its groups in
+place over a new store, so that the user's models and groups keep working. New ranks join over the same store.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.rank_process import GroupStore
-from sgpu_magic.agent.runs.run_files import RunDirectory
+from sgpu_magic.agent.runs.run_files import RunFiles
+from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.events import GroupRenewed, RanksRestarted, SessionMoved
 from sgpu_magic.wire.node import Launch
-from sgpu_magic.wire.rank import Renew, Renewed
+from sgpu_magic.wire.rank import AnswerQuestion, Renew, Renewed
+from sgpu_magic.wire.run import RankAnswer, RankQuestion
 
 # gloo's own limit on the ranks is shorter
 _PATIENCE_S = 60.0
@@ -247,19 +249,19 @@ class SessionLogs:
 
     Args:
         group: The ranks.
-        directory: The session's directory.
+        files: The session's files.
     """
 
-    def __init__(self, group: Group, directory: RunDirectory) -> None:
+    def __init__(self, group: Group, files: RunFiles) -> None:
         self._group = group
-        self._directory = directory
+        self._files = files
         # lines and bytes in the session's logs of ranks that are lent to a cell
         self._written: dict[int, tuple[int, int]] = {}
 
     def begin(self, ranks: Iterable[int]) -> None:
         """Let new processes append to the session's logs."""
         for rank in ranks:
-            path = self._directory.log_path(rank)
+            path = self._files.log_path(rank)
             self._open(rank, 0, os.path.getsize(path) if os.path.exists(path) else 0)
 
     def lend(self, ranks: Iterable[int]) -> None:
@@ -277,4 +279,50 @@ class SessionLogs:
                 self._open(rank, lines, size)
 
     def _open(self, rank: int, lines: int, size: int) -> None:
-        self._group.rank(rank).output.switch_log(self._directory.log_path(rank), lines, size)
+        self._group.rank(rank).output.switch_log(self._files.log_path(rank), lines, size)
+
+
+# ---------------------------------------------------------------- questions to idle ranks
+
+
+Answered = Callable[[RankAnswer], None]
+
+
+class Questions:
+    """Sends questions to idle ranks of a session and delivers the answers.
+
+    Args:
+        group: The session's ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._asked = Pending[int, tuple[int, Answered]]()
+
+    def ask(self, request: int, question: RankQuestion, done: Answered, *, busy: bool) -> None:
+        """Ask a rank; `done` is called with its answer, or with the reason why there is none.
+
+        Args:
+            request: The question's number.
+            question: The question and its rank.
+            done: Receives the answer.
+            busy: Whether the ranks can't answer now.
+        """
+        rank = question.rank
+        if not 0 <= rank < len(self._group.ranks) or not self._group.rank(rank).alive:
+            done(RankAnswer(problem=f"there is no rank {rank}"))
+        elif busy:
+            done(RankAnswer(problem=f"rank {rank} is busy"))
+        else:
+            self._asked[request] = rank, done
+            self._group.order(rank, AnswerQuestion(request=request, question=question))
+
+    def answered(self, request: int, answer: RankAnswer) -> None:
+        """Deliver a rank's answer."""
+        if (asked := self._asked.pop(request, None)) is not None:
+            asked[1](answer)
+
+    def died(self, rank: int) -> None:
+        """Answer the dead rank's pending questions with a problem."""
+        for _, done in self._asked.take_all(lambda asked: asked[0] == rank):
+            done(RankAnswer(problem=f"rank {rank} has died"))

@@ -31,7 +31,7 @@ from sgpu_magic.config import host_name
 from sgpu_magic.packages.mismatches import driver_version
 from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.costs import read_simulated
-from sgpu_magic.wire.devices import Device, Inventory, canonical_type, memory_of, memory_text, used_bytes_of
+from sgpu_magic.wire.devices import Device, Inventory, memory_of, memory_text, type_named, used_bytes_of
 
 BUSY_MEMORY_SHARE = 0.05
 KEPT_OPEN_S = 5.0
@@ -223,7 +223,7 @@ class _Reader:
         total, used = memory(self._nvml, handle)
         return Device(
             uuid=self._nvml.nvmlDeviceGetUUID(handle),
-            type=_type_of(name),
+            type=type_named(name),
             name=name,
             memory_bytes=total,
             used_bytes=used,
@@ -240,14 +240,6 @@ class _Reader:
         except self._nvml.NVMLError as error:
             raise_if_lost(error)
         return []
-
-
-def _type_of(name: str) -> str:
-    """Return a device's type; a device with an unknown name also gets a type that users can request."""
-    try:
-        return canonical_type(name)
-    except ValueError:
-        return canonical_type(f"nvidia gpu {name}")
 
 
 def outside_use(pids: Sequence[int], own: frozenset[int], total_bytes: int, used_bytes: int | None) -> str:

@@ -10,8 +10,8 @@ import enum
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,52 +19,8 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 
-class Memory(Protocol):
-    total: int
-    used: int
-
-
-class GpuProcess(Protocol):
-    """A compute process. `usedGpuMemory` is None if the driver does not provide it, as on Windows."""
-
-    pid: int
-    usedGpuMemory: int | None
-
-
-class ProcessSample(Protocol):
-    """A process's share of the GPU's time, 0 to 100, until `timeStamp` (microseconds since the epoch)."""
-
-    pid: int
-    timeStamp: int
-    smUtil: int
-
-
-class Nvml(Protocol):
-    """The part of `pynvml` (nvidia-ml-py) in use; the module itself has no types."""
-
-    NVMLError: type[Exception]
-    NVMLLibraryMismatchError: type[Exception]
-    nvmlMemory_v2: int
-    NVML_TEMPERATURE_GPU: int
-
-    def nvmlInit(self) -> None: ...
-    def nvmlShutdown(self) -> None: ...
-    def nvmlDeviceGetCount(self) -> int: ...
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> object: ...
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> object: ...
-    def nvmlDeviceGetPciInfo(self, handle: object) -> Any: ...
-    def nvmlDeviceGetUUID(self, handle: object) -> str: ...
-    def nvmlDeviceGetName(self, handle: object) -> str: ...
-    def nvmlDeviceGetMemoryInfo(self, handle: object, version: int | None = None) -> Memory: ...
-    def nvmlDeviceGetUtilizationRates(self, handle: object) -> Any: ...
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> Sequence[GpuProcess]: ...
-    def nvmlDeviceGetProcessUtilization(self, handle: object, since_us: int) -> Sequence[ProcessSample]: ...
-    def nvmlDeviceGetPowerUsage(self, handle: object) -> int: ...
-    def nvmlDeviceGetTemperature(self, handle: object, sensor: int) -> int: ...
-    def nvmlDeviceGetTemperatureV(self, handle: object, sensor: int) -> int: ...
-    def nvmlDeviceGetMigMode(self, handle: object) -> Sequence[int]: ...
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: object) -> int: ...
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: object, index: int) -> object: ...
+Nvml = Any
+"""The module `pynvml` (nvidia-ml-py), which has no types."""
 
 
 class Code(enum.IntEnum):
@@ -89,7 +45,7 @@ def open_nvml() -> Nvml:
     """
     import pynvml
 
-    nvml = cast(Nvml, pynvml)
+    nvml: Nvml = pynvml
     nvml.nvmlInit()
     return nvml
 
@@ -104,7 +60,8 @@ def nvml_error() -> type[Exception]:
     """Return NVML's exception class."""
     import pynvml
 
-    return cast(Nvml, pynvml).NVMLError
+    nvml: Nvml = pynvml
+    return nvml.NVMLError
 
 
 # ---------------------------------------------------------------- values that may be absent

@@ -12,99 +12,177 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.group import RunRanks
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames
-from sgpu_magic.agent.ranks.run_processes import BUSY_SHARE, CpuWatch, ProcessTable
-from sgpu_magic.agent.watch.gpus import Gpus, IdleGpus
+from sgpu_magic.agent.ranks.run_processes import BUSY_SHARE, CpuWatch
+from sgpu_magic.agent.watch.gpus import IdleGpus
 from sgpu_magic.agent.watch.nvml import GpuReading
-from sgpu_magic.agent.watch.sampling import RunSampler, Sampling
+from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.agent.watch.stack_taking import StackTaker
-from sgpu_magic.config import Settings
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted
 from sgpu_magic.wire.rank_events import RankStack, Resumed, Stalled
 
+if TYPE_CHECKING:
+    from sgpu_magic.agent.runs.node_run import Surroundings
 
+# checks of CPU times within `stall_s`
+_TICKS = 15
+
+
+@dataclass(eq=False, repr=False)
 class RunWatch:
-    """Watches one run.
+    """Watches one run. While the run prints, a check for stalls only compares two numbers.
 
     Args:
         run_ranks: Its ranks.
         lease: Their devices.
         notebook: Recognizes the notebook's frames.
         has_reported: Returns whether a rank's cell has finished or failed.
-        sampling: The agent's sampler.
-        settings: The pool's settings.
+        here: What all runs of the agent share.
         say: Reports an event.
 
     Attributes:
         taker: Takes the ranks' stacks.
     """
 
-    def __init__(
-        self,
-        run_ranks: RunRanks,
-        lease: Lease,
-        notebook: NotebookFrames,
-        has_reported: Callable[[int], bool],
-        sampling: Sampling,
-        settings: Settings,
-        say: Callable[[EventBody], None],
-    ) -> None:
-        self._say = say
-        self.taker = StackTaker(run_ranks, notebook, has_reported)
-        self._sampling = sampling
-        self._idle = IdleGpus(self.taker, notebook, settings.idle_gpu_s, say)
-        self._sampler = RunSampler(run_ranks, lease, say, self._idle.used, notebook)
-        self._stalls = StallWatch(
-            run_ranks,
-            self.taker,
-            notebook,
-            sampling.processes,
-            sampling.gpus,
-            lease.uuids if self._sampler.gpus else (),
-            settings.stall_s,
-            say,
-        )
+    run_ranks: RunRanks
+    lease: Lease
+    notebook: NotebookFrames
+    has_reported: Callable[[int], bool]
+    here: Surroundings
+    say: Callable[[EventBody], None]
+
+    def __post_init__(self) -> None:
+        self.taker = StackTaker(self.run_ranks, self.notebook, self.has_reported)
+        self._idle = IdleGpus(self.taker, self.notebook, self.here.settings.idle_gpu_s, self.say)
+        self._sampler = RunSampler(self.run_ranks, self.lease, self.say, self._idle.used, self.notebook)
+        # the run's real GPUs in rank order; empty on CPU
+        self._uuids = self.lease.uuids if self._sampler.gpus else ()
+        self._loop = asyncio.get_running_loop()
+        self._stall_s = self.here.settings.stall_s
+        self._judge = StallJudge(self._stall_s)
+        self._cpu = CpuWatch()
+        self._tick_s = min(5.0, self._stall_s / _TICKS)
+        self._idle_s: dict[int, float] = {}
+        self._idle_ranks: frozenset[int] = frozenset()
+        self._last_output = self._loop.time()
+        self._next_look = 0.0
+        self._pause_s = self._tick_s
+        self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Start to watch: all ranks have started."""
         with faults.charging(self._faulted):
-            self._stalls.start()
-            self._sampling.begin(self._sampler)
+            if self._stall_s > 0:
+                self._last_output = self._loop.time()
+                self._timer = self._loop.call_later(self._tick_s, self._tick)
+            self.here.sampling.begin(self._sampler)
 
     def _faulted(self, error: Exception) -> None:
         """Stop watching after a fault in the monitoring; the run goes on."""
         self.is_ending()
         with faults.guarded(None):
-            self._sampling.end(self._sampler)
-        self._say(Noted(text=f"the run is no longer monitored: an internal error in the agent: {error!r}"))
+            self.here.sampling.end(self._sampler)
+        self.say(Noted(text=f"the run is no longer monitored: an internal error in the agent: {error!r}"))
 
     def wrote(self) -> None:
-        """Note that a rank has printed something."""
-        self._stalls.wrote()
+        """Note that a rank has printed something, and report that a stalled run has resumed."""
+        self._last_output = self._loop.time()
+        if self._judge.stalled and self._timer is not None and (resumed := self._judge.moved()):
+            self.say(resumed)
 
     def is_ending(self) -> None:
         """Stop detecting stalls and idle GPUs: ranks fail or are being stopped. Usage is still sampled."""
-        self._stalls.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._idle.stop()
 
     def end(self) -> None:
         """Stop all monitoring: the run's end is reported next."""
         self.is_ending()
-        self._sampling.end(self._sampler)
+        self.here.sampling.end(self._sampler)
+
+    # ------------------------------------------------------------ stalls
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        now = self._loop.time()
+        silent_s = now - self._last_output
+        if silent_s < self._tick_s:
+            self._cpu.forget()
+            self._pause_s = self._tick_s
+            return
+        pids = [process.pid for process in self.run_ranks.ranks if process.pid is not None and process.alive]
+        trees = self.here.sampling.processes.trees(pids, max_age_s=self._tick_s / 2)
+        self._idle_s = self._cpu.look(now, {pid: tree.cpu_s for pid, tree in trees.items()})
+        idle = frozenset(pid for pid, seconds in self._idle_s.items() if seconds > 0)
+        if idle != self._idle_ranks:
+            # something has changed: check soon
+            self._idle_ranks, self._pause_s = idle, self._tick_s
+            self._next_look = min(self._next_look, now)
+        if silent_s >= self._stall_s and now >= self._next_look:
+            # asking costs a rank with a full flight recorder 30 ms: ask less and less often while nothing is found
+            self._next_look = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, self._stall_s)
+            self.taker.take(self._took, gently=True)
+
+    def _took(self, stacks: tuple[RankStack, ...]) -> None:
+        if self._timer is None:
+            return
+        if self._uuids:
+            self.here.sampling.gpus.read(lambda readings: self._judge_now(stacks, readings))
+        else:
+            self._judge_now(stacks, {})
+
+    def _judge_now(self, stacks: tuple[RankStack, ...], readings: Mapping[str, GpuReading]) -> None:
+        if self._timer is None:
+            return
+        now = self._loop.time()
+        in_cell = {process.rank for process in self.run_ranks.ranks if process.alive}
+        in_cell -= {rank for rank in in_cell if self.has_reported(rank)}
+        looks = [self._look_of(stack, readings) for stack in stacks if stack.rank in in_cell]
+        found = self._judge.look(now, now - self._last_output, looks) if looks else None
+        if isinstance(found, Stalled):
+            # includes ranks that are done: the others may wait for them
+            found = Stalled(seconds=found.seconds, stacks=stacks)
+        if found is not None:
+            self.say(found)
+
+    def _look_of(self, stack: RankStack, readings: Mapping[str, GpuReading]) -> RankLook:
+        process = self.run_ranks.group.rank(stack.rank)
+        collective = stack.collective
+        # as `views.stacks.activity_of`: a rank with an asynchronous collective of gloo may be busy elsewhere
+        torch = not stack.frames or self.notebook.in_torch(stack.frames)
+        pending = collective is not None and collective.pending and (collective.queued or torch)
+        waits_in = collective.name if collective is not None and pending else self.notebook.collective(stack.frames)
+        entered_s = None
+        if pending and (entered_at := self.taker.entered_at.get(stack.rank, 0.0)):
+            entered_s = time.time() - entered_at
+        line = self.notebook.innermost(stack.frames)
+        idle_s = self._idle_s.get(process.pid or 0, 0.0)
+        reading = readings.get(self._uuids[stack.rank]) if self._uuids else None
+        if reading is not None and (reading.utilization_pct or 0) > 100 * BUSY_SHARE:
+            idle_s = 0.0
+        return RankLook(
+            stack=stack,
+            waits_in=waits_in,
+            at_line=line.line if line is not None else 0,
+            entered_s=entered_s,
+            idle_s=idle_s,
+        )
 
 
-# ---------------------------------------------------------------- stalls
+# ---------------------------------------------------------------- the decision
 
 
 Position = tuple[int, str, int, int]
-# checks of CPU times within `stall_s`
-_TICKS = 15
 
 
 class RankLook(msgspec.Struct, frozen=True):
@@ -176,128 +254,3 @@ class StallJudge:
         if not look.waits_in:
             return look.idle_s
         return look.entered_s if look.entered_s is not None else now - self._seen[look.position]
-
-
-@dataclass(eq=False, repr=False)
-class StallWatch:
-    """Watches one run for stalls. While the run prints, a check only compares two numbers.
-
-    Args:
-        run_ranks: The ranks.
-        taker: Takes their stacks.
-        notebook: Recognizes the notebook's frames.
-        processes: Measures their CPU usage.
-        gpus: Reads their GPUs' utilization.
-        uuids: The run's real GPUs in rank order; empty on CPU.
-        stall_s: Seconds without progress after which the run counts as stalled; 0 disables the watch.
-        say: Reports an event.
-    """
-
-    run_ranks: RunRanks
-    taker: StackTaker
-    notebook: NotebookFrames
-    processes: ProcessTable
-    gpus: Gpus
-    uuids: Sequence[str]
-    stall_s: float
-    say: Callable[[Stalled | Resumed], None]
-
-    def __post_init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._judge = StallJudge(self.stall_s)
-        self._cpu = CpuWatch()
-        self._tick_s = min(5.0, self.stall_s / _TICKS)
-        self._idle_s: dict[int, float] = {}
-        self._idle_ranks: frozenset[int] = frozenset()
-        self._last_output = self._loop.time()
-        self._next_look = 0.0
-        self._pause_s = self._tick_s
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Start to watch: all ranks have started."""
-        if self.stall_s > 0:
-            self._last_output = self._loop.time()
-            self._timer = self._loop.call_later(self._tick_s, self._tick)
-
-    def stop(self) -> None:
-        """Stop watching: the run ends."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def wrote(self) -> None:
-        """Note that a rank has printed something, and report that a stalled run has resumed."""
-        self._last_output = self._loop.time()
-        if self._judge.stalled and self._timer is not None and (resumed := self._judge.moved()):
-            self.say(resumed)
-
-    # ------------------------------------------------------------ within
-
-    def _tick(self) -> None:
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
-        now = self._loop.time()
-        silent_s = now - self._last_output
-        if silent_s < self._tick_s:
-            self._cpu.forget()
-            self._pause_s = self._tick_s
-            return
-        pids = [process.pid for process in self.run_ranks.ranks if process.pid is not None and process.alive]
-        trees = self.processes.trees(pids, max_age_s=self._tick_s / 2)
-        self._idle_s = self._cpu.look(now, {pid: tree.cpu_s for pid, tree in trees.items()})
-        idle = frozenset(pid for pid, seconds in self._idle_s.items() if seconds > 0)
-        if idle != self._idle_ranks:
-            # something has changed: check soon
-            self._idle_ranks, self._pause_s = idle, self._tick_s
-            self._next_look = min(self._next_look, now)
-        if silent_s >= self.stall_s and now >= self._next_look:
-            # asking costs a rank with a full flight recorder 30 ms: ask less and less often while nothing is found
-            self._next_look = now + self._pause_s
-            self._pause_s = min(2 * self._pause_s, self.stall_s)
-            self.taker.take(self._took, gently=True)
-
-    def _took(self, stacks: tuple[RankStack, ...]) -> None:
-        if self._timer is None:
-            return
-        if self.uuids:
-            self.gpus.read(lambda readings: self._judge_now(stacks, readings))
-        else:
-            self._judge_now(stacks, {})
-
-    def _judge_now(self, stacks: tuple[RankStack, ...], readings: Mapping[str, GpuReading]) -> None:
-        if self._timer is None:
-            return
-        now = self._loop.time()
-        looks = [self._look_of(stack, readings) for stack in stacks if self._is_in_its_cell(stack)]
-        found = self._judge.look(now, now - self._last_output, looks) if looks else None
-        if isinstance(found, Stalled):
-            # includes ranks that are done: the others may wait for them
-            found = Stalled(seconds=found.seconds, stacks=stacks)
-        if found is not None:
-            self.say(found)
-
-    def _is_in_its_cell(self, stack: RankStack) -> bool:
-        return not self.taker.has_reported(stack.rank) and self.run_ranks.rank(stack.rank).alive
-
-    def _look_of(self, stack: RankStack, readings: Mapping[str, GpuReading]) -> RankLook:
-        process = self.run_ranks.rank(stack.rank)
-        collective = stack.collective
-        # as `views.stacks.activity_of`: a rank with an asynchronous collective of gloo may be busy elsewhere
-        torch = not stack.frames or self.notebook.in_torch(stack.frames)
-        pending = collective is not None and collective.pending and (collective.queued or torch)
-        waits_in = collective.name if collective is not None and pending else self.notebook.collective(stack.frames)
-        entered_s = None
-        if pending and (entered_at := self.taker.entered_at.get(stack.rank, 0.0)):
-            entered_s = time.time() - entered_at
-        line = self.notebook.innermost(stack.frames)
-        idle_s = self._idle_s.get(process.pid or 0, 0.0)
-        reading = readings.get(self.uuids[stack.rank]) if self.uuids else None
-        if reading is not None and (reading.utilization_pct or 0) > 100 * BUSY_SHARE:
-            idle_s = 0.0
-        return RankLook(
-            stack=stack,
-            waits_in=waits_in,
-            at_line=line.line if line is not None else 0,
-            entered_s=entered_s,
-            idle_s=idle_s,
-        )

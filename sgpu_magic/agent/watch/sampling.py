@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -34,6 +35,7 @@ _MAX_LINE_CHARS = 80
 _SETTLED_S = 0.2
 
 
+@dataclass(eq=False, repr=False)
 class RunSampler:
     """Makes the samples of one run.
 
@@ -45,21 +47,15 @@ class RunSampler:
         notebook: Recognizes the notebook's frames; None to report no lines of code.
     """
 
-    def __init__(
-        self,
-        run_ranks: RunRanks,
-        lease: Lease,
-        say: Callable[[Sampled | Noted], None],
-        used: Callable[[Mapping[int, float | None]], None],
-        notebook: NotebookFrames | None = None,
-    ) -> None:
-        self._run_ranks = run_ranks
-        self._uuids = lease.uuids
+    run_ranks: RunRanks
+    lease: Lease
+    say: Callable[[Sampled | Noted], None]
+    used: Callable[[Mapping[int, float | None]], None]
+    notebook: NotebookFrames | None = None
+
+    def __post_init__(self) -> None:
         self._memory_bytes: int | None = None
-        self._say = say
-        self._used = used
-        self._notebook = notebook
-        self.gpus: tuple[str, ...] = () if lease.simulated else _gpus_here(lease, run_ranks)
+        self.gpus: tuple[str, ...] = () if self.lease.simulated else _gpus_here(self.lease, self.run_ranks)
         self._began_at = 0.0
         self._last_at = 0.0
         self._cpu_s: dict[int, float] = {}
@@ -70,7 +66,7 @@ class RunSampler:
     @property
     def pids(self) -> list[int]:
         """Process ids of the live ranks."""
-        return [process.pid for process in self._run_ranks.ranks if process.pid is not None and process.alive]
+        return [process.pid for process in self.run_ranks.ranks if process.pid is not None and process.alive]
 
     def begin(self, now: float, trees: Mapping[int, TreeUse], memory_bytes: int) -> None:
         """Set the start of the first sample.
@@ -96,15 +92,12 @@ class RunSampler:
         if seconds < _SLACK_S:
             return
         self._last_at = now
-        samples = [
-            self._sample_of(process, seconds, trees.get(process.pid or 0), readings)
-            for process in self._run_ranks.ranks
-            if process.alive
-        ]
+        alive = [process for process in self.run_ranks.ranks if process.alive]
+        samples = [self._sample_of(each, seconds, trees.get(each.pid or 0), readings) for each in alive]
         self._cpu_s = {pid: tree.cpu_s for pid, tree in trees.items()}
         self._tell_lost(samples, readings)
         if self.gpus:
-            self._used({sample.rank: sample.utilization_pct for sample in samples})
+            self.used({sample.rank: sample.utilization_pct for sample in samples})
         self._pending.append((seconds, samples))
         if now - self._began_at <= _FINE_S or sum(span for span, _ in self._pending) >= _COARSE_S - _SLACK_S:
             self.tell()
@@ -118,7 +111,7 @@ class RunSampler:
                 by_rank.setdefault(sample.rank, []).append(sample)
         if by_rank:
             samples = tuple(self._introduce(merged(samples)) for samples in by_rank.values())
-            self._say(Sampled(seconds=round(sum(span for span, _ in pending), 3), samples=samples))
+            self.say(Sampled(seconds=round(sum(span for span, _ in pending), 3), samples=samples))
 
     # ------------------------------------------------------------ within
 
@@ -126,7 +119,7 @@ class RunSampler:
         self, process: RankProcess, seconds: float, tree: TreeUse | None, readings: Mapping[str, GpuReading]
     ) -> RankSample:
         rank = process.rank
-        uuid = self._uuids[rank] if rank < len(self._uuids) else ""
+        uuid = self.lease.uuids[rank] if rank < len(self.lease.uuids) else ""
         before_s = self._cpu_s.get(process.pid or 0)
         cores = rss_bytes = None
         if tree is not None:
@@ -134,27 +127,26 @@ class RunSampler:
             # a descendant may have been reparented out of the tree
             cores = None if before_s is None else max(tree.cpu_s - before_s, 0.0) / seconds
         # as many as the threads that torch gets
-        share = max(1, core_count() // max(len(self._run_ranks.ranks), 1))
-        line = self._line_of(process)
+        share = max(1, core_count() // max(len(self.run_ranks.ranks), 1))
+        sample = RankSample(
+            rank=rank,
+            kind="cpu",
+            uuid=uuid,
+            total_bytes=self._memory_bytes,
+            cpu_cores=cores,
+            rss_bytes=rss_bytes,
+            cores=share,
+            line=self._line_of(process),
+        )
         if not self.gpus:
-            return RankSample(
-                rank=rank,
-                kind="cpu",
-                uuid=uuid,
-                total_bytes=self._memory_bytes,
-                cpu_cores=cores,
-                rss_bytes=rss_bytes,
-                cores=share,
-                line=line,
-            )
+            return sample
         reading = readings.get(uuid, GpuReading())
         own = tree.pids if tree is not None else frozenset[int]()
         # if NVML lists none of the rank's pids, its pids may be the host's
         known = own & reading.process_bytes.keys()
-        return RankSample(
-            rank=rank,
+        return msgspec.structs.replace(
+            sample,
             kind="mig" if uuid.startswith("MIG-") else "gpu",
-            uuid=uuid,
             utilization_pct=reading.utilization_pct,
             own_utilization_pct=_own_pct(own, reading) if known else None,
             used_bytes=reading.used_bytes,
@@ -162,21 +154,17 @@ class RunSampler:
             total_bytes=reading.total_bytes,
             power_w=reading.power_w,
             temperature_c=reading.temperature_c,
-            cpu_cores=cores,
-            rss_bytes=rss_bytes,
             problem=reading.problem,
-            cores=share,
-            line=line,
         )
 
     def _line_of(self, process: RankProcess) -> str:
         """Return where a rank is in its cell, "" once it has printed something."""
-        if self._notebook is None or process.output.total_bytes:
+        if self.notebook is None or process.output.total_bytes:
             return ""
-        frame = self._notebook.innermost(parse(process.stack_file.sampled()))
+        frame = self.notebook.innermost(parse(process.stack_file.sampled()))
         if frame is None:
             return ""
-        return f"line {frame.line}: {self._notebook.source(frame)}"[:_MAX_LINE_CHARS].removesuffix(": ")
+        return f"line {frame.line}: {self.notebook.source(frame)}"[:_MAX_LINE_CHARS].removesuffix(": ")
 
     def _introduce(self, sample: RankSample) -> RankSample:
         """Leave out values that do not change and were reported before."""
@@ -192,7 +180,7 @@ class RunSampler:
             if reading is not None and reading.lost and sample.rank not in self._lost:
                 self._lost.add(sample.rank)
                 why = reading.problem.removeprefix("it can't be read: it ")
-                self._say(Noted(text=f"rank {sample.rank}'s GPU ({sample.uuid}) {why}"))
+                self.say(Noted(text=f"rank {sample.rank}'s GPU ({sample.uuid}) {why}"))
 
 
 def _gpus_here(lease: Lease, run_ranks: RunRanks) -> tuple[str, ...]:
@@ -309,11 +297,7 @@ class Sampling:
             self.gpus.read(lambda readings: self._sample(with_gpus, now, trees, readings))
 
     def _sample(
-        self,
-        runs: list[RunSampler],
-        now: float,
-        trees: Mapping[int, TreeUse],
-        readings: Mapping[str, GpuReading],
+        self, runs: list[RunSampler], now: float, trees: Mapping[int, TreeUse], readings: Mapping[str, GpuReading]
     ) -> None:
         for run in runs:
             if run in self._runs:

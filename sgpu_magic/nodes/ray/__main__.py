@@ -67,7 +67,7 @@ class ClusterProcess:
     def __init__(self, sock: socket.socket, address: str, namespace: str, prefix: str) -> None:
         self._loop = asyncio.get_running_loop()
         self.finished: asyncio.Future[None] = self._loop.create_future()
-        self._stream = MessageStream[ToCluster](sock, to_cluster, self._obey, self._engine_gone)
+        self._stream = MessageStream[ToCluster](sock, to_cluster, self._obey, lambda: self._begin(self._forsake()))
         self._address, self._namespace, self._prefix = address, namespace, prefix
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sgpu-ray")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -129,11 +129,8 @@ class ClusterProcess:
             case EndAll():
                 self._begin(self._end_all())
 
-    def _engine_gone(self) -> None:
-        """The pool service died: drop pending requests. Placement groups whose runs the agents hold are kept."""
-        self._begin(self._forsake())
-
     async def _forsake(self) -> None:
+        """Drop pending requests: the pool service died. Placement groups whose runs the agents hold are kept."""
         asked = list(self._asked)
         self._asked.clear()
         for run_id in asked:
@@ -155,8 +152,7 @@ class ClusterProcess:
         except _RAYS as error:
             self._lost(error)
             return
-        types = cluster.type_names()
-        self._say(ClusterFound(address=address, types=types, agents=agents, leases=leases))
+        self._say(ClusterFound(address=address, types=cluster.type_names(), agents=agents, leases=leases))
         self._begin(self._watch())
 
     async def _watch(self) -> None:
@@ -275,16 +271,16 @@ def _steady(before: NodeFacts | None, now: NodeFacts) -> NodeFacts:
     )
 
 
-async def _run(sock: socket.socket, address: str, namespace: str, prefix: str) -> None:
-    process = ClusterProcess(sock, address, namespace, prefix)
-    await process.finished
-    process.close()
-
-
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    descriptor, address, namespace, prefix = sys.argv[1:]
-    asyncio.run(_run(socket.socket(fileno=int(descriptor)), address, namespace, prefix))
+    descriptor, *arguments = sys.argv[1:]
+
+    async def run() -> None:
+        process = ClusterProcess(socket.socket(fileno=int(descriptor)), *arguments)
+        await process.finished
+        process.close()
+
+    asyncio.run(run())
     # threads may hang in Ray: exit without waiting for them
     os._exit(0)
 

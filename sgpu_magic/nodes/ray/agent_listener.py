@@ -80,7 +80,7 @@ class NodeLink(msgspec.Struct, eq=False):
         """Send a message to the agent, unless the link is closed."""
         if self.open:
             self.sent += 1
-            self.listener.say(self, Carried(link=self.link, number=self.sent), codec.encode(message), *frames)
+            self.listener.send(self.identity, Carried(link=self.link, number=self.sent), codec.encode(message), *frames)
 
     def close(self) -> None:
         """Forget the link. An agent that is still running opens another one."""
@@ -153,18 +153,15 @@ class AgentListener:
 
     # ------------------------------------------------------------ for links
 
-    def say(self, link: NodeLink, message: Record, *frames: bytes) -> None:
-        self._send(link.identity, message, *frames)
+    def send(self, identity: bytes, message: Record, *frames: bytes) -> None:
+        # a peer that is not connected misses the message, detects the gap and opens a new link
+        self._socket.send([identity, codec.encode(message), *frames])
 
     def forget(self, link: NodeLink) -> None:
         if self._links.get(link.node) is link:
             del self._links[link.node]
 
     # ------------------------------------------------------------ within
-
-    def _send(self, identity: bytes, message: Record, *frames: bytes) -> None:
-        # a peer that is not connected misses the message, detects the gap and opens a new link
-        self._socket.send([identity, codec.encode(message), *frames])
 
     def _received(self, frames: Sequence[zmq.Frame]) -> None:
         identity, *parts = frames
@@ -183,7 +180,7 @@ class AgentListener:
         link = self._links.get(node)
         if link is None or link.link != message.link:
             if not isinstance(message, LinkBroken | NodeLeaves):
-                self._send(identity, LinkBroken(link=message.link))
+                self.send(identity, LinkBroken(link=message.link))
             return
         link.identity = identity
         link.heard_at = self._loop.time()
@@ -216,11 +213,11 @@ class AgentListener:
                 link.open = False
             self._links[node] = link = NodeLink(node, name, identity, self._loop.time(), self)
         link.identity = identity
-        self.say(link, LinkOpened(link=name))
+        self.send(link.identity, LinkOpened(link=name))
 
     def _break(self, link: NodeLink) -> None:
         """Tell the node to open a new link; until then it counts as connected."""
-        self.say(link, LinkBroken(link=link.link))
+        self.send(link.identity, LinkBroken(link=link.link))
 
     def _tick(self) -> None:
         now = self._loop.time()
@@ -236,7 +233,7 @@ class AgentListener:
                 link.close()
                 self._on_lost(link.node, f"it has been silent for {silent_s:.1f} s", True)
             elif self._beats:
-                self.say(link, LinkBeat(link=link.link, sent=link.sent))
+                self.send(link.identity, LinkBeat(link=link.link, sent=link.sent))
 
 
 # ---------------------------------------------------------------- files in a private directory

@@ -146,11 +146,9 @@ def coming() -> str:
     except (RayError, RuntimeError, ValueError, OSError):
         return ""
     failed: Sequence[Any] = status.failed_launches
-    launches: Counter[str] = Counter()
+    launches: Counter[str] = Counter(node.ray_node_type_name for node in status.pending_nodes)
     for launch in status.pending_launches:
         launches[launch.ray_node_type_name] += launch.count
-    for node in status.pending_nodes:
-        launches[node.ray_node_type_name] += 1
     words = [f"{count} of {kind}" for kind, count in sorted(launches.items())]
     sentences = [f"the autoscaler is adding {', '.join(words)}"] if words else []
     sentences += [f"the autoscaler could not add {one.ray_node_type_name}: {one.details}" for one in failed[-1:]]

@@ -188,10 +188,6 @@ class Job(msgspec.Struct, frozen=True):
         return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
 
 
-class _Logs(msgspec.Struct, frozen=True):
-    logs: str = ""
-
-
 class JobsApi:
     """A client of one cluster. Every method may raise `PoolError`: the cluster can't be reached, or refuses.
 
@@ -243,7 +239,7 @@ class JobsApi:
     def logs(self, name: str) -> str:
         """The job's output; "" while there is none."""
         found = self._ask("GET", f"/api/jobs/{name}/logs", missing=True)
-        return "" if found is None else self._decoded(found, _Logs).logs
+        return "" if found is None else self._decoded(found, dict[str, str]).get("logs", "")
 
     def stop(self, name: str) -> None:
         self._ask("POST", f"/api/jobs/{name}/stop")

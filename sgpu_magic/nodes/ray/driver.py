@@ -6,6 +6,7 @@ needs its node; an agent without runs is ended after an idle time.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
@@ -229,12 +230,8 @@ def start_driver(
     # no usage statistics to Ray's authors on behalf of the cluster's users, no advice about imports
     environ = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", **os.environ}
     command = [sys.executable, "-m", "sgpu_magic.nodes.ray"]
-    driver = child_process.ChildProcess(
-        lambda: child_process.start(command, arguments, environ=environ, log=log),
-        from_cluster,
-        on_message,
-        pauses_s=_AGAIN_S,
-    )
+    start = functools.partial(child_process.start, command, arguments, environ=environ, log=log)
+    driver = child_process.ChildProcess(start, from_cluster, on_message, pauses_s=_AGAIN_S)
     driver.begin()
     return driver
 
@@ -257,12 +254,7 @@ class NodeAgents:
         leaving: Nodes whose agents were told to end and have not exited yet.
     """
 
-    def __init__(
-        self,
-        order: Callable[[str], AgentOrder],
-        send: Callable[[ToCluster], None],
-        idle_s: float,
-    ) -> None:
+    def __init__(self, order: Callable[[str], AgentOrder], send: Callable[[ToCluster], None], idle_s: float) -> None:
         self._order = order
         self._send = send
         self._idle_s = idle_s

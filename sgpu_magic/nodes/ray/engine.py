@@ -121,9 +121,8 @@ class RayEngine(Engine):
             return None
         # a node on which a given-up run is being ended becomes usable again: runs that need it wait
         away = {node for node in self._facts if node in self._away or node in self._stale}
-        return leases.inventory_of(
-            self._name, self._facts.values(), self._leases.values(), self._elastic, coming=self._coming, away=away
-        )
+        ours, facts = self._leases.values(), self._facts.values()
+        return leases.inventory_of(self._name, facts, ours, self._elastic, self._coming, away)
 
     def close(self) -> None:
         if self._begun:
@@ -137,18 +136,8 @@ class RayEngine(Engine):
     # ------------------------------------------------------------ leases
 
     def place(self, launch: Launch, frames: Sequence[bytes]) -> None:
-        settings, spec = self._settings, launch.spec
-        order = leases.request_of(
-            spec.run_id,
-            launch.lease,
-            spec.placement,
-            self._facts,
-            cpus=settings.ray_cpus_per_gpu,
-            select=settings.ray_select,
-            names=self._types,
-            avoid=self._away,
-        )
-        self._asked[spec.run_id] = (order, launch, frames)
+        order = leases.request_of(launch, self._facts, self._settings, self._types, self._away)
+        self._asked[order.run_id] = (order, launch, frames)
         self._tell(order)
         self._watch()
 
@@ -342,7 +331,6 @@ class RayEngine(Engine):
         if self._settled:
             # before that it is unknown which runs the agents of the last service hold
             self._agents.retire(self._channels.keys(), busy, time.monotonic())
+        address = reached_at(self._agent_listener.address, self._host)
         for node in self._agents.late(time.monotonic()):
-            self.node_lost(
-                node, f"its agent can't reach the pool at {reached_at(self._agent_listener.address, self._host)}"
-            )
+            self.node_lost(node, f"its agent can't reach the pool at {address}")

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 
 import msgspec
 
+from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.nodes.engine_reports import inventory_with
 from sgpu_magic.nodes.ray.driver import AskLease, LeasePart, NodeFacts
@@ -19,19 +20,22 @@ from sgpu_magic.wire.devices import (
     Lease,
     Node,
     NodeShare,
-    Placement,
     canonical_type,
     memory_of,
+    type_named,
 )
+from sgpu_magic.wire.node import Launch
 
 OTHERS = "in use by others on the Ray cluster"
 AWAY = "on a node that does not answer"
 # how long the pool waits for unprobed nodes when it starts: if others are probed already, and if none is
 _SOME_S, _NONE_S = 15.0, 45.0
+# device types and how many of each an autoscaler may add
+Elastic = tuple[tuple[str, int], ...]
 _COUNT = re.compile(r"(?P<type>[^:]+):\s*(?P<count>[0-9]{1,6})\s*")
 
 
-def read_elastic(text: str) -> tuple[tuple[str, int], ...]:
+def read_elastic(text: str) -> Elastic:
     """Parse the setting `ray_elastic` into pairs of device type and number of devices.
 
     Raises:
@@ -55,13 +59,8 @@ def read_elastic(text: str) -> tuple[tuple[str, int], ...]:
 
 def type_of(facts: NodeFacts) -> str:
     """The type of a node's GPUs, from Ray's label, its resource, or NVML's name, in this order."""
-    for name in (facts.label, facts.resource, *(device.name for device in facts.devices[:1])):
-        if name:
-            try:
-                return canonical_type(name)
-            except ValueError:
-                return canonical_type(f"nvidia gpu {name}")
-    return canonical_type("nvidia gpu")
+    names = (facts.label, facts.resource, *(device.name for device in facts.devices[:1]))
+    return type_named(next(filter(None, names), ""))
 
 
 def is_known(facts: NodeFacts) -> bool:
@@ -90,31 +89,23 @@ def is_usable(facts: NodeFacts) -> bool:
 def devices_of(facts: NodeFacts) -> tuple[Device, ...]:
     """A node's GPUs in Ray's order: real ones with NVML's UUIDs, others marked as simulated."""
     kind = type_of(facts) if facts.gpus else ""
-    devices: list[Device] = []
-    for number in range(facts.gpus):
-        real = facts.devices[number] if number < len(facts.devices) else None
-        devices.append(
-            Device(
-                uuid=real.uuid if real else f"SIM-{kind}-{facts.node[:10]}-{number}",
-                type=kind,
-                name=real.name if real else f"simulated {kind}",
-                index=number,
-                memory_bytes=real.memory_bytes if real else memory_of(kind),
-                simulated=real is None,
-                node=facts.node,
-            )
+    real = [*facts.devices[: facts.gpus], *[None] * (facts.gpus - len(facts.devices))]
+    return tuple(
+        Device(
+            uuid=one.uuid if one else f"SIM-{kind}-{facts.node[:10]}-{number}",
+            type=kind,
+            name=one.name if one else f"simulated {kind}",
+            index=number,
+            memory_bytes=one.memory_bytes if one else memory_of(kind),
+            simulated=one is None,
+            node=facts.node,
         )
-    return tuple(devices)
+        for number, one in enumerate(real)
+    )
 
 
 def inventory_of(
-    name: str,
-    nodes: Iterable[NodeFacts],
-    leases: Iterable[Lease],
-    elastic: tuple[tuple[str, int], ...] = (),
-    *,
-    coming: str = "",
-    away: Collection[str] = (),
+    name: str, nodes: Iterable[NodeFacts], leases: Iterable[Lease], elastic: Elastic, coming: str, away: Collection[str]
 ) -> Inventory:
     """Return the inventory of the whole cluster for the scheduler.
 
@@ -194,39 +185,29 @@ _STRATEGIES = {"pack": "PACK", "strict_pack": "STRICT_PACK", "spread": "SPREAD"}
 
 
 def request_of(
-    run_id: str,
-    lease: Lease,
-    placement: Placement,
-    nodes: Mapping[str, NodeFacts],
-    *,
-    cpus: float,
-    select: str,
-    names: Iterable[str],
-    avoid: Set[str] = frozenset(),
+    launch: Launch, nodes: Mapping[str, NodeFacts], settings: Settings, names: Iterable[str], avoid: Set[str]
 ) -> AskLease:
     """Return the request for a run's placement group.
 
     Args:
-        run_id: The run.
-        lease: The lease that the scheduler proposes.
-        placement: The placement that the run requests.
+        launch: The launch, with the lease that the scheduler proposes.
         nodes: The cluster's nodes, by id.
-        cpus: CPUs per GPU.
-        select: The setting `ray_select`.
+        settings: The pool's settings.
         names: Ray's names of GPU types, for types that no node has yet.
         avoid: Ids of nodes that do not answer, even if Ray considers them alive.
     """
+    lease, placement = launch.lease, launch.spec.placement
     gpus = not lease.cpu_slots
     away = sorted(avoid & nodes.keys())
     there = [facts for node, facts in nodes.items() if node not in avoid]
-    labels, resources = _selectors(lease.device_type, there, select, names) if gpus else ({}, {})
+    labels, resources = _selectors(lease.device_type, there, settings.ray_select, names) if gpus else ({}, {})
     if away:
         labels = {_NODE_LABEL: f"!{_any_of(away)}"} | labels
     return AskLease(
-        run_id=run_id,
+        run_id=launch.spec.run_id,
         ranks=lease.ranks,
         gpus=gpus,
-        cpus=_cpus_that_fit(lease.device_type, nodes.values(), cpus) if gpus else 1.0,
+        cpus=_cpus_that_fit(lease.device_type, nodes.values(), settings.ray_cpus_per_gpu) if gpus else 1.0,
         labels=labels,
         resources=resources,
         strategy="STRICT_PACK" if placement.nodes == 1 else _STRATEGIES[placement.strategy],
@@ -293,9 +274,8 @@ def why_not(order: AskLease, lease: Lease, nodes: Iterable[NodeFacts], leases: I
         if has:
             total[facts.node], hosts[facts.node] = has, facts.host
             free[facts.node] = max(0, has - outside - ours.get(facts.node, 0))
-    where = {"STRICT_PACK": " on one node", "STRICT_SPREAD": ""}.get(order.strategy, "")
-    if order.nodes > 1:
-        where = f" on {order.nodes} nodes"
+    on_one = " on one node" if order.strategy == "STRICT_PACK" else ""
+    where = f" on {order.nodes} nodes" if order.nodes > 1 else on_one
     name = "CPU slots" if kind == CPU else kind.upper()
     text = f"Ray has not granted {order.ranks} {name}{where}: {sum(free.values())} of {sum(total.values())} are free"
     if total:

@@ -24,11 +24,8 @@ def look() -> dict[str, Any]:
     needed = ("blake3", "msgspec", "zmq", "platformdirs", "packaging", "pathspec", "psutil", "uv", "cloudpickle")
     devices: list[dict[str, Any]] = []
     driver = ""
-    try:
+    if importlib.util.find_spec("pynvml") is not None:
         nvml: Any = importlib.import_module("pynvml")
-    except ImportError:
-        nvml = None
-    if nvml is not None:
         try:
             nvml.nvmlInit()
             driver = str(nvml.nvmlSystemGetDriverVersion())
@@ -43,10 +40,8 @@ def look() -> dict[str, Any]:
             devices = []
     version = ""
     if importlib.util.find_spec("sgpu_magic") is not None:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version("sgpu-magic")
-        except importlib.metadata.PackageNotFoundError:
-            version = ""
     return {
         "devices": devices,
         "driver": driver,

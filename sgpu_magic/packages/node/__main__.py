@@ -1,6 +1,6 @@
-"""`python -m sgpu_magic.packages.node <pid of the agent>`: builds one environment for the agent that started it.
+"""`python -m sgpu_magic.packages.node <fd> <pid of the agent>`: builds one environment for the agent that started it.
 
-Reads a `BuildOrder` as JSON from standard input and writes `BuildNews` as JSON lines to standard output. It dies with
+Reads a `BuildOrder` as JSON from a socket until end of file, and writes `BuildNews` as JSON lines to it. It dies with
 the agent. On SIGTERM it cleans up and exits.
 """
 
@@ -15,7 +15,8 @@ from types import FrameType
 def main() -> None:
     from sgpu_magic.system import processes
 
-    processes.die_with_parent(int(sys.argv[1]))
+    link, agent = map(int, sys.argv[1:])
+    processes.die_with_parent(agent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
     from sgpu_magic.packages.node.builder import Builder
@@ -23,9 +24,10 @@ def main() -> None:
     from sgpu_magic.packages.node.store import BuildNews, BuildReady, BuildRefused, decode_order, encode
 
     def tell(news: BuildNews) -> None:
-        os.write(1, encode(news) + b"\n")
+        os.write(link, encode(news) + b"\n")
 
-    order = decode_order(sys.stdin.buffer.read())
+    with open(link, "rb", closefd=False) as asked:
+        order = decode_order(asked.read())
     builder = Builder(order, tell)
     try:
         built, lock = builder.build()

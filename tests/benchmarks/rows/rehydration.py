@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from sgpu_magic.packages.node.base_layer import layer_tag
 from sgpu_magic.packages.node.store import BuildOrder, BuildReady, BuildRefused, Store, decode_news, encode
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv, uv_path
+from sgpu_magic.system import child_process
 from sgpu_magic.wire.attachments import Environment
 from tests.benchmarks.environment import Bench
 from tests.benchmarks.measure import MeasurementFailed, Row, Series, at_most, at_most_times, collect
@@ -59,14 +61,13 @@ class _Node:
             budget_bytes=50_000_000_000,
         )
         before = time.perf_counter()
-        command = [sys.executable, "-m", "sgpu_magic.packages.node", str(os.getpid())]
+        command = [sys.executable, "-m", "sgpu_magic.packages.node"]
         environ = {**os.environ, **self.variables}
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as builder:
-            assert builder.stdin is not None
-            assert builder.stdout is not None
-            builder.stdin.write(encode(order))
-            builder.stdin.close()
-            for line in builder.stdout:
+        link, builder = child_process.start(command, [str(os.getpid())], environ=environ)
+        with builder, link, link.makefile("rb") as lines:
+            link.sendall(encode(order))
+            link.shutdown(socket.SHUT_WR)
+            for line in lines:
                 said = decode_news(line)
                 if isinstance(said, BuildReady):
                     seconds = time.perf_counter() - before

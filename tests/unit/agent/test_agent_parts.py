@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
@@ -49,6 +48,10 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def failure(rank: int, at: float, *, victim: bool = False, message: str = "") -> Failure:
     return Failure(kind=FailureKind.USER_CODE, message=message, rank=rank, at=at, is_consequence=victim)
+
+
+def died(status: int, rank: int = 0, pid: int | None = None) -> Failure:
+    return Failure(kind=FailureKind.WORKER_DIED, message="", rank=rank, at=1.0, exit_status=status, pid=pid)
 
 
 def test_nothing_failed():
@@ -97,7 +100,7 @@ def test_the_culprit_is_never_a_victim_when_there_is_another(failures: list[Fail
 )
 def test_a_death_tells_how(status: int, says: str):
     told = death(
-        2, 4, "node", status, 1.0, pid=4711, last_line="Cell In[9], line 6: work()", last_output="one\nlast words\n"
+        died(status, rank=2, pid=4711), 4, last_line="Cell In[9], line 6: work()", last_output="one\nlast words\n"
     )
     assert told.message.startswith(says)
     assert "\nits last Python line: Cell In[9], line 6: work()\n" in told.message
@@ -106,13 +109,13 @@ def test_a_death_tells_how(status: int, says: str):
 
 
 def test_a_death_of_which_nothing_is_known_says_nothing_more():
-    assert death(0, 1, "node", -signal.SIGTERM, 1.0).message == (
+    assert death(died(-signal.SIGTERM), 1).message == (
         "rank 0 of 1 was killed by SIGTERM: another process asked it to end"
     )
 
 
 def test_what_is_known_of_a_signal_takes_the_place_of_what_it_usually_means():
-    told = death(0, 1, "node", -signal.SIGKILL, 1.0, meaning="the system's out-of-memory killer ended it")
+    told = death(died(-signal.SIGKILL), 1, meaning="the system's out-of-memory killer ended it")
     assert told.message == "rank 0 of 1 was killed by SIGKILL: the system's out-of-memory killer ended it"
 
 
@@ -562,22 +565,12 @@ def keeper() -> Iterator[BackgroundCopier]:
     made.close()
 
 
-class Waiter:
-    """What the keeper says, for the test's thread."""
-
-    def __init__(self) -> None:
-        self.said: tuple[bool, str] | None = None
-        self._event = threading.Event()
-
-    def __call__(self, kept: bool, why: str) -> None:
-        self.said = (kept, why)
-        self._event.set()
-
-    def wait(self) -> tuple[bool, str]:
-        # it copies at idle priority
-        assert self._event.wait(60)
-        assert self.said is not None
-        return self.said
+def kept(keeper: BackgroundCopier, job: CopyJob) -> str:
+    """Return why nothing was kept."""
+    copying = keeper.keep(job)
+    assert copying is not None
+    # it copies at idle priority
+    return copying.result(60)
 
 
 def memory_file(data: bytes) -> int:
@@ -593,9 +586,7 @@ needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs 
 def test_a_payload_is_kept_whole_and_private(keeper: BackgroundCopier, tmp_path: Path):
     data = os.urandom(40 << 20)
     source = memory_file(data)
-    said = Waiter()
-    keeper.keep(CopyJob(source, len(data), tmp_path / "payload.bin", said))
-    assert said.wait() == (True, "")
+    assert kept(keeper, CopyJob(source, len(data), tmp_path / "payload.bin")) == ""
     assert (tmp_path / "payload.bin").read_bytes() == data
     assert (tmp_path / "payload.bin").stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path) == ["payload.bin"]
@@ -607,7 +598,7 @@ def test_a_payload_is_kept_whole_and_private(keeper: BackgroundCopier, tmp_path:
 def test_a_timer_that_is_still_due_when_the_agent_ends_copies_nothing(keeper: BackgroundCopier, tmp_path: Path):
     source = memory_file(b"x")
     keeper.close()
-    keeper.keep(CopyJob(source, 1, tmp_path / "payload.bin", Waiter()))
+    assert keeper.keep(CopyJob(source, 1, tmp_path / "payload.bin")) is None
     with pytest.raises(OSError):
         os.fstat(source)
     assert os.listdir(tmp_path) == []
@@ -624,23 +615,16 @@ def test_a_timer_that_is_still_due_when_the_agent_ends_copies_nothing(keeper: Ba
 def test_what_can_not_be_kept_leaves_nothing(
     keeper: BackgroundCopier, tmp_path: Path, prepare: Callable[[CopyJob], None], says: str
 ):
-    said = Waiter()
-    job = CopyJob(memory_file(b"x" * 100_000), 100_000, tmp_path / "payload.bin", said)
+    job = CopyJob(memory_file(b"x" * 100_000), 100_000, tmp_path / "payload.bin")
     prepare(job)
-    keeper.keep(job)
-    kept, why = said.wait()
-    assert not kept
-    assert says in why
+    assert says in kept(keeper, job)
     assert os.listdir(tmp_path) == []
 
 
 @needs_memfd
 def test_the_keeper_goes_on_after_a_failure(keeper: BackgroundCopier, tmp_path: Path):
-    failed, kept = Waiter(), Waiter()
-    keeper.keep(CopyJob(memory_file(b"a"), 1, tmp_path / "missing" / "payload.bin", failed))
-    keeper.keep(CopyJob(memory_file(b"b"), 1, tmp_path / "payload.bin", kept))
-    assert failed.wait()[0] is False
-    assert kept.wait() == (True, "")
+    assert kept(keeper, CopyJob(memory_file(b"a"), 1, tmp_path / "missing" / "payload.bin"))
+    assert kept(keeper, CopyJob(memory_file(b"b"), 1, tmp_path / "payload.bin")) == ""
 
 
 # ---------------------------------------------------------------- a standby group

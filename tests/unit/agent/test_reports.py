@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from small_disks import small_disk
 
 from sgpu_magic.agent import reports, run_registry
-from sgpu_magic.agent.reports import Reports
+from sgpu_magic.agent.reports import FileRequests, Reports
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs import send_files_to_pool
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
@@ -183,7 +183,8 @@ class FarAgent:
         self._waiting: list[StoreRunFile] = []
         self.reports = Reports(self.send)
         chosen = replace(Settings(), state_dir=str(state))
-        self.far = FilesToPool(chosen, self.send, self.reports)
+        self.requests = FileRequests(self.send)
+        self.far = FilesToPool(chosen, self.requests, self.reports)
         nobody = cast("StandbyGroups", None)
         self.runs = RunRegistry(nobody, self.reports, lambda: True, lambda _: None, self.far, None)
         launch = self.far.placed(msgspec.structs.replace(launch_of(), far=True))
@@ -201,7 +202,8 @@ class FarAgent:
             # the pool has it on disk at once
             asyncio.get_running_loop().call_soon(self.reports.kept, RUN_THERE, message.number)
         elif isinstance(message, StoreRunFile) and self.takes_files:
-            asyncio.get_running_loop().call_soon(self.far.stored, RunFileStored(request=message.request))
+            stored = RunFileStored(request=message.request)
+            asyncio.get_running_loop().call_soon(self.requests.answered, stored, ())
         elif isinstance(message, StoreRunFile):
             self._waiting.append(message)
 
@@ -209,7 +211,7 @@ class FarAgent:
         """The network is there again."""
         self.takes_files = True
         for message in self._waiting:
-            self.far.stored(RunFileStored(request=message.request))
+            self.requests.answered(RunFileStored(request=message.request), ())
 
     def end(self) -> None:
         """Its ranks have ended, and left."""

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from launches import placed_launch
 
+from sgpu_magic.agent.reports import FileRequests
 from sgpu_magic.agent.runs import run_memory
 from sgpu_magic.agent.runs.preparing import LaunchInputs
 from sgpu_magic.config import load_settings
@@ -138,7 +139,7 @@ def test_a_payload_that_can_not_be_joined_leaves_no_file(tmp_path: Path, monkeyp
     source = StoredPayload(parts=(StoredPart(digest=digest, offset=0, size=100),), size=100)
 
     async def go() -> None:
-        await LaunchInputs(settings, lambda *_: None).payload(launch, source)
+        await LaunchInputs(settings, FileRequests(lambda *_: None)).payload(launch, source)
 
     with pytest.raises(OSError, match="shorter"):
         asyncio.run(go())

@@ -111,7 +111,7 @@ class Cluster:
 
     def break_link(self, part: int) -> None:
         """The node sends again what was not passed on."""
-        self.adopt(part, self.joint.passed(part))
+        self.adopt(part, self.joint.parts[part].passed)
 
     def adopt(self, part: int, number: int) -> None:
         """As an agent that is adopted, which says again what became of the payload."""
@@ -147,7 +147,7 @@ def test_whatever_the_order_a_run_is_told_once(moves: list[tuple[str, int]], lin
                 cluster.break_link(part)
             case _:
                 cluster.restart_service()
-        assert all(cluster.joint.passed(part) >= number for part, number in newest(cluster.log).items())
+        assert all(cluster.joint.parts[part].passed >= number for part, number in newest(cluster.log).items())
     restarted = any(move == "restart" for move, _ in moves)
     cluster.finish()
     log = cluster.log
@@ -201,7 +201,7 @@ def test_what_follows_an_event_that_waits_waits_too():
     joint = JointRun(2)
     first = numbered([RanksStarted(pids=(1,), warm="zygote"), output(0, 0)])
     assert [told for event in first for told in joint.heard(0, event, (), 100.0)] == []
-    assert joint.passed(0) == 0
+    assert joint.parts[0].passed == 0
     told = joint.heard(1, numbered([RanksStarted(pids=(2,), warm="zygote")])[0], (), 100.0)
     assert [type(event.body) for event, _ in told] == [RanksStarted, OutputWritten]
     assert told[0][0].joined == ((0, 1),)

@@ -29,6 +29,8 @@ A, B, GPU = "aaaa0000", "bbbb0000", "GPU-0"
 class Agent:
     """In place of a `LocalAgent`: keeps what it is sent."""
 
+    node = ""
+
     def __init__(self, *_: object, **__: object) -> None:
         self.orders: list[tuple[ToAgent, int]] = []
         self.descriptors: list[int] = []
@@ -51,7 +53,7 @@ class Agent:
         return [(order.spec.run_id, count) for order, count in self.orders if isinstance(order, Launch)]
 
     def clean_up_after(self) -> None: ...
-    def end(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Service:

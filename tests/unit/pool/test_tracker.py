@@ -19,6 +19,7 @@ from sgpu_magic.tracking.store import Progress, load_progress, save_progress
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.events import EventBody, Noted, Tracked
+from sgpu_magic.wire.node import TrackingKnown
 from sgpu_magic.wire.tracking import (
     Track,
     TrackedRun,
@@ -86,8 +87,8 @@ class Service:
 
     # the engine
 
-    def tracking_known(self, run_id: str, tracked: TrackedRun | None, problem: str) -> None:
-        self.ranks.append((run_id, tracked, problem))
+    def order(self, order: TrackingKnown) -> None:
+        self.ranks.append((order.run_id, order.tracked, order.problem))
 
     # a test's own
 
