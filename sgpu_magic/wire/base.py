@@ -16,6 +16,18 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of the records: immutable; fields with their default value are not sent."""
 
 
+class OfRun(Record, frozen=True, kw_only=True):
+    """Base of messages and events that concern one run."""
+
+    run_id: str
+
+
+class Numbered(Record, frozen=True, kw_only=True):
+    """Base of requests, which their sender numbers, and of replies, which carry the request's number."""
+
+    request: int
+
+
 _ID = re.compile(r"[0-9a-f]{8}")
 SHORT_LENGTH = 4
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from sgpu_magic.wire.base import Record, RunKind, RunState
+from sgpu_magic.wire.base import Numbered, Record, RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory
 
 PROTOCOL_VERSION = 5
@@ -190,14 +190,13 @@ class BudgetState(Record, frozen=True, kw_only=True):
     currency: str
 
 
-class AskStatus(Record, frozen=True, tag="ask-status", kw_only=True):
+class AskStatus(Numbered, frozen=True, tag="ask-status", kw_only=True):
     """Ask for the pool's status. Answered by `PoolStatus`, which lists up to `recent` ended runs.
 
     Args:
         known: Version of a status that the client has; the answer may have the changes only.
     """
 
-    request: int
     recent: int = 20
     known: str = ""
 
@@ -216,7 +215,7 @@ class StatusChanges(Record, frozen=True, kw_only=True):
     devices: tuple[Device, ...] | None = None
 
 
-class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
+class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
     """What `%sgpu_status` and `sgpu pool status` show.
 
     Args:
@@ -227,7 +226,6 @@ class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
         changes: How it completes an earlier one; None if it is whole.
     """
 
-    request: int
     pool: str
     pid: int
     package_version: str
