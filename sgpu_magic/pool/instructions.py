@@ -85,7 +85,6 @@ class Instructions:
             why: What happened, a sentence.
             gone: Whether its ranks are gone.
         """
-        now = time.monotonic()
         if run.log is None:
             self._pool.active.resubmittable.pop(run.run_id, None)
             self._refuse(run, why, "InternalError")
@@ -95,12 +94,12 @@ class Instructions:
         run.failed = None
         if run.ordered and not gone:
             self._pool.engine.end_run(run.run_id, state, why)
-            self._loop.call_soon(self._pool.feed, sched.RunMoved(run.run_id, state, now, why))
+            self._loop.call_soon(self._pool.feed, sched.RunMoved(run.run_id, state, why))
             return
         if not gone:
             self._submissions.unprepare(run)
         self._pool.active.forget(run.run_id)
-        self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, state, now))
+        self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, state))
 
     # ------------------------------------------------------------ within
 
@@ -110,7 +109,7 @@ class Instructions:
         why = self._pool.active.accept(run)
         if why:
             self._refuse(run, why, "PoolError")
-            self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, RunState.FAILED, time.monotonic()))
+            self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, RunState.FAILED))
             return False
         self._tracker.follow(run)
         return True
@@ -143,7 +142,7 @@ class Launches:
             return
         self.launched(run, lease)
         if self._pool.scheduler.run(run.run_id) is None or run.lease != lease:
-            self._pool.feed(sched.LeaseGranted(run.run_id, lease, time.monotonic()))
+            self._pool.feed(sched.LeaseGranted(run.run_id, lease))
         self._begin(run)
 
     def launched(self, run: PoolRun, lease: Lease) -> None:
@@ -220,7 +219,7 @@ class Launches:
             return "its session has ended"
         self.order(run, run.lease)
         if not self._prepares(run):
-            self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
+            self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING))
         return ""
 
     def _requeue(self, run: PoolRun) -> None:
@@ -228,7 +227,7 @@ class Launches:
         why, run.lost_node = run.lost_node, ""
         run.placed_at = None
         run.ordered = False
-        self._loop.call_soon(self._pool.feed, sched.RunRequeued(run.run_id, why, time.monotonic()))
+        self._loop.call_soon(self._pool.feed, sched.RunRequeued(run.run_id, why))
 
     def _find_payload(self, run: PoolRun) -> str:
         """Find the run's payload for another launch. Returns why it is lost; "" when it was found."""
@@ -254,7 +253,7 @@ class Launches:
 
     def _begin(self, run: PoolRun) -> None:
         state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
-        self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic()))
+        self._pool.feed(sched.RunMoved(run.run_id, state))
 
     def _prepares(self, run: PoolRun) -> bool:
         """Whether the node first prepares the run's packages, and reports when they are ready."""

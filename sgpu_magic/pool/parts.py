@@ -265,7 +265,7 @@ class Adoption:
         if not (held.gone and run.ended):
             # otherwise the earlier service knew that it was over, and may have given its devices to another run
             freed = held.gone and not run.may_start_again
-            self._pool.feed(sched.RunAdopted(run, launch.lease, metered_at, now, freed, hourly))
+            self._pool.feed(sched.RunAdopted(run, launch.lease, metered_at, freed, hourly))
         if ended is None:
             self._pool.ledger.update(run.run_id, state=run.state, lease=launch.lease)
             self._pool.active.tell(run, Noted(text=_TAKEN_OVER), time.time())
@@ -293,7 +293,7 @@ class Adoption:
         for run in self._pool.active.going:
             if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
                 if over or not may_be_alive(run.spec.owner.pid, run.spec.owner.host):
-                    self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
+                    self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE))
                 else:
                     waits = True
         if waits:

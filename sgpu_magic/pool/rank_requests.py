@@ -59,7 +59,7 @@ class RankRequests:
             raise SessionError(problem)
         number = self._number(client, message, message.session)
         reason = f"{_ranks(message.ranks)} of its session {_are(message.ranks)} being restarted"
-        self._pool.feed(sched.SessionPaused(message.session, reason, time.monotonic()))
+        self._pool.feed(sched.SessionPaused(message.session, reason))
         self._pool.engine.restart_session_ranks(number, message.session, message.ranks)
 
     def ask(self, client: ConnectedClient, message: AskRank) -> None:
@@ -98,7 +98,7 @@ class RankRequests:
             self._pool.server.send(client, Stacks(request=message.request, run_id=run_id, stacks=stacks, cell=cell))
 
     def restarted(self, request: int, session: str, problem: str) -> None:
-        self._pool.feed(sched.SessionPaused(session, "", time.monotonic()))
+        self._pool.feed(sched.SessionPaused(session, ""))
         asked = self._asked.take(request)
         if asked is None or not isinstance(asked[1], RestartRanks):
             return

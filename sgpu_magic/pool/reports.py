@@ -59,14 +59,14 @@ class Reports:
                 self._pool.active.payload_released(run)
             case EnvironmentMoved(ready=True):
                 self._pool.active.tell(run, body, at, told=event)
-                self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING, now))
+                self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING))
             case RanksStarted():
                 if not run.spec.retries:
                     run.let_payload_go()
                 self._pool.ledger.update(run.run_id, started_at=at)
                 self._pool.active.billing.ranks_started(run, now)
                 self._pool.active.tell(run, body, at, told=event)
-                self._pool.feed(sched.RunMoved(run.run_id, RunState.RUNNING, now))
+                self._pool.feed(sched.RunMoved(run.run_id, RunState.RUNNING))
             case RunEnded():
                 failed = self._launches.instead_of(run, body)
                 if failed is not None:
@@ -81,7 +81,7 @@ class Reports:
                 self._pool.active.tell(run, body, at, frames, event)
                 failure = in_one_line(body)
                 self._pool.ledger.update(run.run_id, ended_at=at, failure=failure or None, meter=meter)
-                self._pool.feed(sched.RunMoved(run.run_id, body.state, now, failure, body.unstopped))
+                self._pool.feed(sched.RunMoved(run.run_id, body.state, failure, body.unstopped))
                 self._give_back(run)
             case _:
                 self._pool.active.tell(run, body, at, frames, event)
@@ -104,7 +104,7 @@ class Reports:
             self._over(run)
         else:
             # the final event follows once the results have been transferred
-            self._pool.feed(sched.LeaseFreed(run.run_id, time.monotonic()))
+            self._pool.feed(sched.LeaseFreed(run.run_id))
 
     def _has_fresh_runs(self, session: PoolRun) -> bool:
         """Whether `--fresh` runs use the session's devices."""
@@ -126,7 +126,7 @@ class Reports:
             self._pool.active.ranks_gone(run)
 
     def _over(self, run: PoolRun) -> None:
-        self._pool.feed(sched.RunOver(run.run_id, run.ended_as or RunState.FAILED, time.monotonic()))
+        self._pool.feed(sched.RunOver(run.run_id, run.ended_as or RunState.FAILED))
 
     def _end_cells_of(self, session: PoolRun) -> None:
         """End the cells in a session whose ranks are gone."""
@@ -157,7 +157,7 @@ class Reports:
                 self._try_again(run, failure)
             if of_session or not run.failed:
                 state = self._lose(run, failure)
-                self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic(), failure.message))
+                self._pool.feed(sched.RunMoved(run.run_id, state, failure.message))
 
     def nodes_lost(self, why: str) -> None:
         """End or restart the runs of the single agent, which died and was replaced; queued runs keep waiting."""
@@ -170,7 +170,7 @@ class Reports:
         of_sessions = [run for run in had_ranks if run.spec.session or run.is_session]
         for run in sorted(of_sessions, key=lambda run: not run.spec.session):
             state = self._lose(run, failure)
-            self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic(), failure.message))
+            self._pool.feed(sched.RunMoved(run.run_id, state, failure.message))
         for run in had_ranks:
             self._try_again(run, failure)
             if self._launches.goes_on(run):

@@ -177,7 +177,7 @@ class Requests:
         self.forwarding.client_gone(client)
         for run in self._pool.active.client_gone(client):
             self._pool.engine.results_received(run.run_id)
-            self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
+            self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE))
 
     def ranks_gone(self, run_id: str) -> None:
         """End the requests and streams to a run whose ranks are gone."""
@@ -196,7 +196,7 @@ class Requests:
         if kill:
             self._pool.engine.kill_ranks(run.run_id)
         else:
-            self._pool.feed(sched.CancelRequested(run.run_id, message.reason, time.monotonic()))
+            self._pool.feed(sched.CancelRequested(run.run_id, message.reason))
 
     def _stop_asked(self, client: ConnectedClient, message: StopPool, until: float) -> None:
         """Stop the pool unless it is in use; until the loop's time `until`, wait for ranks of runs that have ended."""

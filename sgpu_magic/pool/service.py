@@ -202,7 +202,7 @@ class PoolService:
     def inventory_taken(self, inventory: Inventory) -> None:
         waiting = self._stock.taken(inventory)
         self.ready.set()
-        self.feed(sched.InventoryChanged(inventory, time.monotonic()))
+        self.feed(sched.InventoryChanged(inventory))
         for call in waiting:
             call()
 
@@ -241,7 +241,7 @@ class PoolService:
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
         # deferred, as above
-        self._loop.call_soon(self.feed, sched.LeaseRefused(run_id, uuids, why, time.monotonic()))
+        self._loop.call_soon(self.feed, sched.LeaseRefused(run_id, uuids, why))
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
         for run_id in run_ids:
@@ -266,7 +266,7 @@ class PoolService:
 
     def feed(self, stimulus: sched.Stimulus) -> None:
         try:
-            instructions = self._scheduler.handle(stimulus)
+            instructions = self._scheduler.handle(stimulus, time.monotonic())
         except Exception:
             if isinstance(stimulus, sched.RunSubmitted):
                 self._scheduler.drop(stimulus.run.run_id)
@@ -303,4 +303,4 @@ class PoolService:
 
     def _time_passed(self) -> None:
         self._deadline = None
-        self._stock.when_fresh(lambda: self.feed(sched.TimePassed(time.monotonic())), _QUEUE_REFRESH_S / 2)
+        self._stock.when_fresh(lambda: self.feed(sched.TimePassed()), _QUEUE_REFRESH_S / 2)

@@ -155,7 +155,7 @@ class Submissions:
         self._pool.active.add(run)
 
         def feed() -> None:
-            self._pool.feed(sched.RunSubmitted(run, time.monotonic()))
+            self._pool.feed(sched.RunSubmitted(run))
 
         if spec.session:
             # a run in a session takes no device

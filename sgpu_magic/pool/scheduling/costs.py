@@ -144,8 +144,7 @@ class CostRules:
 
     def adopted(self, run: Run) -> None:
         """Don't repeat the warning of an adopted run, which an earlier service has sent."""
-        warning = run.cost_warning
-        if warning is not None and self._table.now >= warning:
+        if run.cost_warning is not None and self._table.now >= run.cost_warning:
             self._table.change(run, cost_told=True)
 
     def over_budget(self, want: Want) -> str:
@@ -169,21 +168,16 @@ class CostRules:
         """Warn the runs that are near a cost limit or the budget, and stop those that reached it."""
         if not self._tariff:
             return []
-        out: list[Instruction] = []
-        for run in self._table.on_meter():
-            out += self._by_max_cost(run)
-        return out + self._by_budget()
+        by_max_cost = [instruction for run in self._table.on_meter() for instruction in self._by_max_cost(run)]
+        return by_max_cost + self._by_budget()
 
     def next_deadline(self) -> float | None:
         """Return when `settle` has something to do; None when only events can change anything."""
         if not self._tariff:
             return None
-        times: list[float] = []
         on_meter = self._table.on_meter()
-        for run in on_meter:
-            due = run.cost_limit if run.cost_told else run.cost_warning
-            if due is not None:
-                times.append(due)
+        due_at = [run.cost_limit if run.cost_told else run.cost_warning for run in on_meter]
+        times = [due for due in due_at if due is not None]
         per_s = sum(run.meter.hourly or 0.0 for run in on_meter) / HOUR_S
         if self._budget is not None and per_s > 0:
             now = self._table.now

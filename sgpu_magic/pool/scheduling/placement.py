@@ -19,6 +19,7 @@ from sgpu_magic.pool.scheduling.capacity import (
     amount,
     laid_out,
     line_of,
+    line_of_lease,
 )
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare, memory_bytes
@@ -81,7 +82,7 @@ class Room:
             if not holders:
                 self._count(uuid, -1)
         if self._is_asked(lease):
-            self._asked[run_id] = (CPU_LINE if lease.cpu_slots else Line(lease.device_type), lease.ranks)
+            self._asked[run_id] = line_of_lease(lease), lease.ranks
         elif lease.cpu_slots:
             parts = {share.node: share.ranks for share in lease.shares} or {"": lease.cpu_slots}
             self._slots[run_id] = number, parts
@@ -107,7 +108,7 @@ class Room:
         """
         keys = set(uuids) & set(lease.uuids) or set(lease.uuids)
         if not keys and self._is_asked(lease):
-            keys = {_elastic_key(CPU_LINE if lease.cpu_slots else Line(lease.device_type))}
+            keys = {_elastic_key(line_of_lease(lease))}
         keys = keys or {f"{CPU}@{share.node}" for share in lease.shares} or {CPU}
         self.refused |= dict.fromkeys(keys, why)
         self._free.clear()
@@ -181,11 +182,9 @@ class Room:
         """Return the node to keep for a request that needs a single node: the one that is closest to free enough."""
         if not (self.stock.many and want.on_one_node):
             return None
-        large = {
-            node for node, size in self.stock.sizes(want.line, want.min_memory_bytes).items() if size >= want.ranks
-        }
-        free = self.free_by_node(want)
-        return max((node for node in free if node in large and node not in without), key=free.__getitem__, default=None)
+        sizes, free = self.stock.sizes(want.line, want.min_memory_bytes), self.free_by_node(want)
+        large = (node for node in free if sizes.get(node, 0) >= want.ranks and node not in without)
+        return max(large, key=free.__getitem__, default=None)
 
     # ------------------------------------------------------------ in words
 
@@ -218,8 +217,8 @@ class Room:
         if locked:
             why = self.refused[locked[0].uuid]
             parts.append(f"{_are(len(locked))} in use outside the pool{f' ({why})' if why else ''}")
-        used = [device for device in self.stock.used_outside(want.line) if device.uuid not in self.refused]
-        busy = [device for device in used if device.uuid not in self._holders]
+        used = self.stock.used_outside.get(want.line, ())
+        busy = [device for device in used if device.uuid not in self.refused and device.uuid not in self._holders]
         if busy and not want.allow_busy:
             takes = f"--allow-busy takes {'it' if len(busy) == 1 else 'them'}"
             parts.append(f"{_are(len(busy))} in use outside the pool ({busy[0].outside_use}; {takes})")
@@ -240,10 +239,7 @@ class Room:
         free = self._free_for(want)
         if free.total < want.ranks:
             return None
-        others = (
-            {node: count for node, count in free.by_node.items() if node not in without} if without else free.by_node
-        )
-        return laid_out(want, others)
+        return laid_out(want, {node: count for node, count in free.by_node.items() if node not in without})
 
     def _within_limit(self, want: Want) -> bool:
         """Whether a lease for this request leaves the autoscaler's limit enough for what others asked it for."""

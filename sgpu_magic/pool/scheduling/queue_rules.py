@@ -194,8 +194,7 @@ class QueueRules:
             first = self._long_overtaken(users.values(), room)
             of_lines[line] = tuple(run.run_id for run, _ in first)
             for run, want in first:
-                node = room.kept_node(want, nodes.values())
-                if node is not None:
+                if (node := room.kept_node(want, nodes.values())) is not None:
                     nodes[run.run_id] = node
         return Keepers(of_users, of_lines, nodes)
 
@@ -243,8 +242,7 @@ class QueueRules:
             if self._give(line, run, want):
                 continue
             line.skipped.setdefault(user, []).append((run, want))
-            node = line.room.kept_node(want, line.kept)
-            if node is None:
+            if (node := line.room.kept_node(want, line.kept)) is None:
                 return False
             line.kept.add(node)
         return True
@@ -316,19 +314,14 @@ class QueueRules:
 
     def _give_up(self) -> list[Instruction]:
         """End or refuse the runs whose waiting time is over."""
-        out: list[Instruction] = []
         room = self.room
-        due = [(run, run.want) for run in self._table.waiting() if run.want is not None and self._is_over(run)]
+        waiting = [(run, run.want) for run in self._table.waiting() if run.want is not None]
+        due = [(run, want) for run, want in waiting if self._table.waited_in_vain(run)]
         if room is None or not due:
-            return out
+            return []
         keepers = self.keepers(room, self.waiting())
-        for run, want in due:
-            out += self._table.give_up(run, waited_in_vain(run, want, room, keepers))
-        return out
-
-    def _is_over(self, run: Run) -> bool:
-        deadline = self._table.queue_deadline(run)
-        return deadline is not None and self._table.now >= deadline
+        given_up = [self._table.give_up(run, waited_in_vain(run, want, room, keepers)) for run, want in due]
+        return [instruction for instructions in given_up for instruction in instructions]
 
     def _aged(self, since: float | None) -> bool:
         return since is not None and self._table.now >= since + self._pass_over_s

@@ -126,13 +126,17 @@ class RunTable:
             return deadline
         return max(deadline, run.queued_at + _LEAVING_S)
 
+    def waited_in_vain(self, run: Run) -> bool:
+        """Whether a waiting run gives up now."""
+        deadline = self.queue_deadline(run)
+        return deadline is not None and self.now >= deadline
+
     def quiet_until(self, session: Run) -> float | None:
         """Return when the session ends for being idle; None while it has cells or is paused, or without a limit."""
-        if session.quiet_since is None or session.spec.idle_s is None or session.state is not RunState.RUNNING:
+        since, idle_s = session.quiet_since, session.spec.idle_s
+        if since is None or idle_s is None or session.state is not RunState.RUNNING or session.paused:
             return None
-        if session.paused or self.cells_of(session.run_id):
-            return None
-        return session.quiet_since + session.spec.idle_s
+        return None if self.cells_of(session.run_id) else since + idle_s
 
     # ------------------------------------------------------------ changes
 
@@ -195,8 +199,7 @@ class RunTable:
 
     def stop_meter(self, run: Run) -> None:
         """Stop a run's meter. Its cost so far counts towards its own limit and the pool's budget."""
-        cost = run.meter.billed_cost(self.now)
-        if cost:
+        if cost := run.meter.billed_cost(self.now):
             self._spent(self.now, cost)
         self.change(run, meter=run.meter.stopped(self.now))
 

@@ -79,11 +79,9 @@ class QueueWords:
         moment = _Moment(self._table, self._queue, self._fair)
         count = self._table.count_waiting()
         told_later = count > AT_ONCE and now < self._told_at + count / PER_S
-        if told_later:
-            self._behind = True
-        else:
+        self._behind = told_later
+        if not told_later:
             self._told_at = now
-            self._behind = False
         out: dict[int, Instruction] = {}
         for run, line, position in moment.places(only_first=told_later):
             if told_later and run.told is not None and position > _FIRST:
@@ -150,9 +148,8 @@ class _Moment:
             return asked_for(want, room)
         if over := self._fair.over_quota(run, want):
             return over
-        if self._keepers.keeps(run, want):
-            return waits_for(run, want, room, self._keepers)
-        key = (want, self._keepers.of_users.get((want.line, run.spec.owner.user), ""))
+        kept_for = self._keepers.of_users.get((want.line, run.spec.owner.user), "")
+        key = (want, run.run_id if self._keepers.keeps(run, want) else kept_for)
         if key not in self._found:
             self._found[key] = waits_for(run, want, room, self._keepers)
         return self._found[key]
@@ -296,11 +293,8 @@ def _there(want: Want, room: Room) -> str:
 
 def _emptiest(free: Mapping[str, int], sizes: Mapping[str, int], least: int) -> str:
     """Return the node with the most free among those with a size of at least `least`; the first of several."""
-    best, most = "", (-1, 0)
-    for node, size in sizes.items():
-        if size >= least and (there := (max(0, free.get(node, 0)), size)) > most:
-            best, most = node, there
-    return best
+    large = (node for node, size in sizes.items() if size >= least)
+    return max(large, key=lambda node: (max(0, free.get(node, 0)), sizes[node]), default="")
 
 
 def _coming(room: Room) -> list[str]:
