@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from sgpu_magic.pool.ledger_database import LedgerDatabase, Statement
-from sgpu_magic.wire.base import RunKind, RunState, check_id
+from sgpu_magic.wire.base import RunState, check_id
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.pool_status import RunSummary
@@ -118,39 +118,26 @@ class Ledger:
         self,
         run_id: str,
         *,
-        state: RunState | None = None,
         lease: Lease | None = None,
-        started_at: float | None = None,
-        ended_at: float | None = None,
-        failure: str | None = None,
         meter: Metered | None = None,
+        **values: str | float | None,
     ) -> None:
-        """Update a run's row with the given values. Does nothing if the run is not in the ledger.
+        """Update a run's row with the given values, except those that are None. Does nothing for an unknown run.
 
         Args:
             run_id: The run.
-            state: Its state.
             lease: Its lease.
-            started_at: Wall-clock time, seconds since the epoch.
-            ended_at: Wall-clock time, seconds since the epoch.
-            failure: One line for a person.
             meter: Changes to its meter.
+            values: `state`, `started_at`, `ended_at` and `failure`, as in `RunSummary`.
 
         Raises:
             ValueError: `run_id` is not a run ID.
         """
-        changes: RowChanges = {
-            "state": None if state is None else state.value,
-            "started_at": started_at,
-            "ended_at": ended_at,
-            "failure": failure,
-        }
         if lease is not None:
-            changes |= {"device_type": lease.device_type, "simulated": int(lease.simulated)}
-            changes["uuids"] = json.dumps(lease.uuids)
+            values |= {"device_type": lease.device_type, "simulated": lease.simulated, "uuids": json.dumps(lease.uuids)}
         if meter is not None:
-            changes |= msgspec.structs.asdict(meter)
-        self._change(check_id(run_id), {name: value for name, value in changes.items() if value is not None})
+            values |= msgspec.structs.asdict(meter)
+        self._change(check_id(run_id), {name: value for name, value in values.items() if value is not None})
 
     def summary(self, run_id: str) -> RunSummary | None:
         """Return the run's row, None when the ledger does not have it."""
@@ -162,8 +149,9 @@ class Ledger:
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
         if unknown := [run_id for run_id in run_ids if run_id not in self._known]:
-            read = [*self._summaries(sql, json.dumps(unknown)), *self._unwritten()]
-            self._known.update((row.run_id, row) for row in read)
+            written = [dict(zip(_NAMES, row, strict=True)) for row in self._rows(sql, json.dumps(unknown))]
+            for row in (*written, *self._new.values()):
+                self._known[row["run_id"]] = _summary_of(row | self._changes.get(row["run_id"], {}))
         return [self._known[run_id] for run_id in run_ids if run_id in self._known]
 
     def find(self, prefix: str) -> list[str]:
@@ -230,8 +218,7 @@ class Ledger:
             self._write_in(_WRITE_AGAIN_S)
             return
         self._later -= {run_id for run_id, changes in self._changes.items() if changes.get("state") in FINAL}
-        self._new.clear()
-        self._changes.clear()
+        self._new, self._changes = {}, {}
 
     def checkpoint(self) -> None:
         """Checkpoint the write-ahead log if it is large. Blocks until the disk has it."""
@@ -247,14 +234,6 @@ class Ledger:
         """Run a query, after trying to write what is pending."""
         self.write()
         return self._database.rows(sql, values)
-
-    def _summaries(self, sql: str, *values: str | int) -> list[RunSummary]:
-        rows = [dict(zip(_NAMES, row, strict=True)) for row in self._rows(sql, *values)]
-        return [_summary_of(row | self._changes.get(row["run_id"], {})) for row in rows]
-
-    def _unwritten(self) -> list[RunSummary]:
-        """Return the rows that are not in the database yet, newest first."""
-        return [_summary_of(row | self._changes.get(run_id, {})) for run_id, row in reversed(self._new.items())]
 
     def _change(self, run_id: str, changes: RowChanges) -> None:
         """Change columns of a row, now or with a delay."""
@@ -313,14 +292,9 @@ def _update(run_id: str, changes: RowChanges) -> Statement:
 
 def _summary_of(row: RowChanges) -> RunSummary:
     """Convert a row; missing columns get their defaults."""
-    values: dict[str, Any] = {name: value for name, value in row.items() if name in _NAMES}
-    values |= {
-        "simulated": bool(row.get("simulated")),
-        "state": RunState(row["state"]),
-        "uuids": tuple(json.loads(values.get("uuids") or "[]")),
-        "kind": RunKind(row["kind"]),
-    }
-    return RunSummary(**values)
+    values = {name: value for name, value in row.items() if name in _NAMES}
+    values["uuids"] = json.loads(values.get("uuids") or "[]")
+    return msgspec.convert({"simulated": False} | values, RunSummary, strict=False)
 
 
 def in_one_line(ended: RunEnded) -> str:

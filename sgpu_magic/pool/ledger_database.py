@@ -80,15 +80,6 @@ class _SetAside(Exception):
         self.suffix = suffix
 
 
-class NewerSchema(_SetAside):
-    """A newer sgpu-magic created the database with schema `version`; this one knows versions up to `known`."""
-
-    def __init__(self, version: int, known: int) -> None:
-        super().__init__(
-            f"schema-{version}", f"has schema {version} of a newer sgpu-magic, and this one supports up to {known}"
-        )
-
-
 def migrate(database: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -> None:
     """Migrate the schema to version `len(migrations)`, with one transaction for each step.
 
@@ -97,11 +88,12 @@ def migrate(database: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -
         migrations: The statements of each step; `PRAGMA user_version` counts the applied steps.
 
     Raises:
-        NewerSchema: The database has more steps than are known here.
+        _SetAside: A newer sgpu-magic created the database, with more steps than are known here.
     """
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version > len(migrations):
-        raise NewerSchema(version, len(migrations))
+        newer = f"has schema {version} of a newer sgpu-magic, and this one supports up to {len(migrations)}"
+        raise _SetAside(f"schema-{version}", newer)
     for number, statements in enumerate(migrations[version:], version + 1):
         database.execute("BEGIN IMMEDIATE")
         try:

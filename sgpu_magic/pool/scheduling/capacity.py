@@ -105,7 +105,7 @@ class Stock:
         counts: Number of devices by line, without CPU slots.
         devices: Devices by UUID.
         nodes: Nodes by ID; a pool of one machine has the node "".
-        used_outside: By line, the devices that the driver reports as in use; the pool's own runs may be among the users.
+        used_outside: By line, the devices that the driver reports as in use; the pool's own runs may be the users.
     """
 
     def __init__(self, inventory: Inventory) -> None:

@@ -90,7 +90,8 @@ class FairShare:
                     runs[_NAMED_RUNS:] = [f"{len(runs) - _NAMED_RUNS} more"]
                 return (
                     f"user {user} may have {_of(quota, kind)} at once (the pool's setting user_quotas): {in_use} "
-                    f"{'is' if in_use == 1 else 'are'} in use by {', '.join(runs)}, and it needs {amount(want.ranks, want.line)}"
+                    f"{'is' if in_use == 1 else 'are'} in use by {', '.join(runs)}, and it needs "
+                    f"{amount(want.ranks, want.line)}"
                 )
         return ""
 
