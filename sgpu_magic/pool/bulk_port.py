@@ -95,12 +95,12 @@ class BulkPort:
         self._tokens: dict[bytes, tuple[ConnectedClient, float]] = {}
         self._lock = threading.Lock()
         self._of_client: dict[ConnectedClient, _Peer] = {}
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
         for each in (self._listener, self._wake, self._waker):
             each.setblocking(False)
-        # the rest is the thread's
         self._closing = False
+        # the rest is the thread's
         self._peers: dict[int, _Peer] = {}
         self._accepted: tuple[int, int] = (0, 0)
         self._thread = threading.Thread(target=self._work, name="sgpu-bulk", daemon=True)
@@ -137,15 +137,14 @@ class BulkPort:
             self._call(lambda: self._end(peer))
 
     def close(self) -> None:
-        def close() -> None:
-            self._closing = True
-
-        self._call(close)
+        self._closing = True
+        # wakes the thread up
+        self._call(bool)
         self._thread.join(_CLOSE_S)
 
     # ------------------------------------------------------------ in the loop
 
-    def _call(self, call: Callable[[], None]) -> None:
+    def _call(self, call: Callable[[], object]) -> None:
         self._calls.put(call)
         with contextlib.suppress(OSError):
             self._waker.send(b"x")

@@ -12,6 +12,7 @@ The file is read again whenever it changes. `sgpu pool authorize` and `revoke` w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import time
 import tomllib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -31,12 +32,16 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.system.secure_sockets import is_public_key
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.client import ClientMessage
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.pool_status import PoolStatus
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _BEGINS = '# Users of this pool: name = "public key". `sgpu pool authorize` and `revoke` write this file.\n\n'
 _MOST_ANSWERS = 256
+# limits of one turn, before other work gets the loop
+_TURN_MESSAGES = 100
+_TURN_S = 0.01
 
 
 class AuthorizedClient(msgspec.Struct, frozen=True):
@@ -269,16 +274,31 @@ class ConnectedClient(msgspec.Struct, eq=False):
         return True
 
 
+Heard = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
+
+
 class Router(ABC):
     """The ZeroMQ router of clients' connections. Used from the loop's thread only.
 
     Args:
+        on_message: Called with the client, the message and its raw frames.
+        on_gone: Called when a client is gone without a goodbye.
         received_ahead: Messages that are queued here per client; further ones wait at the client. 0 for no limit.
         sent_ahead: Messages that ZeroMQ queues for one client.
         linger_ms: How long a stopping pool still sends queued messages, in milliseconds.
     """
 
-    def __init__(self, *, received_ahead: int, sent_ahead: int, linger_ms: int) -> None:
+    def __init__(
+        self,
+        on_message: Heard,
+        on_gone: Callable[[ConnectedClient], None],
+        *,
+        received_ahead: int,
+        sent_ahead: int,
+        linger_ms: int,
+    ) -> None:
+        self._on_message = on_message
+        self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
         self._by_identity: dict[bytes, ConnectedClient] = {}
         self._context = zmq.Context()
@@ -314,6 +334,25 @@ class Router(ABC):
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 
-    @abstractmethod
     def _drain(self) -> None:
-        """Handle all messages that have arrived; called soon after each that was sent."""
+        """Handle received messages within the limits of one turn. ZeroMQ reads from the clients in turns."""
+        self._drain_scheduled = False
+        until = time.monotonic() + _TURN_S
+        for _ in range(_TURN_MESSAGES):
+            if self._socket.closed:
+                return
+            try:
+                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            # what is not our protocol is ignored
+            with contextlib.suppress(msgspec.DecodeError):
+                if parts:
+                    self._take(identity.bytes, codec.client_messages.decode(parts[0].bytes), parts)
+            if time.monotonic() > until:
+                break
+        self._drain_soon()
+
+    @abstractmethod
+    def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
+        """Handle a message, whose parts include its own text."""

@@ -78,7 +78,10 @@ class PoolPresence:
             return
         if not self._is_in_place():
             try:
-                self._restore()
+                private_dir(self._runtime)
+                lock = _locked(lock_file(self._runtime))
+                os.close(self._lock)
+                self._lock = lock
                 listen()
                 self.announce()
             except (OSError, UsageError) as error:
@@ -91,12 +94,6 @@ class PoolPresence:
         except OSError:
             return False
         return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
-
-    def _restore(self) -> None:
-        private_dir(self._runtime)
-        lock = _locked(lock_file(self._runtime))
-        os.close(self._lock)
-        self._lock = lock
 
     def announce(self) -> None:
         """Write the address file, by which clients find the pool."""
@@ -117,10 +114,8 @@ class PoolPresence:
 
     def withdraw(self) -> None:
         """Remove the address file and the sockets, then release the lock, which shows that the pool has ended."""
-        with contextlib.suppress(OSError):
-            address_file(self._runtime).unlink()
         # the agent removes its own socket, unless it was killed
-        for path in (self.socket_path, agent_socket_file(self._runtime)):
+        for path in (address_file(self._runtime), self.socket_path, agent_socket_file(self._runtime)):
             with contextlib.suppress(OSError):
                 path.unlink()
         self._close()
@@ -153,11 +148,7 @@ class Idleness:
     """
 
     def __init__(
-        self,
-        idle_s: float,
-        in_use: Callable[[], bool],
-        warn: Callable[[str], None],
-        give_back: Callable[[], None],
+        self, idle_s: float, in_use: Callable[[], bool], warn: Callable[[str], None], give_back: Callable[[], None]
     ) -> None:
         self._idle_s = idle_s
         self._warn_s = min(_WARN_BEFORE_S, idle_s / 4)

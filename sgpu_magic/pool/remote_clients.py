@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.bulk_port import BulkPort
-from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Router
+from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Heard, Router
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
@@ -34,15 +34,11 @@ _ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)
 _RECEIVED_AHEAD = 64
 # messages that are queued for one client; further ones are dropped, and `Pong.behind` tells it so
 _SENT_AHEAD = 10_000
-# limits of one turn, before other work gets the loop
-_TURN_MESSAGES = 100
-_TURN_S = 0.01
 _MOST_OF_A_USER = 64
 _LONGEST_INSTANCE = 64
 _LOOK_S = 2.0
 _LINGER_MS = 1000
 
-Heard = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 MOST_CONNECTIONS = 1000
 MOST_UNKNOWN = 200
@@ -82,11 +78,11 @@ class RemoteClients(Router):
 
     def __init__(self, listening: Listening, on_message: Heard, on_gone: Callable[[ConnectedClient], None]) -> None:
         # the base class makes a separate context: a flood from outside does not slow down the local socket's thread
-        super().__init__(received_ahead=_RECEIVED_AHEAD, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
+        super().__init__(
+            on_message, on_gone, received_ahead=_RECEIVED_AHEAD, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS
+        )
         self._clients = listening.clients
         self._timeout_s = listening.timeout_s
-        self._on_message = on_message
-        self._on_gone = on_gone
         # by public key and instance, which stay the same across a client's connections
         self._known: dict[tuple[str, str], ConnectedClient] = {}
         # the connection's descriptor in this process, and its inode, since descriptor numbers are reused
@@ -108,17 +104,14 @@ class RemoteClients(Router):
                         "Choose another with the setting bulk_port."
                     ) from None
                 write_log(f"sgpu: there is no port for variables and files, which use the link: {error.strerror}\n")
+        # of messages with file data; 0 without one
+        self.bulk_port = self._bulk.port if self._bulk is not None else 0
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._timer = self._loop.call_later(self._look_s, self._look)
 
     @property
     def clients(self) -> list[ConnectedClient]:
         return list(self._known.values())
-
-    @property
-    def bulk_port(self) -> int:
-        """The port for messages with file data; 0 without one."""
-        return self._bulk.port if self._bulk is not None else 0
 
     def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
         """Send a reply; it is dropped if the client is away or too slow, and the client asks for it again."""
@@ -154,32 +147,10 @@ class RemoteClients(Router):
         self._look_at_list()
         return self._clients.find(key) is not None
 
-    def _drain(self) -> None:
-        """Handle received messages within the limits of one turn. ZeroMQ reads from the clients in turns."""
-        self._drain_scheduled = False
-        until = time.monotonic() + _TURN_S
-        for _ in range(_TURN_MESSAGES):
-            if self._socket.closed:
-                return
-            try:
-                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            if parts:
-                self._take(identity.bytes, parts)
-            if time.monotonic() > until:
-                break
-        self._drain_soon()
-
-    def _take(self, identity: bytes, parts: Sequence[zmq.Frame]) -> None:
+    def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
         key = sender_of(parts[0])
         if self._clients.find(key) is None:
             # it was connected when its key was revoked
-            return
-        try:
-            message = codec.client_messages.decode(parts[0].bytes)
-        except msgspec.DecodeError:
-            # not our protocol: ignore it
             return
         client = self._by_identity.get(identity)
         if isinstance(message, Hello):

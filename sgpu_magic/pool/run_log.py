@@ -11,14 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.wire.codec import Decoder, FrameReader, frame
+from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.wire.codec import frame
 from sgpu_magic.wire.events import AttemptFailed, Event, EventBody, Noted, PayloadReleased, RunEnded
 from sgpu_magic.wire.files import EVENTS
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import DisplayPublished, MetricsLogged, OutputWritten, Sampled
 
-_decoder = Decoder[Event](Event)
-_READ_BYTES = 1 << 20
 # the most that a run may hold in memory while the disk accepts nothing
 _MOST_UNWRITTEN_BYTES = 16 << 20
 # the memory that an event takes at least
@@ -75,10 +74,10 @@ class RunLog:
             self._open()
         except OSError as error:
             self._failed(error)
-            with contextlib.suppress(OSError), open(directory / EVENTS, "rb") as file:
-                self._continue(file.fileno())
+            with contextlib.suppress(OSError):
+                self._continue()
         else:
-            self._continue(self._file)
+            self._continue()
 
     @property
     def number(self) -> int:
@@ -200,23 +199,19 @@ class RunLog:
         elif isinstance(event.body, PayloadReleased):
             self.payload_released = True
 
-    def _continue(self, file: int) -> None:
+    def _continue(self) -> None:
         """Continue the file of a killed service, which may end in the middle of an event."""
-        reader = FrameReader(_decoder)
-        size = 0
+        file = EventFile(self.directory)
         try:
-            while chunk := os.pread(file, _READ_BYTES, size):
-                size += len(chunk)
-                for event, _ in reader.feed(chunk):
-                    self._bytes = size - reader.incomplete_bytes
-                    self.seq = event.seq
-                    self._count(event)
-                    self._mark(event.seq)
+            for event, _ in file.new_events():
+                self._bytes, self.seq = file.taken_bytes, event.seq
+                self._count(event)
+                self._mark(event.seq)
         except (ValueError, msgspec.DecodeError) as error:
             self.problem = f"{self.directory / EVENTS} is damaged after event {self.seq} and was cut off there: {error}"
         self.written = dict(self.numbers)
-        if self._bytes < size and file == self._file:
-            os.ftruncate(file, self._bytes)
+        if self._file >= 0 and self._bytes < os.fstat(self._file).st_size:
+            os.ftruncate(self._file, self._bytes)
 
 
 def _count_number(numbers: dict[int, int], event: Event | RunEvent) -> None:
