@@ -186,8 +186,7 @@ class ActiveRuns:
         self._going[run.run_id] = run
 
     def forget(self, run_id: str) -> None:
-        run = self._going.pop(run_id, None)
-        if run is not None:
+        if (run := self._going.pop(run_id, None)) is not None:
             run.let_payload_go()
             self.on_forgotten(run_id)
 
@@ -238,8 +237,7 @@ class ActiveRuns:
 
     def _look_after(self, run: PoolRun) -> None:
         """Retry failed writes until the disk accepts them; note the beginning and the end in the run's events."""
-        log = run.log
-        if log is None or not log.unwritten or run.run_id in self._behind:
+        if (log := run.log) is None or not log.unwritten or run.run_id in self._behind:
             return
         self._behind[run.run_id] = run
         room = ""

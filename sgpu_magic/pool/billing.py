@@ -114,8 +114,7 @@ class Billing:
         launched = now - max(0.0, wall - launched_at)
         price = self.placed(run, lease)
         hourly = None if price is None else price.hourly
-        row = self._ledger.summary(run.run_id)
-        if row is None:
+        if (row := self._ledger.summary(run.run_id)) is None:
             return launched, hourly
         if run.spec.session:
             if run.state is RunState.RUNNING:

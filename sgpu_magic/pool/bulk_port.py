@@ -121,8 +121,7 @@ class BulkPort:
 
     def answered(self, client: ConnectedClient, request: int, parts: Sequence[bytes]) -> bool:
         """Send the reply to a request that came over the client's connection here; return False for any other."""
-        peer = self._of_client.get(client)
-        if peer is None or request not in peer.requests:
+        if (peer := self._of_client.get(client)) is None or request not in peer.requests:
             return False
         peer.requests.discard(request)
         self._call(lambda: self._reply(peer, parts))
@@ -132,8 +131,7 @@ class BulkPort:
         """End the client's connection and its tokens."""
         with self._lock:
             self._tokens = {digest: entry for digest, entry in self._tokens.items() if entry[0] is not client}
-        peer = self._of_client.pop(client, None)
-        if peer is not None:
+        if (peer := self._of_client.pop(client, None)) is not None:
             self._call(lambda: self._end(peer))
 
     def close(self) -> None:
@@ -150,8 +148,7 @@ class BulkPort:
             self._waker.send(b"x")
 
     def _take(self, peer: _Peer, message: FileRequest, parts: Sequence[bytes]) -> None:
-        client = peer.client
-        if client is None or peer.gone or self._of_client.get(client) is not peer:
+        if (client := peer.client) is None or peer.gone or self._of_client.get(client) is not peer:
             return
         if not message.request or message.request in peer.requests:
             # no client of ours does that, and its replies could not be told apart

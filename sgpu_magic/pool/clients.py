@@ -144,8 +144,7 @@ def revoke(path: Path, name: str) -> int:
     """
     text = _text(path)
     listed = _clients(text, path)
-    keys = [key for key, client in listed.items() if client.user == name]
-    if not keys:
+    if not (keys := [key for key, client in listed.items() if client.user == name]):
         names = ", ".join(sorted({client.user for client in listed.values()})) or "nobody"
         raise UsageError(f"{path} has no user {name[:40]!r}. It has: {names}.")
     _write(path, _without(text, name), "")
@@ -204,8 +203,7 @@ def _without(text: str, name: str) -> str:
     kept: list[str] = []
     dropping = False
     for line in text.splitlines(keepends=True):
-        header = re.match(r"\s*\[\s*\"?([^\"\]\s]+)\"?\s*\]", line)
-        if header is not None:
+        if (header := re.match(r"\s*\[\s*\"?([^\"\]\s]+)\"?\s*\]", line)) is not None:
             dropping = header[1] == name
         if not dropping and re.match(rf"\s*\"?{re.escape(name)}\"?\s*=", line) is None:
             kept.append(line)

@@ -119,8 +119,7 @@ class FileRequests:
 
     def let_go(self, run_id: str) -> None:
         """Release what a finished run held in the store, after its directory has its payload."""
-        payload = self._payloads.pop(run_id, None)
-        if payload is None:
+        if (payload := self._payloads.pop(run_id, None)) is None:
             self._store.let_go(run_id)
             return
         directory = self._active.directory(run_id)
@@ -187,8 +186,7 @@ class FileRequests:
     # ------------------------------------------------------------ files of runs
 
     def _directory(self, client: ConnectedClient, run_id: str) -> Path:
-        owner = self._permissions.user_of(run_id)
-        if owner is None or not client.may_see(owner):
+        if (owner := self._permissions.user_of(run_id)) is None or not client.may_see(owner):
             # don't reveal whether another user's run exists
             raise RunUnknown(f"this pool has no run {run_id[:40]!r} of yours.")
         return self._active.directory(run_id)
@@ -215,8 +213,7 @@ class FileRequests:
         try:
             return open_below(directory, name), True
         except FileNotFoundError:
-            result = _RESULT.fullmatch(name)
-            if result is None:
+            if (result := _RESULT.fullmatch(name)) is None:
                 raise
         with contextlib.suppress(OSError):
             return self._open_memory(directory, int(result[1])), False
@@ -230,8 +227,7 @@ class FileRequests:
             OSError: The memory file is gone.
         """
         run_id = directory.name
-        known = self._in_memory.get(run_id)
-        if known is None:
+        if (known := self._in_memory.get(run_id)) is None:
             known = self._in_memory[run_id] = _results_in_memory(directory)
             if len(self._in_memory) > _MOST_KNOWN:
                 self._in_memory.popitem(last=False)

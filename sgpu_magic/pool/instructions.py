@@ -47,8 +47,7 @@ class Instructions:
 
     def obey(self, instruction: sched.Instruction) -> None:
         """Execute one instruction."""
-        run = self._pool.active.get(instruction.run_id)
-        if run is None:
+        if (run := self._pool.active.get(instruction.run_id)) is None:
             return
         match instruction:
             case sched.RefuseRun(error=error, message=message):
@@ -106,8 +105,7 @@ class Instructions:
     def _accept(self, run: PoolRun) -> bool:
         """Record the run. Returns False if that failed and the run was refused."""
         self._pool.active.resubmittable.pop(run.run_id, None)
-        why = self._pool.active.accept(run)
-        if why:
+        if why := self._pool.active.accept(run):
             self._refuse(run, why, "PoolError")
             self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, RunState.FAILED))
             return False
@@ -136,8 +134,7 @@ class Launches:
 
     def granted(self, run_id: str, lease: Lease) -> None:
         """Record that the engine has a run's devices, which the scheduler only proposed, and starts its ranks."""
-        run = self._pool.active.get(run_id)
-        if run is None or run.placed_at is not None:
+        if (run := self._pool.active.get(run_id)) is None or run.placed_at is not None:
             # it is over, or restarted on the lease that it holds
             return
         self.launched(run, lease)
@@ -201,8 +198,7 @@ class Launches:
             why = "it was stopped between two attempts"
             self._pool.active.end_without_ranks(run, run.stopping_as, why, FailureKind.TIMEOUT)
             return False
-        why = self._find_payload(run)
-        if not why and run.lost_node:
+        if not (why := self._find_payload(run)) and run.lost_node:
             self._requeue(run)
         elif not why:
             why = self._relaunch(run)

@@ -299,8 +299,7 @@ def _summary_of(row: RowChanges) -> RunSummary:
 
 def in_one_line(ended: RunEnded) -> str:
     """Return a run's end in one line: `rank 1: ValueError: NaN in batch 118`, who cancelled it, or ""."""
-    failure = ended.failure
-    if failure is None:
+    if (failure := ended.failure) is None:
         return ended.reason
     message = failure.message.splitlines()[0] if failure.message else ""
     name = failure.type_name.rpartition(".")[2]

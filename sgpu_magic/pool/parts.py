@@ -156,8 +156,7 @@ class FreshInventory:
             call: The call.
             fresh_s: Age in seconds up to which an inventory counts as fresh.
         """
-        inventory = self.inventory
-        if inventory is not None and (
+        if (inventory := self.inventory) is not None and (
             all(device.simulated for device in inventory.devices) or time.monotonic() - self._at < fresh_s
         ):
             call()
@@ -310,8 +309,7 @@ class Adoption:
                 # it had ended, but its end was not recorded in the ledger
                 ended = log.ended
             else:
-                row = self._pool.ledger.summary(run_id)
-                if row is not None and row.metered_at is not None:
+                if (row := self._pool.ledger.summary(run_id)) is not None and row.metered_at is not None:
                     # the time of its ranks' death is unknown: stop its meter at the last event
                     gpu_s, cost = gpu_s_so_far(row, log.at), cost_so_far(row, log.at)
                     currency = row.currency if cost is not None else ""

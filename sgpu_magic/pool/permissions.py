@@ -86,8 +86,7 @@ class Permissions:
 
     def user_of(self, run_id: str) -> str | None:
         """Return the user of an active or finished run; None when there is no such run."""
-        run = self._pool.active.speaker(run_id)
-        if run is not None:
+        if (run := self._pool.active.speaker(run_id)) is not None:
             return run.spec.owner.user
         row = self._pool.ledger.summary(run_id)
         return row.user if row is not None else None
@@ -117,8 +116,7 @@ class Permissions:
             going_on = [run.run_id for run in self._of_prefix("", client.may_see) if run.spec.detach]
             newest = [row.run_id for row in self._pool.ledger.recent(1 if client.same_host else _LOOK_BACK)][::-1]
             newest = [run_id for run_id in newest if self.may_see(client, run_id)]
-            chosen = (going_on[-1:] or newest[-1:] or [None])[0]
-            if chosen is None:
+            if (chosen := (going_on[-1:] or newest[-1:] or [None])[0]) is None:
                 raise RunUnknown("this pool has no runs yet.")
             return chosen
         found = {run.run_id for run in self._pool.active.going if run.run_id.startswith(prefix)}

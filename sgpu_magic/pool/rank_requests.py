@@ -64,8 +64,7 @@ class RankRequests:
 
     def ask(self, client: ConnectedClient, message: AskRank) -> None:
         """Send a question to an idle rank of a session."""
-        session = self._session(message.session)
-        if session is None:
+        if (session := self._session(message.session)) is None:
             problem = self.no_session(message.session)
         elif session.state is not RunState.RUNNING:
             problem = f"{named(session.spec)} is {session.state}."
@@ -79,8 +78,7 @@ class RankRequests:
 
     def no_session(self, session: str) -> str:
         """Return a sentence that says when and why a session ended, or that there is none."""
-        row = self._pool.ledger.summary(session)
-        if row is None or row.kind is not RunKind.SESSION:
+        if (row := self._pool.ledger.summary(session)) is None or row.kind is not RunKind.SESSION:
             return f"there is no session {short(session)} in this pool. {_REMEDY}"
         name = f"session {row.name or short(session)}"
         when = "" if row.ended_at is None else time.strftime(" at %H:%M", time.localtime(row.ended_at))
@@ -90,8 +88,7 @@ class RankRequests:
     # ------------------------------------------------------------ from the engine
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
-        asked = self._asked.take(request)
-        if asked is not None:
+        if (asked := self._asked.take(request)) is not None:
             client, message, run_id = asked
             run = self._pool.active.speaker(run_id)
             cell = run.spec.cell if run is not None else CellSource(body="")
@@ -99,8 +96,7 @@ class RankRequests:
 
     def restarted(self, request: int, session: str, problem: str) -> None:
         self._pool.feed(sched.SessionPaused(session, ""))
-        asked = self._asked.take(request)
-        if asked is None or not isinstance(asked[1], RestartRanks):
+        if (asked := self._asked.take(request)) is None or not isinstance(asked[1], RestartRanks):
             return
         client, message = asked[0], asked[1]
         if problem:
@@ -112,8 +108,7 @@ class RankRequests:
         self._pool.server.send(client, Accepted(request=message.request, run_id=session, text=text))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
-        asked = self._asked.take(request)
-        if asked is not None and isinstance(asked[1], AskRank):
+        if (asked := self._asked.take(request)) is not None and isinstance(asked[1], AskRank):
             self._answer(asked[0], asked[1], answer)
 
     def run_gone(self, run_id: str) -> None:
@@ -221,8 +216,7 @@ class Forwarding:
         if isinstance(message, OpenStream):
             self._open(client, message)
             return
-        number = self._by_client.get((client.identity, message.stream))
-        if number is None:
+        if (number := self._by_client.get((client.identity, message.stream))) is None:
             return
         forwarded = self._streams[number]
         if not forwarded.watches:
@@ -241,8 +235,7 @@ class Forwarding:
 
     def from_node(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
         """Pass on a node's message of a stream."""
-        forwarded = self._streams.get(message.stream)
-        if forwarded is None:
+        if (forwarded := self._streams.get(message.stream)) is None:
             return
         number = message.stream
         passed = msgspec.structs.replace(message, stream=forwarded.stream)

@@ -165,8 +165,7 @@ class RemoteClients(Router):
             if self._bulk is not None:
                 self._taken(client, [codec.encode(self._bulk.offer(client))])
         elif isinstance(message, _ONCE) and message.request and not client.is_new(message.request):
-            answer = client.answers[message.request]
-            if answer is not None:
+            if (answer := client.answers[message.request]) is not None:
                 self._taken(client, answer)
         else:
             self._on_message(client, message, [part.bytes for part in parts[1:]])
@@ -183,11 +182,9 @@ class RemoteClients(Router):
             self._bulk.cut(client)
 
     def _greet(self, identity: bytes, key: str, hello: Hello, frame: zmq.Frame) -> ConnectedClient | None:
-        authorized = self._clients.find(key)
-        if authorized is None or not 0 < len(hello.instance) <= _LONGEST_INSTANCE:
+        if (authorized := self._clients.find(key)) is None or not 0 < len(hello.instance) <= _LONGEST_INSTANCE:
             return None
-        client = self._known.get((key, hello.instance))
-        if client is None:
+        if (client := self._known.get((key, hello.instance))) is None:
             if sum(each.user == authorized.user for each in self._known.values()) >= _MOST_OF_A_USER:
                 write_log(f"sgpu: user {authorized.user} has {_MOST_OF_A_USER} notebooks here, the maximum\n")
                 return None
@@ -229,16 +226,14 @@ class RemoteClients(Router):
         if self._clients.problem:
             write_log(f"sgpu: no user is authorized: {self._clients.problem}\n")
         for client in self.clients:
-            authorized = self._clients.find(client.key)
-            if authorized is None:
+            if (authorized := self._clients.find(client.key)) is None:
                 self._cut(client)
             else:
                 client.user, client.admin = authorized.user, authorized.admin
 
     def _cut(self, client: ConnectedClient) -> None:
         self._cut_bulk(client)
-        connection = self._sockets.pop(client, None)
-        if connection is not None:
+        if (connection := self._sockets.pop(client, None)) is not None:
             end_connection(*connection)
 
 

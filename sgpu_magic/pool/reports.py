@@ -68,8 +68,7 @@ class Reports:
                 self._pool.active.tell(run, body, at, told=event)
                 self._pool.feed(sched.RunMoved(run.run_id, RunState.RUNNING))
             case RunEnded():
-                failed = self._launches.instead_of(run, body)
-                if failed is not None:
+                if (failed := self._launches.instead_of(run, body)) is not None:
                     self._pool.active.tell(run, failed, at, told=event)
                     return
                 # the report may be late, after a while without a pool service
@@ -88,8 +87,7 @@ class Reports:
 
     def devices_free(self, run_id: str) -> None:
         """Return the devices of a run whose processes are gone, even if its files are still being transferred."""
-        run = self._pool.active.get(run_id)
-        if run is not None:
+        if (run := self._pool.active.get(run_id)) is not None:
             run.processes_gone = True
             self._give_back(run)
 
@@ -114,8 +112,7 @@ class Reports:
 
     def ranks_gone(self, run_id: str) -> None:
         self._confirm()
-        run = self._pool.active.get(run_id)
-        if run is not None and not self._launches.goes_on(run):
+        if (run := self._pool.active.get(run_id)) is not None and not self._launches.goes_on(run):
             if run.lost_node and not run.payload_over:
                 # the agent that would report this may be dead
                 self._pool.active.tell(run, PayloadReleased(kept=False, reason=run.lost_node), time.time())
@@ -210,8 +207,7 @@ class Reports:
 
     def _confirm(self) -> None:
         for run_id in self._unconfirmed:
-            run = self._pool.active.speaker(run_id)
-            if run is not None and run.log is not None:
+            if (run := self._pool.active.speaker(run_id)) is not None and run.log is not None:
                 self._pool.engine.events_kept(run_id, run.log.written)
         self._unconfirmed.clear()
 

@@ -123,8 +123,7 @@ class Requests:
             case Submit():
                 self.submissions.submit(client, message, frames)
             case Describe():
-                run = self._pool.active.speaker(message.run_id)
-                if run is not None:
+                if (run := self._pool.active.speaker(message.run_id)) is not None:
                     self._pool.active.tell(run, Described(tags=message.tags), time.time())
             case TrackRun():
                 self._tracker.wanted(message.run_id, message.tracking)
@@ -139,8 +138,7 @@ class Requests:
             case Attach():
                 self._attach(client, message)
             case Unfollow():
-                run = self._pool.active.speaker(message.run_id)
-                if run is not None and client in run.watchers:
+                if (run := self._pool.active.speaker(message.run_id)) is not None and client in run.watchers:
                     run.watchers.remove(client)
                 if run is None or client not in run.followers:
                     self._pool.active.feed.forget(client, message.run_id)

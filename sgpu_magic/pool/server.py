@@ -133,8 +133,7 @@ class Server(Router):
         self._context.term()
 
     def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
-        client = self._by_identity.get(identity)
-        if client is None and isinstance(message, Hello):
+        if (client := self._by_identity.get(identity)) is None and isinstance(message, Hello):
             client = self._greet(identity, message)
         if client is not None:
             self._on_message(client, message, [part.bytes for part in parts[1:]])
@@ -226,8 +225,7 @@ class EventFeed:
 
     def catch_up(self, client: ConnectedClient, run_id: str, directory: Path, after: int) -> None:
         """Send the run's events after number `after`, then new ones while the client follows the run."""
-        lag = self.lags.get((client, run_id))
-        if lag is not None:
+        if (lag := self.lags.get((client, run_id))) is not None:
             after = min(after, lag.seq)
         log = self._log_of(run_id)
         file = EventFile(directory, 0 if log is None else log.offset_before(after))
@@ -278,8 +276,7 @@ class EventFeed:
     def _next_of(self, lag: _Lag) -> _Item | None:
         log = self._log_of(lag.run_id)
         try:
-            item = next(lag.events, None)
-            if item is None:
+            if (item := next(lag.events, None)) is None:
                 # more events may have been written since this pass began
                 lag.events = lag.file.new_events()
                 item = next(lag.events, None)

@@ -120,8 +120,7 @@ class PoolService:
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Handle a fault that belongs to no run: leave all ranks to the next service."""
-        error = context.get("exception")
-        if error is None:
+        if (error := context.get("exception")) is None:
             loop.default_exception_handler(context)
         else:
             self._guard.log("it ends, and the next one takes over its runs", error)

@@ -185,8 +185,7 @@ def checked_listen(listen: str) -> str:
     Raises:
         UsageError: It is no address to listen at.
     """
-    match = _LISTEN.fullmatch(listen)
-    if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
+    if (match := _LISTEN.fullmatch(listen)) is None or (match["port"] != "*" and int(match["port"]) > 65535):
         raise UsageError(f"--listen takes tcp://ADDRESS:PORT, such as tcp://0.0.0.0:8700, not {listen[:80]!r}.")
     return listen
 

@@ -111,8 +111,7 @@ class RowsWithTimes:
             moved = metered is not None and row.metered_at is not None and abs(metered - row.metered_at) > _STEP_S
             added = waiting.get(run_id), ends.get(run_id), metered if moved else None
             if added != _NOTHING:
-                last = self._made.get(run_id)
-                if last is None or last[0] is not row or last[1] != added:
+                if (last := self._made.get(run_id)) is None or last[0] is not row or last[1] != added:
                     last = (row, added, _with(row, *added))
                 made[run_id] = last
                 row = last[2]

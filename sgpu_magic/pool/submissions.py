@@ -188,8 +188,7 @@ class Submissions:
         Raises:
             SessionError: There is no such session.
         """
-        session = self._pool.active.get(submit.spec.session)
-        if session is not None and session.log is not None:
+        if (session := self._pool.active.get(submit.spec.session)) is not None and session.log is not None:
             return True
         if session is None and submit.spec.session not in self._pool.active.resubmittable:
             raise SessionError(self._no_session(submit.spec.session))

@@ -97,8 +97,7 @@ class Tracker:
 
     def follow(self, run: PoolRun) -> None:
         """Track an accepted run, if it is to be tracked. Further calls do nothing."""
-        tracking = run.submit.tracking
-        if tracking is None or not run.spec.tracked or run.run_id in self._entries:
+        if (tracking := run.submit.tracking) is None or not run.spec.tracked or run.run_id in self._entries:
             return
         directory = self._active.directory(run.run_id)
         parent = run.spec.session
@@ -112,8 +111,7 @@ class Tracker:
 
     def wanted(self, run_id: str, tracking: Tracking) -> None:
         """Write a run to MLflow in any case, because a client asked for its MLflow run ID."""
-        entry = self._entries.get(run_id)
-        if entry is not None:
+        if (entry := self._entries.get(run_id)) is not None:
             entry.maybe = None
             if not entry.sent:
                 self._send(entry)
@@ -126,8 +124,7 @@ class Tracker:
 
     def asked(self, run_id: str) -> None:
         """Report the run's MLflow run to a rank that waits for it, now or once it is known."""
-        entry = self._entries.get(run_id)
-        if entry is None:
+        if (entry := self._entries.get(run_id)) is None:
             self._engine.tracking_known(run_id, None, NOT_TRACKED)
         elif entry.known is not None or entry.problem:
             self._engine.tracking_known(run_id, entry.known, entry.problem)
@@ -145,8 +142,7 @@ class Tracker:
 
     def over(self, run_id: str) -> None:
         """Finish the tracking of a run whose ranks are gone."""
-        entry = self._entries.get(run_id)
-        if entry is None or not entry.sent:
+        if (entry := self._entries.get(run_id)) is None or not entry.sent:
             if entry is not None and not self._matters(entry, over=True):
                 del self._entries[run_id]
             return
@@ -191,8 +187,7 @@ class Tracker:
 
     def _matters(self, entry: _Entry, *, over: bool = False) -> bool:
         """Whether the run is to be tracked by now: it has run for a while, or it has failed."""
-        run = entry.maybe
-        if run is None:
+        if (run := entry.maybe) is None:
             return True
         now = self._loop.time()
         if entry.begun is None and run.state is RunState.RUNNING:
@@ -206,8 +201,7 @@ class Tracker:
 
     def _send(self, entry: _Entry) -> None:
         entry.sent, entry.maybe = True, None
-        session = self._entries.get(entry.order.parent_run)
-        if session is not None and not session.sent:
+        if (session := self._entries.get(entry.order.parent_run)) is not None and not session.sent:
             # the session's MLflow run is the parent: a cell may need it before the session is sent
             session.order = msgspec.structs.replace(session.order, urgent=entry.order.urgent)
             self._send(session)
@@ -229,8 +223,7 @@ class Tracker:
 
     def _process(self, tracking: Tracking) -> TrackerProcess:
         key = _key(tracking)
-        process = self._processes.get(key)
-        if process is None:
+        if (process := self._processes.get(key)) is None:
             process = self._processes[key] = TrackerProcess(self._settings, self._said)
         return process
 
@@ -274,8 +267,7 @@ class Tracker:
     # ------------------------------------------------------------ from the writers
 
     def _said(self, message: TrackingReport) -> None:
-        entry = self._entries.get(message.run_id)
-        if entry is None:
+        if (entry := self._entries.get(message.run_id)) is None:
             return
         run = self._active.get(message.run_id)
         match message:

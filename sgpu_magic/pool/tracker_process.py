@@ -74,8 +74,7 @@ class TrackerProcess:
 
     def hurry(self, run_id: str) -> None:
         """Give a run precedence, because a rank waits for its MLflow run."""
-        order = self._orders.get(run_id)
-        if order is None:
+        if (order := self._orders.get(run_id)) is None:
             return
         self._orders[run_id] = replace(order, urgent=True)
         if not self._heard and not self._urgent:

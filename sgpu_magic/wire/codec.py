@@ -227,8 +227,7 @@ class FrameReader(Generic[M]):
         """
         self._pending += data
         while True:
-            sizes = self._sizes()
-            if sizes is None:
+            if (sizes := self._sizes()) is None:
                 return
             start = _U32.size + 8 * len(sizes)
             if len(self._pending) < start + sum(sizes):

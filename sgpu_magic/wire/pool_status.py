@@ -266,8 +266,7 @@ def with_changes(old: PoolStatus | None, told: PoolStatus) -> PoolStatus:
     Raises:
         ValueError: The changes are of another status.
     """
-    changes = told.changes
-    if changes is None:
+    if (changes := told.changes) is None:
         return told
     runs = {run.run_id: run for run in (*(old.runs if old is not None else ()), *told.runs)}
     if old is None or changes.since != old.version or any(run_id not in runs for run_id in changes.listed or ()):

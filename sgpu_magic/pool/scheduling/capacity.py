@@ -249,8 +249,7 @@ def _evenly(free: Mapping[str, int], nodes: int, each: int) -> Parts | None:
 
 
 def _packed(free: Mapping[str, int], ranks: int) -> Parts:
-    alone = _tightest(free, ranks)
-    if alone is not None:
+    if (alone := _tightest(free, ranks)) is not None:
         return [(alone, ranks)]
     parts: Parts = []
     left = dict(free)

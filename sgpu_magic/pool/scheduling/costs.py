@@ -149,8 +149,7 @@ class CostRules:
 
     def over_budget(self, want: Want) -> str:
         """Return why the budget keeps a request from starting now; "" when it can start."""
-        budget = self._budget
-        if budget is None or self._tariff.of(want.device_type) is None:
+        if (budget := self._budget) is None or self._tariff.of(want.device_type) is None:
             return ""
         now, live = self._table.now, self._table.live_cost()
         spent = budget.spent(now) + live
@@ -211,8 +210,7 @@ class CostRules:
         return [Remark(run.run_id, text)]
 
     def _by_budget(self) -> list[Instruction]:
-        budget = self._budget
-        if budget is None:
+        if (budget := self._budget) is None:
             return []
         # `live_cost` includes runs that were just stopped by their own limit
         runs, now = self._table.on_meter(), self._table.now
@@ -239,7 +237,6 @@ class CostRules:
 
 
 def _what(run: Run) -> str:
-    lease = run.lease
-    if lease is None:
+    if (lease := run.lease) is None:
         return "it"
     return f"{lease.ranks} {lease.device_type}" + (" (simulated)" if lease.simulated else "")

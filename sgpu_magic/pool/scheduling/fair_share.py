@@ -65,8 +65,7 @@ class FairShare:
         """Return why the request exceeds the user's quota by itself; None when it does not."""
         user, ranks = spec.owner.user, want.ranks
         for kind in quota_types(want.line.device_type):
-            quota = self._limits.quota(user, kind)
-            if quota is not None and ranks > quota:
+            if (quota := self._limits.quota(user, kind)) is not None and ranks > quota:
                 remedy = f"Ask for {quota} or fewer with --gpus" if quota else "Ask for another type with --type"
                 return "CapacityError", (
                     f"user {user} may have {_of(quota, kind)} at once in this pool (its setting user_quotas), and the "
@@ -79,12 +78,10 @@ class FairShare:
         """Return why the run must wait for other runs of its user; "" when it need not."""
         user = run.spec.owner.user
         for kind in quota_types(want.line.device_type) if self._limits.quotas else ():
-            quota = self._limits.quota(user, kind)
-            if quota is None:
+            if (quota := self._limits.quota(user, kind)) is None:
                 continue
             held = {one: count for one, (of, count) in self._leases.get(user, {}).items() if kind in quota_types(of)}
-            in_use = sum(held.values())
-            if in_use and in_use + want.ranks > quota:
+            if (in_use := sum(held.values())) and in_use + want.ranks > quota:
                 runs = [f"run {short(one)}" for one in held]
                 if len(runs) > _NAMED_RUNS:
                     runs[_NAMED_RUNS:] = [f"{len(runs) - _NAMED_RUNS} more"]

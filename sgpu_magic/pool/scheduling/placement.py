@@ -91,8 +91,7 @@ class Room:
     def release(self, run_id: str, lease: Lease) -> None:
         """Count a held lease as free again."""
         for uuid in lease.uuids:
-            holders = tuple(holder for holder in self._holders.get(uuid, ()) if holder != run_id)
-            if holders:
+            if holders := tuple(holder for holder in self._holders.get(uuid, ()) if holder != run_id):
                 self._holders[uuid] = holders
             elif self._holders.pop(uuid, ()):
                 self._count(uuid, +1)
@@ -124,8 +123,7 @@ class Room:
             lease_id: The lease's ID.
             without: Nodes that are kept for other runs.
         """
-        parts = self._parts(want, without)
-        if parts is None or not self._within_limit(want):
+        if (parts := self._parts(want, without)) is None or not self._within_limit(want):
             return None
         note, slots = "", self.stock.inventory.cpu_slots
         if want.line == CPU_LINE and want.ranks > slots:
@@ -243,8 +241,7 @@ class Room:
 
     def _within_limit(self, want: Want) -> bool:
         """Whether a lease for this request leaves the autoscaler's limit enough for what others asked it for."""
-        elastic = self.stock.elastic(want.line)
-        if not elastic:
+        if not (elastic := self.stock.elastic(want.line)):
             return True
         asked = sum(ranks for line, ranks in self._asked.values() if line == want.line)
         return self._in_use[want.line] + asked + want.ranks <= max(elastic, self.stock.total(want.line))
@@ -282,8 +279,7 @@ class Room:
 
     def _free_for(self, want: Want) -> Free:
         key = (want.line, want.allow_busy, want.min_memory_bytes)
-        free = self._free.get(key)
-        if free is None:
+        if (free := self._free.get(key)) is None:
             free = self._free[key] = Free(want.allow_busy, want.min_memory_bytes)
             for node, devices in self.stock.by_node(want.line).items():
                 free.add(node, len(self._free_on(free, devices)))
@@ -305,8 +301,7 @@ class Room:
 
     def _count(self, uuid: str, change: int) -> None:
         """Update the counts for a device that was taken (-1) or freed (+1)."""
-        device = self.stock.devices.get(uuid)
-        if device is None:
+        if (device := self.stock.devices.get(uuid)) is None:
             return
         line = line_of(device)
         self._in_use[line] -= change

@@ -189,8 +189,7 @@ def _too_small(placement: Placement, stock: Stock, line: Line) -> str:
 
 def _resolve_any(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | str:
     counts = {line: stock.limit(line) for line in stock.all_lines()}
-    enough = [line for line in counts if not _too_much(placement, stock, line)]
-    if enough:
+    if enough := [line for line in counts if not _too_much(placement, stock, line)]:
         return choose([_want(placement, line) for line in enough])
     if placement.min_memory_bytes:
         return _none_with_memory(placement, stock)

@@ -104,8 +104,7 @@ class QueueRules:
 
     def seen(self, inventory: Inventory) -> bool:
         """Take a new inventory, which clears the engine's refusals. Returns False when nothing has changed."""
-        room = self.room
-        if room is not None and not room.refused and inventory == room.stock.inventory:
+        if (room := self.room) is not None and not room.refused and inventory == room.stock.inventory:
             return False
         self.room = Room(inventory)
         self._meant.clear()

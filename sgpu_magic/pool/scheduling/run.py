@@ -190,8 +190,7 @@ class Run:
     @property
     def cost_warning(self) -> float | None:
         """When its followers are warned that the cost limit is near; None without a `cost_limit`."""
-        limit = self.cost_limit
-        if limit is None or self.meter.since is None:
+        if (limit := self.cost_limit) is None or self.meter.since is None:
             return None
         return self.meter.since + WARN_SHARE * (limit - self.meter.since)
 

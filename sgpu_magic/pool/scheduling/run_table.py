@@ -121,8 +121,7 @@ class RunTable:
 
     def queue_deadline(self, run: Run) -> float | None:
         """Return when a waiting run gives up; None for one that does not wait, or waits forever."""
-        deadline = run.queue_deadline
-        if deadline is None or not self._leaving_before(run):
+        if (deadline := run.queue_deadline) is None or not self._leaving_before(run):
             return deadline
         return max(deadline, run.queued_at + _LEAVING_S)
 
@@ -159,8 +158,7 @@ class RunTable:
 
     def drop(self, run_id: str) -> None:
         """Forget a run; does nothing for an unknown one."""
-        run = self.runs.pop(run_id, None)
-        if run is None:
+        if (run := self.runs.pop(run_id, None)) is None:
             return
         self._index(run, run.held_lease, run.time_limit)
         cells = self._cells.get(run.spec.session, {})
@@ -270,8 +268,7 @@ class RunTable:
 
     def _leaving_before(self, run: Run) -> bool:
         """Whether a run that is over still holds what a waiting run waits for."""
-        session = self.runs.get(run.spec.session)
-        if session is None or session.lease is None:
+        if (session := self.runs.get(run.spec.session)) is None or session.lease is None:
             return bool(self._final)
         return any(cell.spec.in_session and cell.state.is_final for cell in self.cells_of(session.run_id))
 

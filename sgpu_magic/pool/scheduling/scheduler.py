@@ -106,8 +106,7 @@ class Scheduler:
     @property
     def waits_for_devices(self) -> bool:
         """Whether a queued run may get devices after the next inventory."""
-        room = self._queue.room
-        if room is None or not any(run.accepted for run in self._table.waiting()):
+        if (room := self._queue.room) is None or not any(run.accepted for run in self._table.waiting()):
             return False
         return room.stock.many or any(not line.simulated for line in room.stock.counts)
 
@@ -298,8 +297,7 @@ class Scheduler:
             for run in self._table.over_time()
         ]
         for session in self._table.sessions():
-            until = self._table.quiet_until(session)
-            if until is not None and now >= until:
+            if (until := self._table.quiet_until(session)) is not None and now >= until:
                 reason = f"nothing ran in it for {span(session.spec.idle_s or 0.0)} (--idle)"
                 due.append((session, RunState.CANCELLED, reason))
         for run in self._table.asked_too_long():
@@ -314,8 +312,7 @@ class Scheduler:
         out = [instruction for session in closed for instruction in self._table.end_cells(session)]
         for cell in self._table.waiting_cells():
             session = self._runs[cell.spec.session]
-            why = obstacle(self._table, cell)
-            if not why and session.lease is not None:
+            if not (why := obstacle(self._table, cell)) and session.lease is not None:
                 lease = _share(session.lease, cell.spec)
                 self._table.change(cell, lease=lease, told=None, accepted=True)
                 out.append(LaunchRun(cell.run_id, lease))
