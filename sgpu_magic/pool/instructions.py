@@ -10,7 +10,7 @@ import time
 import msgspec
 
 from sgpu_magic.files.content_store import store_name
-from sgpu_magic.pool.active_runs import PoolRun
+from sgpu_magic.pool.active_runs import PoolRun, submitted_fields
 from sgpu_magic.pool.file_requests import needed_blobs
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
@@ -140,7 +140,8 @@ class Launches:
         self.launched(run, lease)
         if self._pool.scheduler.run(run.run_id) is None or run.lease != lease:
             self._pool.feed(sched.LeaseGranted(run.run_id, lease))
-        self._begin(run)
+        state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
+        self._pool.feed(sched.RunMoved(run.run_id, state))
 
     def launched(self, run: PoolRun, lease: Lease) -> None:
         """Record that the run's group was ordered."""
@@ -157,21 +158,13 @@ class Launches:
 
     def order(self, run: PoolRun, lease: Lease) -> None:
         """Order the run's group from the engine, and nothing else; `granted` follows once the devices are taken."""
-        submit = run.submit
         launch = Launch(
-            spec=run.spec,
-            interpreter=submit.interpreter,
-            context=submit.context,
-            payload=submit.payload,
+            **submitted_fields(msgspec.structs.replace(run.submit, spec=run.spec)),
             lease=lease,
             run_dir=str(self._pool.active.directory(run.run_id)),
             attempt=run.attempt,
             number=0 if run.log is None else run.log.number,
-            environment=submit.environment,
-            code=submit.code,
-            tracking=submit.tracking,
-            uploads=submit.uploads,
-            store=store_name(run.spec.owner.user) if needed_blobs(submit) else "",
+            store=store_name(run.spec.owner.user) if needed_blobs(run.submit) else "",
         )
         self._pool.engine.launch(launch, run.frames)
         run.ordered, run.processes_gone = True, False
@@ -246,10 +239,6 @@ class Launches:
         return ""
 
     # ------------------------------------------------------------ within
-
-    def _begin(self, run: PoolRun) -> None:
-        state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
-        self._pool.feed(sched.RunMoved(run.run_id, state))
 
     def _prepares(self, run: PoolRun) -> bool:
         """Whether the node first prepares the run's packages, and reports when they are ready."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,18 +100,15 @@ class Ledger:
             ValueError: Its ID is invalid, or is already in the ledger.
         """
         row = _new_row(spec, state)
-        if spec.in_session and self._loop is not None:
+        if self.has(spec.run_id):
+            raise ValueError(f"run {spec.run_id} is in the ledger already")
+        waits = spec.in_session and self._loop is not None
+        if waits:
             self._later.add(spec.run_id)
-            self._new[spec.run_id] = row
-            self._write_in(_WRITE_S)
+        elif self._database.write(_insertion(row)):
             return
-        try:
-            written = self._database.write(_insertion(row))
-        except sqlite3.IntegrityError as error:
-            raise ValueError(f"run {spec.run_id} is in the ledger already") from error
-        if not written:
-            self._new[spec.run_id] = row
-            self._write_in(_WRITE_AGAIN_S)
+        self._new[spec.run_id] = row
+        self._write_in(_WRITE_S if waits else _WRITE_AGAIN_S)
 
     def update(
         self,
@@ -212,7 +208,7 @@ class Ledger:
         """Write pending rows and changes."""
         if not self._new and not self._changes:
             return
-        statements = [_insertion(row, or_not=True) for row in self._new.values()]
+        statements = [_insertion(row) for row in self._new.values()]
         statements += [_update(run_id, changes) for run_id, changes in self._changes.items()]
         if not self._database.write(*statements):
             self._write_in(_WRITE_AGAIN_S)
@@ -276,12 +272,10 @@ def _new_row(spec: RunSpec, state: RunState) -> RowChanges:
     }
 
 
-def _insertion(row: RowChanges, *, or_not: bool = False) -> Statement:
-    """Return the statement that adds a row; with `or_not` it does nothing if the run already has one."""
-    return (
-        f"INSERT {'OR IGNORE ' if or_not else ''}INTO runs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
-        tuple(row.values()),
-    )
+def _insertion(row: RowChanges) -> Statement:
+    """Return the statement that adds a row, unless the run already has one."""
+    sql = f"INSERT OR IGNORE INTO runs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})"
+    return sql, tuple(row.values())
 
 
 def _update(run_id: str, changes: RowChanges) -> Statement:

@@ -132,11 +132,7 @@ class LedgerDatabase:
         return self._tried(lambda: self._connection.execute(sql, values).fetchall()) or []
 
     def write(self, *statements: Statement) -> bool:
-        """Run statements in one transaction. Returns False, with nothing changed, when the database failed.
-
-        Raises:
-            sqlite3.IntegrityError: A row with a unique value of these already exists.
-        """
+        """Run statements in one transaction. Returns False, with nothing changed, when the database failed."""
         if not self._tried(lambda: self._written(statements)):
             return False
         if self.problem.startswith(self._unusable):
@@ -184,8 +180,6 @@ class LedgerDatabase:
         for _ in range(2):
             try:
                 return call()
-            except sqlite3.IntegrityError:
-                raise
             except sqlite3.DatabaseError as error:
                 if not _is_damage(error):
                     self.problem = f"{self._unusable}{error}"

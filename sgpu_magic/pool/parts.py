@@ -18,7 +18,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.nodes.engine import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun, submitted_fields
 from sgpu_magic.pool.ledger import Ledger, Metered, in_one_line
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling import stimuli as sched
@@ -225,22 +225,13 @@ class Adoption:
     def _adopt(self, held: HeldRun) -> None:
         launch = held.launch
         now = time.monotonic()
-        submit = Submit(
-            request=0,
-            spec=launch.spec,
-            interpreter=launch.interpreter,
-            context=launch.context,
-            payload=launch.payload,
-            environment=launch.environment,
-            code=launch.code,
-            uploads=launch.uploads,
-            tracking=launch.tracking,
-        )
         log = RunLog(self._pool.active.directory(launch.spec.run_id), launch.spec.run_id)
         ended = log.ended
         # the end of a group is not the end of the run until a service has handled it: it may be restarted
         goes_on = RunState.RUNNING if held.state.is_final else held.state
-        run = PoolRun(submit, (), None, goes_on if ended is None else ended.state)
+        run = PoolRun(
+            Submit(request=0, **submitted_fields(launch)), (), None, goes_on if ended is None else ended.state
+        )
         run.log = log
         launched_at = time.time() - held.started_s
         run.placed_at = now - held.started_s

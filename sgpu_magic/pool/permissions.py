@@ -16,22 +16,8 @@ from sgpu_magic.errors import PoolError, RunUnknown, SessionError
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.wire.base import short
-from sgpu_magic.wire.client import (
-    AskRank,
-    ClientMessage,
-    Describe,
-    KeepEnvironment,
-    ReclaimPayload,
-    RestartRanks,
-    ResultsReceived,
-    StopPool,
-    Submit,
-    TellComms,
-    TrackRun,
-    Unfollow,
-    Warm,
-)
+from sgpu_magic.wire.base import OfRun, short
+from sgpu_magic.wire.client import AskRank, ClientMessage, KeepEnvironment, RestartRanks, StopPool, Submit, Warm
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 # a remote user's newest run is searched among this many
@@ -72,14 +58,7 @@ class Permissions:
             case RestartRanks() | AskRank():
                 self._check_session(client, message.session)
                 return message
-            case (
-                Describe(run_id=run)
-                | TrackRun(run_id=run)
-                | Unfollow(run_id=run)
-                | ReclaimPayload(run_id=run)
-                | ResultsReceived(run_id=run)
-                | TellComms(run_id=run)
-            ):
+            case OfRun(run_id=run):
                 return message if self.may_see(client, run) else None
             case _:
                 return message

@@ -157,9 +157,7 @@ class RankRequests:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    if not ranks:
-        return "all ranks"
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "all ranks"
 
 
 def _are(ranks: tuple[int, ...]) -> str:

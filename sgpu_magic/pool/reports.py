@@ -47,11 +47,11 @@ class Reports:
         if run.ended and not isinstance(event.body, PayloadReleased | Noted):
             # the service itself wrote the final event after a fault; only late notes and the payload's release count
             run.log.skip(event)
-            self._confirm_later(run.run_id)
+            self.confirm_later(run.run_id)
             return
         at, body = event.at, event.body
         now = time.monotonic()
-        self._confirm_later(run.run_id)
+        self.confirm_later(run.run_id)
         match body:
             case PayloadReleased():
                 self._pool.active.tell(run, body, at, told=event)
@@ -196,11 +196,8 @@ class Reports:
         self._pool.active.end_without_ranks(run, state, failure.message, failure.kind, failure)
         return state
 
-    def written(self, run: PoolRun) -> None:
-        """Confirm a run's events, which the disk has now accepted."""
-        self._confirm_later(run.run_id)
-
-    def _confirm_later(self, run_id: str) -> None:
+    def confirm_later(self, run_id: str) -> None:
+        """Confirm a run's events that are on disk, together with those of others."""
         if not self._unconfirmed:
             self._loop.call_later(_CONFIRM_S, self._confirm)
         self._unconfirmed.add(run_id)

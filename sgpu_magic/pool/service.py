@@ -107,7 +107,7 @@ class PoolService:
         self._instructions = Instructions(parts, self._launches, self._requests.submissions, self._tracker)
         self._guard.end = self._instructions.end_of_fault
         self._active.on_forgotten = self._forgotten
-        self._active.on_written = self._reports.written
+        self._active.on_written = self._reports.confirm_later
         self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._looked_after)
         presence.keep_in_place(server.listen_again, self._guard.log)
         engine.start(self)

@@ -61,7 +61,7 @@ class StatusReports:
         # rounded to the second, so that converting between the clocks yields the same time in each status
         wall = time.time() - time.monotonic()
         quiet = {run.run_id: scheduler.quiet_until(run.run_id) for run in scheduler.runs if run.quiet_since is not None}
-        ends = {session: round(wall + until) for session, until in quiet.items() if until is not None}
+        ends = {session: float(round(wall + until)) for session, until in quiet.items() if until is not None}
         began = {run.run_id: wall + run.meter.since for run in scheduler.runs if run.meter.since is not None}
         return PoolStatus(
             request=question.request,
@@ -123,11 +123,6 @@ class RowsWithTimes:
 def _with(
     row: RunSummary, told: tuple[int, str] | None, idle_ends_at: float | None, metered_at: float | None
 ) -> RunSummary:
-    changes: dict[str, object] = {}
-    if metered_at is not None:
-        changes["metered_at"] = metered_at
-    if told is not None:
-        changes["position"], changes["waiting_for"] = told
-    if idle_ends_at is not None:
-        changes["idle_ends_at"] = float(idle_ends_at)
-    return replace(row, **changes)
+    position, waiting_for = told or (None, "")
+    metered_at = row.metered_at if metered_at is None else metered_at
+    return replace(row, metered_at=metered_at, position=position, waiting_for=waiting_for, idle_ends_at=idle_ends_at)

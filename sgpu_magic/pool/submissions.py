@@ -162,25 +162,17 @@ class Submissions:
             feed()
         else:
             self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, submit, feed))
-            self._prepare(run)
+            environment = run.submit.environment
+            if environment is not None and not run.ordered and self._pool.active.get(run.run_id) is run:
+                self._pool.engine.prepare(run.run_id, run.submit.interpreter, environment)
 
     def unprepare(self, run: PoolRun) -> None:
         """Stop preparing the packages of a run that ends in the queue."""
-        environment = run.submit.environment
-        if (
-            environment is not None
-            and run.placed_at is None
-            and self._pool.engine.builds(run.submit.interpreter, environment)
-        ):
+        environment = None if run.placed_at is not None else run.submit.environment
+        if environment is not None and self._pool.engine.builds(run.submit.interpreter, environment):
             self._pool.engine.end_run(run.run_id, RunState.CANCELLED, "")
 
     # ------------------------------------------------------------ within
-
-    def _prepare(self, run: PoolRun) -> None:
-        """Prepare a waiting run's packages."""
-        environment = run.submit.environment
-        if environment is not None and not run.ordered and self._pool.active.get(run.run_id) is run:
-            self._pool.engine.prepare(run.run_id, run.submit.interpreter, environment)
 
     def _has_session(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> bool:
         """Whether the cell's session exists. If it may be resubmitted, the cell's submission is retried later.

@@ -284,7 +284,8 @@ def cost_so_far(run: RunSummary, now: float) -> float | None:
 
 def gpu_s_so_far(run: RunSummary, now: float) -> float | None:
     """Return the billed device-seconds of a run; arguments as for `cost_so_far`."""
-    if run.gpu_s is not None or run.metered_at is None or run.state.is_final or not _has_meter(run):
+    has_meter = run.device_type != CPU or run.hourly is not None
+    if run.gpu_s is not None or run.metered_at is None or run.state.is_final or not has_meter:
         return run.gpu_s
     return float(run.ranks * billed_s(now - run.metered_at))
 
@@ -302,7 +303,3 @@ def idle_seconds(since: float, until: float, cells: Iterable[tuple[float, float 
         idle += max(0.0, min(began, until) - at)
         at = max(at, until if ended is None else ended)
     return idle + max(0.0, until - at)
-
-
-def _has_meter(run: RunSummary) -> bool:
-    return run.device_type != CPU or run.hourly is not None

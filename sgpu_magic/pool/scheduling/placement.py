@@ -144,9 +144,7 @@ class Room:
 
     def free(self, want: Want) -> int:
         """Return how many devices or slots the request could take now, regardless of their nodes."""
-        if want.line == CPU_LINE and CPU in self.refused:
-            return 0
-        return self._free_for(want).total
+        return 0 if want.line == CPU_LINE and CPU in self.refused else self._free_for(want).total
 
     def free_by_node(self, want: Want) -> Mapping[str, int]:
         return self._free_for(want).by_node

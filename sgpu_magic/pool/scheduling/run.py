@@ -164,9 +164,7 @@ class Run:
     def queue_deadline(self) -> float | None:
         if (self.lease is not None and not self.asked) or self.spec.wait_s is None:
             return None
-        if self.want is None and not self.spec.session:
-            return None
-        return self.queued_at + self.spec.wait_s
+        return None if self.want is None and not self.spec.session else self.queued_at + self.spec.wait_s
 
     @property
     def is_on_meter(self) -> bool:
