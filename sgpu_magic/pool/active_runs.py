@@ -225,12 +225,7 @@ class ActiveRuns:
         return ""
 
     def tell(
-        self,
-        run: PoolRun,
-        body: EventBody,
-        at: float,
-        frames: Sequence[bytes] = (),
-        told: RunEvent | None = None,
+        self, run: PoolRun, body: EventBody, at: float, frames: Sequence[bytes] = (), told: RunEvent | None = None
     ) -> None:
         """Log an event and send it to the run's followers. `told` is the agent's report of it, if any."""
         if run.log is None:

@@ -111,12 +111,7 @@ class Ledger:
         self._write_in(_WRITE_S if waits else _WRITE_AGAIN_S)
 
     def update(
-        self,
-        run_id: str,
-        *,
-        lease: Lease | None = None,
-        meter: Metered | None = None,
-        **values: str | float | None,
+        self, run_id: str, *, lease: Lease | None = None, meter: Metered | None = None, **values: str | float | None
     ) -> None:
         """Update a run's row with the given values, except those that are None. Does nothing for an unknown run.
 

@@ -95,12 +95,7 @@ class FairShare:
     # ------------------------------------------------------------ order
 
     def in_order(
-        self,
-        line: Line,
-        runs: Sequence[tuple[Run, Want]],
-        first: Iterable[str],
-        now: float,
-        most: int | None = None,
+        self, line: Line, runs: Sequence[tuple[Run, Want]], first: Iterable[str], now: float, most: int | None = None
     ) -> list[Run]:
         """Return a line's waiting runs in the order in which they would start if its devices became free.
 

@@ -7,16 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sgpu_magic.pool.scheduling.capacity import (
-    CPU_LINE,
-    SPREAD,
-    STRATEGIES,
-    STRICT_PACK,
-    Line,
-    Stock,
-    Want,
-    amount,
-)
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, SPREAD, STRATEGIES, STRICT_PACK, Line, Stock, Want, amount
 from sgpu_magic.pool.scheduling.run import Run, named
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.devices import ANY, CPU, Placement, memory_bytes, memory_text
