@@ -292,7 +292,6 @@ def _listener(link: str, port: int) -> socket.socket:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    if ":" not in host:
-        return socket.create_server((host, port), backlog=MOST_UNKNOWN)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server((host, port), family=socket.AF_INET6, backlog=MOST_UNKNOWN, dualstack_ipv6=both)
+    return socket.create_server((host, port), family=family, backlog=MOST_UNKNOWN, dualstack_ipv6=both)

@@ -204,7 +204,8 @@ class Launches:
         """Restart the run's group on its lease. Returns why that is not possible; "" when it is done."""
         if self._pool.scheduler.run(run.run_id) is None or run.lease is None:
             return "its devices were released"
-        if run.spec.session and not self._pool.scheduler.is_open(run.spec.session):
+        session = self._pool.scheduler.run(run.spec.session)
+        if run.spec.session and (session is None or not session.is_open):
             return "its session has ended"
         self.order(run, run.lease)
         if not self._prepares(run):

@@ -52,14 +52,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         # a session's cells are looked up at its end
         "CREATE INDEX cells_of_sessions ON runs (session) WHERE session != ''",
     ),
-    (
-        # `metered_at` on the machine's monotonic clock, valid until it reboots
-        "ALTER TABLE runs ADD COLUMN metered_clock REAL",
-    ),
-    (
-        # when a session's `idle_s` was written, on that clock
-        "ALTER TABLE runs ADD COLUMN idle_clock REAL",
-    ),
+    # `metered_at` on the machine's monotonic clock, valid until it reboots
+    ("ALTER TABLE runs ADD COLUMN metered_clock REAL",),
+    # when a session's `idle_s` was written, on that clock
+    ("ALTER TABLE runs ADD COLUMN idle_clock REAL",),
 )
 T = TypeVar("T")
 Statement = tuple[str, Sequence[str | int | float]]

@@ -97,7 +97,6 @@ class Requests:
         self._kept_environments = kept_environments
         self._permissions = permissions
         self._tracker = tracker
-        self._idleness = idleness
         self._stop = stop
         self._service_id = secrets.token_hex(8)
         self._status = StatusReports(pool, permissions, idleness)

@@ -62,7 +62,6 @@ class PoolService:
     def __init__(
         self, settings: Settings, presence: PoolPresence, engine: Engine, listening: Listening | None = None
     ) -> None:
-        self._settings = settings
         self._presence = presence
         self._engine = engine
         self._loop = asyncio.get_running_loop()
@@ -253,10 +252,10 @@ class PoolService:
 
     def _looked_after(self) -> None:
         self._kept.remove_unlinked()
-        if not self._active.going:
-            self._ledger.checkpoint()
-        else:
+        if self._active.going:
             self._loop.run_in_executor(None, self._ledger.checkpoint_beside)
+        else:
+            self._ledger.checkpoint()
 
     def _is_live(self, run_id: str) -> bool:
         return self._active.speaker(run_id) is not None or run_id in self._active.resubmittable
@@ -267,8 +266,8 @@ class PoolService:
         due = self._scheduler.next_deadline()
         if self._scheduler.waits_for_devices:
             inventory = self._stock.inventory
-            many = inventory is not None and bool(inventory.nodes)
-            due = min(due or float("inf"), time.monotonic() + (_MANY_NODES_REFRESH_S if many else _QUEUE_REFRESH_S))
+            refresh_s = _MANY_NODES_REFRESH_S if inventory is not None and inventory.nodes else _QUEUE_REFRESH_S
+            due = min(due or float("inf"), time.monotonic() + refresh_s)
         look_again = functools.partial(self._stock.when_fresh, self._time_passed, _QUEUE_REFRESH_S / 2)
         self._deadline = None if due is None else self._loop.call_later(max(0.0, due - time.monotonic()), look_again)
 

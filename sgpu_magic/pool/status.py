@@ -60,7 +60,7 @@ class StatusReports:
             rows += pool.ledger.summaries([run.run_id for run in reversed(scheduler.runs) if run.run_id not in listed])
         # rounded to the second, so that converting between the clocks yields the same time in each status
         wall = time.time() - time.monotonic()
-        quiet = {run.run_id: scheduler.quiet_until(run.run_id) for run in scheduler.runs if run.quiet_since is not None}
+        quiet = {run.run_id: scheduler.quiet_until(run) for run in scheduler.runs if run.quiet_since is not None}
         ends = {session: float(round(wall + until)) for session, until in quiet.items() if until is not None}
         began = {run.run_id: wall + run.meter.since for run in scheduler.runs if run.meter.since is not None}
         return PoolStatus(

@@ -111,15 +111,11 @@ class Tracker:
 
     def wanted(self, run_id: str, tracking: Tracking) -> None:
         """Write a run to MLflow in any case, because a client asked for its MLflow run ID."""
-        if (entry := self._entries.get(run_id)) is not None:
-            entry.maybe = None
-            if not entry.sent:
-                self._send(entry)
-            return
-        directory = self._active.directory(run_id)
-        if is_valid_id(run_id) and directory.is_dir() and load_progress(directory) is None:
+        entry, directory = self._entries.get(run_id), self._active.directory(run_id)
+        if entry is None and is_valid_id(run_id) and directory.is_dir() and load_progress(directory) is None:
             # it ended earlier and was not tracked
             entry = self._entries[run_id] = _Entry(Track(run_id=run_id, run_dir=str(directory), tracking=tracking))
+        if entry is not None and not entry.sent:
             self._send(entry)
 
     def asked(self, run_id: str) -> None:
@@ -130,7 +126,6 @@ class Tracker:
             self._engine.tracking_known(run_id, entry.known, entry.problem)
         elif not entry.asked:
             entry.asked = True
-            entry.maybe = None
             if entry.sent:
                 process = self._process(entry.order.tracking)
                 if entry.order.parent_run:
@@ -142,13 +137,11 @@ class Tracker:
 
     def over(self, run_id: str) -> None:
         """Finish the tracking of a run whose ranks are gone."""
-        if (entry := self._entries.get(run_id)) is None or not entry.sent:
-            if entry is not None and not self._matters(entry, over=True):
-                del self._entries[run_id]
+        if (entry := self._entries.get(run_id)) is None:
             return
-        if entry.done:
+        if entry.done or (not entry.sent and not self._matters(entry, over=True)):
             del self._entries[run_id]
-        else:
+        elif entry.sent:
             self._process(entry.order.tracking).over(run_id)
 
     def look_for_leftovers(self) -> None:

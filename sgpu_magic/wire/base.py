@@ -118,10 +118,7 @@ TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     _S.RUNNING: frozenset({_S.STARTING, _S.SUCCEEDED, _S.QUEUED}) | _ENDS_EARLY,
     # the run may have ended by itself before the cancel took effect
     _S.CANCELLING: frozenset({_S.CANCELLED, _S.SUCCEEDED, _S.FAILED, _S.TIMED_OUT}),
-    _S.SUCCEEDED: frozenset(),
-    _S.FAILED: frozenset(),
-    _S.CANCELLED: frozenset(),
-    _S.TIMED_OUT: frozenset(),
+    **dict.fromkeys((_S.SUCCEEDED, _S.FAILED, _S.CANCELLED, _S.TIMED_OUT), frozenset()),
 }
 
 

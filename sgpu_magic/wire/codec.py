@@ -226,12 +226,8 @@ class FrameReader(Generic[M]):
             msgspec.DecodeError: A message is not msgpack, or does not match the declared type.
         """
         self._pending += data
-        while True:
-            if (sizes := self._sizes()) is None:
-                return
+        while sizes := self._sizes():
             start = _U32.size + 8 * len(sizes)
-            if len(self._pending) < start + sum(sizes):
-                return
             parts: list[bytes] = []
             for size in sizes:
                 parts.append(bytes(self._pending[start : start + size]))
@@ -239,18 +235,20 @@ class FrameReader(Generic[M]):
             del self._pending[:start]
             yield self._decoder.decode(parts[0]), parts[1:]
 
-    def _sizes(self) -> tuple[int, ...] | None:
+    def _sizes(self) -> tuple[int, ...]:
+        """Return the sizes of the next message's parts; none while it is incomplete."""
         if len(self._pending) < _U32.size:
-            return None
+            return ()
         (count,) = _U32.unpack_from(self._pending)
         if not 1 <= count <= MAX_PARTS:
             raise ValueError(f"a message of {count} parts: the stream is damaged")
-        if len(self._pending) < _U32.size + 8 * count:
-            return None
+        begin = _U32.size + 8 * count
+        if len(self._pending) < begin:
+            return ()
         sizes = struct.unpack_from(f"<{count}Q", self._pending, _U32.size)
         if max(sizes) > MAX_PART_BYTES:
             raise ValueError(f"a message part of {max(sizes)} bytes: the stream is damaged")
-        return sizes
+        return sizes if len(self._pending) >= begin + sum(sizes) else ()
 
 
 # ---------------------------------------------------------------- a rank's output pipe and stack file

@@ -130,15 +130,9 @@ class Scheduler:
         room = self._queue.room
         return None if room is None else room.holder(uuid)
 
-    def is_open(self, session: str) -> bool:
-        """Whether the session accepts cells."""
-        run = self._runs.get(session)
-        return run is not None and run.is_open
-
-    def quiet_until(self, session: str) -> float | None:
+    def quiet_until(self, session: Run) -> float | None:
         """Return when the session ends for being idle; None while it has cells or is paused, or without a limit."""
-        run = self._runs.get(session)
-        return None if run is None else self._table.quiet_until(run)
+        return self._table.quiet_until(session)
 
     def next_deadline(self) -> float | None:
         """Return when `TimePassed` is next useful; None when only events can change anything."""
