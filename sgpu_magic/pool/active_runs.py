@@ -294,10 +294,7 @@ class ActiveRuns:
         cancelled = state is RunState.CANCELLED
         total_s = clock - run.submitted_at
         running_s = 0.0 if run.placed_at is None else clock - run.placed_at
-        if cancelled:
-            failure = None
-        elif failure is None:
-            failure = Failure(kind=kind, message=reason, at=now)
+        failure = None if cancelled else failure or Failure(kind=kind, message=reason, at=now)
         ended = RunEnded(
             state=state,
             failure=failure,

@@ -12,7 +12,6 @@ The file is read again whenever it changes. `sgpu pool authorize` and `revoke` w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
@@ -273,6 +272,7 @@ class ConnectedClient(msgspec.Struct, eq=False):
 
 
 Heard = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
+Gone = Callable[[ConnectedClient], None]
 
 
 class Router(ABC):
@@ -287,13 +287,7 @@ class Router(ABC):
     """
 
     def __init__(
-        self,
-        on_message: Heard,
-        on_gone: Callable[[ConnectedClient], None],
-        *,
-        received_ahead: int,
-        sent_ahead: int,
-        linger_ms: int,
+        self, on_message: Heard, on_gone: Gone, *, received_ahead: int, sent_ahead: int, linger_ms: int
     ) -> None:
         self._on_message = on_message
         self._on_gone = on_gone
@@ -341,12 +335,13 @@ class Router(ABC):
                 return
             try:
                 identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                message = codec.client_messages.decode(parts[0].bytes if parts else b"")
             except zmq.Again:
                 return
-            # what is not our protocol is ignored
-            with contextlib.suppress(msgspec.DecodeError):
-                if parts:
-                    self._take(identity.bytes, codec.client_messages.decode(parts[0].bytes), parts)
+            except msgspec.DecodeError:
+                # not our protocol: ignore it
+                continue
+            self._take(identity.bytes, message, parts)
             if time.monotonic() > until:
                 break
         self._drain_soon()

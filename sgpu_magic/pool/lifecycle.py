@@ -49,11 +49,10 @@ class PoolPresence:
 
     def __init__(self, runtime: Path, state: Path) -> None:
         self._runtime = runtime
-        self._state_lock = -1
+        self._lock = self._state_lock = -1
         with contextlib.suppress(OSError):
             # without it if the disk accepts no file
             self._state_lock = os.open(lock_file(state), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._lock = -1
         try:
             if self._state_lock >= 0:
                 fcntl.flock(self._state_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,10 +89,9 @@ class PoolPresence:
 
     def _is_in_place(self) -> bool:
         try:
-            found, own = os.stat(lock_file(self._runtime)), os.fstat(self._lock)
+            return os.path.samestat(os.stat(lock_file(self._runtime)), os.fstat(self._lock))
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
     def announce(self) -> None:
         """Write the address file, by which clients find the pool."""
@@ -152,6 +150,7 @@ class Idleness:
     ) -> None:
         self._idle_s = idle_s
         self._warn_s = min(_WARN_BEFORE_S, idle_s / 4)
+        self._look_s = max(0.1, min(30.0, self._warn_s / 2))
         self._in_use = in_use
         self._warn = warn
         self._give_back = give_back
@@ -176,10 +175,6 @@ class Idleness:
 
     def close(self) -> None:
         self._timer.cancel()
-
-    @property
-    def _look_s(self) -> float:
-        return max(0.1, min(30.0, self._warn_s / 2))
 
     def _look(self) -> None:
         if self._in_use():

@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.bulk_port import BulkPort
-from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Heard, Router
+from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Gone, Heard, Router
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
@@ -76,13 +76,14 @@ class RemoteClients(Router):
         UsageError: The port for file data can't be bound.
     """
 
-    def __init__(self, listening: Listening, on_message: Heard, on_gone: Callable[[ConnectedClient], None]) -> None:
+    def __init__(self, listening: Listening, on_message: Heard, on_gone: Gone) -> None:
         # the base class makes a separate context: a flood from outside does not slow down the local socket's thread
         super().__init__(
             on_message, on_gone, received_ahead=_RECEIVED_AHEAD, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS
         )
         self._clients = listening.clients
         self._timeout_s = listening.timeout_s
+        self._look_s = min(_LOOK_S, self._timeout_s / 4)
         # by public key and instance, which stay the same across a client's connections
         self._known: dict[tuple[str, str], ConnectedClient] = {}
         # the connection's descriptor in this process, and its inode, since descriptor numbers are reused
@@ -205,10 +206,6 @@ class RemoteClients(Router):
         return client
 
     # ------------------------------------------------------------ gone and revoked clients
-
-    @property
-    def _look_s(self) -> float:
-        return min(_LOOK_S, self._timeout_s / 4)
 
     def _look(self) -> None:
         self._timer = self._loop.call_later(self._look_s, self._look)

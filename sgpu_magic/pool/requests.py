@@ -267,9 +267,9 @@ class Requests:
             run = self._permissions.going(client, message.run)
         else:
             placed = [run for run in self._pool.active.going if run.placed_at is not None]
-            run = next((run for run in reversed(placed) if client.may_see(run.spec.owner.user)), None)
-            if run is None:
+            if not (seen := [run for run in placed if client.may_see(run.spec.owner.user)]):
                 raise RunUnknown("no run is active.")
+            run = seen[-1]
         self.ranks.ask_stacks(client, message, run)
 
     def _when_fresh(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:

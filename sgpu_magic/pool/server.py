@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.files.run_directory import EventFile
-from sgpu_magic.pool.clients import ConnectedClient, Heard, Router
+from sgpu_magic.pool.clients import ConnectedClient, Gone, Heard, Router
 from sgpu_magic.pool.remote_clients import Listening, RemoteClients
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.system.processes import is_alive, write_log
@@ -55,13 +55,7 @@ class Server(Router):
         bulk_port: The port for other machines' messages with file data; 0 without one.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        on_message: Heard,
-        on_gone: Callable[[ConnectedClient], None],
-        listening: Listening | None = None,
-    ) -> None:
+    def __init__(self, path: Path, on_message: Heard, on_gone: Gone, listening: Listening | None = None) -> None:
         # ZeroMQ buffers this many messages for a client that does not read; the rest waits here or in the runs' logs
         super().__init__(on_message, on_gone, received_ahead=0, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
         self._path = path

@@ -62,11 +62,10 @@ def unfit(spec: RunSpec) -> str:
         return f"a run has at most {_MOST_RANKS} ranks, not {spec.placement.ranks}."
     if not 0 <= spec.retries <= _MAX_RETRIES:
         return f"a run can be restarted 0 to {_MAX_RETRIES} times."
-    if spec.max_cost is not None:
-        if not (math.isfinite(spec.max_cost) and spec.max_cost > 0):
-            return f"--max-cost takes a finite number greater than 0, not {spec.max_cost:g}."
-        if spec.session:
-            return "a run in a session has no cost of its own: pass --max-cost to the session's %sgpu_connect."
+    if spec.max_cost is not None and not (math.isfinite(spec.max_cost) and spec.max_cost > 0):
+        return f"--max-cost takes a finite number greater than 0, not {spec.max_cost:g}."
+    if spec.max_cost is not None and spec.session:
+        return "a run in a session has no cost of its own: pass --max-cost to the session's %sgpu_connect."
     if is_session and spec.session:
         return "a session has its own lease: it can't start in another session."
     if spec.idle_s is not None and not (is_session and spec.idle_s > 0):
@@ -86,9 +85,8 @@ def unstartable(submit: Submit) -> str:
     """
     variables = submit.interpreter.variables | submit.context.environ
     words = [submit.interpreter.executable, submit.context.cwd, *submit.context.sys_path, *variables]
-    if any("\0" in word for word in (*words, *variables.values())) or any(
-        "=" in name or not name for name in variables
-    ):
+    no_name = any("=" in name or not name for name in variables)
+    if no_name or any("\0" in word for word in (*words, *variables.values())):
         return "its environment variables, path or directory contain a character that no process can be started with."
     return ""
 
@@ -212,7 +210,7 @@ class KeptEnvironments:
     def keep(self, message: KeepEnvironment, user: str) -> None:
         """Store a user's files, and link them into the directories of their runs with this environment."""
         digest = message.digest
-        files = [(name, text) for name, text in message.files if name in _FILES and len(text) <= _MOST_BYTES]
+        files = [(name, text.encode()) for name, text in message.files if name in _FILES and len(text) <= _MOST_BYTES]
         if not is_valid_digest(digest):
             return
         kept = store_name(user), digest
@@ -223,8 +221,9 @@ class KeptEnvironments:
         # on a full or missing disk a run only lacks its copy of these files
         with contextlib.suppress(OSError, UsageError):
             folder = private_dir(private_dir(private_dir(self._root) / kept[0]) / digest)
-            for name, text in files:
-                _write(folder / name, text)
+            for name, data in files:
+                if not has_content(folder / name, data):
+                    write_whole(folder / name, data, _MODE)
         for run_id in [run_id for run_id, known in self._runs.items() if known == kept]:
             self._put(kept, run_id)
 
@@ -271,19 +270,9 @@ class KeptEnvironments:
                 link_or_copy(self._root / kept[0] / kept[1] / name, directory / name)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file atomically, unless it already has this content."""
-    data = text.encode()
-    if not has_content(path, data):
-        write_whole(path, data, _MODE)
-
-
 def _is_linked(folder: Path) -> bool:
-    paths = [folder]
     with contextlib.suppress(OSError):
-        paths = list(folder.iterdir())
-    for path in paths:
-        with contextlib.suppress(OSError):
-            if not path.is_dir() and path.lstat().st_nlink > 1:
-                return True
-    return False
+        paths = list(folder.iterdir()) if folder.is_dir() else [folder]
+        return any(not path.is_dir() and path.lstat().st_nlink > 1 for path in paths)
+    # kept, since it can't be read
+    return True

@@ -104,8 +104,7 @@ class Tracker:
         order = Track(run_id=run.run_id, run_dir=str(directory), tracking=tracking, parent_run=parent)
         decided = not tracking.if_it_matters or run.spec.profile
         self._entries[run.run_id] = _Entry(order, maybe=None if decided else run)
-        untold = self._untold.pop(_key(tracking), "") or self._left_untold(run, tracking)
-        if untold:
+        if untold := self._untold.pop(_key(tracking), "") or self._left_untold(run, tracking):
             self._active.tell(run, Noted(text=untold), time.time())
         self._send_later()
 
