@@ -227,15 +227,12 @@ class Room:
     # ------------------------------------------------------------ within
 
     def _parts(self, want: Want, without: Collection[str] = ()) -> Parts | None:
-        if want.line == CPU_LINE and CPU in self.refused:
-            return None
         if want.line == CPU_LINE and not self.stock.many:
             # on one machine ranks may share CPU slots
             return [("", want.ranks)] if self.missing(want) == 0 else None
-        free = self._free_for(want)
-        if free.total < want.ranks:
+        if self.free(want) < want.ranks:
             return None
-        return laid_out(want, {node: count for node, count in free.by_node.items() if node not in without})
+        return laid_out(want, {node: count for node, count in self.free_by_node(want).items() if node not in without})
 
     def _within_limit(self, want: Want) -> bool:
         """Whether a lease for this request leaves the autoscaler's limit enough for what others asked it for."""

@@ -12,7 +12,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sgpu_magic.pool.scheduling.capacity import Line
 from sgpu_magic.pool.scheduling.run import Run, named
 from sgpu_magic.pool.scheduling.stimuli import EndRun, Instruction, MoveRun, RefuseRun, StopRun
 from sgpu_magic.wire.base import FailureKind, RunState, can_move
@@ -64,21 +63,17 @@ class RunTable:
         """Return the cells that wait for their sessions."""
         return _in_order(self._waiting_cells)
 
-    def asked(self) -> dict[Line, list[Run]]:
-        """Return, by line, the runs for which an engine asked the cluster for nodes that have not come yet."""
-        found: dict[Line, list[Run]] = {}
-        for run in _in_order(self._asked):
-            if run.want is not None:
-                found.setdefault(run.want.line, []).append(run)
-        return found
+    def asked(self) -> list[Run]:
+        """Return the runs for which an engine asked the cluster for nodes that have not come yet."""
+        return _in_order(self._asked)
 
     def who_waits(self) -> list[Run]:
         """Return all runs that wait for devices, sessions or nodes."""
-        return [*self.waiting(), *self.waiting_cells(), *_in_order(self._asked)]
+        return [*self.waiting(), *self.waiting_cells(), *self.asked()]
 
     def asked_too_long(self) -> list[Run]:
         """Return the runs for which no node came within their waiting time."""
-        runs = [run for run in _in_order(self._asked) if run.stopping_as is None]
+        runs = [run for run in self.asked() if run.stopping_as is None]
         return [run for run in runs if run.queue_deadline is not None and self.now >= run.queue_deadline]
 
     def count_waiting(self) -> int:

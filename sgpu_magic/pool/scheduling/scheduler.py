@@ -88,7 +88,7 @@ class Scheduler:
         )
         self._costs = CostRules(self._table, tariff, budget)
         self._fair = FairShare(limits, fair_half_life_s)
-        self._queue = QueueRules(self._table, self._costs, tariff, self._fair, inventory, pass_over_s)
+        self._queue = QueueRules(self._table, self._costs, self._fair, inventory, pass_over_s)
         self._words = QueueWords(self._table, self._queue, self._fair)
         self._runs = self._table.runs
         self._waiting: Mapping[str, Told] | None = None
@@ -100,15 +100,14 @@ class Scheduler:
 
     @property
     def cpu_slots_free(self) -> int:
-        room = self._queue.room
-        return 0 if room is None else room.cpu_slots_free
+        return self._queue.room.cpu_slots_free
 
     @property
     def waits_for_devices(self) -> bool:
         """Whether a queued run may get devices after the next inventory."""
-        if (room := self._queue.room) is None or not any(run.accepted for run in self._table.waiting()):
-            return False
-        return room.stock.many or any(not line.simulated for line in room.stock.counts)
+        stock = self._queue.room.stock
+        some_real = stock.many or any(not line.simulated for line in stock.counts)
+        return some_real and any(run.accepted for run in self._table.waiting())
 
     def waiting(self) -> Mapping[str, Told]:
         """Return each waiting run's current position, in the order in which they would start, and its reason."""
@@ -127,8 +126,7 @@ class Scheduler:
 
     def holder(self, uuid: str) -> str | None:
         """Return the ID of the run that holds the device `uuid`, None when it is free."""
-        room = self._queue.room
-        return None if room is None else room.holder(uuid)
+        return self._queue.room.holder(uuid)
 
     def quiet_until(self, session: Run) -> float | None:
         """Return when the session ends for being idle; None while it has cells or is paused, or without a limit."""
@@ -178,7 +176,7 @@ class Scheduler:
             return [RefuseRun(spec.run_id, "SessionError", refusal)]
         self._table.change(run, queued_at=self._table.now)
         self._table.add(run)
-        return [] if spec.session or self._queue.room is None else self._judge(run)
+        return [] if spec.session or not self._queue.knows_devices else self._judge(run)
 
     def _adopt(self, adopted: RunAdopted) -> list[Instruction]:
         run = adopted.run
@@ -254,10 +252,9 @@ class Scheduler:
         return self._table.move(run, moved.state)
 
     def _lease_refused(self, run: Run, refused: LeaseRefused) -> list[Instruction]:
-        room = self._queue.room
-        if run.lease is None or run.begun or room is None:
+        if run.lease is None or run.begun:
             return []
-        room.refuse(run.lease, refused.uuids, refused.why)
+        self._queue.room.refuse(run.lease, refused.uuids, refused.why)
         self._table.change(run, lease=None, asked=False)
         return [] if run.stopping_as is None else self._table.end(run, run.stopping_as, "")
 

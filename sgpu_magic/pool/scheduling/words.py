@@ -7,7 +7,7 @@ always return the current state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,6 +30,15 @@ _FIRST = 4
 _RESTART_OR_KILL = "interrupt again within 5 s, or %sgpu_restart --rank {ranks}, kills {it}"
 
 Told = tuple[int, str]
+
+
+def by_line(runs: Iterable[Run]) -> dict[Line, list[tuple[Run, Want]]]:
+    """Return the runs whose requests are resolved, by the line in which they wait."""
+    lines: dict[Line, list[tuple[Run, Want]]] = {}
+    for run in runs:
+        if run.want is not None:
+            lines.setdefault(run.want.line, []).append((run, run.want))
+    return lines
 
 
 class Keepers(msgspec.Struct, frozen=True):
@@ -110,8 +119,8 @@ class _Moment:
         self._table = table
         self._fair = fair
         self._room = queue.room
-        self._lines = {} if self._room is None else queue.waiting()
-        self._keepers = Keepers() if self._room is None else queue.keepers(self._room, self._lines)
+        self._lines = queue.waiting()
+        self._keepers = queue.keepers(self._lines)
         self._found: dict[tuple[Want, str], str] = {}
 
     def places(self, *, only_first: bool = False) -> list[tuple[Run, Line | str | None, int]]:
@@ -121,14 +130,16 @@ class _Moment:
             only_first: Whether to return only the first runs of lines in which all runs know their positions.
         """
         found: list[tuple[Run, Line | str | None, int]] = []
-        asked = self._table.asked()
+        asked = by_line(self._table.asked())
         for line in [*self._lines, *(line for line in asked if line not in self._lines)]:
             first = self._keepers.of_lines.get(line, ())
             waiting = self._lines.get(line, [])
             most = _FIRST if only_first and all(run.told is not None for run, _ in waiting) else None
             order = self._fair.in_order(line, waiting, first, self._table.now, most)
-            found += [(run, line, place) for place, run in enumerate([*asked.get(line, ()), *order], 1)]
-        lost = [run for run in self._table.waiting() if self._room is None or run.want is None]
+            found += [
+                (run, line, place) for place, run in enumerate([*(run for run, _ in asked.get(line, ())), *order], 1)
+            ]
+        lost = [run for run in self._table.waiting() if run.want is None]
         found += [(run, None, place) for place, run in enumerate(lost, 1)]
         places: dict[str, int] = {}
         for cell in self._table.waiting_cells():
@@ -142,7 +153,7 @@ class _Moment:
         room, want = self._room, run.want
         if run.spec.session:
             return obstacle(self._table, run)
-        if room is None or want is None:
+        if want is None:
             return "the pool is still looking for its devices"
         if run.asked:
             return asked_for(want, room)
