@@ -99,8 +99,7 @@ class FileRequests:
             case ReadRunFile():
                 call = self._read(self._directory(client, message.run), message)
             case ListRunFiles():
-                directory = self._directory(client, message.run)
-                call = functools.partial(_list, directory, message)
+                call = functools.partial(_list, self._directory(client, message.run), message)
         self._thread.do(
             call,
             lambda answer: self._server.send(client, *answer),

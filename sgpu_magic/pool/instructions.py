@@ -152,9 +152,9 @@ class Launches:
         if not run.spec.retries:
             # only needed for the launch; may be secret or large
             run.frames = ()
-        stock = self._pool.stock
-        host = ", ".join(dict.fromkeys(share.host for share in lease.shares)) or stock.host
-        self._pool.active.placed(run, lease, host, _labels(lease, stock.inventory))
+        inventory = self._pool.stock.inventory
+        host = ", ".join(dict.fromkeys(share.host for share in lease.shares)) or inventory.host
+        self._pool.active.placed(run, lease, host, _labels(lease, inventory))
 
     def order(self, run: PoolRun, lease: Lease) -> None:
         """Order the run's group from the engine, and nothing else; `granted` follows once the devices are taken."""
@@ -249,9 +249,9 @@ class Launches:
         return self._pool.engine.builds(run.submit.interpreter, environment)
 
 
-def _labels(lease: Lease, inventory: Inventory | None) -> tuple[str, ...]:
+def _labels(lease: Lease, inventory: Inventory) -> tuple[str, ...]:
     """Return a label such as `A10 · 0` for each device of the lease, in rank order."""
-    devices = {device.uuid: device for device in inventory.devices} if inventory is not None else {}
+    devices = {device.uuid: device for device in inventory.devices}
     return tuple(
         f"{devices[uuid].type.upper()} · {devices[uuid].index}" if uuid in devices else uuid for uuid in lease.uuids
     )

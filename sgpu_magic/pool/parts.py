@@ -124,19 +124,15 @@ class FreshInventory:
         take: Asks the nodes for an inventory, which `taken` receives.
 
     Attributes:
-        inventory: The newest inventory; None before the first.
+        inventory: The newest inventory; an empty one before the first.
     """
 
     def __init__(self, take: Callable[[], None]) -> None:
         self._take = take
-        self.inventory: Inventory | None = None
-        self._at = 0.0
+        self.inventory = Inventory(host="")
+        # when it was taken; None before the first
+        self._at: float | None = None
         self._waiting: list[Callable[[], None]] = []
-
-    @property
-    def host(self) -> str:
-        """The name of the machine or the cluster; "" before it is known."""
-        return self.inventory.host if self.inventory is not None else ""
 
     def taken(self, inventory: Inventory) -> list[Callable[[], None]]:
         """Store the newest inventory. Returns the calls that waited for it."""
@@ -156,12 +152,11 @@ class FreshInventory:
             call: The call.
             fresh_s: Age in seconds up to which an inventory counts as fresh.
         """
-        if (inventory := self.inventory) is not None and (
-            all(device.simulated for device in inventory.devices) or time.monotonic() - self._at < fresh_s
-        ):
+        stays = all(device.simulated for device in self.inventory.devices)
+        if self._at is not None and (stays or time.monotonic() - self._at < fresh_s):
             call()
             return
-        if inventory is not None and not self._waiting:
+        if self._at is not None and not self._waiting:
             self._take()
         self._waiting.append(call)
 

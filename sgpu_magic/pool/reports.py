@@ -49,8 +49,7 @@ class Reports:
             run.log.skip(event)
             self.confirm_later(run.run_id)
             return
-        at, body = event.at, event.body
-        now = time.monotonic()
+        at, body, now = event.at, event.body, time.monotonic()
         self.confirm_later(run.run_id)
         match body:
             case PayloadReleased():
@@ -153,34 +152,31 @@ class Reports:
             if not of_session:
                 self._try_again(run, failure)
             if of_session or not run.failed:
-                state = self._lose(run, failure)
-                self._pool.feed(sched.RunMoved(run.run_id, state, failure.message))
+                self._pool.feed(sched.RunMoved(run.run_id, self._lose(run, failure), failure.message))
 
     def nodes_lost(self, why: str) -> None:
         """End or restart the runs of the single agent, which died and was replaced; queued runs keep waiting."""
         self._unconfirmed.clear()
-        failure = _node_lost(why, self._pool.stock.host)
+        failure = _node_lost(why, self._pool.stock.inventory.host)
         self._pool.active.memory_lost(why)
         # before any lease is returned: then waiting runs are placed on the new agent at once, and the next cell would
         # start in a session that still seems to run. Cells before their sessions, whose end would cancel fresh cells
         had_ranks = [run for run in self._pool.active.going if run.placed_at is not None]
         of_sessions = [run for run in had_ranks if run.spec.session or run.is_session]
         for run in sorted(of_sessions, key=lambda run: not run.spec.session):
-            state = self._lose(run, failure)
-            self._pool.feed(sched.RunMoved(run.run_id, state, failure.message))
+            self._pool.feed(sched.RunMoved(run.run_id, self._lose(run, failure), failure.message))
         for run in had_ranks:
             self._try_again(run, failure)
-            if self._launches.goes_on(run):
-                continue
-            self._lose(run, failure)
-            self._over(run)
-            self._pool.active.forget(run.run_id)
+            if not self._launches.goes_on(run):
+                self._lose(run, failure)
+                self._over(run)
+                self._pool.active.forget(run.run_id)
 
     def _try_again(self, run: PoolRun, failure: Failure) -> None:
         """Mark a run that lost ranks for a restart if one is due, and tell its followers."""
         if not run.ended and not run.failed:
-            failed = self._launches.instead_of(run, RunEnded(state=RunState.FAILED, failure=failure))
-            if failed is not None:
+            lost = RunEnded(state=RunState.FAILED, failure=failure)
+            if (failed := self._launches.instead_of(run, lost)) is not None:
                 self._pool.active.tell(run, failed, time.time())
 
     def _lose(self, run: PoolRun, failure: Failure) -> RunState:

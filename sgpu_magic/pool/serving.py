@@ -47,9 +47,15 @@ def main() -> None:
         settings = engine_settings(sys.argv[1], config.load_settings())
         for path in (settings.runtime_path, settings.state_path, settings.runs_path):
             config.private_dir(path)
-        presence = _presence(settings)
     except SgpuError as error:
         sys.exit(f"sgpu: {error.message}")
+    try:
+        presence = PoolPresence(settings.runtime_path, settings.state_path)
+    except AlreadyRunning:
+        sys.exit(
+            f"sgpu: a pool named {settings.pool} is already running on {config.host_name()} as this user. Stop it "
+            "first, or serve this one under another name with --name."
+        )
     processes.become_subreaper()
     _raise_limit()
     os.chdir("/")
@@ -68,16 +74,6 @@ def pool_keys(state: Path) -> KeyPair:
         UsageError: The key file can't be trusted or written.
     """
     return kept_key_pair(state / _KEY)
-
-
-def _presence(settings: Settings) -> PoolPresence:
-    try:
-        return PoolPresence(settings.runtime_path, settings.state_path)
-    except AlreadyRunning:
-        raise PoolError(
-            f"a pool named {settings.pool} is already running on {config.host_name()} as this user. Stop it first, or "
-            "serve this one under another name with --name."
-        ) from None
 
 
 async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -> None:

@@ -15,7 +15,6 @@ from sgpu_magic.pool.lifecycle import Idleness
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, RunSummary, changes_between
 
 # a larger difference between the clocks means that the wall clock was set
@@ -69,7 +68,7 @@ class StatusReports:
             pid=os.getpid(),
             package_version=__version__,
             started_at=self._started_at,
-            inventory=pool.stock.inventory or Inventory(host=""),
+            inventory=pool.stock.inventory,
             cpu_slots_free=scheduler.cpu_slots_free,
             runs=self._rows.of(rows, waiting, ends, began),
             clients=len(pool.server.clients),

@@ -67,8 +67,7 @@ def canonical_type(text: str) -> str:
     if asked in (CPU, ANY):
         return asked
     words = _WORD.findall(_MIG_SUFFIX.sub("", asked))
-    model = [word for word in words if not _FORM.fullmatch(word)]
-    joined = "".join(model)
+    joined = "".join(word for word in words if not _FORM.fullmatch(word))
     short = _ALIASES.get(joined, joined)
     if short in _MEMORY_GB or _CONSUMER.fullmatch(short):
         return short

@@ -292,8 +292,7 @@ class Scheduler:
                 reason = f"nothing ran in it for {span(session.spec.idle_s or 0.0)} (--idle)"
                 due.append((session, RunState.CANCELLED, reason))
         for run in self._table.asked_too_long():
-            reason = f"the cluster added nothing within {span(run.spec.wait_s or 0.0)}"
-            due.append((run, RunState.FAILED, reason))
+            due.append((run, RunState.FAILED, f"the cluster added nothing within {span(run.spec.wait_s or 0.0)}"))
         due.sort(key=lambda one: one[0].number)
         return [instruction for one in due for instruction in self._table.stop(*one)]
 
@@ -317,5 +316,4 @@ def _share(lease: Lease, spec: RunSpec) -> Lease:
     ranks = spec.placement.ranks
     if ranks >= lease.ranks:
         return lease
-    slots = min(lease.cpu_slots, ranks)
-    return replace(lease, ranks=ranks, uuids=lease.uuids[:ranks], cpu_slots=slots)
+    return replace(lease, ranks=ranks, uuids=lease.uuids[:ranks], cpu_slots=min(lease.cpu_slots, ranks))

@@ -263,11 +263,9 @@ def _on_nodes(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
             return f"{_need(want)}: enough are free, but on a node reserved for run {one}, which has waited longer"
         return f"{_need(want)}: {kept_for(keepers, run, want)}"
     node = keepers.nodes.get(run.run_id)
-    kept = [
-        f"node {room.stock.host(node)} is reserved for it" if node is not None else "freed ones are reserved for it"
-    ]
-    parts = [f"{_need(want)}; {_there(want, room)}", *room.not_the_pools(want)]
-    return "; ".join([*parts, *(kept if keepers.keeps(run, want) else []), *_coming(room)])
+    reserved = "freed ones are" if node is None else f"node {room.stock.host(node)} is"
+    kept = [f"{reserved} reserved for it"] if keepers.keeps(run, want) else []
+    return "; ".join([f"{_need(want)}; {_there(want, room)}", *room.not_the_pools(want), *kept, *_coming(room)])
 
 
 def _need(want: Want) -> str:
