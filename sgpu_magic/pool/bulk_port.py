@@ -1,8 +1,9 @@
 """A second TCP port of a served pool, for clients' messages with file data: TLS in a thread of its own.
 
 A client gets the certificate and a token over its ZeroMQ link, where both sides have proved their keys. The token is
-valid once and for seconds. Who has none is disconnected after seconds; when there are too many such connections, the
-oldest end first. Messages go to the loop one by one, and a connection is not read while requests of it are under way.
+valid once and for seconds. A connection without a token is closed after seconds; when there are too many, the oldest
+are closed first. The thread passes messages to the loop one by one, and reads no more from a connection while too many
+of its requests are open.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sgpu_magic.wire.pool_status import BulkOffered, BulkOpened, OpenBulk
 TOKEN_S = 10.0
 GREETING_S = 5.0
 MOST_UNKNOWN = 100
-# of a connection, chunks that are under way in the loop or wait to be sent
+# chunks of one connection that are being handled in the loop or wait to be sent
 _MOST_OPEN = 16
 # a flood of connections waits in the kernel's queue
 _ACCEPTED_PER_S = 200
@@ -91,7 +92,7 @@ class BulkPort:
         self._context, self._certificate = server_context()
         self._listener = _listener(link, port)
         self.port: int = self._listener.getsockname()[1]
-        # by the token's digest: the client, and until when the token is valid. The lock is for both.
+        # by the token's digest: the client, and until when the token is valid; both threads hold the lock
         self._tokens: dict[bytes, tuple[ConnectedClient, float]] = {}
         self._lock = threading.Lock()
         self._of_client: dict[ConnectedClient, _Peer] = {}
@@ -107,7 +108,7 @@ class BulkPort:
         self._thread.start()
 
     def offer(self, client: ConnectedClient) -> BulkOffered:
-        """Return what the client needs to connect once. Its earlier tokens end."""
+        """Return what the client needs to connect once. Its earlier tokens become invalid."""
         token = secrets.token_hex(32)
         now = time.monotonic()
         with self._lock:
@@ -128,7 +129,7 @@ class BulkPort:
         return True
 
     def cut(self, client: ConnectedClient) -> None:
-        """End the client's connection and its tokens."""
+        """Close the client's connection and invalidate its tokens."""
         with self._lock:
             self._tokens = {digest: entry for digest, entry in self._tokens.items() if entry[0] is not client}
         if (peer := self._of_client.pop(client, None)) is not None:
@@ -151,14 +152,14 @@ class BulkPort:
         if (client := peer.client) is None or peer.gone or self._of_client.get(client) is not peer:
             return
         if not message.request or message.request in peer.requests:
-            # no client of ours does that, and its replies could not be told apart
+            # no valid client does that, and its replies could not be told apart
             self.cut(client)
             return
         peer.requests.add(message.request)
         self._heard(client, message, parts)
 
     def _came(self, peer: _Peer, client: ConnectedClient) -> None:
-        """A client has proved by its token whose a connection is; it replaces an earlier one."""
+        """Assign a connection to the client whose token it has sent; it replaces an earlier one."""
         earlier = self._of_client.get(client)
         self._of_client[client] = peer
         if earlier is not None:
@@ -175,7 +176,7 @@ class BulkPort:
             while not self._closing:
                 self._turn()
         except Exception as error:  # noqa: BLE001
-            # file data goes over the links again
+            # from now on file data is sent over the links
             write_log("a fault in thread sgpu-bulk: ", error)
         finally:
             for peer in list(self._peers.values()):
@@ -204,7 +205,7 @@ class BulkPort:
             self._accept(now)
         for descriptor, peer in list(self._peers.items()):
             if ready.get(descriptor, 0) & _OVER and not peer.room:
-                # nothing is read from it that would show that it has ended
+                # it has ended, which no read would show
                 self._end(peer)
             elif descriptor in ready or peer.stream.has_more:
                 self._exchange(peer)
@@ -239,14 +240,14 @@ class BulkPort:
                     peer.open += 1
                     self._loop.call_soon_threadsafe(self._take, peer, message, parts[1:])
         except (OSError, msgspec.DecodeError, RuntimeError):
-            # it has ended, is not ours, or the loop has
+            # the connection has ended, its data is not our protocol, or the loop is closed
             self._end(peer)
 
     def _greet(self, peer: _Peer, token: str) -> None:
-        """Take a connection's token.
+        """Check a connection's token.
 
         Raises:
-            ConnectionError: It is not valid, or the connection has had one.
+            ConnectionError: It is not valid, or the connection already has a client.
         """
         with self._lock:
             client, until = self._tokens.pop(_digest(token), (None, 0.0))
@@ -254,7 +255,7 @@ class BulkPort:
             raise ConnectionError("no valid token")
         peer.client = client
         peer.stream.most_bytes = MAX_PART_BYTES
-        # before the client's first request
+        # scheduled before the client's first request
         self._loop.call_soon_threadsafe(self._came, peer, client)
         peer.stream.put([codec.encode(BulkOpened())])
 
@@ -274,7 +275,7 @@ class BulkPort:
 
 
 def _digest(token: str) -> bytes:
-    # a look-up takes no time that depends on the token
+    # the time of a look-up does not depend on the token
     return hashlib.sha256(token.encode("utf-8", "replace")).digest()
 
 

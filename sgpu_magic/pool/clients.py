@@ -60,17 +60,17 @@ class AuthorizedClients:
 
     Args:
         path: The file; without it no client is authorized.
+
+    Attributes:
+        users: The listed keys with their users.
+        problem: Why no client is authorized although the file exists; "" otherwise.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, ...] | None = None
-        self._clients: Mapping[str, AuthorizedClient] = {}
+        self.users: Mapping[str, AuthorizedClient] = {}
         self.problem = ""
-
-    def find(self, key: str) -> AuthorizedClient | None:
-        """Return the user of this key, None when it is not listed."""
-        return self._clients.get(key)
 
     def look(self) -> bool:
         """Read the file again if it has changed. An unreadable file authorizes no client; `problem` says why.
@@ -88,9 +88,9 @@ class AuthorizedClients:
             return False
         self._seen = seen
         try:
-            self._clients, self.problem = read_clients(self._path), ""
+            self.users, self.problem = read_clients(self._path), ""
         except UsageError as error:
-            self._clients, self.problem = {}, error.message
+            self.users, self.problem = {}, error.message
         return True
 
 

@@ -115,14 +115,13 @@ class RankRequests:
         """Answer the open requests to a run whose ranks are gone."""
         ended = f"session {short(run_id)} ended before it could answer. {_REMEDY}"
         for client, message, _ in self._asked.take_all(lambda asked: asked[2] == run_id):
-            match message:
-                case AskStacks():
-                    text = f"run {short(run_id)} ended before its ranks could be asked."
-                    self._pool.server.refuse(client, message.request, text)
-                case RestartRanks():
-                    self._pool.server.refuse(client, message.request, ended, "SessionError")
-                case AskRank():
-                    self._answer(client, message, RankAnswer(problem=ended))
+            if isinstance(message, AskRank):
+                self._answer(client, message, RankAnswer(problem=ended))
+            elif isinstance(message, RestartRanks):
+                self._pool.server.refuse(client, message.request, ended, "SessionError")
+            else:
+                text = f"run {short(run_id)} ended before its ranks could be asked."
+                self._pool.server.refuse(client, message.request, text)
 
     # ------------------------------------------------------------ within
 

@@ -146,11 +146,11 @@ class RemoteClients(Router):
 
     def _admits(self, key: str) -> bool:
         self._look_at_list()
-        return self._clients.find(key) is not None
+        return key in self._clients.users
 
     def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
         key = sender_of(parts[0])
-        if self._clients.find(key) is None:
+        if key not in self._clients.users:
             # it was connected when its key was revoked
             return
         client = self._by_identity.get(identity)
@@ -172,7 +172,7 @@ class RemoteClients(Router):
             self._on_message(client, message, [part.bytes for part in parts[1:]])
 
     def _heard_in_bulk(self, client: ConnectedClient, message: FileRequest, frames: Sequence[bytes]) -> None:
-        if self._clients.find(client.key) is None:
+        if client.key not in self._clients.users:
             self._cut_bulk(client)
             return
         client.heard_at = time.monotonic()
@@ -183,7 +183,7 @@ class RemoteClients(Router):
             self._bulk.cut(client)
 
     def _greet(self, identity: bytes, key: str, hello: Hello, frame: zmq.Frame) -> ConnectedClient | None:
-        if (authorized := self._clients.find(key)) is None or not 0 < len(hello.instance) <= _LONGEST_INSTANCE:
+        if (authorized := self._clients.users.get(key)) is None or not 0 < len(hello.instance) <= _LONGEST_INSTANCE:
             return None
         if (client := self._known.get((key, hello.instance))) is None:
             if sum(each.user == authorized.user for each in self._known.values()) >= _MOST_OF_A_USER:
@@ -223,7 +223,7 @@ class RemoteClients(Router):
         if self._clients.problem:
             write_log(f"sgpu: no user is authorized: {self._clients.problem}\n")
         for client in self.clients:
-            if (authorized := self._clients.find(client.key)) is None:
+            if (authorized := self._clients.users.get(client.key)) is None:
                 self._cut(client)
             else:
                 client.user, client.admin = authorized.user, authorized.admin
@@ -244,6 +244,9 @@ class ConnectionLimit:
         listening: The socket, before it is bound.
         most: The most connections at once.
         most_unknown: The most unknown connections among them.
+
+    Attributes:
+        unknown: The inode of each connection without a hello, by descriptor, oldest first.
     """
 
     def __init__(
@@ -254,25 +257,14 @@ class ConnectionLimit:
         self._most_unknown = most_unknown
         self._loop = asyncio.get_running_loop()
         self._known: set[int] = set()
-        # descriptor to inode, oldest first
-        self._unknown: dict[int, int] = {}
+        self.unknown: dict[int, int] = {}
         self._monitor = listening.get_monitor_socket(_EVENTS)
         self._loop.add_reader(self._monitor.fileno(), self._look)
         self._look()
 
-    @property
-    def unknown(self) -> int:
-        """The number of connections without a hello."""
-        return len(self._unknown)
-
-    @property
-    def descriptors(self) -> set[int]:
-        """The sockets of all connections, in this process."""
-        return self._known | self._unknown.keys()
-
     def knows(self, descriptor: int) -> None:
         """Mark a connection as known: a client with a listed key said hello over it."""
-        if self._unknown.pop(descriptor, None) is not None:
+        if self.unknown.pop(descriptor, None) is not None:
             self._known.add(descriptor)
 
     def close(self) -> None:
@@ -285,16 +277,16 @@ class ConnectionLimit:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             descriptor = event["value"]
             self._known.discard(descriptor)
-            self._unknown.pop(descriptor, None)
+            self.unknown.pop(descriptor, None)
             if event["event"] == zmq.Event.ACCEPTED:
                 # it may be closed already, as a later event will report
                 with contextlib.suppress(OSError):
-                    self._unknown[descriptor] = os.fstat(descriptor).st_ino
-        while self._unknown and (
-            len(self._unknown) > self._most_unknown or len(self._unknown) + len(self._known) > self._most
+                    self.unknown[descriptor] = os.fstat(descriptor).st_ino
+        while self.unknown and (
+            len(self.unknown) > self._most_unknown or len(self.unknown) + len(self._known) > self._most
         ):
-            oldest = next(iter(self._unknown))
-            end_connection(oldest, self._unknown.pop(oldest))
+            oldest = next(iter(self.unknown))
+            end_connection(oldest, self.unknown.pop(oldest))
 
 
 def end_connection(descriptor: int, inode: int) -> None:

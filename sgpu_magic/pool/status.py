@@ -45,8 +45,8 @@ class StatusReports:
         """Send a client the status, or its changes since the last one if it still has that."""
         last = client.status
         status = client.status = self._permissions.shown(client, self._status(question))
-        knows = last is not None and question.known == last.version
-        self._pool.server.send(client, changes_between(last, status) if last is not None and knows else status)
+        reply = changes_between(last, status) if last is not None and question.known == last.version else status
+        self._pool.server.send(client, reply)
 
     def _status(self, question: AskStatus) -> PoolStatus:
         """Return the status, newest runs first, with queue positions and the end times of idle sessions."""

@@ -199,7 +199,7 @@ class FetchBlob(Numbered, frozen=True, tag="fetch-blob", kw_only=True):
 
 
 class FetchRunFile(Numbered, frozen=True, tag="fetch-run-file", kw_only=True):
-    """Asks for a part of a file in the run's directory at the pool. Answered by `BlobFetched`.
+    """Read a part of a file in the run's directory at the pool. Answered by `BlobFetched`.
 
     Args:
         name: As in `ReadRunFile`.

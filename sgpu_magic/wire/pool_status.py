@@ -202,12 +202,12 @@ class AskStatus(Numbered, frozen=True, tag="ask-status", kw_only=True):
 
 
 class StatusChanges(Record, frozen=True, kw_only=True):
-    """How a status without what the client has already is completed.
+    """The differences between a status and an earlier one that the client has.
 
     Args:
         since: The version to which the changes apply.
         listed: IDs of all runs, in order; None if they are the same. `PoolStatus.runs` has the new and changed ones.
-        devices: The devices that have changed; `PoolStatus.inventory` is empty. None if the inventory is whole.
+        devices: The devices that have changed; `PoolStatus.inventory` is empty. None if the inventory is complete.
     """
 
     since: str
@@ -223,7 +223,7 @@ class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
         idle_ends_at: Wall-clock time at which the idle pool releases its processes; None while it is in use.
         budget: The pool's budget; None without one.
         version: Identifies it among the statuses of a link.
-        changes: How it completes an earlier one; None if it is whole.
+        changes: The differences from an earlier status; None if this one is complete.
     """
 
     pool: str
@@ -261,10 +261,10 @@ def changes_between(old: PoolStatus, new: PoolStatus) -> PoolStatus:
 
 
 def with_changes(old: PoolStatus | None, told: PoolStatus) -> PoolStatus:
-    """Return a whole status: `old` with the changes that were told, or what was told if that is whole.
+    """Return a complete status: `told` itself, or `old` with its changes.
 
     Raises:
-        ValueError: The changes are of another status.
+        ValueError: The changes apply to another status.
     """
     if (changes := told.changes) is None:
         return told
@@ -282,8 +282,8 @@ def with_changes(old: PoolStatus | None, told: PoolStatus) -> PoolStatus:
 
 
 def _changed_devices(old: Inventory, new: Inventory) -> tuple[Device, ...] | None:
-    """Return the devices that differ, None if there is more that does."""
-    # fast, and most often so
+    """Return the devices that differ, None if anything else differs too."""
+    # the common case, which is fast
     if old is new or old == new:
         return ()
     pairs = list(zip(old.devices, new.devices, strict=False))

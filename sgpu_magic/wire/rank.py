@@ -134,7 +134,7 @@ class Joined(Record, frozen=True, tag="joined", kw_only=True):
 
 
 class StandsBy(Record, frozen=True, tag="stands-by", kw_only=True):
-    """A rank that was to announce it waits for its first order."""
+    """The rank waits for its first order. Only sent if `Fork.announce` asks for it."""
 
 
 class Renewed(Record, frozen=True, tag="renewed", kw_only=True):

@@ -66,7 +66,7 @@ class RankContext(Record, frozen=True, kw_only=True):
         cell: The cell to run, if the run's spec has it with secrets blanked; None if they are the same.
         widgets: The kernel supports `CommsMoved`; earlier versions do not.
         maps_cuda: On ranks without a GPU, `cuda` is mapped to the CPU.
-        lone_training: A rank that has trained without the others says so.
+        lone_training: A rank that trains without the others reports it.
     """
 
     cwd: str
