@@ -27,11 +27,9 @@ from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RunSpec
 
-_COLUMNS = (
-    "run_id, name, ranks, device_type, simulated, state, submitted_at, started_at, ended_at, failure, uuids, "
-    "owner_pid, notebook, kind, session, kernel, user, metered_at, hourly, currency, gpu_s, cost, idle_s"
-)
-_NAMES = tuple(_COLUMNS.split(", "))
+# the others are known to the scheduler only
+_NAMES = [name for name in RunSummary.__struct_fields__ if name not in ("position", "waiting_for", "idle_ends_at")]
+_COLUMNS = ", ".join(_NAMES)
 FINAL = tuple(state.value for state in RunState if state.is_final)
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 

@@ -80,8 +80,7 @@ class Guard:
             call()
         except Exception as error:  # noqa: BLE001
             self.log(f"run {run_id} ends because of it", error)
-            run = self._active.get(run_id) or run
-            if run is not None:
+            if (run := self._active.get(run_id) or run) is not None:
                 self.end(run, self._words_of(error), gone)
 
     def for_client(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:

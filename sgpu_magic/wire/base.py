@@ -17,7 +17,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class OfRun(Record, frozen=True, kw_only=True):
-    """Base of messages and events that concern one run."""
+    """Base of records that concern one run."""
 
     run_id: str
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from sgpu_magic.wire.base import Numbered, Record, RunKind, RunState
+from sgpu_magic.wire.base import Numbered, OfRun, Record, RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory
 
 PROTOCOL_VERSION = 5
@@ -134,7 +134,7 @@ class BulkOpened(Record, frozen=True, tag="bulk-opened", kw_only=True):
 # ---------------------------------------------------------------- devices, runs, budget
 
 
-class RunSummary(Record, frozen=True, kw_only=True):
+class RunSummary(OfRun, frozen=True, kw_only=True):
     """One row of the ledger.
 
     Args:
@@ -147,7 +147,6 @@ class RunSummary(Record, frozen=True, kw_only=True):
         idle_ends_at: For a session without running cells: wall-clock time at which it ends by itself; None otherwise.
     """
 
-    run_id: str
     name: str
     ranks: int
     device_type: str

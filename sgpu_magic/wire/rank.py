@@ -245,7 +245,14 @@ FromRank = StandsBy | CellReport | Collectives | AskTracking | MetricsReported
 # ---------------------------------------------------------------- agent <-> zygote
 
 
-class Fork(Record, frozen=True, tag="fork", kw_only=True):
+class OfFork(Record, frozen=True, kw_only=True):
+    """Base of the messages that concern the fork of one rank."""
+
+    group_id: str
+    rank: int
+
+
+class Fork(OfFork, frozen=True, tag="fork", kw_only=True):
     """Fork one rank of a group.
 
     Its descriptors are sent along: control socket, output pipe, error pipe, stack file, store file.
@@ -257,8 +264,6 @@ class Fork(Record, frozen=True, tag="fork", kw_only=True):
         announce: Send `StandsBy` after that.
     """
 
-    group_id: str
-    rank: int
     ranks: int
     join_early: bool
     rehearse: bool = False
@@ -266,19 +271,15 @@ class Fork(Record, frozen=True, tag="fork", kw_only=True):
     store_path: str = ""
 
 
-class Forked(Record, frozen=True, tag="forked", kw_only=True):
+class Forked(OfFork, frozen=True, tag="forked", kw_only=True):
     """The rank was forked with this pid."""
 
-    group_id: str
-    rank: int
     pid: int
 
 
-class ForkRefused(Record, frozen=True, tag="fork-refused", kw_only=True):
+class ForkRefused(OfFork, frozen=True, tag="fork-refused", kw_only=True):
     """The rank was not forked: the zygote has more than one thread, or the machine has no process left."""
 
-    group_id: str
-    rank: int
     message: str
 
 

@@ -87,10 +87,8 @@ class QueueWords:
         now = self._table.now
         moment = _Moment(self._table, self._queue, self._fair)
         count = self._table.count_waiting()
-        told_later = count > AT_ONCE and now < self._told_at + count / PER_S
-        self._behind = told_later
-        if not told_later:
-            self._told_at = now
+        told_later = self._behind = count > AT_ONCE and now < self._told_at + count / PER_S
+        self._told_at = self._told_at if told_later else now
         out: dict[int, Instruction] = {}
         for run, line, position in moment.places(only_first=told_later):
             if told_later and run.told is not None and position > _FIRST:

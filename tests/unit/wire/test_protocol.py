@@ -50,7 +50,7 @@ MODULES = (
     run,
     tracking,
 )
-BASES = (Record, Numbered, OfRun, files.OfStream, rank_events.OfRank)
+BASES = (Record, Numbered, OfRun, files.OfStream, rank.OfFork, rank_events.OfRank)
 GOLDEN = Path(__file__).parents[2] / "golden" / "protocol_shapes.txt"
 
 UNIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
