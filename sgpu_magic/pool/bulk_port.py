@@ -112,12 +112,8 @@ class BulkPort:
         token = secrets.token_hex(32)
         now = time.monotonic()
         with self._lock:
-            self._tokens = {
-                digest: (owner, until)
-                for digest, (owner, until) in self._tokens.items()
-                if until > now and owner is not client
-            }
-            self._tokens[_digest(token)] = client, now + TOKEN_S
+            others = ((digest, one) for digest, one in self._tokens.items() if one[0] is not client and one[1] > now)
+            self._tokens = {**dict(others), _digest(token): (client, now + TOKEN_S)}
         return BulkOffered(port=self.port, certificate=self._certificate, token=token)
 
     def answered(self, client: ConnectedClient, request: int, parts: Sequence[bytes]) -> bool:

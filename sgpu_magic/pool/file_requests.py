@@ -198,8 +198,7 @@ class FileRequests:
         def read() -> _Answer:
             descriptor, kept = self._open(directory, message.name)
             try:
-                status = os.fstat(descriptor)
-                data = os.pread(descriptor, size, offset)
+                status, data = os.fstat(descriptor), os.pread(descriptor, size, offset)
             finally:
                 os.close(descriptor)
             changed_at = status.st_mtime if kept else 0.0

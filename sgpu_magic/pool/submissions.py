@@ -129,14 +129,12 @@ class Submissions:
         again = self._pool.active.resubmittable.get(spec.run_id)
         if again is not None and not client.may_see(again.owner.user):
             again = None
-        is_valid = is_valid_id(spec.run_id)
-        if not is_valid or self._pool.active.get(spec.run_id) or (not again and self._pool.ledger.has(spec.run_id)):
-            problem = "the run's ID is invalid or was used before."
-        elif (not client.same_host or self._pool.engine.far) and names_files(submit):
-            problem = "its payload is in files on the notebook's machine, which its ranks can't read."
-        else:
-            problem = unfit(spec) or unstartable(submit)
-        if problem:
+        known = self._pool.active.get(spec.run_id) or (not again and self._pool.ledger.has(spec.run_id))
+        if known or not is_valid_id(spec.run_id):
+            raise UsageError("the run's ID is invalid or was used before.")
+        if (not client.same_host or self._pool.engine.far) and names_files(submit):
+            raise UsageError("its payload is in files on the notebook's machine, which its ranks can't read.")
+        if problem := unfit(spec) or unstartable(submit):
             raise UsageError(problem)
         if not again and (problem := why_no_run(self._pool.settings.runs_path)):
             raise PoolError(problem)
