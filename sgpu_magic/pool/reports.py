@@ -36,7 +36,6 @@ class Reports:
     def __init__(self, pool: PoolParts, launches: Launches) -> None:
         self._pool = pool
         self._launches = launches
-        self._loop = asyncio.get_running_loop()
         self._unconfirmed: set[str] = set()
 
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
@@ -195,7 +194,7 @@ class Reports:
     def confirm_later(self, run_id: str) -> None:
         """Confirm a run's events that are on disk, together with those of others."""
         if not self._unconfirmed:
-            self._loop.call_later(_CONFIRM_S, self._confirm)
+            asyncio.get_running_loop().call_later(_CONFIRM_S, self._confirm)
         self._unconfirmed.add(run_id)
 
     def _confirm(self) -> None:

@@ -261,10 +261,8 @@ class Room:
 
     def _choose(self, want: Want, node: str, count: int) -> tuple[str, ...]:
         # idle devices before those in use outside the pool, then in bus order, so that neighbours stay together
-        free = sorted(
-            self._free_on(self._free_for(want), self.stock.by_node(want.line)[node]),
-            key=lambda device: (device.outside_use != "", device.index, device.uuid),
-        )
+        free = self._free_on(self._free_for(want), self.stock.by_node(want.line)[node])
+        free.sort(key=lambda device: (device.outside_use != "", device.index, device.uuid))
         return tuple(device.uuid for device in sorted(free[:count], key=lambda device: (device.index, device.uuid)))
 
     def _need(self, want: Want) -> int:

@@ -141,13 +141,8 @@ class QueueRules:
 
     def next_deadline(self) -> float | None:
         """Return when freed devices are next kept for another passed run; None when for no more."""
-        kept_from = [
-            since + self._pass_over_s
-            for run in self._table.waiting()
-            for since in (run.passed_at, run.overtaken_at)
-            if since is not None
-        ]
-        return min((time for time in kept_from if time > self._table.now), default=None)
+        times = [at for run in self._table.waiting() for at in (run.passed_at, run.overtaken_at) if at is not None]
+        return min((at + self._pass_over_s for at in times if not self._aged(at)), default=None)
 
     def settle(self) -> list[Instruction]:
         """Grant what is free, and end the runs that waited in vain."""
@@ -198,18 +193,17 @@ class QueueRules:
         several = len(line.waiting) > 1
         if several and not self._keepers_first(line):
             return line.out
-        turns = [
-            (self._fair.rank(line.line, user, self._table.now), runs[-1][0].number, user)
-            for user, runs in line.waiting.items()
-            if runs
-        ]
+
+        def turn(user: str) -> tuple[tuple[float, float], int, str]:
+            # its new leases already count
+            return self._fair.rank(line.line, user, self._table.now), line.waiting[user][-1][0].number, user
+
+        turns = [turn(user) for user, runs in line.waiting.items() if runs]
         heapq.heapify(turns)
         while turns:
             user = heapq.heappop(turns)[2]
-            if self._serve(line, user) and (left := line.waiting[user]):
-                # its new leases already count
-                rank = self._fair.rank(line.line, user, self._table.now) if several else (0.0, 0.0)
-                heapq.heappush(turns, (rank, left[-1][0].number, user))
+            if self._serve(line, user) and line.waiting[user]:
+                heapq.heappush(turns, turn(user))
         if several:
             self._note_overtaken(line)
         return line.out
