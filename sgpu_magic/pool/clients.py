@@ -183,8 +183,7 @@ def _keys_of(value: object) -> tuple[list[object], bool]:
     admin = False
     if isinstance(value, dict):
         table = cast("dict[str, object]", value)
-        unknown = sorted(table.keys() - {"key", "admin"})
-        if unknown or not isinstance(table.get("admin", False), bool):
+        if (unknown := sorted(table.keys() - {"key", "admin"})) or not isinstance(table.get("admin", False), bool):
             raise ValueError(f"{unknown[0] if unknown else 'admin'!r} is not valid; use key and admin = true")
         value, admin = table.get("key"), bool(table.get("admin", False))
     return (cast("list[object]", value) if isinstance(value, list) else [value]), admin

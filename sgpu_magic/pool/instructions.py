@@ -243,8 +243,7 @@ class Launches:
 
     def _prepares(self, run: PoolRun) -> bool:
         """Whether the node first prepares the run's packages, and reports when they are ready."""
-        environment = run.submit.environment
-        if environment is None or run.state not in (RunState.QUEUED, RunState.PREPARING):
+        if (environment := run.submit.environment) is None or run.state not in (RunState.QUEUED, RunState.PREPARING):
             return False
         return self._pool.engine.builds(run.submit.interpreter, environment)
 

@@ -267,8 +267,6 @@ class PoolService:
         if self._scheduler.waits_for_devices:
             refresh_s = _MANY_NODES_REFRESH_S if self._stock.inventory.nodes else _QUEUE_REFRESH_S
             due = min(due or float("inf"), time.monotonic() + refresh_s)
-        look_again = functools.partial(self._stock.when_fresh, self._time_passed, _QUEUE_REFRESH_S / 2)
+        time_passed = functools.partial(self.feed, sched.TimePassed())
+        look_again = functools.partial(self._stock.when_fresh, time_passed, _QUEUE_REFRESH_S / 2)
         self._deadline = None if due is None else self._loop.call_later(max(0.0, due - time.monotonic()), look_again)
-
-    def _time_passed(self) -> None:
-        self.feed(sched.TimePassed())

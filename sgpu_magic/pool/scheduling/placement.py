@@ -209,8 +209,7 @@ class Room:
             return [f"the engine refuses more: {self.refused[CPU]}"] if CPU in self.refused else []
         parts: list[str] = []
         line = self.stock.line(want.line) if self.refused else ()
-        locked = [device for device in line if device.uuid in self.refused and device.uuid not in self._holders]
-        if locked:
+        if locked := [device for device in line if device.uuid in self.refused and device.uuid not in self._holders]:
             why = self.refused[locked[0].uuid]
             parts.append(f"{_are(len(locked))} in use outside the pool{f' ({why})' if why else ''}")
         used = self.stock.used_outside.get(want.line, ())

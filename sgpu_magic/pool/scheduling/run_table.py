@@ -67,10 +67,6 @@ class RunTable:
         """Return the runs for which an engine asked the cluster for nodes that have not come yet."""
         return _in_order(self._asked)
 
-    def who_waits(self) -> list[Run]:
-        """Return all runs that wait for devices, sessions or nodes."""
-        return [*self.waiting(), *self.waiting_cells(), *self.asked()]
-
     def asked_too_long(self) -> list[Run]:
         """Return the runs for which no node came within their waiting time."""
         runs = [run for run in self.asked() if run.stopping_as is None]

@@ -136,7 +136,8 @@ class Scheduler:
         """Return when `TimePassed` is next useful; None when only events can change anything."""
         parts = (self._costs, self._queue, self._words)
         times = [self._table.next_limit(), *(part.next_deadline() for part in parts)]
-        times += [self._table.queue_deadline(run) for run in self._table.who_waits()]
+        waiting = [*self._table.waiting(), *self._table.waiting_cells(), *self._table.asked()]
+        times += map(self._table.queue_deadline, waiting)
         times += [self._table.quiet_until(session) for session in self._table.sessions()]
         return min((time for time in times if time is not None), default=None)
 
