@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -26,7 +27,7 @@ from sgpu_magic.wire.base import FailureKind, Record, RunState
 from sgpu_magic.wire.client import Accepted, Submit
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
-from sgpu_magic.wire.node import RunEvent
+from sgpu_magic.wire.node import Launch, RunEvent
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import RunSpec
 
@@ -38,6 +39,15 @@ _CUT_SHORT = (
 _WRITE_AGAIN_S = 1.0
 
 Send = Callable[[ConnectedClient, Record, Sequence[bytes]], None]
+
+
+# the fields that a launch has of the run's submission
+_SUBMITTED = tuple({*Submit.__struct_fields__} & {*Launch.__struct_fields__})
+
+
+def submitted_fields(message: Submit | Launch) -> dict[str, Any]:
+    """Return what the submission and each launch of a run have in common, by field."""
+    return {name: getattr(message, name) for name in _SUBMITTED}
 
 
 class PoolRun(Run):
@@ -144,7 +154,7 @@ class ActiveRuns:
         settled: The runs of an earlier service have been adopted or recorded as lost.
         resubmittable: Runs queued in an earlier service, until their notebooks submit them again.
         on_forgotten: Called with the ID of each run that is no longer active.
-        on_written: Called with each run whose events are on disk again after write errors.
+        on_written: Called with the ID of each run whose events are on disk again after write errors.
     """
 
     def __init__(self, ledger: Ledger, runs_path: Path, send: Send, offer: Offer, billing: Billing) -> None:
@@ -153,7 +163,7 @@ class ActiveRuns:
         self._runs_path = runs_path
         self._send = send
         self.on_forgotten: Callable[[str], None] = lambda _: None
-        self.on_written: Callable[[PoolRun], None] = lambda _: None
+        self.on_written: Callable[[str], None] = lambda _: None
         self.feed = EventFeed(offer, self.log_of)
         self.settled = False
         self.resubmittable: dict[str, RunSpec] = {}
@@ -186,8 +196,7 @@ class ActiveRuns:
         self._going[run.run_id] = run
 
     def forget(self, run_id: str) -> None:
-        run = self._going.pop(run_id, None)
-        if run is not None:
+        if (run := self._going.pop(run_id, None)) is not None:
             run.let_payload_go()
             self.on_forgotten(run_id)
 
@@ -216,12 +225,7 @@ class ActiveRuns:
         return ""
 
     def tell(
-        self,
-        run: PoolRun,
-        body: EventBody,
-        at: float,
-        frames: Sequence[bytes] = (),
-        told: RunEvent | None = None,
+        self, run: PoolRun, body: EventBody, at: float, frames: Sequence[bytes] = (), told: RunEvent | None = None
     ) -> None:
         """Log an event and send it to the run's followers. `told` is the agent's report of it, if any."""
         if run.log is None:
@@ -238,8 +242,7 @@ class ActiveRuns:
 
     def _look_after(self, run: PoolRun) -> None:
         """Retry failed writes until the disk accepts them; note the beginning and the end in the run's events."""
-        log = run.log
-        if log is None or not log.unwritten or run.run_id in self._behind:
+        if (log := run.log) is None or not log.unwritten or run.run_id in self._behind:
             return
         self._behind[run.run_id] = run
         room = ""
@@ -261,7 +264,7 @@ class ActiveRuns:
                 run.cut_short = False
                 if not run.ended:
                     self.tell(run, Noted(text="the disk accepts the events of this run again"), time.time())
-                self.on_written(run)
+                self.on_written(run.run_id)
         if self._behind:
             asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)
 
@@ -291,10 +294,7 @@ class ActiveRuns:
         cancelled = state is RunState.CANCELLED
         total_s = clock - run.submitted_at
         running_s = 0.0 if run.placed_at is None else clock - run.placed_at
-        if cancelled:
-            failure = None
-        elif failure is None:
-            failure = Failure(kind=kind, message=reason, at=now)
+        failure = None if cancelled else failure or Failure(kind=kind, message=reason, at=now)
         ended = RunEnded(
             state=state,
             failure=failure,

@@ -114,8 +114,7 @@ class Billing:
         launched = now - max(0.0, wall - launched_at)
         price = self.placed(run, lease)
         hourly = None if price is None else price.hourly
-        row = self._ledger.summary(run.run_id)
-        if row is None:
+        if (row := self._ledger.summary(run.run_id)) is None:
             return launched, hourly
         if run.spec.session:
             if run.state is RunState.RUNNING:
@@ -164,8 +163,7 @@ class Billing:
         return ended, Metered(gpu_s=due.gpu_s, cost=due.cost, idle_s=idle_s)
 
     def _write_idle(self, session: str, now: float) -> None:
-        written = Metered(idle_s=self._idle[session].seconds(now), idle_clock=now)
-        self._ledger.update(session, meter=written)
+        self._ledger.update(session, meter=Metered(idle_s=self._idle[session].seconds(now), idle_clock=now))
 
 
 def budget_of(settings: Settings, ledger: Ledger, now: float, wall: float) -> Budget | None:

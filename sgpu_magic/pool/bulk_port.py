@@ -1,8 +1,9 @@
 """A second TCP port of a served pool, for clients' messages with file data: TLS in a thread of its own.
 
 A client gets the certificate and a token over its ZeroMQ link, where both sides have proved their keys. The token is
-valid once and for seconds. Who has none is disconnected after seconds; when there are too many such connections, the
-oldest end first. Messages go to the loop one by one, and a connection is not read while requests of it are under way.
+valid once and for seconds. A connection without a token is closed after seconds; when there are too many, the oldest
+are closed first. The thread passes messages to the loop one by one, and reads no more from a connection while too many
+of its requests are open.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sgpu_magic.wire.pool_status import BulkOffered, BulkOpened, OpenBulk
 TOKEN_S = 10.0
 GREETING_S = 5.0
 MOST_UNKNOWN = 100
-# of a connection, chunks that are under way in the loop or wait to be sent
+# chunks of one connection that are being handled in the loop or wait to be sent
 _MOST_OPEN = 16
 # a flood of connections waits in the kernel's queue
 _ACCEPTED_PER_S = 200
@@ -91,78 +92,70 @@ class BulkPort:
         self._context, self._certificate = server_context()
         self._listener = _listener(link, port)
         self.port: int = self._listener.getsockname()[1]
-        # by the token's digest: the client, and until when the token is valid. The lock is for both.
+        # by the token's digest: the client, and until when the token is valid; both threads hold the lock
         self._tokens: dict[bytes, tuple[ConnectedClient, float]] = {}
         self._lock = threading.Lock()
         self._of_client: dict[ConnectedClient, _Peer] = {}
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
         for each in (self._listener, self._wake, self._waker):
             each.setblocking(False)
-        # the rest is the thread's
         self._closing = False
+        # the rest is the thread's
         self._peers: dict[int, _Peer] = {}
         self._accepted: tuple[int, int] = (0, 0)
         self._thread = threading.Thread(target=self._work, name="sgpu-bulk", daemon=True)
         self._thread.start()
 
     def offer(self, client: ConnectedClient) -> BulkOffered:
-        """Return what the client needs to connect once. Its earlier tokens end."""
+        """Return what the client needs to connect once. Its earlier tokens become invalid."""
         token = secrets.token_hex(32)
         now = time.monotonic()
         with self._lock:
-            self._tokens = {
-                digest: (owner, until)
-                for digest, (owner, until) in self._tokens.items()
-                if until > now and owner is not client
-            }
-            self._tokens[_digest(token)] = client, now + TOKEN_S
+            others = ((digest, one) for digest, one in self._tokens.items() if one[0] is not client and one[1] > now)
+            self._tokens = {**dict(others), _digest(token): (client, now + TOKEN_S)}
         return BulkOffered(port=self.port, certificate=self._certificate, token=token)
 
     def answered(self, client: ConnectedClient, request: int, parts: Sequence[bytes]) -> bool:
         """Send the reply to a request that came over the client's connection here; return False for any other."""
-        peer = self._of_client.get(client)
-        if peer is None or request not in peer.requests:
+        if (peer := self._of_client.get(client)) is None or request not in peer.requests:
             return False
         peer.requests.discard(request)
         self._call(lambda: self._reply(peer, parts))
         return True
 
     def cut(self, client: ConnectedClient) -> None:
-        """End the client's connection and its tokens."""
+        """Close the client's connection and invalidate its tokens."""
         with self._lock:
             self._tokens = {digest: entry for digest, entry in self._tokens.items() if entry[0] is not client}
-        peer = self._of_client.pop(client, None)
-        if peer is not None:
+        if (peer := self._of_client.pop(client, None)) is not None:
             self._call(lambda: self._end(peer))
 
     def close(self) -> None:
-        def close() -> None:
-            self._closing = True
-
-        self._call(close)
+        self._closing = True
+        # wakes the thread up
+        self._call(bool)
         self._thread.join(_CLOSE_S)
 
     # ------------------------------------------------------------ in the loop
 
-    def _call(self, call: Callable[[], None]) -> None:
+    def _call(self, call: Callable[[], object]) -> None:
         self._calls.put(call)
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
 
     def _take(self, peer: _Peer, message: FileRequest, parts: Sequence[bytes]) -> None:
-        client = peer.client
-        if client is None or peer.gone or self._of_client.get(client) is not peer:
+        if (client := peer.client) is None or peer.gone or self._of_client.get(client) is not peer:
             return
         if not message.request or message.request in peer.requests:
-            # no client of ours does that, and its replies could not be told apart
+            # no valid client does that, and its replies could not be told apart
             self.cut(client)
             return
         peer.requests.add(message.request)
         self._heard(client, message, parts)
 
     def _came(self, peer: _Peer, client: ConnectedClient) -> None:
-        """A client has proved by its token whose a connection is; it replaces an earlier one."""
+        """Assign a connection to the client whose token it has sent; it replaces an earlier one."""
         earlier = self._of_client.get(client)
         self._of_client[client] = peer
         if earlier is not None:
@@ -179,7 +172,7 @@ class BulkPort:
             while not self._closing:
                 self._turn()
         except Exception as error:  # noqa: BLE001
-            # file data goes over the links again
+            # from now on file data is sent over the links
             write_log("a fault in thread sgpu-bulk: ", error)
         finally:
             for peer in list(self._peers.values()):
@@ -208,7 +201,7 @@ class BulkPort:
             self._accept(now)
         for descriptor, peer in list(self._peers.items()):
             if ready.get(descriptor, 0) & _OVER and not peer.room:
-                # nothing is read from it that would show that it has ended
+                # it has ended, which no read would show
                 self._end(peer)
             elif descriptor in ready or peer.stream.has_more:
                 self._exchange(peer)
@@ -243,14 +236,14 @@ class BulkPort:
                     peer.open += 1
                     self._loop.call_soon_threadsafe(self._take, peer, message, parts[1:])
         except (OSError, msgspec.DecodeError, RuntimeError):
-            # it has ended, is not ours, or the loop has
+            # the connection has ended, its data is not our protocol, or the loop is closed
             self._end(peer)
 
     def _greet(self, peer: _Peer, token: str) -> None:
-        """Take a connection's token.
+        """Check a connection's token.
 
         Raises:
-            ConnectionError: It is not valid, or the connection has had one.
+            ConnectionError: It is not valid, or the connection already has a client.
         """
         with self._lock:
             client, until = self._tokens.pop(_digest(token), (None, 0.0))
@@ -258,7 +251,7 @@ class BulkPort:
             raise ConnectionError("no valid token")
         peer.client = client
         peer.stream.most_bytes = MAX_PART_BYTES
-        # before the client's first request
+        # scheduled before the client's first request
         self._loop.call_soon_threadsafe(self._came, peer, client)
         peer.stream.put([codec.encode(BulkOpened())])
 
@@ -278,7 +271,7 @@ class BulkPort:
 
 
 def _digest(token: str) -> bytes:
-    # a look-up takes no time that depends on the token
+    # the time of a look-up does not depend on the token
     return hashlib.sha256(token.encode("utf-8", "replace")).digest()
 
 
@@ -296,7 +289,6 @@ def _listener(link: str, port: int) -> socket.socket:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    if ":" not in host:
-        return socket.create_server((host, port), backlog=MOST_UNKNOWN)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server((host, port), family=socket.AF_INET6, backlog=MOST_UNKNOWN, dualstack_ipv6=both)
+    return socket.create_server((host, port), family=family, backlog=MOST_UNKNOWN, dualstack_ipv6=both)

@@ -19,7 +19,7 @@ import time
 import tomllib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -30,12 +30,16 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import read_trusted, write_whole
 from sgpu_magic.system.secure_sockets import is_public_key
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.client import ClientMessage
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.pool_status import PoolStatus
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _BEGINS = '# Users of this pool: name = "public key". `sgpu pool authorize` and `revoke` write this file.\n\n'
 _MOST_ANSWERS = 256
+# limits of one turn, before other work gets the loop
+_TURN_MESSAGES = 100
+_TURN_S = 0.01
 
 
 class AuthorizedClient(msgspec.Struct, frozen=True):
@@ -55,17 +59,17 @@ class AuthorizedClients:
 
     Args:
         path: The file; without it no client is authorized.
+
+    Attributes:
+        users: The listed keys with their users.
+        problem: Why no client is authorized although the file exists; "" otherwise.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, ...] | None = None
-        self._clients: Mapping[str, AuthorizedClient] = {}
+        self.users: Mapping[str, AuthorizedClient] = {}
         self.problem = ""
-
-    def find(self, key: str) -> AuthorizedClient | None:
-        """Return the user of this key, None when it is not listed."""
-        return self._clients.get(key)
 
     def look(self) -> bool:
         """Read the file again if it has changed. An unreadable file authorizes no client; `problem` says why.
@@ -83,9 +87,9 @@ class AuthorizedClients:
             return False
         self._seen = seen
         try:
-            self._clients, self.problem = read_clients(self._path), ""
+            self.users, self.problem = read_clients(self._path), ""
         except UsageError as error:
-            self._clients, self.problem = {}, error.message
+            self.users, self.problem = {}, error.message
         return True
 
 
@@ -138,8 +142,7 @@ def revoke(path: Path, name: str) -> int:
     """
     text = _text(path)
     listed = _clients(text, path)
-    keys = [key for key, client in listed.items() if client.user == name]
-    if not keys:
+    if not (keys := [key for key, client in listed.items() if client.user == name]):
         names = ", ".join(sorted({client.user for client in listed.values()})) or "nobody"
         raise UsageError(f"{path} has no user {name[:40]!r}. It has: {names}.")
     _write(path, _without(text, name), "")
@@ -180,8 +183,7 @@ def _keys_of(value: object) -> tuple[list[object], bool]:
     admin = False
     if isinstance(value, dict):
         table = cast("dict[str, object]", value)
-        unknown = sorted(table.keys() - {"key", "admin"})
-        if unknown or not isinstance(table.get("admin", False), bool):
+        if (unknown := sorted(table.keys() - {"key", "admin"})) or not isinstance(table.get("admin", False), bool):
             raise ValueError(f"{unknown[0] if unknown else 'admin'!r} is not valid; use key and admin = true")
         value, admin = table.get("key"), bool(table.get("admin", False))
     return (cast("list[object]", value) if isinstance(value, list) else [value]), admin
@@ -192,8 +194,7 @@ def _without(text: str, name: str) -> str:
     kept: list[str] = []
     dropping = False
     for line in text.splitlines(keepends=True):
-        header = re.match(r"\s*\[\s*\"?([^\"\]\s]+)\"?\s*\]", line)
-        if header is not None:
+        if (header := re.match(r"\s*\[\s*\"?([^\"\]\s]+)\"?\s*\]", line)) is not None:
             dropping = header[1] == name
         if not dropping and re.match(rf"\s*\"?{re.escape(name)}\"?\s*=", line) is None:
             kept.append(line)
@@ -262,16 +263,26 @@ class ConnectedClient(msgspec.Struct, eq=False):
         return True
 
 
+Heard = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
+Gone = Callable[[ConnectedClient], None]
+
+
 class Router(ABC):
     """The ZeroMQ router of clients' connections. Used from the loop's thread only.
 
     Args:
+        on_message: Called with the client, the message and its raw frames.
+        on_gone: Called when a client is gone without a goodbye.
         received_ahead: Messages that are queued here per client; further ones wait at the client. 0 for no limit.
         sent_ahead: Messages that ZeroMQ queues for one client.
         linger_ms: How long a stopping pool still sends queued messages, in milliseconds.
     """
 
-    def __init__(self, *, received_ahead: int, sent_ahead: int, linger_ms: int) -> None:
+    def __init__(
+        self, on_message: Heard, on_gone: Gone, *, received_ahead: int, sent_ahead: int, linger_ms: int
+    ) -> None:
+        self._on_message = on_message
+        self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
         self._by_identity: dict[bytes, ConnectedClient] = {}
         self._context = zmq.Context()
@@ -307,6 +318,26 @@ class Router(ABC):
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 
-    @abstractmethod
     def _drain(self) -> None:
-        """Handle all messages that have arrived; called soon after each that was sent."""
+        """Handle received messages within the limits of one turn. ZeroMQ reads from the clients in turns."""
+        self._drain_scheduled = False
+        until = time.monotonic() + _TURN_S
+        for _ in range(_TURN_MESSAGES):
+            if self._socket.closed:
+                return
+            try:
+                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                message = codec.client_messages.decode(parts[0].bytes if parts else b"")
+            except zmq.Again:
+                return
+            except msgspec.DecodeError:
+                # not our protocol: ignore it
+                continue
+            self._take(identity.bytes, message, parts)
+            if time.monotonic() > until:
+                break
+        self._drain_soon()
+
+    @abstractmethod
+    def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
+        """Handle a message, whose parts include its own text."""

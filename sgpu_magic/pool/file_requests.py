@@ -6,6 +6,7 @@ Disk operations run in a separate thread, in the order of the requests.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -23,7 +24,16 @@ from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.system.child_process import FileThread
-from sgpu_magic.wire.attachments import FilePayload, ManifestUnusable, SharedPayload, StoredPayload, Upload, manifest_in
+from sgpu_magic.wire.attachments import (
+    CodeBundle,
+    FilePayload,
+    ManifestUnusable,
+    SharedPayload,
+    StoredPayload,
+    Upload,
+    Wheel,
+    manifest_in,
+)
 from sgpu_magic.wire.base import Record, short
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.events import RunEnded
@@ -76,21 +86,25 @@ class FileRequests:
     def heard(
         self, client: ConnectedClient, message: AskBlobs | PutBlob | ReadRunFile | ListRunFiles, frames: Sequence[bytes]
     ) -> None:
+        """Check a request, execute it in the thread, and send the reply.
+
+        Raises:
+            SgpuError: The request is refused.
+        """
         match message:
             case AskBlobs():
-                self._ask(client, message)
+                call = self._ask(store_name(client.user), message)
             case PutBlob():
-                self._put(client, message, frames)
-            case ReadRunFile() | ListRunFiles():
-                owner = self._permissions.user_of(message.run)
-                if owner is None or not client.may_see(owner):
-                    # don't reveal whether another user's run exists
-                    raise RunUnknown(f"this pool has no run {message.run[:40]!r} of yours.")
-                directory = self._active.directory(message.run)
-                if isinstance(message, ReadRunFile):
-                    self._read(client, message, directory)
-                else:
-                    self._list(client, message, directory)
+                call = self._put(store_name(client.user), message, frames)
+            case ReadRunFile():
+                call = self._read(self._directory(client, message.run), message)
+            case ListRunFiles():
+                call = functools.partial(_list, self._directory(client, message.run), message)
+        self._thread.do(
+            call,
+            lambda answer: self._server.send(client, *answer),
+            lambda error: self._server.refuse(client, message.request, *self._why_not(message, error)),
+        )
 
     def hold(self, submit: Submit) -> None:
         """Keep what a submitted run needs in its user's store until `let_go`."""
@@ -104,8 +118,7 @@ class FileRequests:
 
     def let_go(self, run_id: str) -> None:
         """Release what a finished run held in the store, after its directory has its payload."""
-        payload = self._payloads.pop(run_id, None)
-        if payload is None:
+        if (payload := self._payloads.pop(run_id, None)) is None:
             self._store.let_go(run_id)
             return
         directory = self._active.directory(run_id)
@@ -132,8 +145,7 @@ class FileRequests:
             return []
         return [digest for file in manifest.files for digest in file.blobs]
 
-    def _ask(self, client: ConnectedClient, message: AskBlobs) -> None:
-        store = store_name(client.user)
+    def _ask(self, store: str, message: AskBlobs) -> Callable[[], _Answer]:
         if len(message.blobs) > _MOST_ASKED:
             raise UsageError(f"more than {_MOST_ASKED:,} blobs were requested at once.")
 
@@ -141,10 +153,9 @@ class FileRequests:
             sizes = tuple(self._store.held(store, digest, size) for digest, size in message.blobs)
             return BlobsHeld(request=message.request, bytes=sizes), ()
 
-        self._do(client, held, lambda error: self._not_taken(client, message.request, error))
+        return held
 
-    def _put(self, client: ConnectedClient, message: PutBlob, frames: Sequence[bytes]) -> None:
-        store = store_name(client.user)
+    def _put(self, store: str, message: PutBlob, frames: Sequence[bytes]) -> Callable[[], _Answer]:
         if len(frames) != 1 or len(frames[0]) > BULK_CHUNK_BYTES or message.size < 0:
             raise UsageError("a chunk of an upload has the wrong size.")
 
@@ -152,18 +163,19 @@ class FileRequests:
             up_to = self._store.put(store, message.digest, message.size, message.offset, frames[0])
             return BlobTaken(request=message.request, up_to=up_to), ()
 
-        self._do(client, put, lambda error: self._not_taken(client, message.request, error))
+        return put
 
-    def _do(self, client: ConnectedClient, call: Callable[[], _Answer], failed: Callable[[OSError], None]) -> None:
-        """Make the call in the thread, and send its result to the client."""
-        self._thread.do(call, lambda answer: self._server.send(client, *answer), failed)
-
-    def _not_taken(self, client: ConnectedClient, request: int, error: OSError) -> None:
-        if isinstance(error, BlobRefused):
-            text = f"the pool refused the run's variables: {error}"
-        else:
-            text = f"the pool can't keep the run's variables: {error.strerror or error}. {self._room()}"
-        self._server.refuse(client, request, text)
+    def _why_not(self, message: AskBlobs | PutBlob | ReadRunFile | ListRunFiles, error: OSError) -> tuple[str, str]:
+        """Return why a request failed in the thread, and the name of the error."""
+        why = error.strerror or str(error)
+        match message:
+            case ReadRunFile(name=name) | ListRunFiles(under=name):
+                file = name[:200] or "its directory"
+                return f"{file} of the run can't be read at the pool: {why}.", "RunFileUnknown"
+            case _ if isinstance(error, BlobRefused):
+                return f"the pool refused the run's variables: {error}", "UsageError"
+            case _:
+                return f"the pool can't keep the run's variables: {why}. {self._room()}", "UsageError"
 
     def _room(self) -> str:
         with contextlib.suppress(OSError):
@@ -172,7 +184,13 @@ class FileRequests:
 
     # ------------------------------------------------------------ files of runs
 
-    def _read(self, client: ConnectedClient, message: ReadRunFile, directory: Path) -> None:
+    def _directory(self, client: ConnectedClient, run_id: str) -> Path:
+        if (owner := self._permissions.user_of(run_id)) is None or not client.may_see(owner):
+            # don't reveal whether another user's run exists
+            raise RunUnknown(f"this pool has no run {run_id[:40]!r} of yours.")
+        return self._active.directory(run_id)
+
+    def _read(self, directory: Path, message: ReadRunFile) -> Callable[[], _Answer]:
         size, offset = min(message.size, BULK_CHUNK_BYTES), message.offset
         if size < 0 or not 0 <= offset <= _MOST_OFFSET:
             raise UsageError("a part of a file can't begin or end outside the file.")
@@ -180,34 +198,20 @@ class FileRequests:
         def read() -> _Answer:
             descriptor, kept = self._open(directory, message.name)
             try:
-                status = os.fstat(descriptor)
-                data = os.pread(descriptor, size, offset)
+                status, data = os.fstat(descriptor), os.pread(descriptor, size, offset)
             finally:
                 os.close(descriptor)
             changed_at = status.st_mtime if kept else 0.0
             return RunFileRead(request=message.request, size=status.st_size, changed_at=changed_at), (data,)
 
-        self._do(client, read, lambda error: self._unreadable(client, message.request, message.name, error))
-
-    def _list(self, client: ConnectedClient, message: ListRunFiles, directory: Path) -> None:
-        def listed() -> _Answer:
-            files, more = list_below(directory, message.under)
-            return RunFiles(request=message.request, files=tuple(files), more=more), ()
-
-        name = message.under or "its directory"
-        self._do(client, listed, lambda error: self._unreadable(client, message.request, name, error))
-
-    def _unreadable(self, client: ConnectedClient, request: int, name: str, error: OSError) -> None:
-        text = f"{name[:200]} of the run can't be read at the pool: {error.strerror or error}."
-        self._server.refuse(client, request, text, "RunFileUnknown")
+        return read
 
     def _open(self, directory: Path, name: str) -> tuple[int, bool]:
         """Open a file of a run, or the memory file that will become one. Returns whether it is on disk."""
         try:
             return open_below(directory, name), True
         except FileNotFoundError:
-            result = _RESULT.fullmatch(name)
-            if result is None:
+            if (result := _RESULT.fullmatch(name)) is None:
                 raise
         with contextlib.suppress(OSError):
             return self._open_memory(directory, int(result[1])), False
@@ -221,8 +225,7 @@ class FileRequests:
             OSError: The memory file is gone.
         """
         run_id = directory.name
-        known = self._in_memory.get(run_id)
-        if known is None:
+        if (known := self._in_memory.get(run_id)) is None:
             known = self._in_memory[run_id] = _results_in_memory(directory)
             if len(self._in_memory) > _MOST_KNOWN:
                 self._in_memory.popitem(last=False)
@@ -239,24 +242,25 @@ class FileRequests:
 def needed_blobs(submit: Submit) -> Collection[str]:
     """Return the digests of all blobs that a run needs."""
     source = submit.payload.source
-    digests = [*source.digests] if isinstance(source, StoredPayload) else []
-    for bundle in submit.code:
-        digests += bundle.blobs
-    for wheel in submit.environment.wheels if submit.environment is not None else ():
-        digests += wheel.blobs
-    digests += [upload.manifest for upload in submit.uploads if upload.manifest]
-    return dict.fromkeys(digests)
+    payload = source.digests if isinstance(source, StoredPayload) else ()
+    files = (digest for file in _carried_files(submit) for digest in file.blobs)
+    manifests = (upload.manifest for upload in submit.uploads if upload.manifest)
+    return dict.fromkeys((*payload, *files, *manifests))
 
 
 def names_files(submit: Submit) -> bool:
     """Whether the message refers to files by path, which a client on another machine can't do."""
-    wheels = submit.environment.wheels if submit.environment is not None else ()
-    return (
-        isinstance(submit.payload.source, SharedPayload | FilePayload)
-        or any(bundle.path for bundle in submit.code)
-        or any(wheel.path for wheel in wheels)
-        or any(upload.path for upload in submit.uploads)
-    )
+    by_path = any(file.path for file in (*_carried_files(submit), *submit.uploads))
+    return by_path or isinstance(submit.payload.source, SharedPayload | FilePayload)
+
+
+def _carried_files(submit: Submit) -> tuple[CodeBundle | Wheel, ...]:
+    return (*submit.code, *(submit.environment.wheels if submit.environment is not None else ()))
+
+
+def _list(directory: Path, message: ListRunFiles) -> _Answer:
+    files, more = list_below(directory, message.under)
+    return RunFiles(request=message.request, files=tuple(files), more=more), ()
 
 
 def _results_in_memory(directory: Path) -> dict[int, str]:

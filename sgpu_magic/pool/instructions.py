@@ -10,7 +10,7 @@ import time
 import msgspec
 
 from sgpu_magic.files.content_store import store_name
-from sgpu_magic.pool.active_runs import PoolRun
+from sgpu_magic.pool.active_runs import PoolRun, submitted_fields
 from sgpu_magic.pool.file_requests import needed_blobs
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
@@ -47,8 +47,7 @@ class Instructions:
 
     def obey(self, instruction: sched.Instruction) -> None:
         """Execute one instruction."""
-        run = self._pool.active.get(instruction.run_id)
-        if run is None:
+        if (run := self._pool.active.get(instruction.run_id)) is None:
             return
         match instruction:
             case sched.RefuseRun(error=error, message=message):
@@ -85,7 +84,6 @@ class Instructions:
             why: What happened, a sentence.
             gone: Whether its ranks are gone.
         """
-        now = time.monotonic()
         if run.log is None:
             self._pool.active.resubmittable.pop(run.run_id, None)
             self._refuse(run, why, "InternalError")
@@ -95,22 +93,21 @@ class Instructions:
         run.failed = None
         if run.ordered and not gone:
             self._pool.engine.end_run(run.run_id, state, why)
-            self._loop.call_soon(self._pool.feed, sched.RunMoved(run.run_id, state, now, why))
+            self._loop.call_soon(self._pool.feed, sched.RunMoved(run.run_id, state, why))
             return
         if not gone:
             self._submissions.unprepare(run)
         self._pool.active.forget(run.run_id)
-        self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, state, now))
+        self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, state))
 
     # ------------------------------------------------------------ within
 
     def _accept(self, run: PoolRun) -> bool:
         """Record the run. Returns False if that failed and the run was refused."""
         self._pool.active.resubmittable.pop(run.run_id, None)
-        why = self._pool.active.accept(run)
-        if why:
+        if why := self._pool.active.accept(run):
             self._refuse(run, why, "PoolError")
-            self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, RunState.FAILED, time.monotonic()))
+            self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, RunState.FAILED))
             return False
         self._tracker.follow(run)
         return True
@@ -137,14 +134,14 @@ class Launches:
 
     def granted(self, run_id: str, lease: Lease) -> None:
         """Record that the engine has a run's devices, which the scheduler only proposed, and starts its ranks."""
-        run = self._pool.active.get(run_id)
-        if run is None or run.placed_at is not None:
+        if (run := self._pool.active.get(run_id)) is None or run.placed_at is not None:
             # it is over, or restarted on the lease that it holds
             return
         self.launched(run, lease)
         if self._pool.scheduler.run(run.run_id) is None or run.lease != lease:
-            self._pool.feed(sched.LeaseGranted(run.run_id, lease, time.monotonic()))
-        self._begin(run)
+            self._pool.feed(sched.LeaseGranted(run.run_id, lease))
+        state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
+        self._pool.feed(sched.RunMoved(run.run_id, state))
 
     def launched(self, run: PoolRun, lease: Lease) -> None:
         """Record that the run's group was ordered."""
@@ -155,27 +152,19 @@ class Launches:
         if not run.spec.retries:
             # only needed for the launch; may be secret or large
             run.frames = ()
-        stock = self._pool.stock
-        host = ", ".join(dict.fromkeys(share.host for share in lease.shares)) or stock.host
-        self._pool.active.placed(run, lease, host, _labels(lease, stock.inventory))
+        inventory = self._pool.stock.inventory
+        host = ", ".join(dict.fromkeys(share.host for share in lease.shares)) or inventory.host
+        self._pool.active.placed(run, lease, host, _labels(lease, inventory))
 
     def order(self, run: PoolRun, lease: Lease) -> None:
         """Order the run's group from the engine, and nothing else; `granted` follows once the devices are taken."""
-        submit = run.submit
         launch = Launch(
-            spec=run.spec,
-            interpreter=submit.interpreter,
-            context=submit.context,
-            payload=submit.payload,
+            **submitted_fields(msgspec.structs.replace(run.submit, spec=run.spec)),
             lease=lease,
             run_dir=str(self._pool.active.directory(run.run_id)),
             attempt=run.attempt,
             number=0 if run.log is None else run.log.number,
-            environment=submit.environment,
-            code=submit.code,
-            tracking=submit.tracking,
-            uploads=submit.uploads,
-            store=store_name(run.spec.owner.user) if needed_blobs(submit) else "",
+            store=store_name(run.spec.owner.user) if needed_blobs(run.submit) else "",
         )
         self._pool.engine.launch(launch, run.frames)
         run.ordered, run.processes_gone = True, False
@@ -202,8 +191,7 @@ class Launches:
             why = "it was stopped between two attempts"
             self._pool.active.end_without_ranks(run, run.stopping_as, why, FailureKind.TIMEOUT)
             return False
-        why = self._find_payload(run)
-        if not why and run.lost_node:
+        if not (why := self._find_payload(run)) and run.lost_node:
             self._requeue(run)
         elif not why:
             why = self._relaunch(run)
@@ -216,11 +204,12 @@ class Launches:
         """Restart the run's group on its lease. Returns why that is not possible; "" when it is done."""
         if self._pool.scheduler.run(run.run_id) is None or run.lease is None:
             return "its devices were released"
-        if run.spec.session and not self._pool.scheduler.is_open(run.spec.session):
+        session = self._pool.scheduler.run(run.spec.session)
+        if run.spec.session and (session is None or not session.is_open):
             return "its session has ended"
         self.order(run, run.lease)
         if not self._prepares(run):
-            self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING, time.monotonic()))
+            self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING))
         return ""
 
     def _requeue(self, run: PoolRun) -> None:
@@ -228,7 +217,7 @@ class Launches:
         why, run.lost_node = run.lost_node, ""
         run.placed_at = None
         run.ordered = False
-        self._loop.call_soon(self._pool.feed, sched.RunRequeued(run.run_id, why, time.monotonic()))
+        self._loop.call_soon(self._pool.feed, sched.RunRequeued(run.run_id, why))
 
     def _find_payload(self, run: PoolRun) -> str:
         """Find the run's payload for another launch. Returns why it is lost; "" when it was found."""
@@ -252,21 +241,16 @@ class Launches:
 
     # ------------------------------------------------------------ within
 
-    def _begin(self, run: PoolRun) -> None:
-        state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
-        self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic()))
-
     def _prepares(self, run: PoolRun) -> bool:
         """Whether the node first prepares the run's packages, and reports when they are ready."""
-        environment = run.submit.environment
-        if environment is None or run.state not in (RunState.QUEUED, RunState.PREPARING):
+        if (environment := run.submit.environment) is None or run.state not in (RunState.QUEUED, RunState.PREPARING):
             return False
         return self._pool.engine.builds(run.submit.interpreter, environment)
 
 
-def _labels(lease: Lease, inventory: Inventory | None) -> tuple[str, ...]:
+def _labels(lease: Lease, inventory: Inventory) -> tuple[str, ...]:
     """Return a label such as `A10 · 0` for each device of the lease, in rank order."""
-    devices = {device.uuid: device for device in inventory.devices} if inventory is not None else {}
+    devices = {device.uuid: device for device in inventory.devices}
     return tuple(
         f"{devices[uuid].type.upper()} · {devices[uuid].index}" if uuid in devices else uuid for uuid in lease.uuids
     )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,15 @@ from typing import Any
 import msgspec
 
 from sgpu_magic.pool.ledger_database import LedgerDatabase, Statement
-from sgpu_magic.wire.base import RunKind, RunState, check_id
+from sgpu_magic.wire.base import RunState, check_id
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RunSpec
 
-_COLUMNS = (
-    "run_id, name, ranks, device_type, simulated, state, submitted_at, started_at, ended_at, failure, uuids, "
-    "owner_pid, notebook, kind, session, kernel, user, metered_at, hourly, currency, gpu_s, cost, idle_s"
-)
-_NAMES = tuple(_COLUMNS.split(", "))
+# the others are known to the scheduler only
+_NAMES = [name for name in RunSummary.__struct_fields__ if name not in ("position", "waiting_for", "idle_ends_at")]
+_COLUMNS = ", ".join(_NAMES)
 FINAL = tuple(state.value for state in RunState if state.is_final)
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 
@@ -101,56 +98,35 @@ class Ledger:
             ValueError: Its ID is invalid, or is already in the ledger.
         """
         row = _new_row(spec, state)
-        if spec.in_session and self._loop is not None:
+        if self.has(spec.run_id):
+            raise ValueError(f"run {spec.run_id} is in the ledger already")
+        waits = spec.in_session and self._loop is not None
+        if waits:
             self._later.add(spec.run_id)
-            self._new[spec.run_id] = row
-            self._write_in(_WRITE_S)
+        elif self._database.write(_insertion(row)):
             return
-        try:
-            written = self._database.write(_insertion(row))
-        except sqlite3.IntegrityError as error:
-            raise ValueError(f"run {spec.run_id} is in the ledger already") from error
-        if not written:
-            self._new[spec.run_id] = row
-            self._write_in(_WRITE_AGAIN_S)
+        self._new[spec.run_id] = row
+        self._write_in(_WRITE_S if waits else _WRITE_AGAIN_S)
 
     def update(
-        self,
-        run_id: str,
-        *,
-        state: RunState | None = None,
-        lease: Lease | None = None,
-        started_at: float | None = None,
-        ended_at: float | None = None,
-        failure: str | None = None,
-        meter: Metered | None = None,
+        self, run_id: str, *, lease: Lease | None = None, meter: Metered | None = None, **values: str | float | None
     ) -> None:
-        """Update a run's row with the given values. Does nothing if the run is not in the ledger.
+        """Update a run's row with the given values, except those that are None. Does nothing for an unknown run.
 
         Args:
             run_id: The run.
-            state: Its state.
             lease: Its lease.
-            started_at: Wall-clock time, seconds since the epoch.
-            ended_at: Wall-clock time, seconds since the epoch.
-            failure: One line for a person.
             meter: Changes to its meter.
+            values: `state`, `started_at`, `ended_at` and `failure`, as in `RunSummary`.
 
         Raises:
             ValueError: `run_id` is not a run ID.
         """
-        changes: RowChanges = {
-            "state": None if state is None else state.value,
-            "started_at": started_at,
-            "ended_at": ended_at,
-            "failure": failure,
-        }
         if lease is not None:
-            changes |= {"device_type": lease.device_type, "simulated": int(lease.simulated)}
-            changes["uuids"] = json.dumps(lease.uuids)
+            values |= {"device_type": lease.device_type, "simulated": lease.simulated, "uuids": json.dumps(lease.uuids)}
         if meter is not None:
-            changes |= msgspec.structs.asdict(meter)
-        self._change(check_id(run_id), {name: value for name, value in changes.items() if value is not None})
+            values |= msgspec.structs.asdict(meter)
+        self._change(check_id(run_id), {name: value for name, value in values.items() if value is not None})
 
     def summary(self, run_id: str) -> RunSummary | None:
         """Return the run's row, None when the ledger does not have it."""
@@ -162,8 +138,9 @@ class Ledger:
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
         if unknown := [run_id for run_id in run_ids if run_id not in self._known]:
-            read = [*self._summaries(sql, json.dumps(unknown)), *self._unwritten()]
-            self._known.update((row.run_id, row) for row in read)
+            written = [dict(zip(_NAMES, row, strict=True)) for row in self._rows(sql, json.dumps(unknown))]
+            for row in (*written, *self._new.values()):
+                self._known[row["run_id"]] = _summary_of(row | self._changes.get(row["run_id"], {}))
         return [self._known[run_id] for run_id in run_ids if run_id in self._known]
 
     def find(self, prefix: str) -> list[str]:
@@ -224,14 +201,13 @@ class Ledger:
         """Write pending rows and changes."""
         if not self._new and not self._changes:
             return
-        statements = [_insertion(row, or_not=True) for row in self._new.values()]
+        statements = [_insertion(row) for row in self._new.values()]
         statements += [_update(run_id, changes) for run_id, changes in self._changes.items()]
         if not self._database.write(*statements):
             self._write_in(_WRITE_AGAIN_S)
             return
         self._later -= {run_id for run_id, changes in self._changes.items() if changes.get("state") in FINAL}
-        self._new.clear()
-        self._changes.clear()
+        self._new, self._changes = {}, {}
 
     def checkpoint(self) -> None:
         """Checkpoint the write-ahead log if it is large. Blocks until the disk has it."""
@@ -247,14 +223,6 @@ class Ledger:
         """Run a query, after trying to write what is pending."""
         self.write()
         return self._database.rows(sql, values)
-
-    def _summaries(self, sql: str, *values: str | int) -> list[RunSummary]:
-        rows = [dict(zip(_NAMES, row, strict=True)) for row in self._rows(sql, *values)]
-        return [_summary_of(row | self._changes.get(row["run_id"], {})) for row in rows]
-
-    def _unwritten(self) -> list[RunSummary]:
-        """Return the rows that are not in the database yet, newest first."""
-        return [_summary_of(row | self._changes.get(run_id, {})) for run_id, row in reversed(self._new.items())]
 
     def _change(self, run_id: str, changes: RowChanges) -> None:
         """Change columns of a row, now or with a delay."""
@@ -297,12 +265,10 @@ def _new_row(spec: RunSpec, state: RunState) -> RowChanges:
     }
 
 
-def _insertion(row: RowChanges, *, or_not: bool = False) -> Statement:
-    """Return the statement that adds a row; with `or_not` it does nothing if the run already has one."""
-    return (
-        f"INSERT {'OR IGNORE ' if or_not else ''}INTO runs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
-        tuple(row.values()),
-    )
+def _insertion(row: RowChanges) -> Statement:
+    """Return the statement that adds a row, unless the run already has one."""
+    sql = f"INSERT OR IGNORE INTO runs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})"
+    return sql, tuple(row.values())
 
 
 def _update(run_id: str, changes: RowChanges) -> Statement:
@@ -313,20 +279,14 @@ def _update(run_id: str, changes: RowChanges) -> Statement:
 
 def _summary_of(row: RowChanges) -> RunSummary:
     """Convert a row; missing columns get their defaults."""
-    values: dict[str, Any] = {name: value for name, value in row.items() if name in _NAMES}
-    values |= {
-        "simulated": bool(row.get("simulated")),
-        "state": RunState(row["state"]),
-        "uuids": tuple(json.loads(values.get("uuids") or "[]")),
-        "kind": RunKind(row["kind"]),
-    }
-    return RunSummary(**values)
+    values = {name: value for name, value in row.items() if name in _NAMES}
+    values["uuids"] = json.loads(values.get("uuids") or "[]")
+    return msgspec.convert({"simulated": False} | values, RunSummary, strict=False)
 
 
 def in_one_line(ended: RunEnded) -> str:
     """Return a run's end in one line: `rank 1: ValueError: NaN in batch 118`, who cancelled it, or ""."""
-    failure = ended.failure
-    if failure is None:
+    if (failure := ended.failure) is None:
         return ended.reason
     message = failure.message.splitlines()[0] if failure.message else ""
     name = failure.type_name.rpartition(".")[2]

@@ -52,14 +52,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         # a session's cells are looked up at its end
         "CREATE INDEX cells_of_sessions ON runs (session) WHERE session != ''",
     ),
-    (
-        # `metered_at` on the machine's monotonic clock, valid until it reboots
-        "ALTER TABLE runs ADD COLUMN metered_clock REAL",
-    ),
-    (
-        # when a session's `idle_s` was written, on that clock
-        "ALTER TABLE runs ADD COLUMN idle_clock REAL",
-    ),
+    # `metered_at` on the machine's monotonic clock, valid until it reboots
+    ("ALTER TABLE runs ADD COLUMN metered_clock REAL",),
+    # when a session's `idle_s` was written, on that clock
+    ("ALTER TABLE runs ADD COLUMN idle_clock REAL",),
 )
 T = TypeVar("T")
 Statement = tuple[str, Sequence[str | int | float]]
@@ -80,15 +76,6 @@ class _SetAside(Exception):
         self.suffix = suffix
 
 
-class NewerSchema(_SetAside):
-    """A newer sgpu-magic created the database with schema `version`; this one knows versions up to `known`."""
-
-    def __init__(self, version: int, known: int) -> None:
-        super().__init__(
-            f"schema-{version}", f"has schema {version} of a newer sgpu-magic, and this one supports up to {known}"
-        )
-
-
 def migrate(database: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -> None:
     """Migrate the schema to version `len(migrations)`, with one transaction for each step.
 
@@ -97,11 +84,12 @@ def migrate(database: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -
         migrations: The statements of each step; `PRAGMA user_version` counts the applied steps.
 
     Raises:
-        NewerSchema: The database has more steps than are known here.
+        _SetAside: A newer sgpu-magic created the database, with more steps than are known here.
     """
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version > len(migrations):
-        raise NewerSchema(version, len(migrations))
+        newer = f"has schema {version} of a newer sgpu-magic, and this one supports up to {len(migrations)}"
+        raise _SetAside(f"schema-{version}", newer)
     for number, statements in enumerate(migrations[version:], version + 1):
         database.execute("BEGIN IMMEDIATE")
         try:
@@ -140,11 +128,7 @@ class LedgerDatabase:
         return self._tried(lambda: self._connection.execute(sql, values).fetchall()) or []
 
     def write(self, *statements: Statement) -> bool:
-        """Run statements in one transaction. Returns False, with nothing changed, when the database failed.
-
-        Raises:
-            sqlite3.IntegrityError: A row with a unique value of these already exists.
-        """
+        """Run statements in one transaction. Returns False, with nothing changed, when the database failed."""
         if not self._tried(lambda: self._written(statements)):
             return False
         if self.problem.startswith(self._unusable):
@@ -192,8 +176,6 @@ class LedgerDatabase:
         for _ in range(2):
             try:
                 return call()
-            except sqlite3.IntegrityError:
-                raise
             except sqlite3.DatabaseError as error:
                 if not _is_damage(error):
                     self.problem = f"{self._unusable}{error}"

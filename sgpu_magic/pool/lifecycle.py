@@ -104,10 +104,8 @@ class PoolPresence:
 
     def withdraw(self) -> None:
         """Remove the address file and the sockets, then release the lock, which shows that the pool has ended."""
-        with contextlib.suppress(OSError):
-            address_file(self._runtime).unlink()
         # the agent removes its own socket, unless it was killed
-        for path in (self.socket_path, agent_socket_file(self._runtime)):
+        for path in (address_file(self._runtime), self.socket_path, agent_socket_file(self._runtime)):
             with contextlib.suppress(OSError):
                 path.unlink()
         self._close()
@@ -136,14 +134,11 @@ class Idleness:
     """
 
     def __init__(
-        self,
-        idle_s: float,
-        in_use: Callable[[], bool],
-        warn: Callable[[str], None],
-        give_back: Callable[[], None],
+        self, idle_s: float, in_use: Callable[[], bool], warn: Callable[[str], None], give_back: Callable[[], None]
     ) -> None:
         self._idle_s = idle_s
         self._warn_s = min(_WARN_BEFORE_S, idle_s / 4)
+        self._look_s = max(0.1, min(30.0, self._warn_s / 2))
         self._in_use = in_use
         self._warn = warn
         self._give_back = give_back
@@ -168,10 +163,6 @@ class Idleness:
 
     def close(self) -> None:
         self._timer.cancel()
-
-    @property
-    def _look_s(self) -> float:
-        return max(0.1, min(30.0, self._warn_s / 2))
 
     def _look(self) -> None:
         if self._in_use():

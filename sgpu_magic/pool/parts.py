@@ -18,7 +18,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.nodes.engine import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun, submitted_fields
 from sgpu_magic.pool.ledger import Ledger, Metered, in_one_line
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling import stimuli as sched
@@ -80,8 +80,7 @@ class Guard:
             call()
         except Exception as error:  # noqa: BLE001
             self.log(f"run {run_id} ends because of it", error)
-            run = self._active.get(run_id) or run
-            if run is not None:
+            if (run := self._active.get(run_id) or run) is not None:
                 self.end(run, self._words_of(error), gone)
 
     def for_client(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
@@ -124,19 +123,15 @@ class FreshInventory:
         take: Asks the nodes for an inventory, which `taken` receives.
 
     Attributes:
-        inventory: The newest inventory; None before the first.
+        inventory: The newest inventory; an empty one before the first.
     """
 
     def __init__(self, take: Callable[[], None]) -> None:
         self._take = take
-        self.inventory: Inventory | None = None
-        self._at = 0.0
+        self.inventory = Inventory(host="")
+        # when it was taken; None before the first
+        self._at: float | None = None
         self._waiting: list[Callable[[], None]] = []
-
-    @property
-    def host(self) -> str:
-        """The name of the machine or the cluster; "" before it is known."""
-        return self.inventory.host if self.inventory is not None else ""
 
     def taken(self, inventory: Inventory) -> list[Callable[[], None]]:
         """Store the newest inventory. Returns the calls that waited for it."""
@@ -156,13 +151,11 @@ class FreshInventory:
             call: The call.
             fresh_s: Age in seconds up to which an inventory counts as fresh.
         """
-        inventory = self.inventory
-        if inventory is not None and (
-            all(device.simulated for device in inventory.devices) or time.monotonic() - self._at < fresh_s
-        ):
+        stays = all(device.simulated for device in self.inventory.devices)
+        if self._at is not None and (stays or time.monotonic() - self._at < fresh_s):
             call()
             return
-        if inventory is not None and not self._waiting:
+        if self._at is not None and not self._waiting:
             self._take()
         self._waiting.append(call)
 
@@ -226,22 +219,13 @@ class Adoption:
     def _adopt(self, held: HeldRun) -> None:
         launch = held.launch
         now = time.monotonic()
-        submit = Submit(
-            request=0,
-            spec=launch.spec,
-            interpreter=launch.interpreter,
-            context=launch.context,
-            payload=launch.payload,
-            environment=launch.environment,
-            code=launch.code,
-            uploads=launch.uploads,
-            tracking=launch.tracking,
-        )
         log = RunLog(self._pool.active.directory(launch.spec.run_id), launch.spec.run_id)
         ended = log.ended
         # the end of a group is not the end of the run until a service has handled it: it may be restarted
         goes_on = RunState.RUNNING if held.state.is_final else held.state
-        run = PoolRun(submit, (), None, goes_on if ended is None else ended.state)
+        run = PoolRun(
+            Submit(request=0, **submitted_fields(launch)), (), None, goes_on if ended is None else ended.state
+        )
         run.log = log
         launched_at = time.time() - held.started_s
         run.placed_at = now - held.started_s
@@ -265,7 +249,7 @@ class Adoption:
         if not (held.gone and run.ended):
             # otherwise the earlier service knew that it was over, and may have given its devices to another run
             freed = held.gone and not run.may_start_again
-            self._pool.feed(sched.RunAdopted(run, launch.lease, metered_at, now, freed, hourly))
+            self._pool.feed(sched.RunAdopted(run, launch.lease, metered_at, freed, hourly))
         if ended is None:
             self._pool.ledger.update(run.run_id, state=run.state, lease=launch.lease)
             self._pool.active.tell(run, Noted(text=_TAKEN_OVER), time.time())
@@ -293,7 +277,7 @@ class Adoption:
         for run in self._pool.active.going:
             if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
                 if over or not may_be_alive(run.spec.owner.pid, run.spec.owner.host):
-                    self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
+                    self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE))
                 else:
                     waits = True
         if waits:
@@ -310,8 +294,7 @@ class Adoption:
                 # it had ended, but its end was not recorded in the ledger
                 ended = log.ended
             else:
-                row = self._pool.ledger.summary(run_id)
-                if row is not None and row.metered_at is not None:
+                if (row := self._pool.ledger.summary(run_id)) is not None and row.metered_at is not None:
                     # the time of its ranks' death is unknown: stop its meter at the last event
                     gpu_s, cost = gpu_s_so_far(row, log.at), cost_so_far(row, log.at)
                     currency = row.currency if cost is not None else ""

@@ -16,22 +16,8 @@ from sgpu_magic.errors import PoolError, RunUnknown, SessionError
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.wire.base import short
-from sgpu_magic.wire.client import (
-    AskRank,
-    ClientMessage,
-    Describe,
-    KeepEnvironment,
-    ReclaimPayload,
-    RestartRanks,
-    ResultsReceived,
-    StopPool,
-    Submit,
-    TellComms,
-    TrackRun,
-    Unfollow,
-    Warm,
-)
+from sgpu_magic.wire.base import OfRun, short
+from sgpu_magic.wire.client import AskRank, ClientMessage, KeepEnvironment, RestartRanks, StopPool, Submit, Warm
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 # a remote user's newest run is searched among this many
@@ -72,22 +58,14 @@ class Permissions:
             case RestartRanks() | AskRank():
                 self._check_session(client, message.session)
                 return message
-            case (
-                Describe(run_id=run)
-                | TrackRun(run_id=run)
-                | Unfollow(run_id=run)
-                | ReclaimPayload(run_id=run)
-                | ResultsReceived(run_id=run)
-                | TellComms(run_id=run)
-            ):
+            case OfRun(run_id=run):
                 return message if self.may_see(client, run) else None
             case _:
                 return message
 
     def user_of(self, run_id: str) -> str | None:
         """Return the user of an active or finished run; None when there is no such run."""
-        run = self._pool.active.speaker(run_id)
-        if run is not None:
+        if (run := self._pool.active.speaker(run_id)) is not None:
             return run.spec.owner.user
         row = self._pool.ledger.summary(run_id)
         return row.user if row is not None else None
@@ -117,8 +95,7 @@ class Permissions:
             going_on = [run.run_id for run in self._of_prefix("", client.may_see) if run.spec.detach]
             newest = [row.run_id for row in self._pool.ledger.recent(1 if client.same_host else _LOOK_BACK)][::-1]
             newest = [run_id for run_id in newest if self.may_see(client, run_id)]
-            chosen = (going_on[-1:] or newest[-1:] or [None])[0]
-            if chosen is None:
+            if (chosen := (going_on[-1:] or newest[-1:] or [None])[0]) is None:
                 raise RunUnknown("this pool has no runs yet.")
             return chosen
         found = {run.run_id for run in self._pool.active.going if run.run_id.startswith(prefix)}

@@ -60,14 +60,13 @@ class RankRequests:
             raise SessionError(problem)
         number = self._number(client, message, message.session)
         reason = f"{_ranks(message.ranks)} of its session {_are(message.ranks)} being restarted"
-        self._pool.feed(sched.SessionPaused(message.session, reason, time.monotonic()))
+        self._pool.feed(sched.SessionPaused(message.session, reason))
         order = RestartSessionRanks(request=number, session=message.session, ranks=message.ranks)
         self._pool.engine.ask_session(order)
 
     def ask(self, client: ConnectedClient, message: AskRank) -> None:
         """Send a question to an idle rank of a session."""
-        session = self._session(message.session)
-        if session is None:
+        if (session := self._session(message.session)) is None:
             problem = self.no_session(message.session)
         elif session.state is not RunState.RUNNING:
             problem = f"{named(session.spec)} is {session.state}."
@@ -82,8 +81,7 @@ class RankRequests:
 
     def no_session(self, session: str) -> str:
         """Return a sentence that says when and why a session ended, or that there is none."""
-        row = self._pool.ledger.summary(session)
-        if row is None or row.kind is not RunKind.SESSION:
+        if (row := self._pool.ledger.summary(session)) is None or row.kind is not RunKind.SESSION:
             return f"there is no session {short(session)} in this pool. {_REMEDY}"
         name = f"session {row.name or short(session)}"
         when = "" if row.ended_at is None else time.strftime(" at %H:%M", time.localtime(row.ended_at))
@@ -93,17 +91,15 @@ class RankRequests:
     # ------------------------------------------------------------ from the engine
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
-        asked = self._asked.pop(request, None)
-        if asked is not None:
+        if (asked := self._asked.pop(request, None)) is not None:
             client, message, run_id = asked
             run = self._pool.active.speaker(run_id)
             cell = run.spec.cell if run is not None else CellSource(body="")
             self._pool.server.send(client, Stacks(request=message.request, run_id=run_id, stacks=stacks, cell=cell))
 
     def restarted(self, request: int, session: str, problem: str) -> None:
-        self._pool.feed(sched.SessionPaused(session, "", time.monotonic()))
-        asked = self._asked.pop(request, None)
-        if asked is None or not isinstance(asked[1], RestartRanks):
+        self._pool.feed(sched.SessionPaused(session, ""))
+        if (asked := self._asked.pop(request, None)) is None or not isinstance(asked[1], RestartRanks):
             return
         client, message = asked[0], asked[1]
         if problem:
@@ -115,22 +111,20 @@ class RankRequests:
         self._pool.server.send(client, Accepted(request=message.request, run_id=session, text=text))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
-        asked = self._asked.pop(request, None)
-        if asked is not None and isinstance(asked[1], AskRank):
+        if (asked := self._asked.pop(request, None)) is not None and isinstance(asked[1], AskRank):
             self._answer(asked[0], asked[1], answer)
 
     def run_gone(self, run_id: str) -> None:
         """Answer the open requests to a run whose ranks are gone."""
         ended = f"session {short(run_id)} ended before it could answer. {_REMEDY}"
         for client, message, _ in self._asked.take_all(lambda asked: asked[2] == run_id):
-            match message:
-                case AskStacks():
-                    text = f"run {short(run_id)} ended before its ranks could be asked."
-                    self._pool.server.refuse(client, message.request, text)
-                case RestartRanks():
-                    self._pool.server.refuse(client, message.request, ended, "SessionError")
-                case AskRank():
-                    self._answer(client, message, RankAnswer(problem=ended))
+            if isinstance(message, AskRank):
+                self._answer(client, message, RankAnswer(problem=ended))
+            elif isinstance(message, RestartRanks):
+                self._pool.server.refuse(client, message.request, ended, "SessionError")
+            else:
+                text = f"run {short(run_id)} ended before its ranks could be asked."
+                self._pool.server.refuse(client, message.request, text)
 
     # ------------------------------------------------------------ within
 
@@ -165,9 +159,7 @@ class RankRequests:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    if not ranks:
-        return "all ranks"
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "all ranks"
 
 
 def _are(ranks: tuple[int, ...]) -> str:
@@ -224,8 +216,7 @@ class Forwarding:
         if isinstance(message, OpenStream):
             self._open(client, message)
             return
-        number = self._by_client.get((client.identity, message.stream))
-        if number is None:
+        if (number := self._by_client.get((client.identity, message.stream))) is None:
             return
         forwarded = self._streams[number]
         if not forwarded.watches:
@@ -244,8 +235,7 @@ class Forwarding:
 
     def from_node(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
         """Pass on a node's message of a stream."""
-        forwarded = self._streams.get(message.stream)
-        if forwarded is None:
+        if (forwarded := self._streams.get(message.stream)) is None:
             return
         number = message.stream
         passed = msgspec.structs.replace(message, stream=forwarded.stream)

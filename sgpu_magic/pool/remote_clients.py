@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.bulk_port import BulkPort
-from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Router
+from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Gone, Heard, Router
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
@@ -34,15 +34,11 @@ _ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)
 _RECEIVED_AHEAD = 64
 # messages that are queued for one client; further ones are dropped, and `Pong.behind` tells it so
 _SENT_AHEAD = 10_000
-# limits of one turn, before other work gets the loop
-_TURN_MESSAGES = 100
-_TURN_S = 0.01
 _MOST_OF_A_USER = 64
 _LONGEST_INSTANCE = 64
 _LOOK_S = 2.0
 _LINGER_MS = 1000
 
-Heard = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 MOST_CONNECTIONS = 1000
 MOST_UNKNOWN = 200
@@ -80,13 +76,14 @@ class RemoteClients(Router):
         UsageError: The port for file data can't be bound.
     """
 
-    def __init__(self, listening: Listening, on_message: Heard, on_gone: Callable[[ConnectedClient], None]) -> None:
+    def __init__(self, listening: Listening, on_message: Heard, on_gone: Gone) -> None:
         # the base class makes a separate context: a flood from outside does not slow down the local socket's thread
-        super().__init__(received_ahead=_RECEIVED_AHEAD, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
+        super().__init__(
+            on_message, on_gone, received_ahead=_RECEIVED_AHEAD, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS
+        )
         self._clients = listening.clients
         self._timeout_s = listening.timeout_s
-        self._on_message = on_message
-        self._on_gone = on_gone
+        self._look_s = min(_LOOK_S, self._timeout_s / 4)
         # by public key and instance, which stay the same across a client's connections
         self._known: dict[tuple[str, str], ConnectedClient] = {}
         # the connection's descriptor in this process, and its inode, since descriptor numbers are reused
@@ -108,17 +105,14 @@ class RemoteClients(Router):
                         "Choose another with the setting bulk_port."
                     ) from None
                 write_log(f"sgpu: there is no port for variables and files, which use the link: {error.strerror}\n")
+        # of messages with file data; 0 without one
+        self.bulk_port = self._bulk.port if self._bulk is not None else 0
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._timer = self._loop.call_later(self._look_s, self._look)
 
     @property
     def clients(self) -> list[ConnectedClient]:
         return list(self._known.values())
-
-    @property
-    def bulk_port(self) -> int:
-        """The port for messages with file data; 0 without one."""
-        return self._bulk.port if self._bulk is not None else 0
 
     def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
         """Send a reply; it is dropped if the client is away or too slow, and the client asks for it again."""
@@ -152,34 +146,12 @@ class RemoteClients(Router):
 
     def _admits(self, key: str) -> bool:
         self._look_at_list()
-        return self._clients.find(key) is not None
+        return key in self._clients.users
 
-    def _drain(self) -> None:
-        """Handle received messages within the limits of one turn. ZeroMQ reads from the clients in turns."""
-        self._drain_scheduled = False
-        until = time.monotonic() + _TURN_S
-        for _ in range(_TURN_MESSAGES):
-            if self._socket.closed:
-                return
-            try:
-                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            if parts:
-                self._take(identity.bytes, parts)
-            if time.monotonic() > until:
-                break
-        self._drain_soon()
-
-    def _take(self, identity: bytes, parts: Sequence[zmq.Frame]) -> None:
+    def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
         key = sender_of(parts[0])
-        if self._clients.find(key) is None:
+        if key not in self._clients.users:
             # it was connected when its key was revoked
-            return
-        try:
-            message = codec.client_messages.decode(parts[0].bytes)
-        except msgspec.DecodeError:
-            # not our protocol: ignore it
             return
         client = self._by_identity.get(identity)
         if isinstance(message, Hello):
@@ -194,14 +166,13 @@ class RemoteClients(Router):
             if self._bulk is not None:
                 self._taken(client, [codec.encode(self._bulk.offer(client))])
         elif isinstance(message, _ONCE) and message.request and not client.is_new(message.request):
-            answer = client.answers[message.request]
-            if answer is not None:
+            if (answer := client.answers[message.request]) is not None:
                 self._taken(client, answer)
         else:
             self._on_message(client, message, [part.bytes for part in parts[1:]])
 
     def _heard_in_bulk(self, client: ConnectedClient, message: FileRequest, frames: Sequence[bytes]) -> None:
-        if self._clients.find(client.key) is None:
+        if client.key not in self._clients.users:
             self._cut_bulk(client)
             return
         client.heard_at = time.monotonic()
@@ -212,11 +183,9 @@ class RemoteClients(Router):
             self._bulk.cut(client)
 
     def _greet(self, identity: bytes, key: str, hello: Hello, frame: zmq.Frame) -> ConnectedClient | None:
-        authorized = self._clients.find(key)
-        if authorized is None or not 0 < len(hello.instance) <= _LONGEST_INSTANCE:
+        if (authorized := self._clients.users.get(key)) is None or not 0 < len(hello.instance) <= _LONGEST_INSTANCE:
             return None
-        client = self._known.get((key, hello.instance))
-        if client is None:
+        if (client := self._known.get((key, hello.instance))) is None:
             if sum(each.user == authorized.user for each in self._known.values()) >= _MOST_OF_A_USER:
                 write_log(f"sgpu: user {authorized.user} has {_MOST_OF_A_USER} notebooks here, the maximum\n")
                 return None
@@ -238,10 +207,6 @@ class RemoteClients(Router):
 
     # ------------------------------------------------------------ gone and revoked clients
 
-    @property
-    def _look_s(self) -> float:
-        return min(_LOOK_S, self._timeout_s / 4)
-
     def _look(self) -> None:
         self._timer = self._loop.call_later(self._look_s, self._look)
         self._look_at_list()
@@ -258,16 +223,14 @@ class RemoteClients(Router):
         if self._clients.problem:
             write_log(f"sgpu: no user is authorized: {self._clients.problem}\n")
         for client in self.clients:
-            authorized = self._clients.find(client.key)
-            if authorized is None:
+            if (authorized := self._clients.users.get(client.key)) is None:
                 self._cut(client)
             else:
                 client.user, client.admin = authorized.user, authorized.admin
 
     def _cut(self, client: ConnectedClient) -> None:
         self._cut_bulk(client)
-        connection = self._sockets.pop(client, None)
-        if connection is not None:
+        if (connection := self._sockets.pop(client, None)) is not None:
             end_connection(*connection)
 
 
@@ -281,6 +244,9 @@ class ConnectionLimit:
         listening: The socket, before it is bound.
         most: The most connections at once.
         most_unknown: The most unknown connections among them.
+
+    Attributes:
+        unknown: The inode of each connection without a hello, by descriptor, oldest first.
     """
 
     def __init__(
@@ -291,25 +257,14 @@ class ConnectionLimit:
         self._most_unknown = most_unknown
         self._loop = asyncio.get_running_loop()
         self._known: set[int] = set()
-        # descriptor to inode, oldest first
-        self._unknown: dict[int, int] = {}
+        self.unknown: dict[int, int] = {}
         self._monitor = listening.get_monitor_socket(_EVENTS)
         self._loop.add_reader(self._monitor.fileno(), self._look)
         self._look()
 
-    @property
-    def unknown(self) -> int:
-        """The number of connections without a hello."""
-        return len(self._unknown)
-
-    @property
-    def descriptors(self) -> set[int]:
-        """The sockets of all connections, in this process."""
-        return self._known | self._unknown.keys()
-
     def knows(self, descriptor: int) -> None:
         """Mark a connection as known: a client with a listed key said hello over it."""
-        if self._unknown.pop(descriptor, None) is not None:
+        if self.unknown.pop(descriptor, None) is not None:
             self._known.add(descriptor)
 
     def close(self) -> None:
@@ -322,16 +277,16 @@ class ConnectionLimit:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             descriptor = event["value"]
             self._known.discard(descriptor)
-            self._unknown.pop(descriptor, None)
+            self.unknown.pop(descriptor, None)
             if event["event"] == zmq.Event.ACCEPTED:
                 # it may be closed already, as a later event will report
                 with contextlib.suppress(OSError):
-                    self._unknown[descriptor] = os.fstat(descriptor).st_ino
-        while self._unknown and (
-            len(self._unknown) > self._most_unknown or len(self._unknown) + len(self._known) > self._most
+                    self.unknown[descriptor] = os.fstat(descriptor).st_ino
+        while self.unknown and (
+            len(self.unknown) > self._most_unknown or len(self.unknown) + len(self._known) > self._most
         ):
-            oldest = next(iter(self._unknown))
-            end_connection(oldest, self._unknown.pop(oldest))
+            oldest = next(iter(self.unknown))
+            end_connection(oldest, self.unknown.pop(oldest))
 
 
 def end_connection(descriptor: int, inode: int) -> None:

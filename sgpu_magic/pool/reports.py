@@ -36,7 +36,6 @@ class Reports:
     def __init__(self, pool: PoolParts, launches: Launches) -> None:
         self._pool = pool
         self._launches = launches
-        self._loop = asyncio.get_running_loop()
         self._unconfirmed: set[str] = set()
 
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
@@ -47,11 +46,10 @@ class Reports:
         if run.ended and not isinstance(event.body, PayloadReleased | Noted):
             # the service itself wrote the final event after a fault; only late notes and the payload's release count
             run.log.skip(event)
-            self._confirm_later(run.run_id)
+            self.confirm_later(run.run_id)
             return
-        at, body = event.at, event.body
-        now = time.monotonic()
-        self._confirm_later(run.run_id)
+        at, body, now = event.at, event.body, time.monotonic()
+        self.confirm_later(run.run_id)
         match body:
             case PayloadReleased():
                 self._pool.active.tell(run, body, at, told=event)
@@ -59,17 +57,16 @@ class Reports:
                 self._pool.active.payload_released(run)
             case EnvironmentMoved(ready=True):
                 self._pool.active.tell(run, body, at, told=event)
-                self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING, now))
+                self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING))
             case RanksStarted():
                 if not run.spec.retries:
                     run.let_payload_go()
                 self._pool.ledger.update(run.run_id, started_at=at)
                 self._pool.active.billing.ranks_started(run, now)
                 self._pool.active.tell(run, body, at, told=event)
-                self._pool.feed(sched.RunMoved(run.run_id, RunState.RUNNING, now))
+                self._pool.feed(sched.RunMoved(run.run_id, RunState.RUNNING))
             case RunEnded():
-                failed = self._launches.instead_of(run, body)
-                if failed is not None:
+                if (failed := self._launches.instead_of(run, body)) is not None:
                     self._pool.active.tell(run, failed, at, told=event)
                     return
                 # the report may be late, after a while without a pool service
@@ -81,15 +78,14 @@ class Reports:
                 self._pool.active.tell(run, body, at, frames, event)
                 failure = in_one_line(body)
                 self._pool.ledger.update(run.run_id, ended_at=at, failure=failure or None, meter=meter)
-                self._pool.feed(sched.RunMoved(run.run_id, body.state, now, failure, body.unstopped))
+                self._pool.feed(sched.RunMoved(run.run_id, body.state, failure, body.unstopped))
                 self._give_back(run)
             case _:
                 self._pool.active.tell(run, body, at, frames, event)
 
     def devices_free(self, run_id: str) -> None:
         """Return the devices of a run whose processes are gone, even if its files are still being transferred."""
-        run = self._pool.active.get(run_id)
-        if run is not None:
+        if (run := self._pool.active.get(run_id)) is not None:
             run.processes_gone = True
             self._give_back(run)
 
@@ -104,7 +100,7 @@ class Reports:
             self._over(run)
         else:
             # the final event follows once the results have been transferred
-            self._pool.feed(sched.LeaseFreed(run.run_id, time.monotonic()))
+            self._pool.feed(sched.LeaseFreed(run.run_id))
 
     def _has_fresh_runs(self, session: PoolRun) -> bool:
         """Whether `--fresh` runs use the session's devices."""
@@ -114,8 +110,7 @@ class Reports:
 
     def ranks_gone(self, run_id: str) -> None:
         self._confirm()
-        run = self._pool.active.get(run_id)
-        if run is not None and not self._launches.goes_on(run):
+        if (run := self._pool.active.get(run_id)) is not None and not self._launches.goes_on(run):
             if run.lost_node and not run.payload_over:
                 # the agent that would report this may be dead
                 self._pool.active.tell(run, PayloadReleased(kept=False, reason=run.lost_node), time.time())
@@ -126,7 +121,7 @@ class Reports:
             self._pool.active.ranks_gone(run)
 
     def _over(self, run: PoolRun) -> None:
-        self._pool.feed(sched.RunOver(run.run_id, run.ended_as or RunState.FAILED, time.monotonic()))
+        self._pool.feed(sched.RunOver(run.run_id, run.ended_as or RunState.FAILED))
 
     def _end_cells_of(self, session: PoolRun) -> None:
         """End the cells in a session whose ranks are gone."""
@@ -156,34 +151,31 @@ class Reports:
             if not of_session:
                 self._try_again(run, failure)
             if of_session or not run.failed:
-                state = self._lose(run, failure)
-                self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic(), failure.message))
+                self._pool.feed(sched.RunMoved(run.run_id, self._lose(run, failure), failure.message))
 
     def nodes_lost(self, why: str) -> None:
         """End or restart the runs of the single agent, which died and was replaced; queued runs keep waiting."""
         self._unconfirmed.clear()
-        failure = _node_lost(why, self._pool.stock.host)
+        failure = _node_lost(why, self._pool.stock.inventory.host)
         self._pool.active.memory_lost(why)
         # before any lease is returned: then waiting runs are placed on the new agent at once, and the next cell would
         # start in a session that still seems to run. Cells before their sessions, whose end would cancel fresh cells
         had_ranks = [run for run in self._pool.active.going if run.placed_at is not None]
         of_sessions = [run for run in had_ranks if run.spec.session or run.is_session]
         for run in sorted(of_sessions, key=lambda run: not run.spec.session):
-            state = self._lose(run, failure)
-            self._pool.feed(sched.RunMoved(run.run_id, state, time.monotonic(), failure.message))
+            self._pool.feed(sched.RunMoved(run.run_id, self._lose(run, failure), failure.message))
         for run in had_ranks:
             self._try_again(run, failure)
-            if self._launches.goes_on(run):
-                continue
-            self._lose(run, failure)
-            self._over(run)
-            self._pool.active.forget(run.run_id)
+            if not self._launches.goes_on(run):
+                self._lose(run, failure)
+                self._over(run)
+                self._pool.active.forget(run.run_id)
 
     def _try_again(self, run: PoolRun, failure: Failure) -> None:
         """Mark a run that lost ranks for a restart if one is due, and tell its followers."""
         if not run.ended and not run.failed:
-            failed = self._launches.instead_of(run, RunEnded(state=RunState.FAILED, failure=failure))
-            if failed is not None:
+            lost = RunEnded(state=RunState.FAILED, failure=failure)
+            if (failed := self._launches.instead_of(run, lost)) is not None:
                 self._pool.active.tell(run, failed, time.time())
 
     def _lose(self, run: PoolRun, failure: Failure) -> RunState:
@@ -199,19 +191,15 @@ class Reports:
         self._pool.active.end_without_ranks(run, state, failure.message, failure.kind, failure)
         return state
 
-    def written(self, run: PoolRun) -> None:
-        """Confirm a run's events, which the disk has now accepted."""
-        self._confirm_later(run.run_id)
-
-    def _confirm_later(self, run_id: str) -> None:
+    def confirm_later(self, run_id: str) -> None:
+        """Confirm a run's events that are on disk, together with those of others."""
         if not self._unconfirmed:
-            self._loop.call_later(_CONFIRM_S, self._confirm)
+            asyncio.get_running_loop().call_later(_CONFIRM_S, self._confirm)
         self._unconfirmed.add(run_id)
 
     def _confirm(self) -> None:
         for run_id in self._unconfirmed:
-            run = self._pool.active.speaker(run_id)
-            if run is not None and run.log is not None:
+            if (run := self._pool.active.speaker(run_id)) is not None and run.log is not None:
                 self._pool.engine.events_kept(run_id, run.log.written)
         self._unconfirmed.clear()
 

@@ -98,7 +98,6 @@ class Requests:
         self._kept_environments = kept_environments
         self._permissions = permissions
         self._tracker = tracker
-        self._idleness = idleness
         self._stop = stop
         self._service_id = secrets.token_hex(8)
         self._status = StatusReports(pool, permissions, idleness)
@@ -124,8 +123,7 @@ class Requests:
             case Submit():
                 self.submissions.submit(client, message, frames)
             case Describe():
-                run = self._pool.active.speaker(message.run_id)
-                if run is not None:
+                if (run := self._pool.active.speaker(message.run_id)) is not None:
                     self._pool.active.tell(run, Described(tags=message.tags), time.time())
             case TrackRun():
                 self._tracker.wanted(message.run_id, message.tracking)
@@ -140,8 +138,7 @@ class Requests:
             case Attach():
                 self._attach(client, message)
             case Unfollow():
-                run = self._pool.active.speaker(message.run_id)
-                if run is not None and client in run.watchers:
+                if (run := self._pool.active.speaker(message.run_id)) is not None and client in run.watchers:
                     run.watchers.remove(client)
                 if run is None or client not in run.followers:
                     self._pool.active.feed.forget(client, message.run_id)
@@ -178,7 +175,7 @@ class Requests:
         self.forwarding.client_gone(client)
         for run in self._pool.active.client_gone(client):
             self._pool.engine.order(ResultsReceived(run_id=run.run_id))
-            self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE, time.monotonic()))
+            self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE))
 
     def ranks_gone(self, run_id: str) -> None:
         """End the requests and streams to a run whose ranks are gone."""
@@ -197,7 +194,7 @@ class Requests:
         if kill:
             self._pool.engine.order(KillRanks(run_id=run.run_id))
         else:
-            self._pool.feed(sched.CancelRequested(run.run_id, message.reason, time.monotonic()))
+            self._pool.feed(sched.CancelRequested(run.run_id, message.reason))
 
     def _stop_asked(self, client: ConnectedClient, message: StopPool, until: float) -> None:
         """Stop the pool unless it is in use; until the loop's time `until`, wait for ranks of runs that have ended."""
@@ -271,9 +268,9 @@ class Requests:
             run = self._permissions.going(client, message.run)
         else:
             placed = [run for run in self._pool.active.going if run.placed_at is not None]
-            run = next((run for run in reversed(placed) if client.may_see(run.spec.owner.user)), None)
-            if run is None:
+            if not (seen := [run for run in placed if client.may_see(run.spec.owner.user)]):
                 raise RunUnknown("no run is active.")
+            run = seen[-1]
         self.ranks.ask_stacks(client, message, run)
 
     def _when_fresh(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:

@@ -185,10 +185,10 @@ class Retention:
     async def _look(self) -> None:
         settings = self._settings
         run_in_thread = functools.partial(self._loop.run_in_executor, self._thread)
-        directories = await run_in_thread(_named, settings.runs_path, is_valid_id)
+        directories = await run_in_thread(_named, settings.runs_path)
         uploads = await run_in_thread(_older, settings.state_path / "uploads", "", time.time() - _UPLOAD_STALE_S)
         # asked before measuring: the last write of a run tells when it ended
-        ended = [path for path in directories if not self._is_live(path.name)]
+        ended = [path for path in directories if is_valid_id(path.name) and not self._is_live(path.name)]
         orphans = [path for path in uploads if not self._is_live(path.name.lstrip(".").partition(".")[0])]
         runs = await run_in_thread(_measure_all, ended, frozenset(self._cells()))
         removals = choose_removals(runs, settings, time.time())
@@ -198,7 +198,7 @@ class Retention:
 
     def _remove(self, removals: Sequence[tuple[str, Why]], uploads: Sequence[Path]) -> None:
         runs = self._settings.runs_path
-        for path in _named(runs, lambda name: name.startswith(_REMOVING)):
+        for path in _named(runs, _REMOVING):
             if not self._closing.is_set():
                 remove_tree(path)
         for run_id, why in removals:
@@ -207,7 +207,7 @@ class Retention:
             if remove_directory(runs, run_id):
                 write_log(f"the directory of run {short(run_id)} was removed: it exceeds {why}\n")
         state = self._settings.state_path
-        for log in (state / "pool.log", *_named(state / "logs", lambda name: name.startswith(_ZYGOTE))):
+        for log in (state / "pool.log", *_named(state / "logs", _ZYGOTE)):
             cap_log(log, _LOG_BYTES)
         old_logs = _older(state / "logs", _ZYGOTE, time.time() - self._settings.keep_days * _DAY_S)
         for path in (*uploads, *old_logs):
@@ -260,24 +260,18 @@ def cap_log(path: Path, most_bytes: int) -> None:
 
 
 def _measure_all(directories: Iterable[Path], cells: Collection[str]) -> list[RunOnDisk]:
-    found: list[RunOnDisk] = []
-    for path in directories:
-        size, changed = measure(path)
-        found.append(RunOnDisk(path.name, changed, size, path.name in cells, is_unsent(path)))
-    return found
+    measured = ((path, *measure(path)) for path in directories)
+    return [RunOnDisk(path.name, at, size, path.name in cells, is_unsent(path)) for path, size, at in measured]
 
 
 def _older(folder: Path, prefix: str, before: float) -> list[Path]:
     """Return the entries of a folder with this prefix that last changed before that time."""
     found: list[Path] = []
-    for path in _named(folder, lambda name: name.startswith(prefix)):
+    for path in _named(folder, prefix):
         with contextlib.suppress(OSError):
             found += [path] if os.lstat(path).st_mtime < before else []
     return found
 
 
-def _named(folder: Path, fits: Callable[[str], bool]) -> list[Path]:
-    try:
-        return [folder / name for name in os.listdir(folder) if fits(name)]
-    except OSError:
-        return []
+def _named(folder: Path, prefix: str = "") -> list[Path]:
+    return list(folder.glob(f"{prefix}*"))

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.wire.codec import Decoder, FrameReader, frame
+from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.wire.codec import frame
 from sgpu_magic.wire.events import AttemptFailed, Event, EventBody, Noted, PayloadReleased, RunEnded
 from sgpu_magic.wire.files import EVENTS
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import DisplayPublished, MetricsLogged, OutputWritten, Sampled
 
-_decoder = Decoder[Event](Event)
-_READ_BYTES = 1 << 20
 # the most that a run may hold in memory while the disk accepts nothing
 _MOST_UNWRITTEN_BYTES = 16 << 20
 # the memory that an event takes at least
@@ -47,6 +46,7 @@ class RunLog:
         ended: The run's final event; None before it.
         failed_attempt: The newest failed attempt; None when there is none, or the run has ended.
         payload_released: Whether the payload's memory was released.
+        unwritten: Events that are not on disk yet, oldest first. Only the log changes it.
         problem: Why events are only in memory, or what was wrong with the file; "" when nothing is.
     """
 
@@ -67,7 +67,7 @@ class RunLog:
         self._bytes = 0
         # (number of an event, offset after it)
         self._marks: list[tuple[int, int]] = [(0, 0)]
-        self._unwritten: deque[tuple[Event, Sequence[bytes]]] = deque()
+        self.unwritten: deque[tuple[Event, Sequence[bytes]]] = deque()
         self._unwritten_bytes = 0
         # how many of the oldest unwritten events are already reduced
         self._cut = 0
@@ -75,20 +75,15 @@ class RunLog:
             self._open()
         except OSError as error:
             self._failed(error)
-            with contextlib.suppress(OSError), open(directory / EVENTS, "rb") as file:
-                self._continue(file.fileno())
+            with contextlib.suppress(OSError):
+                self._continue()
         else:
-            self._continue(self._file)
+            self._continue()
 
     @property
     def number(self) -> int:
         """The highest of `numbers`."""
         return max(self.numbers.values(), default=0)
-
-    @property
-    def unwritten(self) -> Sequence[tuple[Event, Sequence[bytes]]]:
-        """Events that are not on disk yet, oldest first."""
-        return self._unwritten
 
     def takes(self, body: EventBody) -> bool:
         """Whether the log accepts an event: it refuses bulk, such as output, once too much is unwritten."""
@@ -113,7 +108,7 @@ class RunLog:
         if told is not None:
             event = msgspec.structs.replace(event, number=told.number, part=told.part, joined=told.joined)
         self._count(event)
-        self._unwritten.append((event, frames))
+        self.unwritten.append((event, frames))
         self._unwritten_bytes += _size(event, frames)
         if not self.write() and self._unwritten_bytes > _MOST_UNWRITTEN_BYTES:
             self._cut_oldest()
@@ -127,12 +122,12 @@ class RunLog:
     def write(self) -> bool:
         """Write the unwritten events. Returns whether all of them are on disk now."""
         try:
-            if self._unwritten and self._file < 0:
+            if self.unwritten and self._file < 0:
                 self._open()
-            while self._unwritten:
-                event, frames = self._unwritten[0]
+            while self.unwritten:
+                event, frames = self.unwritten[0]
                 self._write_whole(frame(event, frames))
-                self._unwritten.popleft()
+                self.unwritten.popleft()
                 self._unwritten_bytes -= _size(event, frames)
                 self._cut = max(0, self._cut - 1)
                 _count_number(self.written, event)
@@ -175,14 +170,14 @@ class RunLog:
             self._file = -1
 
     def _cut_oldest(self) -> None:
-        for at in range(self._cut, len(self._unwritten)):
+        for at in range(self._cut, len(self.unwritten)):
             if self._unwritten_bytes <= _MOST_UNWRITTEN_BYTES // 2:
                 break
-            event, frames = self._unwritten[at]
+            event, frames = self.unwritten[at]
             small = msgspec.structs.replace(event, body=_without_bulk(event.body))
             kept = frames if small.body is event.body else ()
             self._unwritten_bytes += _size(small, kept) - _size(event, frames)
-            self._unwritten[at] = small, kept
+            self.unwritten[at] = small, kept
             self._cut = at + 1
 
     def _mark(self, seq: int) -> None:
@@ -200,23 +195,19 @@ class RunLog:
         elif isinstance(event.body, PayloadReleased):
             self.payload_released = True
 
-    def _continue(self, file: int) -> None:
+    def _continue(self) -> None:
         """Continue the file of a killed service, which may end in the middle of an event."""
-        reader = FrameReader(_decoder)
-        size = 0
+        file = EventFile(self.directory)
         try:
-            while chunk := os.pread(file, _READ_BYTES, size):
-                size += len(chunk)
-                for event, _ in reader.feed(chunk):
-                    self._bytes = size - reader.incomplete_bytes
-                    self.seq = event.seq
-                    self._count(event)
-                    self._mark(event.seq)
+            for event, _ in file.new_events():
+                self._bytes, self.seq = file.taken_bytes, event.seq
+                self._count(event)
+                self._mark(event.seq)
         except (ValueError, msgspec.DecodeError) as error:
             self.problem = f"{self.directory / EVENTS} is damaged after event {self.seq} and was cut off there: {error}"
         self.written = dict(self.numbers)
-        if self._bytes < size and file == self._file:
-            os.ftruncate(file, self._bytes)
+        if self._file >= 0 and self._bytes < os.fstat(self._file).st_size:
+            os.ftruncate(self._file, self._bytes)
 
 
 def _count_number(numbers: dict[int, int], event: Event | RunEvent) -> None:
@@ -227,14 +218,10 @@ def _count_number(numbers: dict[int, int], event: Event | RunEvent) -> None:
 
 def _size(event: Event, frames: Sequence[bytes]) -> int:
     match event.body:
-        case OutputWritten(text=text):
-            size = len(text)
-        case DisplayPublished(bundle=bundle):
-            size = len(bundle)
-        case Sampled(samples=samples):
-            size = _LEAST_BYTES * len(samples)
-        case MetricsLogged(metrics=metrics):
-            size = _LEAST_BYTES * len(metrics)
+        case OutputWritten(text=bulk) | DisplayPublished(bundle=bulk):
+            size = len(bulk)
+        case Sampled(samples=points) | MetricsLogged(metrics=points):
+            size = _LEAST_BYTES * len(points)
         case _:
             size = 0
     return size + _LEAST_BYTES + sum(map(len, frames))

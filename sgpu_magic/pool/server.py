@@ -19,10 +19,10 @@ import msgspec
 import zmq
 
 from sgpu_magic.files.run_directory import EventFile
-from sgpu_magic.pool.clients import ConnectedClient, Router
+from sgpu_magic.pool.clients import ConnectedClient, Gone, Heard, Router
 from sgpu_magic.pool.remote_clients import Listening, RemoteClients
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.system.processes import write_log
+from sgpu_magic.system.processes import is_alive, write_log
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.client import ClientMessage, Notice, Refused
@@ -49,23 +49,22 @@ class Server(Router):
         on_message: Called with the client, the message and its raw frames.
         on_gone: Called when a client's process has died, or a remote client has been silent for too long.
         listening: Where the pool listens for clients on other machines; None when it doesn't.
+
+    Attributes:
+        address: The address for clients on other machines; "" when the pool accepts none.
+        bulk_port: The port for other machines' messages with file data; 0 without one.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        on_message: Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None],
-        on_gone: Callable[[ConnectedClient], None],
-        listening: Listening | None = None,
-    ) -> None:
+    def __init__(self, path: Path, on_message: Heard, on_gone: Gone, listening: Listening | None = None) -> None:
         # ZeroMQ buffers this many messages for a client that does not read; the rest waits here or in the runs' logs
-        super().__init__(received_ahead=0, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
-        self._on_message = on_message
-        self._on_gone = on_gone
+        super().__init__(on_message, on_gone, received_ahead=0, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
         self._path = path
         self.listen_again()
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._remote = None if listening is None else RemoteClients(listening, on_message, on_gone)
+        self.address, self.bulk_port = (
+            ("", 0) if self._remote is None else (self._remote.address, self._remote.bulk_port)
+        )
 
     def listen_again(self) -> None:
         """Listen at the path: at startup, and again after the path was removed.
@@ -82,16 +81,6 @@ class Server(Router):
     @property
     def clients(self) -> list[ConnectedClient]:
         return [*self._by_identity.values(), *(self._remote.clients if self._remote is not None else ())]
-
-    @property
-    def address(self) -> str:
-        """The address for clients on other machines; "" when the pool accepts none."""
-        return self._remote.address if self._remote is not None else ""
-
-    @property
-    def bulk_port(self) -> int:
-        """The port of this pool for other machines' messages with file data; 0 without one."""
-        return self._remote.bulk_port if self._remote is not None else 0
 
     def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
         """Send a message now, or once the client's connection accepts it; drop it when the client is gone."""
@@ -137,30 +126,13 @@ class Server(Router):
         self._socket.close()
         self._context.term()
 
-    def _drain(self) -> None:
-        self._drain_scheduled = False
-        while not self._socket.closed:
-            try:
-                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=True)
-            except zmq.Again:
-                return
-            if not parts:
-                continue
-            try:
-                message = codec.client_messages.decode(parts[0])
-            except msgspec.DecodeError:
-                # not our protocol: ignore it
-                continue
-            client = self._by_identity.get(identity)
-            if isinstance(message, Hello):
-                client = self._greet(identity, message)
-            if client is not None:
-                self._on_message(client, message, parts[1:])
+    def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
+        if (client := self._by_identity.get(identity)) is None and isinstance(message, Hello):
+            client = self._greet(identity, message)
+        if client is not None:
+            self._on_message(client, message, [part.bytes for part in parts[1:]])
 
     def _greet(self, identity: bytes, hello: Hello) -> ConnectedClient | None:
-        client = self._by_identity.get(identity)
-        if client is not None:
-            return client
         client = ConnectedClient(identity, hello.pid, user=hello.user)
         if hasattr(os, "pidfd_open"):
             try:
@@ -174,13 +146,9 @@ class Server(Router):
         return client
 
     def _poll(self, client: ConnectedClient) -> None:
-        if client.identity not in self._by_identity:
-            return
-        try:
-            os.kill(client.pid, 0)
-        except OSError:
+        if client.identity in self._by_identity and not is_alive(client.pid):
             self._died(client)
-        else:
+        elif client.identity in self._by_identity:
             self._loop.call_later(_NO_PIDFD_POLL_S, self._poll, client)
 
     def _died(self, client: ConnectedClient) -> None:
@@ -251,8 +219,7 @@ class EventFeed:
 
     def catch_up(self, client: ConnectedClient, run_id: str, directory: Path, after: int) -> None:
         """Send the run's events after number `after`, then new ones while the client follows the run."""
-        lag = self.lags.get((client, run_id))
-        if lag is not None:
+        if (lag := self.lags.get((client, run_id))) is not None:
             after = min(after, lag.seq)
         log = self._log_of(run_id)
         file = EventFile(directory, 0 if log is None else log.offset_before(after))
@@ -303,8 +270,7 @@ class EventFeed:
     def _next_of(self, lag: _Lag) -> _Item | None:
         log = self._log_of(lag.run_id)
         try:
-            item = next(lag.events, None)
-            if item is None:
+            if (item := next(lag.events, None)) is None:
                 # more events may have been written since this pass began
                 lag.events = lag.file.new_events()
                 item = next(lag.events, None)

@@ -61,7 +61,6 @@ class PoolService:
     def __init__(
         self, settings: Settings, presence: PoolPresence, engine: Engine, listening: Listening | None = None
     ) -> None:
-        self._settings = settings
         self._presence = presence
         self._engine = engine
         self._loop = asyncio.get_running_loop()
@@ -83,26 +82,15 @@ class PoolService:
         # why no run can start here any more; "" while runs can
         self.broken_why = ""
         self._loop.set_exception_handler(self._broken)
-        self._server = Server(presence.socket_path, self._heard, self._gone, listening)
-        self._active = ActiveRuns(
-            self._ledger, settings.runs_path, self._server.send, self._server.offer, Billing(self._ledger, tariff)
-        )
-        where = (
-            f"its log is {settings.state_path / 'pool.log'}"
-            if listening is None
-            else "its operator's log has the details"
-        )
-        self._guard = Guard(self._server, self._active, where)
+        server = self._server = Server(presence.socket_path, self._heard, self._gone, listening)
+        self.address, self.bulk_port = server.address, server.bulk_port
+        billing = Billing(self._ledger, tariff)
+        self._active = ActiveRuns(self._ledger, settings.runs_path, server.send, server.offer, billing)
+        local_log = f"its log is {settings.state_path / 'pool.log'}"
+        where = local_log if listening is None else "its operator's log has the details"
+        self._guard = Guard(server, self._active, where)
         parts = PoolParts(
-            settings,
-            self._server,
-            engine,
-            self._ledger,
-            self._active,
-            self._scheduler,
-            self._stock,
-            self._guard,
-            self.feed,
+            settings, server, engine, self._ledger, self._active, self._scheduler, self._stock, self._guard, self.feed
         )
         self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
         self._launches = Launches(parts, self._kept)
@@ -112,33 +100,17 @@ class PoolService:
         self._files = FileRequests(parts, permissions)
         self._tracker = Tracker(settings, self._active, engine, self._is_live)
         idle_s = settings.pool_idle_s if listening is None else math.inf
-        self._idleness = Idleness(idle_s, lambda: bool(self._active.going), self._server.notify, self.stop)
-        self._requests = Requests(
-            parts,
-            permissions,
-            self._kept,
-            self._files,
-            self._tracker,
-            self._idleness,
-            self.stop,
-        )
+        self._idleness = Idleness(idle_s, lambda: bool(self._active.going), server.notify, self.stop)
+        self._requests = Requests(parts, permissions, self._kept, self._files, self._tracker, self._idleness, self.stop)
         self._instructions = Instructions(parts, self._launches, self._requests.submissions, self._tracker)
         self._guard.end = self._instructions.end_of_fault
         self._active.on_forgotten = self._forgotten
-        self._active.on_written = self._reports.written
+        self._active.on_written = self._reports.confirm_later
         self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._looked_after)
-        presence.keep_in_place(self._server.listen_again, self._guard.log)
+        presence.keep_in_place(server.listen_again, self._guard.log)
         engine.start(self)
         for number in (signal.SIGTERM, signal.SIGHUP):
             self._loop.add_signal_handler(number, self.stop)
-
-    @property
-    def address(self) -> str:
-        return self._server.address
-
-    @property
-    def bulk_port(self) -> int:
-        return self._server.bulk_port
 
     def stop(self) -> None:
         if not self.finished.done():
@@ -146,8 +118,7 @@ class PoolService:
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Handle a fault that belongs to no run: leave all ranks to the next service."""
-        error = context.get("exception")
-        if error is None:
+        if (error := context.get("exception")) is None:
             loop.default_exception_handler(context)
         else:
             self._guard.log("it ends, and the next one takes over its runs", error)
@@ -201,7 +172,7 @@ class PoolService:
     def inventory_taken(self, inventory: Inventory) -> None:
         waiting = self._stock.taken(inventory)
         self.ready.set()
-        self.feed(sched.InventoryChanged(inventory, time.monotonic()))
+        self.feed(sched.InventoryChanged(inventory))
         for call in waiting:
             call()
 
@@ -239,7 +210,7 @@ class PoolService:
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
         # deferred, as above
-        self._loop.call_soon(self.feed, sched.LeaseRefused(run_id, uuids, why, time.monotonic()))
+        self._loop.call_soon(self.feed, sched.LeaseRefused(run_id, uuids, why))
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
         for run_id in run_ids:
@@ -264,7 +235,7 @@ class PoolService:
 
     def feed(self, stimulus: sched.Stimulus) -> None:
         try:
-            instructions = self._scheduler.handle(stimulus)
+            instructions = self._scheduler.handle(stimulus, time.monotonic())
         except Exception:
             if isinstance(stimulus, sched.RunSubmitted):
                 self._scheduler.drop(stimulus.run.run_id)
@@ -279,10 +250,10 @@ class PoolService:
 
     def _looked_after(self) -> None:
         self._kept.remove_unlinked()
-        if not self._active.going:
-            self._ledger.checkpoint()
-        else:
+        if self._active.going:
             self._loop.run_in_executor(None, self._ledger.checkpoint_beside)
+        else:
+            self._ledger.checkpoint()
 
     def _is_live(self, run_id: str) -> bool:
         return self._active.speaker(run_id) is not None or run_id in self._active.resubmittable
@@ -290,15 +261,10 @@ class PoolService:
     def _set_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-            self._deadline = None
         due = self._scheduler.next_deadline()
         if self._scheduler.waits_for_devices:
-            inventory = self._stock.inventory
-            many = inventory is not None and bool(inventory.nodes)
-            due = min(due or float("inf"), time.monotonic() + (_MANY_NODES_REFRESH_S if many else _QUEUE_REFRESH_S))
-        if due is not None:
-            self._deadline = self._loop.call_later(max(0.0, due - time.monotonic()), self._time_passed)
-
-    def _time_passed(self) -> None:
-        self._deadline = None
-        self._stock.when_fresh(lambda: self.feed(sched.TimePassed(time.monotonic())), _QUEUE_REFRESH_S / 2)
+            refresh_s = _MANY_NODES_REFRESH_S if self._stock.inventory.nodes else _QUEUE_REFRESH_S
+            due = min(due or float("inf"), time.monotonic() + refresh_s)
+        time_passed = functools.partial(self.feed, sched.TimePassed())
+        look_again = functools.partial(self._stock.when_fresh, time_passed, _QUEUE_REFRESH_S / 2)
+        self._deadline = None if due is None else self._loop.call_later(max(0.0, due - time.monotonic()), look_again)

@@ -47,9 +47,15 @@ def main() -> None:
         settings = engine_settings(sys.argv[1], config.load_settings())
         for path in (settings.runtime_path, settings.state_path, settings.runs_path):
             config.private_dir(path)
-        presence = _presence(settings)
     except SgpuError as error:
         sys.exit(f"sgpu: {error.message}")
+    try:
+        presence = PoolPresence(settings.runtime_path, settings.state_path)
+    except AlreadyRunning:
+        sys.exit(
+            f"sgpu: a pool named {settings.pool} is already running on {config.host_name()} as this user. Stop it "
+            "first, or serve this one under another name with --name."
+        )
     processes.become_subreaper()
     _raise_limit()
     os.chdir("/")
@@ -68,16 +74,6 @@ def pool_keys(state: Path) -> KeyPair:
         UsageError: The key file can't be trusted or written.
     """
     return kept_key_pair(state / _KEY)
-
-
-def _presence(settings: Settings) -> PoolPresence:
-    try:
-        return PoolPresence(settings.runtime_path, settings.state_path)
-    except AlreadyRunning:
-        raise PoolError(
-            f"a pool named {settings.pool} is already running on {config.host_name()} as this user. Stop it first, or "
-            "serve this one under another name with --name."
-        ) from None
 
 
 async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -> None:
@@ -185,8 +181,7 @@ def checked_listen(listen: str) -> str:
     Raises:
         UsageError: It is no address to listen at.
     """
-    match = _LISTEN.fullmatch(listen)
-    if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
+    if (match := _LISTEN.fullmatch(listen)) is None or (match["port"] != "*" and int(match["port"]) > 65535):
         raise UsageError(f"--listen takes tcp://ADDRESS:PORT, such as tcp://0.0.0.0:8700, not {listen[:80]!r}.")
     return listen
 

@@ -15,7 +15,6 @@ from sgpu_magic.pool.lifecycle import Idleness
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, RunSummary, changes_between
 
 # a larger difference between the clocks means that the wall clock was set
@@ -46,8 +45,8 @@ class StatusReports:
         """Send a client the status, or its changes since the last one if it still has that."""
         last = client.status
         status = client.status = self._permissions.shown(client, self._status(question))
-        knows = last is not None and question.known == last.version
-        self._pool.server.send(client, changes_between(last, status) if last is not None and knows else status)
+        reply = changes_between(last, status) if last is not None and question.known == last.version else status
+        self._pool.server.send(client, reply)
 
     def _status(self, question: AskStatus) -> PoolStatus:
         """Return the status, newest runs first, with queue positions and the end times of idle sessions."""
@@ -60,8 +59,8 @@ class StatusReports:
             rows += pool.ledger.summaries([run.run_id for run in reversed(scheduler.runs) if run.run_id not in listed])
         # rounded to the second, so that converting between the clocks yields the same time in each status
         wall = time.time() - time.monotonic()
-        quiet = {run.run_id: scheduler.quiet_until(run.run_id) for run in scheduler.runs if run.quiet_since is not None}
-        ends = {session: round(wall + until) for session, until in quiet.items() if until is not None}
+        quiet = {run.run_id: scheduler.quiet_until(run) for run in scheduler.runs if run.quiet_since is not None}
+        ends = {session: float(round(wall + until)) for session, until in quiet.items() if until is not None}
         began = {run.run_id: wall + run.meter.since for run in scheduler.runs if run.meter.since is not None}
         return PoolStatus(
             request=question.request,
@@ -69,7 +68,7 @@ class StatusReports:
             pid=os.getpid(),
             package_version=__version__,
             started_at=self._started_at,
-            inventory=pool.stock.inventory or Inventory(host=""),
+            inventory=pool.stock.inventory,
             cpu_slots_free=scheduler.cpu_slots_free,
             runs=self._rows.of(rows, waiting, ends, began),
             clients=len(pool.server.clients),
@@ -111,8 +110,7 @@ class RowsWithTimes:
             moved = metered is not None and row.metered_at is not None and abs(metered - row.metered_at) > _STEP_S
             added = waiting.get(run_id), ends.get(run_id), metered if moved else None
             if added != _NOTHING:
-                last = self._made.get(run_id)
-                if last is None or last[0] is not row or last[1] != added:
+                if (last := self._made.get(run_id)) is None or last[0] is not row or last[1] != added:
                     last = (row, added, _with(row, *added))
                 made[run_id] = last
                 row = last[2]
@@ -124,11 +122,6 @@ class RowsWithTimes:
 def _with(
     row: RunSummary, told: tuple[int, str] | None, idle_ends_at: float | None, metered_at: float | None
 ) -> RunSummary:
-    changes: dict[str, object] = {}
-    if metered_at is not None:
-        changes["metered_at"] = metered_at
-    if told is not None:
-        changes["position"], changes["waiting_for"] = told
-    if idle_ends_at is not None:
-        changes["idle_ends_at"] = float(idle_ends_at)
-    return replace(row, **changes)
+    position, waiting_for = told or (None, "")
+    metered_at = row.metered_at if metered_at is None else metered_at
+    return replace(row, metered_at=metered_at, position=position, waiting_for=waiting_for, idle_ends_at=idle_ends_at)

@@ -62,11 +62,10 @@ def unfit(spec: RunSpec) -> str:
         return f"a run has at most {_MOST_RANKS} ranks, not {spec.placement.ranks}."
     if not 0 <= spec.retries <= _MAX_RETRIES:
         return f"a run can be restarted 0 to {_MAX_RETRIES} times."
-    if spec.max_cost is not None:
-        if not (math.isfinite(spec.max_cost) and spec.max_cost > 0):
-            return f"--max-cost takes a finite number greater than 0, not {spec.max_cost:g}."
-        if spec.session:
-            return "a run in a session has no cost of its own: pass --max-cost to the session's %sgpu_connect."
+    if spec.max_cost is not None and not (math.isfinite(spec.max_cost) and spec.max_cost > 0):
+        return f"--max-cost takes a finite number greater than 0, not {spec.max_cost:g}."
+    if spec.max_cost is not None and spec.session:
+        return "a run in a session has no cost of its own: pass --max-cost to the session's %sgpu_connect."
     if is_session and spec.session:
         return "a session has its own lease: it can't start in another session."
     if spec.idle_s is not None and not (is_session and spec.idle_s > 0):
@@ -86,9 +85,8 @@ def unstartable(submit: Submit) -> str:
     """
     variables = submit.interpreter.variables | submit.context.environ
     words = [submit.interpreter.executable, submit.context.cwd, *submit.context.sys_path, *variables]
-    if any("\0" in word for word in (*words, *variables.values())) or any(
-        "=" in name or not name for name in variables
-    ):
+    no_name = any("=" in name or not name for name in variables)
+    if no_name or any("\0" in word for word in (*words, *variables.values())):
         return "its environment variables, path or directory contain a character that no process can be started with."
     return ""
 
@@ -131,14 +129,12 @@ class Submissions:
         again = self._pool.active.resubmittable.get(spec.run_id)
         if again is not None and not client.may_see(again.owner.user):
             again = None
-        is_valid = is_valid_id(spec.run_id)
-        if not is_valid or self._pool.active.get(spec.run_id) or (not again and self._pool.ledger.has(spec.run_id)):
-            problem = "the run's ID is invalid or was used before."
-        elif (not client.same_host or self._pool.engine.far) and names_files(submit):
-            problem = "its payload is in files on the notebook's machine, which its ranks can't read."
-        else:
-            problem = unfit(spec) or unstartable(submit)
-        if problem:
+        known = self._pool.active.get(spec.run_id) or (not again and self._pool.ledger.has(spec.run_id))
+        if known or not is_valid_id(spec.run_id):
+            raise UsageError("the run's ID is invalid or was used before.")
+        if (not client.same_host or self._pool.engine.far) and names_files(submit):
+            raise UsageError("its payload is in files on the notebook's machine, which its ranks can't read.")
+        if problem := unfit(spec) or unstartable(submit):
             raise UsageError(problem)
         if not again and (problem := why_no_run(self._pool.settings.runs_path)):
             raise PoolError(problem)
@@ -155,32 +151,24 @@ class Submissions:
         self._pool.active.add(run)
 
         def feed() -> None:
-            self._pool.feed(sched.RunSubmitted(run, time.monotonic()))
+            self._pool.feed(sched.RunSubmitted(run))
 
         if spec.session:
             # a run in a session takes no device
             feed()
         else:
             self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, submit, feed))
-            self._prepare(run)
+            environment = run.submit.environment
+            if environment is not None and not run.ordered and self._pool.active.get(run.run_id) is run:
+                self._pool.engine.prepare(run.run_id, run.submit.interpreter, environment)
 
     def unprepare(self, run: PoolRun) -> None:
         """Stop preparing the packages of a run that ends in the queue."""
-        environment = run.submit.environment
-        if (
-            environment is not None
-            and run.placed_at is None
-            and self._pool.engine.builds(run.submit.interpreter, environment)
-        ):
+        environment = None if run.placed_at is not None else run.submit.environment
+        if environment is not None and self._pool.engine.builds(run.submit.interpreter, environment):
             self._pool.engine.end_run(run.run_id, RunState.CANCELLED, "")
 
     # ------------------------------------------------------------ within
-
-    def _prepare(self, run: PoolRun) -> None:
-        """Prepare a waiting run's packages."""
-        environment = run.submit.environment
-        if environment is not None and not run.ordered and self._pool.active.get(run.run_id) is run:
-            self._pool.engine.prepare(run.run_id, run.submit.interpreter, environment)
 
     def _has_session(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> bool:
         """Whether the cell's session exists. If it may be resubmitted, the cell's submission is retried later.
@@ -188,8 +176,7 @@ class Submissions:
         Raises:
             SessionError: There is no such session.
         """
-        session = self._pool.active.get(submit.spec.session)
-        if session is not None and session.log is not None:
+        if (session := self._pool.active.get(submit.spec.session)) is not None and session.log is not None:
             return True
         if session is None and submit.spec.session not in self._pool.active.resubmittable:
             raise SessionError(self._no_session(submit.spec.session))
@@ -221,7 +208,7 @@ class KeptEnvironments:
     def keep(self, message: KeepEnvironment, user: str) -> None:
         """Store a user's files, and link them into the directories of their runs with this environment."""
         digest = message.digest
-        files = [(name, text) for name, text in message.files if name in _FILES and len(text) <= _MOST_BYTES]
+        files = [(name, text.encode()) for name, text in message.files if name in _FILES and len(text) <= _MOST_BYTES]
         if not is_valid_digest(digest):
             return
         kept = store_name(user), digest
@@ -232,8 +219,9 @@ class KeptEnvironments:
         # on a full or missing disk a run only lacks its copy of these files
         with contextlib.suppress(OSError, UsageError):
             folder = private_dir(private_dir(private_dir(self._root) / kept[0]) / digest)
-            for name, text in files:
-                _write(folder / name, text)
+            for name, data in files:
+                if not has_content(folder / name, data):
+                    write_whole(folder / name, data, _MODE)
         for run_id in [run_id for run_id, known in self._runs.items() if known == kept]:
             self._put(kept, run_id)
 
@@ -280,19 +268,9 @@ class KeptEnvironments:
                 link_or_copy(self._root / kept[0] / kept[1] / name, directory / name)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file atomically, unless it already has this content."""
-    data = text.encode()
-    if not has_content(path, data):
-        write_whole(path, data, _MODE)
-
-
 def _is_linked(folder: Path) -> bool:
-    paths = [folder]
     with contextlib.suppress(OSError):
-        paths = list(folder.iterdir())
-    for path in paths:
-        with contextlib.suppress(OSError):
-            if not path.is_dir() and path.lstat().st_nlink > 1:
-                return True
-    return False
+        paths = list(folder.iterdir()) if folder.is_dir() else [folder]
+        return any(not path.is_dir() and path.lstat().st_nlink > 1 for path in paths)
+    # kept, since it can't be read
+    return True

@@ -98,43 +98,34 @@ class Tracker:
 
     def follow(self, run: PoolRun) -> None:
         """Track an accepted run, if it is to be tracked. Further calls do nothing."""
-        tracking = run.submit.tracking
-        if tracking is None or not run.spec.tracked or run.run_id in self._entries:
+        if (tracking := run.submit.tracking) is None or not run.spec.tracked or run.run_id in self._entries:
             return
         directory = self._active.directory(run.run_id)
         parent = run.spec.session
         order = Track(run_id=run.run_id, run_dir=str(directory), tracking=tracking, parent_run=parent)
         decided = not tracking.if_it_matters or run.spec.profile
         self._entries[run.run_id] = _Entry(order, maybe=None if decided else run)
-        untold = self._untold.pop(_key(tracking), "") or self._left_untold(run, tracking)
-        if untold:
+        if untold := self._untold.pop(_key(tracking), "") or self._left_untold(run, tracking):
             self._active.tell(run, Noted(text=untold), time.time())
         self._send_later()
 
     def wanted(self, run_id: str, tracking: Tracking) -> None:
         """Write a run to MLflow in any case, because a client asked for its MLflow run ID."""
-        entry = self._entries.get(run_id)
-        if entry is not None:
-            entry.maybe = None
-            if not entry.sent:
-                self._send(entry)
-            return
-        directory = self._active.directory(run_id)
-        if is_valid_id(run_id) and directory.is_dir() and load_progress(directory) is None:
+        entry, directory = self._entries.get(run_id), self._active.directory(run_id)
+        if entry is None and is_valid_id(run_id) and directory.is_dir() and load_progress(directory) is None:
             # it ended earlier and was not tracked
             entry = self._entries[run_id] = _Entry(Track(run_id=run_id, run_dir=str(directory), tracking=tracking))
+        if entry is not None and not entry.sent:
             self._send(entry)
 
     def asked(self, run_id: str) -> None:
         """Report the run's MLflow run to a rank that waits for it, now or once it is known."""
-        entry = self._entries.get(run_id)
-        if entry is None:
+        if (entry := self._entries.get(run_id)) is None:
             self._engine.order(TrackingKnown(run_id=run_id, tracked=None, problem=NOT_TRACKED))
         elif entry.known is not None or entry.problem:
             self._engine.order(TrackingKnown(run_id=run_id, tracked=entry.known, problem=entry.problem))
         elif not entry.asked:
             entry.asked = True
-            entry.maybe = None
             if entry.sent:
                 process = self._process(entry.order.tracking)
                 if entry.order.parent_run:
@@ -146,14 +137,11 @@ class Tracker:
 
     def over(self, run_id: str) -> None:
         """Finish the tracking of a run whose ranks are gone."""
-        entry = self._entries.get(run_id)
-        if entry is None or not entry.sent:
-            if entry is not None and not self._matters(entry, over=True):
-                del self._entries[run_id]
+        if (entry := self._entries.get(run_id)) is None:
             return
-        if entry.done:
+        if entry.done or (not entry.sent and not self._matters(entry, over=True)):
             del self._entries[run_id]
-        else:
+        elif entry.sent:
             self._process(entry.order.tracking).over(run_id)
 
     def look_for_leftovers(self) -> None:
@@ -192,8 +180,7 @@ class Tracker:
 
     def _matters(self, entry: _Entry, *, over: bool = False) -> bool:
         """Whether the run is to be tracked by now: it has run for a while, or it has failed."""
-        run = entry.maybe
-        if run is None:
+        if (run := entry.maybe) is None:
             return True
         now = self._loop.time()
         if entry.begun is None and run.state is RunState.RUNNING:
@@ -207,8 +194,7 @@ class Tracker:
 
     def _send(self, entry: _Entry) -> None:
         entry.sent, entry.maybe = True, None
-        session = self._entries.get(entry.order.parent_run)
-        if session is not None and not session.sent:
+        if (session := self._entries.get(entry.order.parent_run)) is not None and not session.sent:
             # the session's MLflow run is the parent: a cell may need it before the session is sent
             session.order = msgspec.structs.replace(session.order, urgent=entry.order.urgent)
             self._send(session)
@@ -230,8 +216,7 @@ class Tracker:
 
     def _process(self, tracking: Tracking) -> TrackerProcess:
         key = _key(tracking)
-        process = self._processes.get(key)
-        if process is None:
+        if (process := self._processes.get(key)) is None:
             process = self._processes[key] = TrackerProcess(self._settings, self._said)
         return process
 
@@ -275,8 +260,7 @@ class Tracker:
     # ------------------------------------------------------------ from the writers
 
     def _said(self, message: TrackingReport) -> None:
-        entry = self._entries.get(message.run_id)
-        if entry is None:
+        if (entry := self._entries.get(message.run_id)) is None:
             return
         run = self._active.get(message.run_id)
         match message:

@@ -68,14 +68,13 @@ class TrackerProcess:
         """Start writing a run."""
         self._orders[order.run_id] = order
         self._child.send(order)
-        self._wake()
+        self._child.begin()
         if order.urgent:
             self.hurry(order.run_id)
 
     def hurry(self, run_id: str) -> None:
         """Give a run precedence, because a rank waits for its MLflow run."""
-        order = self._orders.get(run_id)
-        if order is None:
+        if (order := self._orders.get(run_id)) is None:
             return
         self._orders[run_id] = replace(order, urgent=True)
         if not self._heard and not self._urgent:
@@ -83,24 +82,19 @@ class TrackerProcess:
             self._child.begin_again()
         else:
             self._child.send(Hurry(run_id=run_id))
-            self._wake()
+            self._child.begin()
 
     def over(self, run_id: str) -> None:
         """Tell the process that the run's event log is complete."""
         if run_id in self._orders:
             self._over.add(run_id)
             self._child.send(RunOver(run_id=run_id))
-            self._wake()
+            self._child.begin()
 
     def close(self, wait_s: float) -> None:
         """End the process; if it has started writing, it gets `wait_s` seconds to finish."""
         self._lose_patience(None)
         self._child.end(EndTracker(), wait_s if self._heard else 0.0)
-
-    def _wake(self) -> None:
-        """Start the process, which is sent all orders, unless it runs or is about to be restarted."""
-        if self._child.pid is None:
-            self._child.begin()
 
     def _start(self) -> child_process.Started:
         self._heard = False

@@ -16,6 +16,18 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of the records: immutable; fields with their default value are not sent."""
 
 
+class OfRun(Record, frozen=True, kw_only=True):
+    """Base of records that concern one run."""
+
+    run_id: str
+
+
+class Numbered(Record, frozen=True, kw_only=True):
+    """Base of requests, which their sender numbers, and of replies, which carry the request's number."""
+
+    request: int
+
+
 _ID = re.compile(r"[0-9a-f]{8}")
 SHORT_LENGTH = 4
 
@@ -106,10 +118,7 @@ TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     _S.RUNNING: frozenset({_S.STARTING, _S.SUCCEEDED, _S.QUEUED}) | _ENDS_EARLY,
     # the run may have ended by itself before the cancel took effect
     _S.CANCELLING: frozenset({_S.CANCELLED, _S.SUCCEEDED, _S.FAILED, _S.TIMED_OUT}),
-    _S.SUCCEEDED: frozenset(),
-    _S.FAILED: frozenset(),
-    _S.CANCELLED: frozenset(),
-    _S.TIMED_OUT: frozenset(),
+    **dict.fromkeys((_S.SUCCEEDED, _S.FAILED, _S.CANCELLED, _S.TIMED_OUT), frozenset()),
 }
 
 

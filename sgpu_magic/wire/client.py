@@ -13,7 +13,7 @@ The handshake (`Hello`, `Welcome`) and the pool's status are in pool_status.
 from __future__ import annotations
 
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
-from sgpu_magic.wire.base import Record, RunState
+from sgpu_magic.wire.base import Numbered, OfRun, Record, RunState
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.files import FileReply, FileRequest, FromStream, ToStream
 from sgpu_magic.wire.pool_status import (
@@ -40,7 +40,7 @@ class Warm(Record, frozen=True, tag="warm", kw_only=True):
     ranks: int = 0
 
 
-class Submit(Record, frozen=True, tag="submit", kw_only=True):
+class Submit(Numbered, frozen=True, tag="submit", kw_only=True):
     """Submit a run. Answered by `Accepted` or `Refused`. An inline payload is the first raw frame.
 
     Args:
@@ -51,7 +51,6 @@ class Submit(Record, frozen=True, tag="submit", kw_only=True):
         uploads: Folders and files to upload with the run.
     """
 
-    request: int
     spec: RunSpec
     interpreter: Interpreter
     context: RankContext
@@ -76,58 +75,50 @@ class KeepEnvironment(Record, frozen=True, tag="keep-environment", kw_only=True)
     runs: tuple[str, ...] = ()
 
 
-class Describe(Record, frozen=True, tag="describe", kw_only=True):
+class Describe(OfRun, frozen=True, tag="describe", kw_only=True):
     """Add tags that were found after the run was submitted, such as the state of its git repository."""
 
-    run_id: str
     tags: tuple[tuple[str, str], ...]
 
 
-class TrackRun(Record, frozen=True, tag="track-run", kw_only=True):
+class TrackRun(OfRun, frozen=True, tag="track-run", kw_only=True):
     """Track this run in MLflow even if `track = "auto"` would not, because its MLflow run id was requested."""
 
-    run_id: str
     tracking: Tracking
 
 
-class Cancel(Record, frozen=True, tag="cancel", kw_only=True):
+class Cancel(Numbered, frozen=True, tag="cancel", kw_only=True):
     """Stop a run. Answered by `Accepted`. `run` may be a unique prefix of its id.
 
     Args:
         kill: KILL the ranks that an earlier `Cancel` did not stop. Ranks of a session are dead afterwards.
     """
 
-    request: int
     run: str
     reason: str = ""
     kill: bool = False
 
 
-class TellComms(Record, frozen=True, tag="tell-comms", kw_only=True):
+class TellComms(OfRun, frozen=True, tag="tell-comms", kw_only=True):
     """Pass comm messages from the front end to a rank's widgets. Dropped if the rank is gone.
 
     Args:
         run_id: The run, or the session that the rank belongs to.
     """
 
-    run_id: str
     rank: int
     messages: tuple[CommMessage, ...]
 
 
-class ReclaimPayload(Record, frozen=True, tag="reclaim", kw_only=True):
+class ReclaimPayload(OfRun, frozen=True, tag="reclaim", kw_only=True):
     """Stop copying the payload's memory file: the client wants to overwrite it. Answered by `PayloadReleased`."""
 
-    run_id: str
 
-
-class ResultsReceived(Record, frozen=True, tag="results-received", kw_only=True):
+class ResultsReceived(OfRun, frozen=True, tag="results-received", kw_only=True):
     """The client has mapped the results: the agent may close its descriptors."""
 
-    run_id: str
 
-
-class RestartRanks(Record, frozen=True, tag="restart-ranks", kw_only=True):
+class RestartRanks(Numbered, frozen=True, tag="restart-ranks", kw_only=True):
     """Replace ranks of a session with new processes. Answered by `Accepted` when they have joined, or `Refused`.
 
     Args:
@@ -135,20 +126,18 @@ class RestartRanks(Record, frozen=True, tag="restart-ranks", kw_only=True):
         ranks: The ranks to replace; empty for all.
     """
 
-    request: int
     session: str
     ranks: tuple[int, ...] = ()
 
 
-class AskRank(Record, frozen=True, tag="ask-rank", kw_only=True):
+class AskRank(Numbered, frozen=True, tag="ask-rank", kw_only=True):
     """Ask an idle rank of a session about its namespace. Answered by `RankAnswered`."""
 
-    request: int
     session: str
     question: RankQuestion
 
 
-class Attach(Record, frozen=True, tag="attach", kw_only=True):
+class Attach(Numbered, frozen=True, tag="attach", kw_only=True):
     """Follow a run from its start, or from the last event received. Answered by `Attached`, then the run's events.
 
     Args:
@@ -157,37 +146,32 @@ class Attach(Record, frozen=True, tag="attach", kw_only=True):
         owns: The client submitted the run: when the client exits, the run is cancelled unless it is detached.
     """
 
-    request: int
     run: str = ""
     after: int = 0
     owns: bool = False
 
 
-class Unfollow(Record, frozen=True, tag="unfollow", kw_only=True):
+class Unfollow(OfRun, frozen=True, tag="unfollow", kw_only=True):
     """Stop sending this client the run's events. The run continues."""
 
-    run_id: str
 
-
-class Detach(Record, frozen=True, tag="detach", kw_only=True):
+class Detach(Numbered, frozen=True, tag="detach", kw_only=True):
     """Keep a run going after its notebook exits. Answered by `Accepted`.
 
     Args:
         run: Unique prefix of the run's id; "" for all runs that this client owns.
     """
 
-    request: int
     run: str = ""
 
 
-class AskStacks(Record, frozen=True, tag="ask-stacks", kw_only=True):
+class AskStacks(Numbered, frozen=True, tag="ask-stacks", kw_only=True):
     """Ask where each rank of an active run is. Answered by `Stacks`.
 
     Args:
         run: Unique prefix of the run's id; "" for the newest run with ranks.
     """
 
-    request: int
     run: str = ""
 
 
@@ -199,10 +183,9 @@ class Goodbye(Record, frozen=True, tag="goodbye", kw_only=True):
     """The client is unloading. The pool service cancels the client's runs that are not detached."""
 
 
-class StopPool(Record, frozen=True, tag="stop-pool", kw_only=True):
+class StopPool(Numbered, frozen=True, tag="stop-pool", kw_only=True):
     """Stop the pool service, after the ranks of ended runs. Refused while runs are active, unless `force` is set."""
 
-    request: int
     force: bool = False
 
 
@@ -215,15 +198,14 @@ ClientMessage = Hello | Warm | RunRequest | AskStatus | FileRequest | Ping | Ask
 # ---------------------------------------------------------------- pool -> client
 
 
-class Accepted(Record, frozen=True, tag="accepted", kw_only=True):
+class Accepted(Numbered, frozen=True, tag="accepted", kw_only=True):
     """A request was accepted; the run's events follow. `text` is human-readable."""
 
-    request: int
     run_id: str = ""
     text: str = ""
 
 
-class Attached(Record, frozen=True, tag="attached", kw_only=True):
+class Attached(Numbered, frozen=True, tag="attached", kw_only=True):
     """The run that the client follows from now on.
 
     Args:
@@ -232,32 +214,28 @@ class Attached(Record, frozen=True, tag="attached", kw_only=True):
         key: The run's HMAC key, which verifies its results; empty if it is no longer known.
     """
 
-    request: int
     spec: RunSpec
     state: RunState
     key: bytes = b""
 
 
-class Stacks(Record, frozen=True, tag="stacks", kw_only=True):
+class Stacks(Numbered, frozen=True, tag="stacks", kw_only=True):
     """Where the ranks are. `cell` is the run's cell, which the line numbers of the stacks refer to."""
 
-    request: int
     run_id: str
     stacks: tuple[RankStack, ...]
     cell: CellSource = CellSource(body="")
 
 
-class RankAnswered(Record, frozen=True, tag="rank-answered", kw_only=True):
+class RankAnswered(Numbered, frozen=True, tag="rank-answered", kw_only=True):
     """The rank's answer to `AskRank`."""
 
-    request: int
     answer: RankAnswer
 
 
-class Refused(Record, frozen=True, tag="refused", kw_only=True):
+class Refused(Numbered, frozen=True, tag="refused", kw_only=True):
     """A request was refused. `error` names a class of `sgpu_magic.errors`."""
 
-    request: int
     error: str
     message: str
 

@@ -10,6 +10,7 @@ decoding.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import struct
@@ -47,10 +48,13 @@ class Decoder(Generic[M]):
 
     Args:
         type: A record, or a union of records.
+        salvaged: Returns a message in place of malformed data, of which it takes the data and the error. It raises
+            `msgspec.DecodeError` if there is none.
     """
 
-    def __init__(self, type: Any) -> None:
+    def __init__(self, type: Any, salvaged: Callable[[bytes | memoryview, Exception], M] | None = None) -> None:
         self._type = type
+        self._salvaged = salvaged
 
     def prepare(self) -> None:
         """Build the decoder now, which takes some ms. Call it before forking, once for all children."""
@@ -66,9 +70,15 @@ class Decoder(Generic[M]):
         Raises:
             msgspec.DecodeError: The data is not msgpack, or does not match the declared type.
         """
-        if _ESCAPE_BYTES not in bytes(data):
-            return self._decoder.decode(data)
-        return msgspec.convert(_with_texts(msgspec.msgpack.decode(data), _unescaped), self._type)
+        try:
+            if _ESCAPE_BYTES not in bytes(data):
+                return self._decoder.decode(data)
+            return msgspec.convert(_with_texts(msgspec.msgpack.decode(data), _unescaped), self._type)
+        except msgspec.DecodeError as error:
+            with contextlib.suppress(msgspec.DecodeError):
+                if self._salvaged is not None:
+                    return self._salvaged(data, error)
+            raise
 
 
 class _SpecOutline(msgspec.Struct, frozen=True):
@@ -98,21 +108,8 @@ class UnreadableLaunch(msgspec.Struct, frozen=True, tag="launch"):
 Order = ToAgent | UnreadableLaunch
 
 
-class OrderDecoder(Decoder[Order]):
-    """Decodes messages from the pool service to an agent. A malformed `Launch` becomes an `UnreadableLaunch`."""
-
-    def __init__(self) -> None:
-        super().__init__(ToAgent)
-
-    def decode(self, data: bytes | memoryview) -> Order:
-        try:
-            return super().decode(data)
-        except msgspec.DecodeError as error:
-            try:
-                launch = msgspec.msgpack.decode(data, type=UnreadableLaunch)
-            except msgspec.DecodeError:
-                raise error from None
-            return msgspec.structs.replace(launch, problem=str(error))
+def _refusable(data: bytes | memoryview, error: Exception) -> UnreadableLaunch:
+    return msgspec.structs.replace(msgspec.msgpack.decode(data, type=UnreadableLaunch), problem=str(error))
 
 
 class _RunEventOutline(msgspec.Struct, tag="run-event"):
@@ -124,35 +121,23 @@ class _RunEventOutline(msgspec.Struct, tag="run-event"):
     part: int = 0
 
 
-class ReportDecoder(Decoder[FromAgent]):
-    """Decodes messages from an agent to the pool service. A malformed event becomes a `Noted` of its run."""
-
-    def __init__(self) -> None:
-        super().__init__(FromAgent)
-
-    def decode(self, data: bytes | memoryview) -> FromAgent:
-        try:
-            return super().decode(data)
-        except msgspec.DecodeError as error:
-            try:
-                event = msgspec.msgpack.decode(data, type=_RunEventOutline)
-            except msgspec.DecodeError:
-                raise error from None
-            note = (
-                "the pool can't read a message of this run's agent and ignores it: "
-                f"{error}. They may have been started from different installations of sgpu-magic: restart the pool, "
-                "which starts new agents (`sgpu pool stop`; a served pool's operator restarts it)."
-            )
-            body = Noted(text=note)
-            return RunEvent(run_id=event.run_id, number=event.number, at=event.at, body=body, part=event.part)
+def _noted(data: bytes | memoryview, error: Exception) -> RunEvent:
+    event = msgspec.msgpack.decode(data, type=_RunEventOutline)
+    note = (
+        f"the pool can't read a message of this run's agent and ignores it: {error}. They may have been started from "
+        "different installations of sgpu-magic: restart the pool, which starts new agents (`sgpu pool stop`; a served "
+        "pool's operator restarts it)."
+    )
+    return RunEvent(run_id=event.run_id, number=event.number, at=event.at, body=Noted(text=note), part=event.part)
 
 
 client_messages = Decoder[ClientMessage](ClientMessage)
 pool_messages = Decoder[PoolMessage](PoolMessage)
 to_bulk = Decoder[ToBulk](ToBulk)
 from_bulk = Decoder[FromBulk](FromBulk)
-to_agent = OrderDecoder()
-from_agent = ReportDecoder()
+# a malformed `Launch` becomes an `UnreadableLaunch`, and a malformed event a `Noted` of its run
+to_agent = Decoder[Order](ToAgent, _refusable)
+from_agent = Decoder[FromAgent](FromAgent, _noted)
 to_zygote = Decoder[ToZygote](ToZygote)
 from_zygote = Decoder[FromZygote](FromZygote)
 to_rank = Decoder[ToRank](ToRank)
@@ -241,13 +226,8 @@ class FrameReader(Generic[M]):
             msgspec.DecodeError: A message is not msgpack, or does not match the declared type.
         """
         self._pending += data
-        while True:
-            sizes = self._sizes()
-            if sizes is None:
-                return
+        while sizes := self._sizes():
             start = _U32.size + 8 * len(sizes)
-            if len(self._pending) < start + sum(sizes):
-                return
             parts: list[bytes] = []
             for size in sizes:
                 parts.append(bytes(self._pending[start : start + size]))
@@ -255,18 +235,20 @@ class FrameReader(Generic[M]):
             del self._pending[:start]
             yield self._decoder.decode(parts[0]), parts[1:]
 
-    def _sizes(self) -> tuple[int, ...] | None:
+    def _sizes(self) -> tuple[int, ...]:
+        """Return the sizes of the next message's parts; none while it is incomplete."""
         if len(self._pending) < _U32.size:
-            return None
+            return ()
         (count,) = _U32.unpack_from(self._pending)
         if not 1 <= count <= MAX_PARTS:
             raise ValueError(f"a message of {count} parts: the stream is damaged")
-        if len(self._pending) < _U32.size + 8 * count:
-            return None
+        begin = _U32.size + 8 * count
+        if len(self._pending) < begin:
+            return ()
         sizes = struct.unpack_from(f"<{count}Q", self._pending, _U32.size)
         if max(sizes) > MAX_PART_BYTES:
             raise ValueError(f"a message part of {max(sizes)} bytes: the stream is damaged")
-        return sizes
+        return sizes if len(self._pending) >= begin + sum(sizes) else ()
 
 
 # ---------------------------------------------------------------- a rank's output pipe and stack file

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     # every command reads the settings, which parse prices: loading the messages for that is not needed
     from sgpu_magic.wire.devices import Lease
     from sgpu_magic.wire.pool_status import RunSummary
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 HOUR_S = 3600.0
 _SIGNS = {"USD": "$", "EUR": "€", "GBP": "£", "JPY": "¥", "INR": "₹", "KRW": "₩"}
@@ -63,18 +66,17 @@ def read_prices(text: str) -> Prices:
     Raises:
         ValueError: The text is invalid; the message says why.
     """
-    hourly: dict[tuple[str, str], float] = {}
-    for entry, key, equals, value in _entries(text):
+    wrong = f"is not a price; write prices like {_EXAMPLE}"
+
+    def price(key: str, value: str) -> tuple[tuple[str, str], float]:
         pool, _, kind = key.rpartition("/")
-        if not equals or not kind or (not pool and "/" in key):
-            raise ValueError(f"{entry[:60]!r} is not a price; write prices like {_EXAMPLE}")
-        device_type = canonical_type(kind)
-        if device_type == ANY:
+        if not kind or (not pool and "/" in key):
+            raise ValueError(f"{f'{key}={value}'[:60]!r} {wrong}")
+        if (device_type := canonical_type(kind)) == ANY:
             raise ValueError(f"{ANY!r} can't have a price; name each type")
-        if (pool, device_type) in hourly:
-            raise ValueError(f"{key[:60]!r} has more than one price")
-        hourly[pool, device_type] = _amount(value, key)
-    return Prices(hourly)
+        return (pool, device_type), _amount(value, key)
+
+    return Prices(_read(text, "price", wrong, price))
 
 
 def prices_text(table: Mapping[str, object]) -> str:
@@ -96,11 +98,28 @@ def _table_entries(table: Mapping[str, object], pool: str = "") -> Iterable[tupl
             yield (f"{pool}/{key}" if pool else key), value
 
 
-def _entries(text: str) -> Iterable[tuple[str, str, str, str]]:
-    """Yield each entry of a setting such as `a=1,b=2`: its text, its key, the `=` or "", its value."""
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = entry.partition("=")
-        yield entry, key.strip(), equals, value.strip()
+def _read(text: str, what: str, wrong: str, read: Callable[[str, str], tuple[K, V]]) -> dict[K, V]:
+    """Parse a setting such as `a=1,b=2`.
+
+    Args:
+        text: The setting.
+        what: What an entry is, such as `price`.
+        wrong: What is wrong with an entry without a key or a value.
+        read: Parses an entry's key and value.
+
+    Raises:
+        ValueError: The text is invalid; the message says why.
+    """
+    found: dict[K, V] = {}
+    for entry in filter(None, map(str.strip, text.split(","))):
+        key, equals, value = map(str.strip, entry.partition("="))
+        if not equals or not key:
+            raise ValueError(f"{entry[:60]!r} {wrong}")
+        name, number = read(key, value)
+        if name in found:
+            raise ValueError(f"{key[:60]!r} has more than one {what}")
+        found[name] = number
+    return found
 
 
 def _amount(text: str, key: str) -> float:
@@ -169,12 +188,8 @@ def read_priorities(text: str) -> dict[str, int]:
     Raises:
         ValueError: The text is invalid; the message says why.
     """
-    found: dict[str, int] = {}
-    for user, value in _limits_in(text, _PRIORITIES):
-        if user in found:
-            raise ValueError(f"{user[:60]!r} has more than one priority")
-        found[user] = _number(value, user, "a priority", least=None)
-    return found
+    wrong = f"is invalid; write it like {_PRIORITIES}"
+    return _read(text, "priority", wrong, lambda user, value: (user, _number(value, user, "a priority")))
 
 
 def read_quotas(text: str) -> dict[tuple[str, str], int]:
@@ -183,16 +198,15 @@ def read_quotas(text: str) -> dict[tuple[str, str], int]:
     Raises:
         ValueError: The text is invalid; the message says why.
     """
-    found: dict[tuple[str, str], int] = {}
-    for key, value in _limits_in(text, _QUOTAS):
+
+    def quota(key: str, value: str) -> tuple[tuple[str, str], int]:
         user, colon, kind = key.partition(":")
         device_type = canonical_type(kind) if colon else ""
         if not user or device_type == ANY:
             raise ValueError(f"{key[:60]!r} does not name a user and type; write quotas like {_QUOTAS}")
-        if (user, device_type) in found:
-            raise ValueError(f"{key[:60]!r} has more than one quota")
-        found[user, device_type] = _number(value, key, "a quota", least=0)
-    return found
+        return (user, device_type), _number(value, key, "a quota", least=0)
+
+    return _read(text, "quota", f"is invalid; write it like {_QUOTAS}", quota)
 
 
 def read_limits(priorities: str, quotas: str) -> UserLimits:
@@ -234,19 +248,12 @@ def read_simulated(text: str) -> dict[str, int]:
     return found
 
 
-def _limits_in(text: str, example: str) -> Iterable[tuple[str, str]]:
-    for entry, key, equals, value in _entries(text):
-        if not equals or not key:
-            raise ValueError(f"{entry[:60]!r} is invalid; write it like {example}")
-        yield key, value
-
-
-def _number(text: str, key: str, what: str, *, least: int | None) -> int:
+def _number(text: str, key: str, what: str, *, least: float = -math.inf) -> int:
     try:
         number = int(text)
     except ValueError:
         raise ValueError(f"{text[:40]!r} is not {what} for {key[:60]!r}; it must be a whole number") from None
-    if least is not None and number < least:
+    if number < least:
         raise ValueError(f"{number} is not {what} for {key[:60]!r}; it must be {least} or more")
     return number
 
@@ -284,7 +291,8 @@ def cost_so_far(run: RunSummary, now: float) -> float | None:
 
 def gpu_s_so_far(run: RunSummary, now: float) -> float | None:
     """Return the billed device-seconds of a run; arguments as for `cost_so_far`."""
-    if run.gpu_s is not None or run.metered_at is None or run.state.is_final or not _has_meter(run):
+    has_meter = run.device_type != CPU or run.hourly is not None
+    if run.gpu_s is not None or run.metered_at is None or run.state.is_final or not has_meter:
         return run.gpu_s
     return float(run.ranks * billed_s(now - run.metered_at))
 
@@ -302,7 +310,3 @@ def idle_seconds(since: float, until: float, cells: Iterable[tuple[float, float 
         idle += max(0.0, min(began, until) - at)
         at = max(at, until if ended is None else ended)
     return idle + max(0.0, until - at)
-
-
-def _has_meter(run: RunSummary) -> bool:
-    return run.device_type != CPU or run.hourly is not None

@@ -10,49 +10,13 @@ CPU = "cpu"
 ANY = "any"
 
 # Memory of each type in GB as the vendor states it; of several variants the most common one.
-_MEMORY_GB = {
-    "a2": 16,
-    "a10": 24,
-    "a16": 16,
-    "a30": 24,
-    "a40": 48,
-    "a100": 80,
-    "a800": 80,
-    "a4000": 16,
-    "a5000": 24,
-    "a6000": 48,
-    "b200": 180,
-    "b300": 288,
-    "gb200": 186,
-    "gh200": 96,
-    "gtx1080ti": 11,
-    "h20": 96,
-    "h100": 80,
-    "h200": 141,
-    "h800": 80,
-    "k80": 12,
-    "l4": 24,
-    "l40": 48,
-    "l40s": 48,
-    "p4": 8,
-    "p40": 24,
-    "p100": 16,
-    "rtx2080ti": 11,
-    "rtx3080": 10,
-    "rtx3090": 24,
-    "rtx4000ada": 20,
-    "rtx4080": 16,
-    "rtx4090": 24,
-    "rtx5000ada": 32,
-    "rtx5080": 16,
-    "rtx5090": 32,
-    "rtx6000ada": 48,
-    "rtxpro6000": 96,
-    "t4": 16,
-    "titanrtx": 24,
-    "titanv": 12,
-    "v100": 16,
-}
+_MODELS = (
+    "a2:16 a10:24 a16:16 a30:24 a40:48 a100:80 a800:80 a4000:16 a5000:24 a6000:48 b200:180 b300:288 gb200:186 gh200:96 "
+    "gtx1080ti:11 h20:96 h100:80 h200:141 h800:80 k80:12 l4:24 l40:48 l40s:48 p4:8 p40:24 p100:16 rtx2080ti:11 "
+    "rtx3080:10 rtx3090:24 rtx4000ada:20 rtx4080:16 rtx4090:24 rtx5000ada:32 rtx5080:16 rtx5090:32 rtx6000ada:48 "
+    "rtxpro6000:96 t4:16 titanrtx:24 titanv:12 v100:16"
+)
+_MEMORY_GB = {model: int(size) for model, size in re.findall(r"(\w+):(\d+)", _MODELS)}
 
 # all sizes that are sold, with those of other variants and of MIG slices
 _SIZES_GB = sorted({*_MEMORY_GB.values(), 1, 2, 3, 4, 5, 6, 40, 64, 94, 120, 144, 192})
@@ -103,8 +67,7 @@ def canonical_type(text: str) -> str:
     if asked in (CPU, ANY):
         return asked
     words = _WORD.findall(_MIG_SUFFIX.sub("", asked))
-    model = [word for word in words if not _FORM.fullmatch(word)]
-    joined = "".join(model)
+    joined = "".join(word for word in words if not _FORM.fullmatch(word))
     short = _ALIASES.get(joined, joined)
     if short in _MEMORY_GB or _CONSUMER.fullmatch(short):
         return short

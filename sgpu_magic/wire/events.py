@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgpu_magic.wire.base import Record, RunState
+from sgpu_magic.wire.base import OfRun, Record, RunState
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.rank_events import Failure, MetricsLogged, RankSaid, RankStack, RankWatched
 from sgpu_magic.wire.run import RankResult, RunSpec
@@ -222,7 +222,7 @@ EndEvent = PayloadReleased | RunEnded
 EventBody = RunMoved | RankSaid | RunTold | RankWatched | SessionEvent | RunLearned | MetricsLogged | EndEvent
 
 
-class Event(Record, frozen=True, tag="event", kw_only=True):
+class Event(OfRun, frozen=True, tag="event", kw_only=True):
     """One event, as the pool service stores and sends it. Raw frames may follow: exceptions and inline results.
 
     Args:
@@ -234,7 +234,6 @@ class Event(Record, frozen=True, tag="event", kw_only=True):
         joined: (part, number) of the events of other nodes that this one also represents.
     """
 
-    run_id: str
     seq: int
     at: float
     body: EventBody

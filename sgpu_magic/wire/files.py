@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.base import Numbered, Record
 
 CHUNK_BYTES = 1 << 18
 """Size of a chunk on a link with other messages: on a slow line, a heartbeat waits behind only a few."""
@@ -65,18 +65,17 @@ def work_folders(node: int) -> tuple[str, ...]:
 # ---------------------------------------------------------------- client -> pool
 
 
-class AskBlobs(Record, frozen=True, tag="ask-blobs", kw_only=True):
+class AskBlobs(Numbered, frozen=True, tag="ask-blobs", kw_only=True):
     """Ask how many bytes of these blobs the pool has for this user, and keep them for minutes. Answered by `BlobsHeld`.
 
     Args:
         blobs: (digest, size) of each.
     """
 
-    request: int
     blobs: tuple[tuple[str, int], ...]
 
 
-class PutBlob(Record, frozen=True, tag="put-blob", kw_only=True):
+class PutBlob(Numbered, frozen=True, tag="put-blob", kw_only=True):
     """Upload the next chunk of a blob. Answered by `BlobTaken`.
 
     Args:
@@ -85,13 +84,12 @@ class PutBlob(Record, frozen=True, tag="put-blob", kw_only=True):
         offset: Where the chunk begins: the number of bytes that the pool already has. Other chunks are ignored.
     """
 
-    request: int
     digest: str
     size: int
     offset: int
 
 
-class ReadRunFile(Record, frozen=True, tag="read-run-file", kw_only=True):
+class ReadRunFile(Numbered, frozen=True, tag="read-run-file", kw_only=True):
     """Read a part of a file in a run's directory. Answered by `RunFileRead`.
 
     Args:
@@ -102,14 +100,13 @@ class ReadRunFile(Record, frozen=True, tag="read-run-file", kw_only=True):
         size: Maximum size of the part; the answer has at most `BULK_CHUNK_BYTES`.
     """
 
-    request: int
     run: str
     name: str
     offset: int = 0
     size: int = CHUNK_BYTES
 
 
-class ListRunFiles(Record, frozen=True, tag="list-run-files", kw_only=True):
+class ListRunFiles(Numbered, frozen=True, tag="list-run-files", kw_only=True):
     """List the files of a run's directory. Answered by `RunFiles`.
 
     Args:
@@ -117,7 +114,6 @@ class ListRunFiles(Record, frozen=True, tag="list-run-files", kw_only=True):
         under: Only the files below this folder, or only this file; "" for all.
     """
 
-    request: int
     run: str
     under: str = ""
 
@@ -127,25 +123,23 @@ FileRequest = AskBlobs | PutBlob | ReadRunFile | ListRunFiles
 # ---------------------------------------------------------------- pool -> client
 
 
-class BlobsHeld(Record, frozen=True, tag="blobs-held", kw_only=True):
+class BlobsHeld(Numbered, frozen=True, tag="blobs-held", kw_only=True):
     """The number of bytes that the pool has of each requested blob, in that order; the full size if it is complete."""
 
-    request: int
     bytes: tuple[int, ...]
 
 
-class BlobTaken(Record, frozen=True, tag="blob-taken", kw_only=True):
+class BlobTaken(Numbered, frozen=True, tag="blob-taken", kw_only=True):
     """The answer to `PutBlob`, whether or not the chunk was taken.
 
     Args:
         up_to: Number of bytes of the blob that the pool now has.
     """
 
-    request: int
     up_to: int
 
 
-class RunFileRead(Record, frozen=True, tag="run-file-read", kw_only=True):
+class RunFileRead(Numbered, frozen=True, tag="run-file-read", kw_only=True):
     """The requested part of the file is the raw frame; empty at the end of the file.
 
     Args:
@@ -153,7 +147,6 @@ class RunFileRead(Record, frozen=True, tag="run-file-read", kw_only=True):
         changed_at: When it was last written, seconds since the epoch; 0 for a file that is only in memory.
     """
 
-    request: int
     size: int
     changed_at: float = 0.0
 
@@ -174,14 +167,13 @@ class RunFile(Record, frozen=True, kw_only=True):
     executable: bool = False
 
 
-class RunFiles(Record, frozen=True, tag="run-files", kw_only=True):
+class RunFiles(Numbered, frozen=True, tag="run-files", kw_only=True):
     """Files of a run, sorted by name.
 
     Args:
         more: The list is truncated.
     """
 
-    request: int
     files: tuple[RunFile, ...]
     more: bool = False
 
@@ -191,7 +183,7 @@ FileReply = BlobsHeld | BlobTaken | RunFileRead | RunFiles
 # ---------------------------------------------------------------- agent -> pool
 
 
-class FetchBlob(Record, frozen=True, tag="fetch-blob", kw_only=True):
+class FetchBlob(Numbered, frozen=True, tag="fetch-blob", kw_only=True):
     """Read a part of a blob. Answered by `BlobFetched`.
 
     Args:
@@ -200,15 +192,14 @@ class FetchBlob(Record, frozen=True, tag="fetch-blob", kw_only=True):
         size: Size of the part, at most `CHUNK_BYTES`.
     """
 
-    request: int
     store: str
     digest: str
     offset: int
     size: int
 
 
-class FetchRunFile(Record, frozen=True, tag="fetch-run-file", kw_only=True):
-    """Asks for a part of a file in the run's directory at the pool. Answered by `BlobFetched`.
+class FetchRunFile(Numbered, frozen=True, tag="fetch-run-file", kw_only=True):
+    """Read a part of a file in the run's directory at the pool. Answered by `BlobFetched`.
 
     Args:
         name: As in `ReadRunFile`.
@@ -216,14 +207,13 @@ class FetchRunFile(Record, frozen=True, tag="fetch-run-file", kw_only=True):
         size: Its size, at most `CHUNK_BYTES`.
     """
 
-    request: int
     run_id: str
     name: str
     offset: int
     size: int
 
 
-class StoreRunFile(Record, frozen=True, tag="store-run-file", kw_only=True):
+class StoreRunFile(Numbered, frozen=True, tag="store-run-file", kw_only=True):
     """Write a part of a run's file into the run's directory at the pool. Answered by `RunFileStored`.
 
     Args:
@@ -235,7 +225,6 @@ class StoreRunFile(Record, frozen=True, tag="store-run-file", kw_only=True):
         executable: Whether its owner may execute it.
     """
 
-    request: int
     run_id: str
     name: str
     offset: int
@@ -249,17 +238,15 @@ NodeFileRequest = FetchBlob | FetchRunFile | StoreRunFile
 # ---------------------------------------------------------------- pool -> agent
 
 
-class BlobFetched(Record, frozen=True, tag="blob-fetched", kw_only=True):
+class BlobFetched(Numbered, frozen=True, tag="blob-fetched", kw_only=True):
     """The requested part is the raw frame. `problem` says why there is none."""
 
-    request: int
     problem: str = ""
 
 
-class RunFileStored(Record, frozen=True, tag="run-file-stored", kw_only=True):
+class RunFileStored(Numbered, frozen=True, tag="run-file-stored", kw_only=True):
     """The part was written. `problem` says why it was not."""
 
-    request: int
     problem: str = ""
 
 
@@ -283,25 +270,29 @@ WINDOW_BYTES = 1 << 20
 """Maximum number of bytes in flight in one direction of one stream."""
 
 
-class OpenStream(Record, frozen=True, tag="open-stream", kw_only=True):
+class OfStream(Record, frozen=True, kw_only=True):
+    """Base of the messages that concern one stream, by its number."""
+
+    stream: int
+
+
+class OpenStream(OfStream, frozen=True, tag="open-stream", kw_only=True):
     """Connect to a port on which a process of the run listens. Answered by `StreamOpened` or `StreamClosed`.
 
     Args:
-        stream: Number of the stream.
         run: Unique prefix of the run's id; towards an agent, the full id.
         rank: The rank whose node to connect to.
         port: TCP port on that node.
         watches: Do not connect: only report whether the port is open, and send `StreamClosed` when the run ends.
     """
 
-    stream: int
     run: str
     port: int
     rank: int = 0
     watches: bool = False
 
 
-class StreamOpened(Record, frozen=True, tag="stream-opened", kw_only=True):
+class StreamOpened(OfStream, frozen=True, tag="stream-opened", kw_only=True):
     """The stream is connected, or its port is watched.
 
     Args:
@@ -309,36 +300,31 @@ class StreamOpened(Record, frozen=True, tag="stream-opened", kw_only=True):
         problem: For a watched port: why it does not accept connections yet; "" if it does.
     """
 
-    stream: int
     run_id: str
     problem: str = ""
 
 
-class StreamData(Record, frozen=True, tag="stream-data", kw_only=True):
+class StreamData(OfStream, frozen=True, tag="stream-data", kw_only=True):
     """The next bytes of the stream are the raw frame. `offset` is their position; a gap closes the stream."""
 
-    stream: int
     offset: int
 
 
-class StreamTaken(Record, frozen=True, tag="stream-taken", kw_only=True):
+class StreamTaken(OfStream, frozen=True, tag="stream-taken", kw_only=True):
     """The receiving program has taken the bytes up to `offset`."""
 
-    stream: int
     offset: int
 
 
-class StreamEnded(Record, frozen=True, tag="stream-ended", kw_only=True):
+class StreamEnded(OfStream, frozen=True, tag="stream-ended", kw_only=True):
     """This direction has ended after `offset` bytes. The other direction continues."""
 
-    stream: int
     offset: int
 
 
-class StreamClosed(Record, frozen=True, tag="stream-closed", kw_only=True):
+class StreamClosed(OfStream, frozen=True, tag="stream-closed", kw_only=True):
     """Both directions are closed. `problem` says why; "" if the connected programs closed them."""
 
-    stream: int
     problem: str = ""
 
 

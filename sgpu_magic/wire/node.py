@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
-from sgpu_magic.wire.base import Record, RunState
+from sgpu_magic.wire.base import Numbered, OfRun, Record, RunState
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import EventBody
@@ -79,68 +79,56 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
     checkpoints: tuple[RunFile, ...] = ()
 
 
-class BuildEnvironment(Record, frozen=True, tag="build-environment", kw_only=True):
+class BuildEnvironment(OfRun, frozen=True, tag="build-environment", kw_only=True):
     """A queued run will need this environment: start building it, if this node has to build it."""
 
-    run_id: str
     interpreter: Interpreter
     environment: Environment
 
 
-class TrackingKnown(Record, frozen=True, tag="tracking-known", kw_only=True):
+class TrackingKnown(OfRun, frozen=True, tag="tracking-known", kw_only=True):
     """The run's MLflow run. None if there is none; `problem` says why."""
 
-    run_id: str
     tracked: TrackedRun | None = None
     problem: str = ""
 
 
-class MasterKnown(Record, frozen=True, tag="master-known", kw_only=True):
+class MasterKnown(OfRun, frozen=True, tag="master-known", kw_only=True):
     """The rendezvous address of a multi-node run, on the node of rank 0."""
 
-    run_id: str
     address: str
     port: int
 
 
-class PeerFailed(Record, frozen=True, tag="peer-failed", kw_only=True):
+class PeerFailed(OfRun, frozen=True, tag="peer-failed", kw_only=True):
     """A rank of the run failed on another node: release the ranks that wait for it in a collective."""
 
-    run_id: str
 
-
-class PartsOver(Record, frozen=True, tag="parts-over", kw_only=True):
+class PartsOver(OfRun, frozen=True, tag="parts-over", kw_only=True):
     """Every node's part of the run has ended: the ranks may exit."""
 
-    run_id: str
 
-
-class EndRun(Record, frozen=True, tag="end-run", kw_only=True):
+class EndRun(OfRun, frozen=True, tag="end-run", kw_only=True):
     """Stop this run's ranks. `state` is the run's final state."""
 
-    run_id: str
     state: RunState
     reason: str
 
 
-class KillRanks(Record, frozen=True, tag="kill-ranks", kw_only=True):
+class KillRanks(OfRun, frozen=True, tag="kill-ranks", kw_only=True):
     """KILL the ranks that `EndRun` has not stopped."""
 
-    run_id: str
 
-
-class RestartSessionRanks(Record, frozen=True, tag="restart-session-ranks", kw_only=True):
+class RestartSessionRanks(Numbered, frozen=True, tag="restart-session-ranks", kw_only=True):
     """Replace ranks of a session (all if empty) with new processes. Answered by `SessionRanksRestarted`."""
 
-    request: int
     session: str
     ranks: tuple[int, ...] = ()
 
 
-class Question(Record, frozen=True, tag="question", kw_only=True):
+class Question(Numbered, frozen=True, tag="question", kw_only=True):
     """Ask a rank of a session. Answered by `Answered`, at once if the rank is busy."""
 
-    request: int
     session: str
     question: RankQuestion
 
@@ -149,31 +137,26 @@ class TakeInventory(Record, frozen=True, tag="take-inventory", kw_only=True):
     """Query the node's devices again. Answered by `InventoryTaken`."""
 
 
-class TakeStacks(Record, frozen=True, tag="take-stacks", kw_only=True):
+class TakeStacks(Numbered, frozen=True, tag="take-stacks", kw_only=True):
     """Take the stack of each of the run's ranks. Answered by `StacksTaken`."""
 
-    request: int
     run_id: str
 
 
-class EventsKept(Record, frozen=True, tag="events-kept", kw_only=True):
+class EventsKept(OfRun, frozen=True, tag="events-kept", kw_only=True):
     """The pool service has stored the run's events up to `number`: the agent need not send them again."""
 
-    run_id: str
     number: int
 
 
-class Adopt(Record, frozen=True, tag="adopt", kw_only=True):
+class Adopt(OfRun, frozen=True, tag="adopt", kw_only=True):
     """A new pool service takes over the run: resend its events after `number`, then continue."""
 
-    run_id: str
     number: int
 
 
-class DetachRun(Record, frozen=True, tag="detach-run", kw_only=True):
+class DetachRun(OfRun, frozen=True, tag="detach-run", kw_only=True):
     """The run was detached: it continues after its notebook exits."""
-
-    run_id: str
 
 
 class EndAgent(Record, frozen=True, tag="end-agent", kw_only=True):
@@ -225,7 +208,7 @@ class InventoryTaken(Record, frozen=True, tag="inventory-taken", kw_only=True):
     inventory: Inventory
 
 
-class RunEvent(Record, frozen=True, tag="run-event", kw_only=True):
+class RunEvent(OfRun, frozen=True, tag="run-event", kw_only=True):
     """An event of a run on this node, for the pool service to store.
 
     Args:
@@ -234,7 +217,6 @@ class RunEvent(Record, frozen=True, tag="run-event", kw_only=True):
         joined: As in `Event`; never set by an agent.
     """
 
-    run_id: str
     number: int
     at: float
     body: EventBody
@@ -242,54 +224,45 @@ class RunEvent(Record, frozen=True, tag="run-event", kw_only=True):
     joined: tuple[tuple[int, int], ...] = ()
 
 
-class PartEnded(Record, frozen=True, tag="part-ended", kw_only=True):
+class PartEnded(OfRun, frozen=True, tag="part-ended", kw_only=True):
     """This node's part of a multi-node run has ended. `RunEnded` follows once the results are at the pool."""
 
-    run_id: str
 
-
-class DevicesFree(Record, frozen=True, tag="devices-free", kw_only=True):
+class DevicesFree(OfRun, frozen=True, tag="devices-free", kw_only=True):
     """Every process of the run is dead and reaped; files of it are still being sent to the pool.
 
     `RanksGone` follows when they have arrived; `RunEnded` may come in between. Not sent for runs in a session.
     """
 
-    run_id: str
 
-
-class RanksGone(Record, frozen=True, tag="ranks-gone", kw_only=True):
+class RanksGone(OfRun, frozen=True, tag="ranks-gone", kw_only=True):
     """Every process of the run is dead and reaped, and nothing more of it will arrive: its lease is free.
 
     For a run in a session: its ranks are idle again and can execute the next cell.
     """
 
-    run_id: str
 
-
-class StacksTaken(Record, frozen=True, tag="stacks-taken", kw_only=True):
+class StacksTaken(Numbered, frozen=True, tag="stacks-taken", kw_only=True):
     """Where each of the run's ranks on this node is."""
 
-    request: int
     run_id: str
     stacks: tuple[RankStack, ...]
 
 
-class SessionRanksRestarted(Record, frozen=True, tag="session-ranks-restarted", kw_only=True):
+class SessionRanksRestarted(Numbered, frozen=True, tag="session-ranks-restarted", kw_only=True):
     """The new ranks have joined. `problem` says why they have not; "" if they have."""
 
-    request: int
     session: str
     problem: str = ""
 
 
-class Answered(Record, frozen=True, tag="answered", kw_only=True):
+class Answered(Numbered, frozen=True, tag="answered", kw_only=True):
     """A rank's answer to `Question`."""
 
-    request: int
     answer: RankAnswer
 
 
-class MasterBound(Record, frozen=True, tag="master-bound", kw_only=True):
+class MasterBound(OfRun, frozen=True, tag="master-bound", kw_only=True):
     """This node's ranks of a multi-node run are ready for the rendezvous. All nodes then get `MasterKnown`.
 
     Args:
@@ -297,15 +270,12 @@ class MasterBound(Record, frozen=True, tag="master-bound", kw_only=True):
         port: Port of that address; 0 from other nodes.
     """
 
-    run_id: str
     address: str
     port: int
 
 
-class TrackingAsked(Record, frozen=True, tag="tracking-asked", kw_only=True):
+class TrackingAsked(OfRun, frozen=True, tag="tracking-asked", kw_only=True):
     """A rank's own code uses MLflow and waits for the run's MLflow run. Answered by `TrackingKnown`."""
-
-    run_id: str
 
 
 RanksReport = RunEvent | PartEnded | DevicesFree | RanksGone

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from sgpu_magic.wire.base import Record, RunKind, RunState
+from sgpu_magic.wire.base import Numbered, OfRun, Record, RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory
 
 PROTOCOL_VERSION = 5
@@ -134,7 +134,7 @@ class BulkOpened(Record, frozen=True, tag="bulk-opened", kw_only=True):
 # ---------------------------------------------------------------- devices, runs, budget
 
 
-class RunSummary(Record, frozen=True, kw_only=True):
+class RunSummary(OfRun, frozen=True, kw_only=True):
     """One row of the ledger.
 
     Args:
@@ -147,7 +147,6 @@ class RunSummary(Record, frozen=True, kw_only=True):
         idle_ends_at: For a session without running cells: wall-clock time at which it ends by itself; None otherwise.
     """
 
-    run_id: str
     name: str
     ranks: int
     device_type: str
@@ -190,25 +189,24 @@ class BudgetState(Record, frozen=True, kw_only=True):
     currency: str
 
 
-class AskStatus(Record, frozen=True, tag="ask-status", kw_only=True):
+class AskStatus(Numbered, frozen=True, tag="ask-status", kw_only=True):
     """Ask for the pool's status. Answered by `PoolStatus`, which lists up to `recent` ended runs.
 
     Args:
         known: Version of a status that the client has; the answer may have the changes only.
     """
 
-    request: int
     recent: int = 20
     known: str = ""
 
 
 class StatusChanges(Record, frozen=True, kw_only=True):
-    """How a status without what the client has already is completed.
+    """The differences between a status and an earlier one that the client has.
 
     Args:
         since: The version to which the changes apply.
         listed: IDs of all runs, in order; None if they are the same. `PoolStatus.runs` has the new and changed ones.
-        devices: The devices that have changed; `PoolStatus.inventory` is empty. None if the inventory is whole.
+        devices: The devices that have changed; `PoolStatus.inventory` is empty. None if the inventory is complete.
     """
 
     since: str
@@ -216,7 +214,7 @@ class StatusChanges(Record, frozen=True, kw_only=True):
     devices: tuple[Device, ...] | None = None
 
 
-class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
+class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
     """What `%sgpu_status` and `sgpu pool status` show.
 
     Args:
@@ -224,10 +222,9 @@ class PoolStatus(Record, frozen=True, tag="status", kw_only=True):
         idle_ends_at: Wall-clock time at which the idle pool releases its processes; None while it is in use.
         budget: The pool's budget; None without one.
         version: Identifies it among the statuses of a link.
-        changes: How it completes an earlier one; None if it is whole.
+        changes: The differences from an earlier status; None if this one is complete.
     """
 
-    request: int
     pool: str
     pid: int
     package_version: str
@@ -263,13 +260,12 @@ def changes_between(old: PoolStatus, new: PoolStatus) -> PoolStatus:
 
 
 def with_changes(old: PoolStatus | None, told: PoolStatus) -> PoolStatus:
-    """Return a whole status: `old` with the changes that were told, or what was told if that is whole.
+    """Return a complete status: `told` itself, or `old` with its changes.
 
     Raises:
-        ValueError: The changes are of another status.
+        ValueError: The changes apply to another status.
     """
-    changes = told.changes
-    if changes is None:
+    if (changes := told.changes) is None:
         return told
     runs = {run.run_id: run for run in (*(old.runs if old is not None else ()), *told.runs)}
     if old is None or changes.since != old.version or any(run_id not in runs for run_id in changes.listed or ()):
@@ -285,8 +281,8 @@ def with_changes(old: PoolStatus | None, told: PoolStatus) -> PoolStatus:
 
 
 def _changed_devices(old: Inventory, new: Inventory) -> tuple[Device, ...] | None:
-    """Return the devices that differ, None if there is more that does."""
-    # fast, and most often so
+    """Return the devices that differ, None if anything else differs too."""
+    # the common case, which is fast
     if old is new or old == new:
         return ()
     pairs = list(zip(old.devices, new.devices, strict=False))

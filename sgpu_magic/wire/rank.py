@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgpu_magic.wire.attachments import PackedLayout
-from sgpu_magic.wire.base import Record, RunKind
+from sgpu_magic.wire.base import Numbered, OfRun, Record, RunKind
 from sgpu_magic.wire.rank_events import Collective, CommMessage, Failure
 from sgpu_magic.wire.run import CellSource, OutputName, PrivateRay, RankAnswer, RankContext, RankQuestion, RankResult
 from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
@@ -43,7 +43,7 @@ class Renew(Record, frozen=True, tag="renew", kw_only=True):
     store_path: str = ""
 
 
-class Execute(Record, frozen=True, tag="execute", kw_only=True):
+class Execute(OfRun, frozen=True, tag="execute", kw_only=True):
     """Run a cell in this rank. The payload's descriptor is sent along unless it is inline (the first raw frame).
 
     Rank 0 of a run that is not in a session also gets the descriptor of the bound socket behind `MASTER_PORT`, unless
@@ -63,7 +63,6 @@ class Execute(Record, frozen=True, tag="execute", kw_only=True):
             every rank.
     """
 
-    run_id: str
     cell: CellSource
     context: RankContext
     layout: PackedLayout
@@ -82,10 +81,9 @@ class Execute(Record, frozen=True, tag="execute", kw_only=True):
     mapped: tuple[tuple[int, int], ...] = ()
 
 
-class AnswerQuestion(Record, frozen=True, tag="answer-question", kw_only=True):
+class AnswerQuestion(Numbered, frozen=True, tag="answer-question", kw_only=True):
     """Answer this question. Sent to idle ranks only. Answered by `QuestionAnswered`."""
 
-    request: int
     question: RankQuestion
 
 
@@ -103,14 +101,13 @@ class InPlace(Record, frozen=True, tag="in-place", kw_only=True):
     """The rank's last `Displayed` or `Cleared` has its position: output written from now on comes after it."""
 
 
-class TrackingAnswered(Record, frozen=True, tag="tracking-answered", kw_only=True):
+class TrackingAnswered(OfRun, frozen=True, tag="tracking-answered", kw_only=True):
     """The answer to `AskTracking`. `tracked` is None if the run is not tracked; `problem` says why.
 
     Args:
         run_id: The run in question: a rank of a session may already execute its next cell.
     """
 
-    run_id: str
     tracked: TrackedRun | None = None
     problem: str = ""
 
@@ -121,10 +118,8 @@ class CommsHeard(Record, frozen=True, tag="comms-heard", kw_only=True):
     messages: tuple[CommMessage, ...]
 
 
-class TellCollectives(Record, frozen=True, tag="tell-collectives", kw_only=True):
+class TellCollectives(Numbered, frozen=True, tag="tell-collectives", kw_only=True):
     """Read torch's flight recorder. Answered by `Collectives` with the same number."""
-
-    request: int
 
 
 CellOrder = Prepare | Renew | Execute | AnswerQuestion | Release | Leave
@@ -139,7 +134,7 @@ class Joined(Record, frozen=True, tag="joined", kw_only=True):
 
 
 class StandsBy(Record, frozen=True, tag="stands-by", kw_only=True):
-    """A rank that was to announce it waits for its first order."""
+    """The rank waits for its first order. Only sent if `Fork.announce` asks for it."""
 
 
 class Renewed(Record, frozen=True, tag="renewed", kw_only=True):
@@ -167,10 +162,9 @@ class Remarked(Record, frozen=True, tag="remarked", kw_only=True):
     text: str
 
 
-class QuestionAnswered(Record, frozen=True, tag="question-answered", kw_only=True):
+class QuestionAnswered(Numbered, frozen=True, tag="question-answered", kw_only=True):
     """An idle rank's answer to `AnswerQuestion`."""
 
-    request: int
     answer: RankAnswer
 
 
@@ -214,7 +208,7 @@ class Failed(Record, frozen=True, tag="failed", kw_only=True):
     grouped: bool = True
 
 
-class Collectives(Record, frozen=True, tag="collectives", kw_only=True):
+class Collectives(Numbered, frozen=True, tag="collectives", kw_only=True):
     """The flight recorder's entry for the collective that the rank is in, or for its last one.
 
     Args:
@@ -222,7 +216,6 @@ class Collectives(Record, frozen=True, tag="collectives", kw_only=True):
         entered_at: When the rank called it, seconds since the epoch; 0.0 if unknown.
     """
 
-    request: int
     current: Collective | None = None
     entered_at: float = 0.0
 
@@ -252,7 +245,14 @@ FromRank = StandsBy | CellReport | Collectives | AskTracking | MetricsReported
 # ---------------------------------------------------------------- agent <-> zygote
 
 
-class Fork(Record, frozen=True, tag="fork", kw_only=True):
+class OfFork(Record, frozen=True, kw_only=True):
+    """Base of the messages that concern the fork of one rank."""
+
+    group_id: str
+    rank: int
+
+
+class Fork(OfFork, frozen=True, tag="fork", kw_only=True):
     """Fork one rank of a group.
 
     Its descriptors are sent along: control socket, output pipe, error pipe, stack file, store file.
@@ -264,8 +264,6 @@ class Fork(Record, frozen=True, tag="fork", kw_only=True):
         announce: Send `StandsBy` after that.
     """
 
-    group_id: str
-    rank: int
     ranks: int
     join_early: bool
     rehearse: bool = False
@@ -273,19 +271,15 @@ class Fork(Record, frozen=True, tag="fork", kw_only=True):
     store_path: str = ""
 
 
-class Forked(Record, frozen=True, tag="forked", kw_only=True):
+class Forked(OfFork, frozen=True, tag="forked", kw_only=True):
     """The rank was forked with this pid."""
 
-    group_id: str
-    rank: int
     pid: int
 
 
-class ForkRefused(Record, frozen=True, tag="fork-refused", kw_only=True):
+class ForkRefused(OfFork, frozen=True, tag="fork-refused", kw_only=True):
     """The rank was not forked: the zygote has more than one thread, or the machine has no process left."""
 
-    group_id: str
-    rank: int
     message: str
 
 

@@ -218,7 +218,13 @@ def can_merge(older: Mapping[str, object], newer: Mapping[str, object], nothing:
 # ---------------------------------------------------------------- events
 
 
-class OutputWritten(Record, frozen=True, tag="output", kw_only=True):
+class OfRank(Record, frozen=True, kw_only=True):
+    """Base of the events that concern one rank."""
+
+    rank: int
+
+
+class OutputWritten(OfRank, frozen=True, tag="output", kw_only=True):
     """A rank wrote to its log.
 
     Args:
@@ -231,7 +237,6 @@ class OutputWritten(Record, frozen=True, tag="output", kw_only=True):
         skipped_lines: Number of line ends among them.
     """
 
-    rank: int
     stream: str
     text: str
     start: int
@@ -240,7 +245,7 @@ class OutputWritten(Record, frozen=True, tag="output", kw_only=True):
     skipped_lines: int = 0
 
 
-class DisplayPublished(Record, frozen=True, tag="display", kw_only=True):
+class DisplayPublished(OfRank, frozen=True, tag="display", kw_only=True):
     """A rank displayed rich output.
 
     Args:
@@ -251,24 +256,21 @@ class DisplayPublished(Record, frozen=True, tag="display", kw_only=True):
         update: The output replaces what `display_id` showed.
     """
 
-    rank: int
     bundle: bytes
     metadata: bytes = b"{}"
     display_id: str = ""
     update: bool = False
 
 
-class OutputCleared(Record, frozen=True, tag="clear", kw_only=True):
+class OutputCleared(OfRank, frozen=True, tag="clear", kw_only=True):
     """A rank called `clear_output`."""
 
-    rank: int
     wait: bool = False
 
 
-class CommsMoved(Record, frozen=True, tag="comms", kw_only=True):
+class CommsMoved(OfRank, frozen=True, tag="comms", kw_only=True):
     """Comm messages from a rank's widgets, in order. Their buffers are raw frames."""
 
-    rank: int
     messages: tuple[CommMessage, ...]
 
 
@@ -296,7 +298,7 @@ class Sampled(Record, frozen=True, tag="sampled", kw_only=True):
     samples: tuple[RankSample, ...]
 
 
-class DeviceIdle(Record, frozen=True, tag="device-idle", kw_only=True):
+class DeviceIdle(OfRank, frozen=True, tag="device-idle", kw_only=True):
     """A rank's GPU has been idle for a while.
 
     Args:
@@ -305,21 +307,17 @@ class DeviceIdle(Record, frozen=True, tag="device-idle", kw_only=True):
         waits_in: What the rank waits in according to its stack (`the DataLoader`, `all_reduce`); "" if unknown.
     """
 
-    rank: int
     seconds: float
     waits_in: str = ""
 
 
-class DeviceBusy(Record, frozen=True, tag="device-busy", kw_only=True):
+class DeviceBusy(OfRank, frozen=True, tag="device-busy", kw_only=True):
     """A rank's GPU is busy again after `DeviceIdle`, or the rank has finished."""
 
-    rank: int
 
-
-class MetricsLogged(Record, frozen=True, tag="metrics", kw_only=True):
+class MetricsLogged(OfRank, frozen=True, tag="metrics", kw_only=True):
     """What a rank's code logged to MLflow. Fields as in `MetricsReported`."""
 
-    rank: int
     metrics: tuple[MetricPoint, ...] = ()
     params: tuple[tuple[str, str], ...] = ()
     tags: tuple[tuple[str, str], ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgpu_magic.wire.attachments import PackedLayout, Payload
-from sgpu_magic.wire.base import Record, RunKind, RunState
+from sgpu_magic.wire.base import OfRun, Record, RunKind, RunState
 from sgpu_magic.wire.devices import Lease, Placement
 
 
@@ -66,7 +66,7 @@ class RankContext(Record, frozen=True, kw_only=True):
         cell: The cell to run, if the run's spec has it with secrets blanked; None if they are the same.
         widgets: The kernel supports `CommsMoved`; earlier versions do not.
         maps_cuda: On ranks without a GPU, `cuda` is mapped to the CPU.
-        lone_training: A rank that has trained without the others says so.
+        lone_training: A rank that trains without the others reports it.
     """
 
     cwd: str
@@ -147,7 +147,7 @@ class Shipped(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-class RunSpec(Record, frozen=True, kw_only=True):
+class RunSpec(OfRun, frozen=True, kw_only=True):
     """One submitted cell: everything about it that may be written to disk.
 
     Args:
@@ -182,7 +182,6 @@ class RunSpec(Record, frozen=True, kw_only=True):
         ray: Its code is the driver of a private Ray cluster on the lease's nodes, and runs on rank 0 only.
     """
 
-    run_id: str
     name: str
     cell: CellSource
     placement: Placement

@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 
-from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.base import OfRun, Record
 
 STORE_VARIABLES = (
     "MLFLOW_",
@@ -116,7 +116,7 @@ class TrackedRun(Record, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- pool -> tracker
 
 
-class Track(Record, frozen=True, tag="track", kw_only=True):
+class Track(OfRun, frozen=True, tag="track", kw_only=True):
     """Track this run in MLflow, from the event log in its directory.
 
     Args:
@@ -126,23 +126,18 @@ class Track(Record, frozen=True, tag="track", kw_only=True):
         urgent: A rank waits for the answer.
     """
 
-    run_id: str
     run_dir: str
     tracking: Tracking
     parent_run: str = ""
     urgent: bool = False
 
 
-class Hurry(Record, frozen=True, tag="hurry", kw_only=True):
+class Hurry(OfRun, frozen=True, tag="hurry", kw_only=True):
     """A rank waits for the run's `TrackingStarted`."""
 
-    run_id: str
 
-
-class RunOver(Record, frozen=True, tag="run-over", kw_only=True):
+class RunOver(OfRun, frozen=True, tag="run-over", kw_only=True):
     """The run's ranks are gone and its event log no longer grows, whether or not it contains the run's end."""
-
-    run_id: str
 
 
 class EndTracker(Record, frozen=True, tag="end-tracker", kw_only=True):
@@ -154,24 +149,21 @@ ToTracker = Track | Hurry | RunOver | EndTracker
 # ---------------------------------------------------------------- tracker -> pool
 
 
-class TrackingStarted(Record, frozen=True, tag="tracking-started", kw_only=True):
+class TrackingStarted(OfRun, frozen=True, tag="tracking-started", kw_only=True):
     """The run is tracked in MLflow from now on."""
 
-    run_id: str
     tracked: TrackedRun
 
 
-class TrackingTroubled(Record, frozen=True, tag="tracking-troubled", kw_only=True):
+class TrackingTroubled(OfRun, frozen=True, tag="tracking-troubled", kw_only=True):
     """The store is unreachable or refuses requests; sent once per run. The run continues; `sgpu sync` uploads it."""
 
-    run_id: str
     text: str
 
 
-class TrackingDone(Record, frozen=True, tag="tracking-done", kw_only=True):
+class TrackingDone(OfRun, frozen=True, tag="tracking-done", kw_only=True):
     """Everything about the run is written, or kept for `sgpu sync` (`complete` is false)."""
 
-    run_id: str
     complete: bool
 
 

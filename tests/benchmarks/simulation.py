@@ -69,22 +69,22 @@ class Traffic:
 
     def feed(self, stimulus: Stimulus) -> Sequence[Instruction]:
         """Bring one stimulus before the scheduler, and ask it when it is next to be asked, as the service does."""
-        out = self.scheduler.handle(stimulus)
+        out = self.scheduler.handle(stimulus, self.now)
         self.scheduler.next_deadline()
         self.running += [one.run_id for one in out if isinstance(one, LaunchRun)]
         return out
 
     def submit(self, spec: RunSpec) -> Sequence[Instruction]:
         self.now += 0.01
-        return self.feed(RunSubmitted(Run(spec), self.now))
+        return self.feed(RunSubmitted(Run(spec)))
 
     def begin(self, run_id: str) -> None:
         """The run's ranks start, and work."""
         for state in (RunState.STARTING, RunState.RUNNING):
             self.now += 0.01
-            self.feed(RunMoved(run_id, state, self.now))
+            self.feed(RunMoved(run_id, state))
 
     def end(self, run_id: str) -> Sequence[Instruction]:
         self.now += 0.01
         self.running.remove(run_id)
-        return self.feed(RunOver(run_id, RunState.SUCCEEDED, self.now))
+        return self.feed(RunOver(run_id, RunState.SUCCEEDED))

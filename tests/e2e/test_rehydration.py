@@ -217,12 +217,12 @@ def test_the_time_limit_counts_from_the_start():
         timeout_s=10.0,
     )
     scheduler = Scheduler(Inventory(host="here", cpu_slots=2))
-    assert any(isinstance(one, sched.LaunchRun) for one in scheduler.handle(sched.RunSubmitted(Run(spec), 0.0)))
-    scheduler.handle(sched.RunMoved(spec.run_id, RunState.PREPARING, 0.0))
-    assert not any(isinstance(one, sched.StopRun) for one in scheduler.handle(sched.TimePassed(1000.0)))
-    scheduler.handle(sched.RunMoved(spec.run_id, RunState.STARTING, 1000.0))
+    assert any(isinstance(one, sched.LaunchRun) for one in scheduler.handle(sched.RunSubmitted(Run(spec)), 0.0))
+    scheduler.handle(sched.RunMoved(spec.run_id, RunState.PREPARING), 0.0)
+    assert not any(isinstance(one, sched.StopRun) for one in scheduler.handle(sched.TimePassed(), 1000.0))
+    scheduler.handle(sched.RunMoved(spec.run_id, RunState.STARTING), 1000.0)
     assert scheduler.next_deadline() == 1010.0
-    assert any(isinstance(one, sched.StopRun) for one in scheduler.handle(sched.TimePassed(1010.0)))
+    assert any(isinstance(one, sched.StopRun) for one in scheduler.handle(sched.TimePassed(), 1010.0))
 
 
 def test_packages_that_can_not_be_had_are_an_environment_failure(client: PoolClient, home: Home):

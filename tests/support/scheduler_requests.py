@@ -56,7 +56,7 @@ def spec(
 
 
 def submit(scheduler: Scheduler, wanted: RunSpec, now: float = 0.0) -> list[Instruction]:
-    return scheduler.handle(RunSubmitted(Run(wanted), now))
+    return scheduler.handle(RunSubmitted(Run(wanted)), now)
 
 
 def launched(instructions: Sequence[Instruction]) -> dict[str, Lease]:
@@ -72,7 +72,7 @@ def refusal(instructions: Sequence[Instruction]) -> RefuseRun:
 
 def running(scheduler: Scheduler, run_id: str, now: float = 0.0) -> None:
     for state in (RunState.STARTING, RunState.RUNNING):
-        assert scheduler.handle(RunMoved(run_id, state, now)) == [MoveRun(run_id, state)]
+        assert scheduler.handle(RunMoved(run_id, state), now) == [MoveRun(run_id, state)]
 
 
 def changed(wanted: RunSpec, **fields: Any) -> RunSpec:

@@ -110,7 +110,7 @@ class Driven:
         self.refused: dict[str, RefuseRun] = {}
 
     def feed(self, stimulus: Stimulus) -> Sequence[Instruction]:
-        out = self.scheduler.handle(stimulus)
+        out = self.scheduler.handle(stimulus, self.now)
         for one in out:
             if isinstance(one, LaunchRun):
                 self.launched.append(one.run_id)
@@ -122,25 +122,25 @@ class Driven:
     def submit(self, *specs: RunSpec) -> None:
         for one in specs:
             self.now += 1.0
-            self.feed(RunSubmitted(Run(one), self.now))
+            self.feed(RunSubmitted(Run(one)))
 
     def begin(self, run_id: str) -> None:
         for state in (RunState.STARTING, RunState.RUNNING):
-            self.feed(RunMoved(run_id, state, self.now))
+            self.feed(RunMoved(run_id, state))
 
     def end(self, *run_ids: str) -> None:
         for run_id in run_ids:
             self.now += 1.0
             self.leases.pop(run_id, None)
-            self.feed(RunOver(run_id, RunState.SUCCEEDED, self.now))
+            self.feed(RunOver(run_id, RunState.SUCCEEDED))
 
     def cancel(self, run_id: str) -> None:
         self.now += 1.0
-        self.feed(CancelRequested(run_id, "cancelled", self.now))
+        self.feed(CancelRequested(run_id, "cancelled"))
 
     def wait(self, seconds: float) -> Sequence[Instruction]:
         self.now += seconds
-        return self.feed(TimePassed(self.now))
+        return self.feed(TimePassed())
 
     def run(self, run_id: str) -> Run:
         found = self.scheduler.run(run_id)

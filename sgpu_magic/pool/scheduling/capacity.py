@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from sgpu_magic.wire.devices import CPU, Device, Inventory, Node, memory_bytes
+from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, Node, memory_bytes
 
 PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
 
@@ -47,6 +47,10 @@ CPU_LINE = Line(CPU)
 
 def line_of(device: Device) -> Line:
     return Line(device.type, device.simulated)
+
+
+def line_of_lease(lease: Lease) -> Line:
+    return CPU_LINE if lease.cpu_slots else Line(lease.device_type, lease.simulated)
 
 
 class Want(msgspec.Struct, frozen=True):
@@ -101,6 +105,7 @@ class Stock:
         counts: Number of devices by line, without CPU slots.
         devices: Devices by UUID.
         nodes: Nodes by ID; a pool of one machine has the node "".
+        used_outside: By line, the devices that the driver reports as in use; the pool's own runs may be the users.
     """
 
     def __init__(self, inventory: Inventory) -> None:
@@ -116,7 +121,7 @@ class Stock:
             by_type.setdefault((device.type, device.simulated), {}).setdefault(device.node, []).append(device)
         self._by_node = {Line(*key): nodes for key, nodes in by_type.items()}
         self.counts = Counter({line: sum(map(len, nodes.values())) for line, nodes in self._by_node.items()})
-        self._used_outside = {
+        self.used_outside = {
             line: [device for device in self.line(line) if device.outside_use] for line in self._by_node
         }
         self._sizes: dict[tuple[Line, int], dict[str, int]] = {}
@@ -133,10 +138,6 @@ class Stock:
     def by_node(self, line: Line) -> Mapping[str, Sequence[Device]]:
         """Return the line's devices on each node that has some."""
         return self._by_node.get(line, {})
-
-    def used_outside(self, line: Line) -> list[Device]:
-        """Return the line's devices that the driver reports as in use; the pool's own runs may be among the users."""
-        return self._used_outside.get(line, [])
 
     def sizes(self, line: Line, min_memory_bytes: int = 0) -> dict[str, int]:
         """Return how many devices or CPU slots of the line each node has; only nodes with any."""
@@ -178,8 +179,7 @@ class Stock:
 
     def host(self, node: str) -> str:
         """Return the node's display name."""
-        found = self.nodes.get(node)
-        return self.inventory.host if found is None else found.host
+        return self.nodes[node].host if node in self.nodes else self.inventory.host
 
     def describe(self) -> str:
         """Return what the pool has in words: `4 a10, 8 h100 (simulated), up to 64 l4, cpu (16 slots)`."""
@@ -240,13 +240,7 @@ def laid_out(want: Want, free: Mapping[str, int]) -> Parts | None:
 
 def _tightest(free: Mapping[str, int], ranks: int) -> str | None:
     """Return the node with enough room and the least of it; the first of several."""
-    best, room = None, 0
-    for node, count in free.items():
-        if count >= ranks and (best is None or count < room):
-            best, room = node, count
-            if count == ranks:
-                break
-    return best
+    return min((node for node, count in free.items() if count >= ranks), key=free.__getitem__, default=None)
 
 
 def _evenly(free: Mapping[str, int], nodes: int, each: int) -> Parts | None:
@@ -255,8 +249,7 @@ def _evenly(free: Mapping[str, int], nodes: int, each: int) -> Parts | None:
 
 
 def _packed(free: Mapping[str, int], ranks: int) -> Parts:
-    alone = _tightest(free, ranks)
-    if alone is not None:
+    if (alone := _tightest(free, ranks)) is not None:
         return [(alone, ranks)]
     parts: Parts = []
     left = dict(free)

@@ -125,33 +125,34 @@ class CostRules:
         table: The scheduler's runs.
         tariff: The pool's prices.
         budget: The pool's budget, None without one.
+
+    Attributes:
+        tariff: As given.
     """
 
     def __init__(self, table: RunTable, tariff: Tariff, budget: Budget | None) -> None:
         self._table = table
-        self._tariff = tariff
+        self.tariff = tariff
         self._budget = budget if tariff else None
 
     def refusal(self, spec: RunSpec, want: Want) -> Refusal | None:
         """Return why a run's cost limit can't be enforced; None when it can, or the run has none."""
-        if spec.max_cost is None or spec.session or self._tariff.of(want.device_type) is not None:
+        if spec.max_cost is None or spec.session or self.tariff.of(want.device_type) is not None:
             return None
         return "UsageError", (
             f"--max-cost {spec.max_cost:g} can't be enforced: this pool has no price for {want.device_type} (it has "
-            f"one for {self._tariff.priced()}). Leave --max-cost out, or set the price in the settings, such as "
+            f"one for {self.tariff.priced()}). Leave --max-cost out, or set the price in the settings, such as "
             f'SGPU_PRICES="{want.device_type}=1.20" for one device and hour, and restart the pool.'
         )
 
     def adopted(self, run: Run) -> None:
         """Don't repeat the warning of an adopted run, which an earlier service has sent."""
-        warning = run.cost_warning
-        if warning is not None and self._table.now >= warning:
+        if run.cost_warning is not None and self._table.now >= run.cost_warning:
             self._table.change(run, cost_told=True)
 
     def over_budget(self, want: Want) -> str:
         """Return why the budget keeps a request from starting now; "" when it can start."""
-        budget = self._budget
-        if budget is None or self._tariff.of(want.device_type) is None:
+        if (budget := self._budget) is None or self.tariff.of(want.device_type) is None:
             return ""
         now, live = self._table.now, self._table.live_cost()
         spent = budget.spent(now) + live
@@ -160,30 +161,25 @@ class CostRules:
         frees_at = budget.frees_at(now, live)
         when = "when the active runs have ended" if frees_at is None else f"in {rough(frees_at - now)}"
         return (
-            f"{self._named(budget)} is used up: the pool's runs have cost {self._tariff.money(spent)} in that time. "
+            f"{self._named(budget)} is used up: the pool's runs have cost {self.tariff.money(spent)} in that time. "
             f"There is room again {when}; until then only devices without a price are granted. Raise the "
             "setting budget and restart the pool, or wait."
         )
 
     def settle(self) -> list[Instruction]:
         """Warn the runs that are near a cost limit or the budget, and stop those that reached it."""
-        if not self._tariff:
+        if not self.tariff:
             return []
-        out: list[Instruction] = []
-        for run in self._table.on_meter():
-            out += self._by_max_cost(run)
-        return out + self._by_budget()
+        by_max_cost = [instruction for run in self._table.on_meter() for instruction in self._by_max_cost(run)]
+        return by_max_cost + self._by_budget()
 
     def next_deadline(self) -> float | None:
         """Return when `settle` has something to do; None when only events can change anything."""
-        if not self._tariff:
+        if not self.tariff:
             return None
-        times: list[float] = []
         on_meter = self._table.on_meter()
-        for run in on_meter:
-            due = run.cost_limit if run.cost_told else run.cost_warning
-            if due is not None:
-                times.append(due)
+        due_at = [run.cost_limit if run.cost_told else run.cost_warning for run in on_meter]
+        times = [due for due in due_at if due is not None]
         per_s = sum(run.meter.hourly or 0.0 for run in on_meter) / HOUR_S
         if self._budget is not None and per_s > 0:
             now = self._table.now
@@ -199,10 +195,10 @@ class CostRules:
         if limit is None or max_cost is None or meter.since is None or meter.hourly is None:
             return []
         if now >= limit:
-            cost = self._tariff.money(meter.stopped(now).spent)
+            cost = self.tariff.money(meter.stopped(now).spent)
             reason = (
-                f"{COST_LIMIT} {self._tariff.money(max_cost)} is reached (--max-cost {max_cost:g}): {_what(run)} "
-                f"at {self._tariff.money(meter.hourly)} an hour cost {cost} in {rough(now - meter.since)}. Raise "
+                f"{COST_LIMIT} {self.tariff.money(max_cost)} is reached (--max-cost {max_cost:g}): {_what(run)} "
+                f"at {self.tariff.money(meter.hourly)} an hour cost {cost} in {rough(now - meter.since)}. Raise "
                 "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
             )
             return self._table.stop(run, RunState.TIMED_OUT, reason)
@@ -211,14 +207,13 @@ class CostRules:
             return []
         self._table.change(run, cost_told=True)
         text = (
-            f"80 % of its cost limit of {self._tariff.money(max_cost)} is used (--max-cost {max_cost:g}): it is "
+            f"80 % of its cost limit of {self.tariff.money(max_cost)} is used (--max-cost {max_cost:g}): it is "
             f"stopped in {rough(limit - now)}"
         )
         return [Remark(run.run_id, text)]
 
     def _by_budget(self) -> list[Instruction]:
-        budget = self._budget
-        if budget is None:
+        if (budget := self._budget) is None:
             return []
         # `live_cost` includes runs that were just stopped by their own limit
         runs, now = self._table.on_meter(), self._table.now
@@ -226,9 +221,9 @@ class CostRules:
         out: list[Instruction] = []
         if spent >= budget.limit * _EXACT:
             for run in runs:
-                own = self._tariff.money(run.meter.running_cost(now))
+                own = self.tariff.money(run.meter.running_cost(now))
                 reason = (
-                    f"{self._named(budget)} is used up: its runs have cost {self._tariff.money(spent)}, this one {own} "
+                    f"{self._named(budget)} is used up: its runs have cost {self.tariff.money(spent)}, this one {own} "
                     "of it. Raise the setting budget and restart the pool, or take devices without a price"
                 )
                 out += self._table.stop(run, RunState.TIMED_OUT, reason)
@@ -241,11 +236,10 @@ class CostRules:
         return out
 
     def _named(self, budget: Budget) -> str:
-        return f"{BUDGET} {self._tariff.money(budget.limit)} in {span(budget.days * 86400)}"
+        return f"{BUDGET} {self.tariff.money(budget.limit)} in {span(budget.days * 86400)}"
 
 
 def _what(run: Run) -> str:
-    lease = run.lease
-    if lease is None:
+    if (lease := run.lease) is None:
         return "it"
     return f"{lease.ranks} {lease.device_type}" + (" (simulated)" if lease.simulated else "")

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 
-from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Refusal, Want, amount
+from sgpu_magic.pool.scheduling.capacity import Line, Refusal, Want, amount, line_of_lease
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.costs import UserLimits, quota_types
@@ -48,10 +48,7 @@ class FairShare:
         """Count a run's lease as past use."""
         user = run.spec.owner.user
         self._use(lease, user).add(-_count(lease), now, self._rate)
-        held = self._leases.get(user, {})
-        held.pop(run.run_id, None)
-        if not held:
-            self._leases.pop(user, None)
+        self._leases.get(user, {}).pop(run.run_id, None)
 
     def share(self, line: Line, user: str, now: float) -> float:
         """Return the user's present and recent use of the line, as a number of devices."""
@@ -68,8 +65,7 @@ class FairShare:
         """Return why the request exceeds the user's quota by itself; None when it does not."""
         user, ranks = spec.owner.user, want.ranks
         for kind in quota_types(want.line.device_type):
-            quota = self._limits.quota(user, kind)
-            if quota is not None and ranks > quota:
+            if (quota := self._limits.quota(user, kind)) is not None and ranks > quota:
                 remedy = f"Ask for {quota} or fewer with --gpus" if quota else "Ask for another type with --type"
                 return "CapacityError", (
                     f"user {user} may have {_of(quota, kind)} at once in this pool (its setting user_quotas), and the "
@@ -82,30 +78,24 @@ class FairShare:
         """Return why the run must wait for other runs of its user; "" when it need not."""
         user = run.spec.owner.user
         for kind in quota_types(want.line.device_type) if self._limits.quotas else ():
-            quota = self._limits.quota(user, kind)
-            if quota is None:
+            if (quota := self._limits.quota(user, kind)) is None:
                 continue
             held = {one: count for one, (of, count) in self._leases.get(user, {}).items() if kind in quota_types(of)}
-            in_use = sum(held.values())
-            if in_use and in_use + want.ranks > quota:
-                runs = [f"run {short(one)}" for one in list(held)[:_NAMED_RUNS]]
-                more = len(held) - len(runs)
-                by = ", ".join([*runs, *([f"{more} more"] if more else [])])
+            if (in_use := sum(held.values())) and in_use + want.ranks > quota:
+                runs = [f"run {short(one)}" for one in held]
+                if len(runs) > _NAMED_RUNS:
+                    runs[_NAMED_RUNS:] = [f"{len(runs) - _NAMED_RUNS} more"]
                 return (
                     f"user {user} may have {_of(quota, kind)} at once (the pool's setting user_quotas): {in_use} "
-                    f"{'is' if in_use == 1 else 'are'} in use by {by}, and it needs {amount(want.ranks, want.line)}"
+                    f"{'is' if in_use == 1 else 'are'} in use by {', '.join(runs)}, and it needs "
+                    f"{amount(want.ranks, want.line)}"
                 )
         return ""
 
     # ------------------------------------------------------------ order
 
     def in_order(
-        self,
-        line: Line,
-        runs: Sequence[tuple[Run, Want]],
-        first: Iterable[str],
-        now: float,
-        most: int | None = None,
+        self, line: Line, runs: Sequence[tuple[Run, Want]], first: Iterable[str], now: float, most: int | None = None
     ) -> list[Run]:
         """Return a line's waiting runs in the order in which they would start if its devices became free.
 
@@ -123,16 +113,15 @@ class FairShare:
         groups: dict[str, list[tuple[Run, Want]]] = {}
         last: list[Run] = []
         for run, want in runs:
-            if run.run_id not in by_id:
-                continue
-            if self.over_quota(run, want):
+            if run.run_id in by_id and self.over_quota(run, want):
                 last.append(run)
-            else:
+            elif run.run_id in by_id:
                 groups.setdefault(run.spec.owner.user, []).append((run, want))
         places = {run.run_id: place for place, (run, _) in enumerate(runs)}
         ranks = {user: self.rank(line, user, now) for user in groups}
         for run in ordered:
-            ranks = _with_more(ranks, run.spec.owner.user, run.spec.placement.ranks)
+            priority, share = ranks.get(run.spec.owner.user, (0.0, 0.0))
+            ranks[run.spec.owner.user] = priority, share + run.spec.placement.ranks
         heap = [(ranks[user], places[group[0][0].run_id], user, 0) for user, group in groups.items()]
         heapq.heapify(heap)
         while heap and (most is None or len(ordered) < most):
@@ -147,8 +136,7 @@ class FairShare:
     # ------------------------------------------------------------ within
 
     def _use(self, lease: Lease, user: str) -> _Use:
-        line = CPU_LINE if lease.cpu_slots else Line(lease.device_type, lease.simulated)
-        return self._uses.setdefault((line, user), _Use())
+        return self._uses.setdefault((line_of_lease(lease), user), _Use())
 
 
 class _Use:
@@ -173,11 +161,6 @@ class _Use:
     def _faded(self, now: float, rate: float) -> float:
         left = math.exp(-rate * max(0.0, now - self._at))
         return self._past * left + self._devices * (1.0 - left)
-
-
-def _with_more(ranks: dict[str, tuple[float, float]], user: str, more: int) -> dict[str, tuple[float, float]]:
-    priority, share = ranks.get(user, (0.0, 0.0))
-    return ranks | {user: (priority, share + more)}
 
 
 def _count(lease: Lease) -> int:

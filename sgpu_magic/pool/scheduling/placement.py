@@ -19,6 +19,7 @@ from sgpu_magic.pool.scheduling.capacity import (
     amount,
     laid_out,
     line_of,
+    line_of_lease,
 )
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare, memory_bytes
@@ -81,7 +82,7 @@ class Room:
             if not holders:
                 self._count(uuid, -1)
         if self._is_asked(lease):
-            self._asked[run_id] = (CPU_LINE if lease.cpu_slots else Line(lease.device_type), lease.ranks)
+            self._asked[run_id] = line_of_lease(lease), lease.ranks
         elif lease.cpu_slots:
             parts = {share.node: share.ranks for share in lease.shares} or {"": lease.cpu_slots}
             self._slots[run_id] = number, parts
@@ -90,8 +91,7 @@ class Room:
     def release(self, run_id: str, lease: Lease) -> None:
         """Count a held lease as free again."""
         for uuid in lease.uuids:
-            holders = tuple(holder for holder in self._holders.get(uuid, ()) if holder != run_id)
-            if holders:
+            if holders := tuple(holder for holder in self._holders.get(uuid, ()) if holder != run_id):
                 self._holders[uuid] = holders
             elif self._holders.pop(uuid, ()):
                 self._count(uuid, +1)
@@ -107,7 +107,7 @@ class Room:
         """
         keys = set(uuids) & set(lease.uuids) or set(lease.uuids)
         if not keys and self._is_asked(lease):
-            keys = {_elastic_key(CPU_LINE if lease.cpu_slots else Line(lease.device_type))}
+            keys = {_elastic_key(line_of_lease(lease))}
         keys = keys or {f"{CPU}@{share.node}" for share in lease.shares} or {CPU}
         self.refused |= dict.fromkeys(keys, why)
         self._free.clear()
@@ -123,8 +123,7 @@ class Room:
             lease_id: The lease's ID.
             without: Nodes that are kept for other runs.
         """
-        parts = self._parts(want, without)
-        if parts is None or not self._within_limit(want):
+        if (parts := self._parts(want, without)) is None or not self._within_limit(want):
             return None
         note, slots = "", self.stock.inventory.cpu_slots
         if want.line == CPU_LINE and want.ranks > slots:
@@ -145,9 +144,7 @@ class Room:
 
     def free(self, want: Want) -> int:
         """Return how many devices or slots the request could take now, regardless of their nodes."""
-        if want.line == CPU_LINE and CPU in self.refused:
-            return 0
-        return self._free_for(want).total
+        return 0 if want.line == CPU_LINE and CPU in self.refused else self._free_for(want).total
 
     def free_by_node(self, want: Want) -> Mapping[str, int]:
         return self._free_for(want).by_node
@@ -181,11 +178,9 @@ class Room:
         """Return the node to keep for a request that needs a single node: the one that is closest to free enough."""
         if not (self.stock.many and want.on_one_node):
             return None
-        large = {
-            node for node, size in self.stock.sizes(want.line, want.min_memory_bytes).items() if size >= want.ranks
-        }
-        free = self.free_by_node(want)
-        return max((node for node in free if node in large and node not in without), key=free.__getitem__, default=None)
+        sizes, free = self.stock.sizes(want.line, want.min_memory_bytes), self.free_by_node(want)
+        large = (node for node in free if sizes.get(node, 0) >= want.ranks and node not in without)
+        return max(large, key=free.__getitem__, default=None)
 
     # ------------------------------------------------------------ in words
 
@@ -214,12 +209,11 @@ class Room:
             return [f"the engine refuses more: {self.refused[CPU]}"] if CPU in self.refused else []
         parts: list[str] = []
         line = self.stock.line(want.line) if self.refused else ()
-        locked = [device for device in line if device.uuid in self.refused and device.uuid not in self._holders]
-        if locked:
+        if locked := [device for device in line if device.uuid in self.refused and device.uuid not in self._holders]:
             why = self.refused[locked[0].uuid]
             parts.append(f"{_are(len(locked))} in use outside the pool{f' ({why})' if why else ''}")
-        used = [device for device in self.stock.used_outside(want.line) if device.uuid not in self.refused]
-        busy = [device for device in used if device.uuid not in self._holders]
+        used = self.stock.used_outside.get(want.line, ())
+        busy = [device for device in used if device.uuid not in self.refused and device.uuid not in self._holders]
         if busy and not want.allow_busy:
             takes = f"--allow-busy takes {'it' if len(busy) == 1 else 'them'}"
             parts.append(f"{_are(len(busy))} in use outside the pool ({busy[0].outside_use}; {takes})")
@@ -232,23 +226,16 @@ class Room:
     # ------------------------------------------------------------ within
 
     def _parts(self, want: Want, without: Collection[str] = ()) -> Parts | None:
-        if want.line == CPU_LINE and CPU in self.refused:
-            return None
         if want.line == CPU_LINE and not self.stock.many:
             # on one machine ranks may share CPU slots
             return [("", want.ranks)] if self.missing(want) == 0 else None
-        free = self._free_for(want)
-        if free.total < want.ranks:
+        if self.free(want) < want.ranks:
             return None
-        others = (
-            {node: count for node, count in free.by_node.items() if node not in without} if without else free.by_node
-        )
-        return laid_out(want, others)
+        return laid_out(want, {node: count for node, count in self.free_by_node(want).items() if node not in without})
 
     def _within_limit(self, want: Want) -> bool:
         """Whether a lease for this request leaves the autoscaler's limit enough for what others asked it for."""
-        elastic = self.stock.elastic(want.line)
-        if not elastic:
+        if not (elastic := self.stock.elastic(want.line)):
             return True
         asked = sum(ranks for line, ranks in self._asked.values() if line == want.line)
         return self._in_use[want.line] + asked + want.ranks <= max(elastic, self.stock.total(want.line))
@@ -273,10 +260,8 @@ class Room:
 
     def _choose(self, want: Want, node: str, count: int) -> tuple[str, ...]:
         # idle devices before those in use outside the pool, then in bus order, so that neighbours stay together
-        free = sorted(
-            self._free_on(self._free_for(want), self.stock.by_node(want.line)[node]),
-            key=lambda device: (device.outside_use != "", device.index, device.uuid),
-        )
+        free = self._free_on(self._free_for(want), self.stock.by_node(want.line)[node])
+        free.sort(key=lambda device: (device.outside_use != "", device.index, device.uuid))
         return tuple(device.uuid for device in sorted(free[:count], key=lambda device: (device.index, device.uuid)))
 
     def _need(self, want: Want) -> int:
@@ -286,8 +271,7 @@ class Room:
 
     def _free_for(self, want: Want) -> Free:
         key = (want.line, want.allow_busy, want.min_memory_bytes)
-        free = self._free.get(key)
-        if free is None:
+        if (free := self._free.get(key)) is None:
             free = self._free[key] = Free(want.allow_busy, want.min_memory_bytes)
             for node, devices in self.stock.by_node(want.line).items():
                 free.add(node, len(self._free_on(free, devices)))
@@ -309,8 +293,7 @@ class Room:
 
     def _count(self, uuid: str, change: int) -> None:
         """Update the counts for a device that was taken (-1) or freed (+1)."""
-        device = self.stock.devices.get(uuid)
-        if device is None:
+        if (device := self.stock.devices.get(uuid)) is None:
             return
         line = line_of(device)
         self._in_use[line] -= change

@@ -7,16 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sgpu_magic.pool.scheduling.capacity import (
-    CPU_LINE,
-    SPREAD,
-    STRATEGIES,
-    STRICT_PACK,
-    Line,
-    Stock,
-    Want,
-    amount,
-)
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, SPREAD, STRATEGIES, STRICT_PACK, Line, Stock, Want, amount
 from sgpu_magic.pool.scheduling.run import Run, named
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.devices import ANY, CPU, Placement, memory_bytes, memory_text
@@ -39,8 +30,6 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
     if problem := _misshapen(placement, stock):
         return problem
     if asked == ANY:
-        if placement.min_memory_bytes:
-            return _by_need(placement, stock, choose)
         return _resolve_any(placement, stock, choose)
     if asked == CPU:
         return _on_cpu(placement, stock, CPU)
@@ -190,10 +179,11 @@ def _too_small(placement: Placement, stock: Stock, line: Line) -> str:
 
 
 def _resolve_any(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | str:
-    counts = stock.counts if not stock.many else {line: stock.limit(line) for line in stock.all_lines()}
-    enough = [line for line in counts if not _too_much(placement, stock, line)]
-    if enough:
+    counts = {line: stock.limit(line) for line in stock.all_lines()}
+    if enough := [line for line in counts if not _too_much(placement, stock, line)]:
         return choose([_want(placement, line) for line in enough])
+    if placement.min_memory_bytes:
+        return _none_with_memory(placement, stock)
     if counts:
         largest = max(counts, key=lambda line: counts[line])
         if counts[largest] >= placement.ranks:
@@ -211,20 +201,17 @@ def _resolve_any(placement: Placement, stock: Stock, choose: Callable[[list[Want
     return _on_cpu(placement, stock, CPU)
 
 
-def _by_need(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | str:
-    fitting = [line for line in stock.all_lines() if not _too_much(placement, stock, line)]
-    if not fitting:
-        has = ", ".join(
-            f"{stock.counts[line]} {line} with "
-            + " or ".join(memory_text(size) for size in sorted({memory_bytes(one) for one in stock.line(line)}))
-            for line in stock.counts
-        )
-        return (
-            f"this pool can't place {placement.ranks} ranks on devices of one type with "
-            f"{placement.min_memory_bytes / _GB:g} GB of memory (--min-memory). It has: {has or stock.describe()}. Ask "
-            "for less memory, fewer with --gpus, or choose another pool with --pool."
-        )
-    return choose([_want(placement, line) for line in fitting])
+def _none_with_memory(placement: Placement, stock: Stock) -> str:
+    has = ", ".join(
+        f"{stock.counts[line]} {line} with "
+        + " or ".join(memory_text(size) for size in sorted({memory_bytes(one) for one in stock.line(line)}))
+        for line in stock.counts
+    )
+    return (
+        f"this pool can't place {placement.ranks} ranks on devices of one type with "
+        f"{placement.min_memory_bytes / _GB:g} GB of memory (--min-memory). It has: {has or stock.describe()}. Ask "
+        "for less memory, fewer with --gpus, or choose another pool with --pool."
+    )
 
 
 def _want(placement: Placement, line: Line, device_type: str = "", *, simulated: bool = False) -> Want:

@@ -18,14 +18,14 @@ from collections.abc import Iterable
 import msgspec
 
 from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, Line, Refusal, Want
-from sgpu_magic.pool.scheduling.costs import CostRules, Tariff
+from sgpu_magic.pool.scheduling.costs import CostRules
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import Room
 from sgpu_magic.pool.scheduling.placement_request import on_nodes, resolve, too_large
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
-from sgpu_magic.pool.scheduling.words import Keepers, waited_in_vain
+from sgpu_magic.pool.scheduling.words import Keepers, by_line, waited_in_vain
 from sgpu_magic.wire.devices import ANY, Inventory, Lease, Placement, memory_of
 
 Waiting = list[tuple[Run, Want]]
@@ -36,7 +36,6 @@ class _Round(msgspec.Struct):
 
     Args:
         line: The line.
-        room: What is free.
         waiting: By user, the waiting runs that were not considered yet, the last one first.
         skipped: By user, the runs that got nothing.
         given: By user, the number of the newest run that got something.
@@ -47,7 +46,6 @@ class _Round(msgspec.Struct):
     """
 
     line: Line
-    room: Room
     waiting: dict[str, Waiting] = msgspec.field(default_factory=dict[str, Waiting])
     skipped: dict[str, Waiting] = msgspec.field(default_factory=dict[str, Waiting])
     given: dict[str, int] = msgspec.field(default_factory=dict[str, int])
@@ -62,32 +60,26 @@ class QueueRules:
 
     Args:
         table: The scheduler's runs.
-        costs: Says which requests can't start now because of the budget.
-        tariff: The pool's prices.
+        costs: Has the prices, and says which requests can't start now because of the budget.
         fair: Says which user is next.
-        inventory: What the pool has; None while unknown, so that nothing is granted.
+        inventory: What the pool has; None while unknown.
         pass_over_s: Seconds from the first time a run is passed over until no run may pass it.
 
     Attributes:
-        room: What is free; None while the pool's devices are unknown.
+        room: What is free; nothing while the pool's devices are unknown.
+        knows_devices: Whether the pool's devices are known.
     """
 
     def __init__(
-        self,
-        table: RunTable,
-        costs: CostRules,
-        tariff: Tariff,
-        fair: FairShare,
-        inventory: Inventory | None,
-        pass_over_s: float,
+        self, table: RunTable, costs: CostRules, fair: FairShare, inventory: Inventory | None, pass_over_s: float
     ) -> None:
         self._table = table
         self._costs = costs
-        self._tariff = tariff
         self._fair = fair
         self._pass_over_s = pass_over_s
         self._leases_given = 0
-        self.room = None if inventory is None else Room(inventory)
+        self.room = Room(inventory or Inventory(host="", cpu_slots=0))
+        self.knows_devices = inventory is not None
         # what requests mean with the current inventory; sessions have separate entries
         self._meant: dict[tuple[Placement, bool], Want | Refusal] = {}
 
@@ -95,30 +87,25 @@ class QueueRules:
         """Update the accounts after a run's lease changed from `had` to `has`."""
         if had is not None:
             self._fair.gave_back(run, had, self._table.now)
-            if self.room is not None:
-                self.room.release(run.run_id, had)
+            self.room.release(run.run_id, had)
         if has is not None:
             self._fair.took(run, has, self._table.now)
-            if self.room is not None:
-                self._take(self.room, run, has)
+            self._take(run, has)
 
     def seen(self, inventory: Inventory) -> bool:
         """Take a new inventory, which clears the engine's refusals. Returns False when nothing has changed."""
-        room = self.room
-        if room is not None and not room.refused and inventory == room.stock.inventory:
+        if self.knows_devices and not self.room.refused and inventory == self.room.stock.inventory:
             return False
-        self.room = Room(inventory)
+        self.room, self.knows_devices = Room(inventory), True
         self._meant.clear()
         for run in self._table.runs.values():
             if run.held_lease is not None:
-                self._take(self.room, run, run.held_lease)
+                self._take(run, run.held_lease)
         return True
 
     def resolve(self, run: Run) -> Want | Refusal:
-        """Return what a run takes in this pool, or why it can't be placed."""
+        """Return what a run takes in this pool, or why it can't be placed. Call it once the devices are known."""
         room, placement = self.room, run.spec.placement
-        if room is None:
-            raise RuntimeError("no request means anything before the pool's devices are known")
         is_session = room.stock.many and run.is_session
         if is_session and (refusal := on_nodes(run.spec)):
             return "SessionError", refusal
@@ -137,7 +124,7 @@ class QueueRules:
             return min(before or wants, key=rank_of)
 
         def rank_of(want: Want) -> tuple[bool, bool, float, bool, int, int]:
-            price, free = self._tariff.of(want.device_type), room.free(want)
+            price, free = self._costs.tariff.of(want.device_type), room.free(want)
             size = memory_of(want.device_type)
             return free < want.ranks, price is None, price or 0.0, want.simulated, size, -free
 
@@ -154,13 +141,8 @@ class QueueRules:
 
     def next_deadline(self) -> float | None:
         """Return when freed devices are next kept for another passed run; None when for no more."""
-        kept_from = [
-            since + self._pass_over_s
-            for run in self._table.waiting()
-            for since in (run.passed_at, run.overtaken_at)
-            if since is not None
-        ]
-        return min((time for time in kept_from if time > self._table.now), default=None)
+        times = [at for run in self._table.waiting() for at in (run.passed_at, run.overtaken_at) if at is not None]
+        return min((at + self._pass_over_s for at in times if not self._aged(at)), default=None)
 
     def settle(self) -> list[Instruction]:
         """Grant what is free, and end the runs that waited in vain."""
@@ -173,13 +155,9 @@ class QueueRules:
 
     def waiting(self) -> dict[Line, Waiting]:
         """Return, by line, the runs that wait for its devices, in order of submission."""
-        lines: dict[Line, Waiting] = {}
-        for run in self._table.waiting():
-            if run.want is not None:
-                lines.setdefault(run.want.line, []).append((run, run.want))
-        return lines
+        return by_line(self._table.waiting())
 
-    def keepers(self, room: Room, lines: dict[Line, Waiting]) -> Keepers:
+    def keepers(self, lines: dict[Line, Waiting]) -> Keepers:
         """Return the runs that freed devices are kept for."""
         of_users: dict[tuple[Line, str], str] = {}
         of_lines: dict[Line, tuple[str, ...]] = {}
@@ -189,26 +167,24 @@ class QueueRules:
             for run, want in waiting:
                 user = run.spec.owner.user
                 users.setdefault(user, []).append((run, want))
-                if (line, user) not in of_users and self._aged(run.passed_at) and room.fits_when_empty(want):
+                if (line, user) not in of_users and self._aged(run.passed_at) and self.room.fits_when_empty(want):
                     of_users[line, user] = run.run_id
-            first = self._long_overtaken(users.values(), room)
+            first = self._long_overtaken(users.values())
             of_lines[line] = tuple(run.run_id for run, _ in first)
             for run, want in first:
-                node = room.kept_node(want, nodes.values())
-                if node is not None:
+                if (node := self.room.kept_node(want, nodes.values())) is not None:
                     nodes[run.run_id] = node
         return Keepers(of_users, of_lines, nodes)
 
     # ------------------------------------------------------------ within
 
-    def _take(self, room: Room, run: Run, lease: Lease) -> None:
-        room.take(run.run_id, lease, run.number, shared=run.orphaned)
+    def _take(self, run: Run, lease: Lease) -> None:
+        self.room.take(run.run_id, lease, run.number, shared=run.orphaned)
 
     def _place(self) -> list[Instruction]:
         out: dict[int, list[Instruction]] = {}
-        if self.room is not None:
-            for line, waiting in self.waiting().items():
-                out |= self._place_line(_Round(line, self.room), waiting)
+        for line, waiting in self.waiting().items():
+            out |= self._place_line(_Round(line), waiting)
         return [instruction for number in sorted(out) for instruction in out[number]]
 
     def _place_line(self, line: _Round, waiting: Waiting) -> dict[int, list[Instruction]]:
@@ -217,25 +193,24 @@ class QueueRules:
         several = len(line.waiting) > 1
         if several and not self._keepers_first(line):
             return line.out
-        turns = [
-            (self._fair.rank(line.line, user, self._table.now), runs[-1][0].number, user)
-            for user, runs in line.waiting.items()
-            if runs
-        ]
+
+        def turn(user: str) -> tuple[tuple[float, float], int, str]:
+            # its new leases already count
+            return self._fair.rank(line.line, user, self._table.now), line.waiting[user][-1][0].number, user
+
+        turns = [turn(user) for user, runs in line.waiting.items() if runs]
         heapq.heapify(turns)
         while turns:
             user = heapq.heappop(turns)[2]
-            if self._serve(line, user) and (left := line.waiting[user]):
-                # its new leases already count
-                rank = self._fair.rank(line.line, user, self._table.now) if several else (0.0, 0.0)
-                heapq.heappush(turns, (rank, left[-1][0].number, user))
+            if self._serve(line, user) and line.waiting[user]:
+                heapq.heappush(turns, turn(user))
         if several:
             self._note_overtaken(line)
         return line.out
 
     def _keepers_first(self, line: _Round) -> bool:
         """Serve users' first runs that were overtaken too long ago. Returns False if all devices are kept for one."""
-        for run, want in self._long_overtaken(map(reversed, line.waiting.values()), line.room):
+        for run, want in self._long_overtaken(map(reversed, line.waiting.values())):
             if self._costs.over_budget(want):
                 continue
             user = run.spec.owner.user
@@ -243,8 +218,7 @@ class QueueRules:
             if self._give(line, run, want):
                 continue
             line.skipped.setdefault(user, []).append((run, want))
-            node = line.room.kept_node(want, line.kept)
-            if node is None:
+            if (node := self.room.kept_node(want, line.kept)) is None:
                 return False
             line.kept.add(node)
         return True
@@ -253,15 +227,14 @@ class QueueRules:
         """Return the first of a user's runs that is within the user's quota."""
         return next(((run, want) for run, want in runs if not self._fair.over_quota(run, want)), None)
 
-    def _long_overtaken(self, users: Iterable[Iterable[tuple[Run, Want]]], room: Room) -> Waiting:
+    def _long_overtaken(self, users: Iterable[Iterable[tuple[Run, Want]]]) -> Waiting:
         """Return the users' first runs that other users overtook more than `pass_over_s` ago, longest ago first.
 
         Args:
             users: Each user's runs, in order of submission.
-            room: What is free.
         """
         heads = [head for runs in users if (head := self._head(runs)) is not None]
-        aged = [(run, want) for run, want in heads if self._aged(run.overtaken_at) and room.fits_when_empty(want)]
+        aged = [(run, want) for run, want in heads if self._aged(run.overtaken_at) and self.room.fits_when_empty(want)]
         return sorted(aged, key=lambda head: (head[0].overtaken_at or 0.0, head[0].number))
 
     def _serve(self, line: _Round, user: str) -> bool:
@@ -277,7 +250,7 @@ class QueueRules:
             if not self._fair.over_quota(run, want) and self._give(line, run, want):
                 return True
             line.skipped.setdefault(user, []).append((run, want))
-            if self._aged(run.passed_at) and line.room.fits_when_empty(want):
+            if self._aged(run.passed_at) and self.room.fits_when_empty(want):
                 runs.clear()
         return False
 
@@ -286,15 +259,15 @@ class QueueRules:
             return False
         # deterministic: the same stimuli yield the same IDs
         lease_id = hashlib.blake2b(f"{run.run_id} {self._leases_given}".encode(), digest_size=4).hexdigest()
-        granted = line.room.grant(want, lease_id, without=line.kept)
-        lease = granted or line.room.ask(want, lease_id)
+        granted = self.room.grant(want, lease_id, without=line.kept)
+        lease = granted or self.room.ask(want, lease_id)
         if lease is None:
             line.unfit.add(want)
             return False
         self._leases_given += 1
         asked, user = granted is None, run.spec.owner.user
         told = run.told if asked else None
-        meter = self._tariff.metered(run.meter, lease)
+        meter = self._costs.tariff.metered(run.meter, lease)
         self._table.change(run, lease=lease, told=told, accepted=True, meter=meter, asked=asked)
         line.out[run.number] = [LaunchRun(run.run_id, lease)]
         line.given[user] = max(line.given.get(user, 0), run.number)
@@ -316,19 +289,11 @@ class QueueRules:
 
     def _give_up(self) -> list[Instruction]:
         """End or refuse the runs whose waiting time is over."""
-        out: list[Instruction] = []
-        room = self.room
-        due = [(run, run.want) for run in self._table.waiting() if run.want is not None and self._is_over(run)]
-        if room is None or not due:
-            return out
-        keepers = self.keepers(room, self.waiting())
-        for run, want in due:
-            out += self._table.give_up(run, waited_in_vain(run, want, room, keepers))
-        return out
-
-    def _is_over(self, run: Run) -> bool:
-        deadline = self._table.queue_deadline(run)
-        return deadline is not None and self._table.now >= deadline
+        waiting = [(run, run.want) for run in self._table.waiting() if run.want is not None]
+        due = [(run, want) for run, want in waiting if self._table.waited_in_vain(run)]
+        keepers = self.keepers(self.waiting()) if due else Keepers()
+        given_up = [self._table.give_up(run, waited_in_vain(run, want, self.room, keepers)) for run, want in due]
+        return [instruction for instructions in given_up for instruction in instructions]
 
     def _aged(self, since: float | None) -> bool:
         return since is not None and self._table.now >= since + self._pass_over_s

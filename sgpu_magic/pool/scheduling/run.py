@@ -164,9 +164,7 @@ class Run:
     def queue_deadline(self) -> float | None:
         if (self.lease is not None and not self.asked) or self.spec.wait_s is None:
             return None
-        if self.want is None and not self.spec.session:
-            return None
-        return self.queued_at + self.spec.wait_s
+        return None if self.want is None and not self.spec.session else self.queued_at + self.spec.wait_s
 
     @property
     def is_on_meter(self) -> bool:
@@ -190,8 +188,7 @@ class Run:
     @property
     def cost_warning(self) -> float | None:
         """When its followers are warned that the cost limit is near; None without a `cost_limit`."""
-        limit = self.cost_limit
-        if limit is None or self.meter.since is None:
+        if (limit := self.cost_limit) is None or self.meter.since is None:
             return None
         return self.meter.since + WARN_SHARE * (limit - self.meter.since)
 
@@ -206,12 +203,9 @@ def rough(seconds: float) -> str:
     whole = max(0, round(seconds))
     if whole < 100:
         return f"{whole} s"
-    days, hours, minutes = whole // 86400, whole % 86400 // 3600, whole % 3600 // 60
-    if days:
-        return f"{days} d {hours} h" if hours else f"{days} d"
-    if hours:
-        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
-    return f"{minutes} min"
+    units = [(whole // 86400, "d"), (whole % 86400 // 3600, "h"), (whole % 3600 // 60, "min")]
+    first = next(place for place, (count, _) in enumerate(units) if count)
+    return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2] if count)
 
 
 def span(seconds: float) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sgpu_magic.pool.scheduling.capacity import Line
 from sgpu_magic.pool.scheduling.run import Run, named
 from sgpu_magic.pool.scheduling.stimuli import EndRun, Instruction, MoveRun, RefuseRun, StopRun
 from sgpu_magic.wire.base import FailureKind, RunState, can_move
@@ -64,21 +63,13 @@ class RunTable:
         """Return the cells that wait for their sessions."""
         return _in_order(self._waiting_cells)
 
-    def asked(self) -> dict[Line, list[Run]]:
-        """Return, by line, the runs for which an engine asked the cluster for nodes that have not come yet."""
-        found: dict[Line, list[Run]] = {}
-        for run in _in_order(self._asked):
-            if run.want is not None:
-                found.setdefault(run.want.line, []).append(run)
-        return found
-
-    def who_waits(self) -> list[Run]:
-        """Return all runs that wait for devices, sessions or nodes."""
-        return [*self.waiting(), *self.waiting_cells(), *_in_order(self._asked)]
+    def asked(self) -> list[Run]:
+        """Return the runs for which an engine asked the cluster for nodes that have not come yet."""
+        return _in_order(self._asked)
 
     def asked_too_long(self) -> list[Run]:
         """Return the runs for which no node came within their waiting time."""
-        runs = [run for run in _in_order(self._asked) if run.stopping_as is None]
+        runs = [run for run in self.asked() if run.stopping_as is None]
         return [run for run in runs if run.queue_deadline is not None and self.now >= run.queue_deadline]
 
     def count_waiting(self) -> int:
@@ -121,18 +112,21 @@ class RunTable:
 
     def queue_deadline(self, run: Run) -> float | None:
         """Return when a waiting run gives up; None for one that does not wait, or waits forever."""
-        deadline = run.queue_deadline
-        if deadline is None or not self._leaving_before(run):
+        if (deadline := run.queue_deadline) is None or not self._leaving_before(run):
             return deadline
         return max(deadline, run.queued_at + _LEAVING_S)
 
+    def waited_in_vain(self, run: Run) -> bool:
+        """Whether a waiting run gives up now."""
+        deadline = self.queue_deadline(run)
+        return deadline is not None and self.now >= deadline
+
     def quiet_until(self, session: Run) -> float | None:
         """Return when the session ends for being idle; None while it has cells or is paused, or without a limit."""
-        if session.quiet_since is None or session.spec.idle_s is None or session.state is not RunState.RUNNING:
+        since, idle_s = session.quiet_since, session.spec.idle_s
+        if since is None or idle_s is None or session.state is not RunState.RUNNING or session.paused:
             return None
-        if session.paused or self.cells_of(session.run_id):
-            return None
-        return session.quiet_since + session.spec.idle_s
+        return None if self.cells_of(session.run_id) else since + idle_s
 
     # ------------------------------------------------------------ changes
 
@@ -155,8 +149,7 @@ class RunTable:
 
     def drop(self, run_id: str) -> None:
         """Forget a run; does nothing for an unknown one."""
-        run = self.runs.pop(run_id, None)
-        if run is None:
+        if (run := self.runs.pop(run_id, None)) is None:
             return
         self._index(run, run.held_lease, run.time_limit)
         cells = self._cells.get(run.spec.session, {})
@@ -195,8 +188,7 @@ class RunTable:
 
     def stop_meter(self, run: Run) -> None:
         """Stop a run's meter. Its cost so far counts towards its own limit and the pool's budget."""
-        cost = run.meter.billed_cost(self.now)
-        if cost:
+        if cost := run.meter.billed_cost(self.now):
             self._spent(self.now, cost)
         self.change(run, meter=run.meter.stopped(self.now))
 
@@ -267,8 +259,7 @@ class RunTable:
 
     def _leaving_before(self, run: Run) -> bool:
         """Whether a run that is over still holds what a waiting run waits for."""
-        session = self.runs.get(run.spec.session)
-        if session is None or session.lease is None:
+        if (session := self.runs.get(run.spec.session)) is None or session.lease is None:
             return bool(self._final)
         return any(cell.spec.in_session and cell.state.is_final for cell in self.cells_of(session.run_id))
 

@@ -1,7 +1,7 @@
 """The pool's scheduler: typed stimuli in, a list of typed instructions out.
 
-Pure: no clock (every stimulus carries `now`, seconds of any one clock), no socket, no thread. The service feeds it
-stimuli and executes its instructions. In the style of distributed's `worker_state_machine`.
+Pure: no clock (`handle` takes the time of each stimulus, seconds of any one clock), no socket, no thread. The service
+feeds it stimuli and executes its instructions. In the style of distributed's `worker_state_machine`.
 
     - `placement_request` interprets a request in this pool. `queue_rules` and `fair_share` decide which run gets
       devices first. `words` tells the others why they wait.
@@ -88,7 +88,7 @@ class Scheduler:
         )
         self._costs = CostRules(self._table, tariff, budget)
         self._fair = FairShare(limits, fair_half_life_s)
-        self._queue = QueueRules(self._table, self._costs, tariff, self._fair, inventory, pass_over_s)
+        self._queue = QueueRules(self._table, self._costs, self._fair, inventory, pass_over_s)
         self._words = QueueWords(self._table, self._queue, self._fair)
         self._runs = self._table.runs
         self._waiting: Mapping[str, Told] | None = None
@@ -100,16 +100,14 @@ class Scheduler:
 
     @property
     def cpu_slots_free(self) -> int:
-        room = self._queue.room
-        return 0 if room is None else room.cpu_slots_free
+        return self._queue.room.cpu_slots_free
 
     @property
     def waits_for_devices(self) -> bool:
         """Whether a queued run may get devices after the next inventory."""
-        room = self._queue.room
-        if room is None or not any(run.accepted for run in self._table.waiting()):
-            return False
-        return room.stock.many or any(not line.simulated for line in room.stock.counts)
+        stock = self._queue.room.stock
+        some_real = stock.many or any(not line.simulated for line in stock.counts)
+        return some_real and any(run.accepted for run in self._table.waiting())
 
     def waiting(self) -> Mapping[str, Told]:
         """Return each waiting run's current position, in the order in which they would start, and its reason."""
@@ -128,65 +126,58 @@ class Scheduler:
 
     def holder(self, uuid: str) -> str | None:
         """Return the ID of the run that holds the device `uuid`, None when it is free."""
-        room = self._queue.room
-        return None if room is None else room.holder(uuid)
+        return self._queue.room.holder(uuid)
 
-    def is_open(self, session: str) -> bool:
-        """Whether the session accepts cells."""
-        run = self._runs.get(session)
-        return run is not None and run.is_open
-
-    def quiet_until(self, session: str) -> float | None:
+    def quiet_until(self, session: Run) -> float | None:
         """Return when the session ends for being idle; None while it has cells or is paused, or without a limit."""
-        run = self._runs.get(session)
-        return None if run is None else self._table.quiet_until(run)
+        return self._table.quiet_until(session)
 
     def next_deadline(self) -> float | None:
         """Return when `TimePassed` is next useful; None when only events can change anything."""
         parts = (self._costs, self._queue, self._words)
         times = [self._table.next_limit(), *(part.next_deadline() for part in parts)]
-        times += [self._table.queue_deadline(run) for run in self._table.who_waits()]
+        waiting = [*self._table.waiting(), *self._table.waiting_cells(), *self._table.asked()]
+        times += map(self._table.queue_deadline, waiting)
         times += [self._table.quiet_until(session) for session in self._table.sessions()]
         return min((time for time in times if time is not None), default=None)
 
-    def handle(self, stimulus: Stimulus) -> list[Instruction]:
-        """Handle a stimulus, and return the instructions to execute, in this order.
+    def handle(self, stimulus: Stimulus, now: float) -> list[Instruction]:
+        """Handle a stimulus of the time `now`, and return the instructions to execute, in this order.
 
         Stimuli for unknown runs and outdated reports change nothing.
 
         Raises:
             ValueError: `RunOver` with a state that is not final.
         """
-        now = self._table.now = max(self._table.now, stimulus.now)
+        self._table.now = max(self._table.now, now)
         self._waiting = None
         match stimulus:
             case RunSubmitted(run=run):
-                out = self._submit(run, now)
+                out = self._submit(run)
             case RunAdopted():
                 out = self._adopt(stimulus)
             case InventoryChanged(inventory=inventory):
-                out = self._look_again(inventory)
+                waiting = self._table.waiting() if self._queue.seen(inventory) else []
+                out = [instruction for run in waiting for instruction in self._judge(run)]
             case TimePassed():
                 out = []
             case _:
                 known = self._runs.get(stimulus.run_id)
-                out = [] if known is None else self._happened(known, stimulus, now)
+                out = [] if known is None else self._happened(known, stimulus)
         return out + self._settle()
 
     # ------------------------------------------------------------ stimuli
 
-    def _submit(self, run: Run, now: float) -> list[Instruction]:
+    def _submit(self, run: Run) -> list[Instruction]:
         spec = run.spec
         if spec.run_id in self._runs:
             message = f"run {spec.run_id} was already submitted; each run needs its own ID."
             return [RefuseRun(spec.run_id, "UsageError", message)]
-        if spec.session:
-            refusal = session_refusal(spec, self._runs.get(spec.session))
-            if refusal:
-                return [RefuseRun(spec.run_id, "SessionError", refusal)]
-        self._table.change(run, queued_at=now)
+        if spec.session and (refusal := session_refusal(spec, self._runs.get(spec.session))):
+            return [RefuseRun(spec.run_id, "SessionError", refusal)]
+        self._table.change(run, queued_at=self._table.now)
         self._table.add(run)
-        return [] if spec.session or self._queue.room is None else self._judge(run)
+        return [] if spec.session or not self._queue.knows_devices else self._judge(run)
 
     def _adopt(self, adopted: RunAdopted) -> list[Instruction]:
         run = adopted.run
@@ -204,18 +195,13 @@ class Scheduler:
                 orphaned=run.spec.fresh and run.spec.session not in self._runs,
                 begun=True,
                 meter=meter,
-                quiet_since=adopted.now if run.state is RunState.RUNNING else None,
+                quiet_since=self._table.now if run.state is RunState.RUNNING else None,
             )
             self._table.add(run)
             self._costs.adopted(run)
             if run.freed:
                 self._table.stop_meter(run)
         return []
-
-    def _look_again(self, inventory: Inventory) -> list[Instruction]:
-        if not self._queue.seen(inventory):
-            return []
-        return [instruction for run in self._table.waiting() for instruction in self._judge(run)]
 
     def _judge(self, run: Run) -> list[Instruction]:
         """Put a waiting run into its queue, or into another one if the pool's devices have changed."""
@@ -233,10 +219,10 @@ class Scheduler:
         self._table.change(run, want=want)
         return []
 
-    def _happened(self, run: Run, stimulus: StimulusOfRun, now: float) -> list[Instruction]:
+    def _happened(self, run: Run, stimulus: StimulusOfRun) -> list[Instruction]:
         match stimulus:
             case RunMoved():
-                return self._moved(run, stimulus, now)
+                return self._moved(run, stimulus)
             case CancelRequested(reason=reason):
                 return self._table.stop(run, RunState.CANCELLED, reason)
             case RunOver(state=state):
@@ -254,13 +240,13 @@ class Scheduler:
             case RunRequeued(why=why):
                 return self._requeued(run, why)
             case SessionPaused(reason=reason):
-                self._table.change(run, paused=reason, quiet_since=None if run.quiet_since is None else now)
+                self._table.change(run, paused=reason, quiet_since=None if run.quiet_since is None else self._table.now)
         return []
 
-    def _moved(self, run: Run, moved: RunMoved, now: float) -> list[Instruction]:
+    def _moved(self, run: Run, moved: RunMoved) -> list[Instruction]:
         if run.lease is None or moved.state is RunState.QUEUED:
             return []
-        quiet_since = now if moved.state is RunState.RUNNING else run.quiet_since
+        quiet_since = self._table.now if moved.state is RunState.RUNNING else run.quiet_since
         told, reason = None if run.asked else run.told, run.reason or moved.reason
         changes = {"quiet_since": quiet_since, "told": told, "reason": reason, "unstopped": moved.unstopped}
         self._table.change(run, begun=True, asked=False, **changes)
@@ -269,8 +255,7 @@ class Scheduler:
     def _lease_refused(self, run: Run, refused: LeaseRefused) -> list[Instruction]:
         if run.lease is None or run.begun:
             return []
-        if self._queue.room is not None:
-            self._queue.room.refuse(run.lease, refused.uuids, refused.why)
+        self._queue.room.refuse(run.lease, refused.uuids, refused.why)
         self._table.change(run, lease=None, asked=False)
         return [] if run.stopping_as is None else self._table.end(run, run.stopping_as, "")
 
@@ -304,30 +289,25 @@ class Scheduler:
             for run in self._table.over_time()
         ]
         for session in self._table.sessions():
-            until = self._table.quiet_until(session)
-            if until is not None and now >= until:
+            if (until := self._table.quiet_until(session)) is not None and now >= until:
                 reason = f"nothing ran in it for {span(session.spec.idle_s or 0.0)} (--idle)"
                 due.append((session, RunState.CANCELLED, reason))
         for run in self._table.asked_too_long():
-            reason = f"the cluster added nothing within {span(run.spec.wait_s or 0.0)}"
-            due.append((run, RunState.FAILED, reason))
+            due.append((run, RunState.FAILED, f"the cluster added nothing within {span(run.spec.wait_s or 0.0)}"))
         due.sort(key=lambda one: one[0].number)
         return [instruction for one in due for instruction in self._table.stop(*one)]
 
     def _settle_cells(self) -> list[Instruction]:
         """Launch waiting cells of sessions, let them give up, or end them with their session."""
-        out: list[Instruction] = []
-        for session in [run for run in self._table.sessions() if not run.is_open]:
-            out += self._table.end_cells(session)
+        closed = [run for run in self._table.sessions() if not run.is_open]
+        out = [instruction for session in closed for instruction in self._table.end_cells(session)]
         for cell in self._table.waiting_cells():
             session = self._runs[cell.spec.session]
-            why = obstacle(self._table, cell)
-            deadline = self._table.queue_deadline(cell)
-            if not why and session.lease is not None:
+            if not (why := obstacle(self._table, cell)) and session.lease is not None:
                 lease = _share(session.lease, cell.spec)
                 self._table.change(cell, lease=lease, told=None, accepted=True)
                 out.append(LaunchRun(cell.run_id, lease))
-            elif deadline is not None and self._table.now >= deadline:
+            elif self._table.waited_in_vain(cell):
                 out += self._table.give_up(cell, cell_waited_in_vain(cell, why))
         return out
 
@@ -337,5 +317,4 @@ def _share(lease: Lease, spec: RunSpec) -> Lease:
     ranks = spec.placement.ranks
     if ranks >= lease.ranks:
         return lease
-    slots = min(lease.cpu_slots, ranks)
-    return replace(lease, ranks=ranks, uuids=lease.uuids[:ranks], cpu_slots=slots)
+    return replace(lease, ranks=ranks, uuids=lease.uuids[:ranks], cpu_slots=min(lease.cpu_slots, ranks))

@@ -8,6 +8,11 @@ from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 
+
+class _OfRun(msgspec.Struct, frozen=True):
+    run_id: str
+
+
 # ---------------------------------------------------------------- stimuli
 
 
@@ -15,7 +20,6 @@ class RunSubmitted(msgspec.Struct, frozen=True):
     """A client submitted this run. `RefuseRun` follows, now or at the first inventory, if it can't be placed."""
 
     run: Run
-    now: float
 
 
 class RunAdopted(msgspec.Struct, frozen=True):
@@ -24,7 +28,7 @@ class RunAdopted(msgspec.Struct, frozen=True):
     Args:
         run: The run, in the state that the agent reports.
         lease: The lease that it holds.
-        metered_at: When its meter started, on the clock of `now`.
+        metered_at: When its meter started, on the clock of `Scheduler.handle`.
         freed: Whether its devices were given back, as after `LeaseFreed`.
         hourly: Their hourly price when the run was placed; None for the current price.
     """
@@ -32,7 +36,6 @@ class RunAdopted(msgspec.Struct, frozen=True):
     run: Run
     lease: Lease
     metered_at: float
-    now: float
     freed: bool = False
     hourly: float | None = None
 
@@ -41,10 +44,9 @@ class InventoryChanged(msgspec.Struct, frozen=True):
     """The pool has a new inventory."""
 
     inventory: Inventory
-    now: float
 
 
-class RunMoved(msgspec.Struct, frozen=True):
+class RunMoved(_OfRun, frozen=True):
     """The agent reports a run's new state. A final one does not free the lease: the ranks still exist.
 
     `STARTING` after `RUNNING` means that the group is restarted on the same lease.
@@ -54,77 +56,58 @@ class RunMoved(msgspec.Struct, frozen=True):
         unstopped: Ranks of its session that still run it after its end.
     """
 
-    run_id: str
     state: RunState
-    now: float
     reason: str = ""
     unstopped: tuple[int, ...] = ()
 
 
-class CancelRequested(msgspec.Struct, frozen=True):
+class CancelRequested(_OfRun, frozen=True):
     """A client or the service wants the run stopped."""
 
-    run_id: str
     reason: str
-    now: float
 
 
-class RunOver(msgspec.Struct, frozen=True):
+class RunOver(_OfRun, frozen=True):
     """The ranks are gone and reaped: the lease is free. `state` is final; ignored if one was already reported."""
 
-    run_id: str
     state: RunState
-    now: float
 
 
-class LeaseFreed(msgspec.Struct, frozen=True):
+class LeaseFreed(_OfRun, frozen=True):
     """No process of the run is left, but its final event has not arrived: the next run may have its devices."""
 
-    run_id: str
-    now: float
 
-
-class LeaseRefused(msgspec.Struct, frozen=True):
+class LeaseRefused(_OfRun, frozen=True):
     """The engine could not lock `uuids`; they count as used outside the pool until the next inventory."""
 
-    run_id: str
     uuids: tuple[str, ...]
     why: str
-    now: float
 
 
-class LeaseGranted(msgspec.Struct, frozen=True):
+class LeaseGranted(_OfRun, frozen=True):
     """The engine has the run's devices. `lease` replaces the proposed one."""
 
-    run_id: str
     lease: Lease
-    now: float
 
 
-class RunRequeued(msgspec.Struct, frozen=True):
+class RunRequeued(_OfRun, frozen=True):
     """A node of the run was lost and its other ranks are gone: it returns to the queue, without a lease.
 
     Args:
         why: The reason, a sentence without a full stop.
     """
 
-    run_id: str
     why: str
-    now: float
 
 
-class SessionPaused(msgspec.Struct, frozen=True):
+class SessionPaused(_OfRun, frozen=True):
     """No cell may start in the session for now. `reason` is shown to waiting cells; "" resumes the session."""
 
-    run_id: str
     reason: str
-    now: float
 
 
 class TimePassed(msgspec.Struct, frozen=True):
     """The time of `next_deadline` has been reached."""
-
-    now: float
 
 
 StimulusOfRun = (
@@ -135,7 +118,7 @@ Stimulus = RunSubmitted | RunAdopted | InventoryChanged | TimePassed | StimulusO
 # ---------------------------------------------------------------- instructions
 
 
-class LaunchRun(msgspec.Struct, frozen=True):
+class LaunchRun(_OfRun, frozen=True):
     """Lock the lease's devices and start the ranks. Answer with `RunMoved`, `LeaseRefused` or `RunOver`.
 
     In a pool of many nodes the lease is a proposal: `LeaseGranted` replaces it. A lease without devices requests nodes
@@ -144,53 +127,47 @@ class LaunchRun(msgspec.Struct, frozen=True):
     The lease of a run in a session is the session's, or a part of it, whose devices are already locked.
     """
 
-    run_id: str
     lease: Lease
 
 
-class MoveRun(msgspec.Struct, frozen=True):
+class MoveRun(_OfRun, frozen=True):
     """The run's state changed to `state`: record it and tell the client."""
 
-    run_id: str
     state: RunState
     reason: str = ""
 
 
-class TellQueue(msgspec.Struct, frozen=True):
+class TellQueue(_OfRun, frozen=True):
     """The run waits at `position` (1 is next) of its queue or session; sent only when something changed.
 
     If very many runs wait, some get this with a delay; `Scheduler.waiting` is always current.
     """
 
-    run_id: str
     position: int
     reason: str
 
 
-class Remark(msgspec.Struct, frozen=True):
+class Remark(_OfRun, frozen=True):
     """Send the run's followers this sentence."""
 
-    run_id: str
     text: str
 
 
-class StopRun(msgspec.Struct, frozen=True):
+class StopRun(_OfRun, frozen=True):
     """Stop a launched run; `state` is its final state."""
 
-    run_id: str
     state: RunState
     reason: str
 
 
-class RefuseRun(msgspec.Struct, frozen=True):
+class RefuseRun(_OfRun, frozen=True):
     """The run is refused, and the scheduler has forgotten it. `error` names the class in `errors`."""
 
-    run_id: str
     error: str
     message: str
 
 
-class EndRun(msgspec.Struct, frozen=True):
+class EndRun(_OfRun, frozen=True):
     """A run without ranks is over, and the scheduler has forgotten it; its `MoveRun` came just before.
 
     Args:
@@ -198,7 +175,6 @@ class EndRun(msgspec.Struct, frozen=True):
         kind: The failure's kind.
     """
 
-    run_id: str
     state: RunState
     reason: str
     kind: FailureKind = FailureKind.CAPACITY

@@ -7,7 +7,7 @@ always return the current state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,6 +30,15 @@ _FIRST = 4
 _RESTART_OR_KILL = "interrupt again within 5 s, or %sgpu_restart --rank {ranks}, kills {it}"
 
 Told = tuple[int, str]
+
+
+def by_line(runs: Iterable[Run]) -> dict[Line, list[tuple[Run, Want]]]:
+    """Return the runs whose requests are resolved, by the line in which they wait."""
+    lines: dict[Line, list[tuple[Run, Want]]] = {}
+    for run in runs:
+        if run.want is not None:
+            lines.setdefault(run.want.line, []).append((run, run.want))
+    return lines
 
 
 class Keepers(msgspec.Struct, frozen=True):
@@ -78,12 +87,8 @@ class QueueWords:
         now = self._table.now
         moment = _Moment(self._table, self._queue, self._fair)
         count = self._table.count_waiting()
-        told_later = count > AT_ONCE and now < self._told_at + count / PER_S
-        if told_later:
-            self._behind = True
-        else:
-            self._told_at = now
-            self._behind = False
+        told_later = self._behind = count > AT_ONCE and now < self._told_at + count / PER_S
+        self._told_at = self._told_at if told_later else now
         out: dict[int, Instruction] = {}
         for run, line, position in moment.places(only_first=told_later):
             if told_later and run.told is not None and position > _FIRST:
@@ -112,8 +117,8 @@ class _Moment:
         self._table = table
         self._fair = fair
         self._room = queue.room
-        self._lines = {} if self._room is None else queue.waiting()
-        self._keepers = Keepers() if self._room is None else queue.keepers(self._room, self._lines)
+        self._lines = queue.waiting()
+        self._keepers = queue.keepers(self._lines)
         self._found: dict[tuple[Want, str], str] = {}
 
     def places(self, *, only_first: bool = False) -> list[tuple[Run, Line | str | None, int]]:
@@ -123,14 +128,16 @@ class _Moment:
             only_first: Whether to return only the first runs of lines in which all runs know their positions.
         """
         found: list[tuple[Run, Line | str | None, int]] = []
-        asked = self._table.asked()
+        asked = by_line(self._table.asked())
         for line in [*self._lines, *(line for line in asked if line not in self._lines)]:
             first = self._keepers.of_lines.get(line, ())
             waiting = self._lines.get(line, [])
             most = _FIRST if only_first and all(run.told is not None for run, _ in waiting) else None
             order = self._fair.in_order(line, waiting, first, self._table.now, most)
-            found += [(run, line, place) for place, run in enumerate([*asked.get(line, ()), *order], 1)]
-        lost = [run for run in self._table.waiting() if self._room is None or run.want is None]
+            found += [
+                (run, line, place) for place, run in enumerate([*(run for run, _ in asked.get(line, ())), *order], 1)
+            ]
+        lost = [run for run in self._table.waiting() if run.want is None]
         found += [(run, None, place) for place, run in enumerate(lost, 1)]
         places: dict[str, int] = {}
         for cell in self._table.waiting_cells():
@@ -144,15 +151,14 @@ class _Moment:
         room, want = self._room, run.want
         if run.spec.session:
             return obstacle(self._table, run)
-        if room is None or want is None:
+        if want is None:
             return "the pool is still looking for its devices"
         if run.asked:
             return asked_for(want, room)
         if over := self._fair.over_quota(run, want):
             return over
-        if self._keepers.keeps(run, want):
-            return waits_for(run, want, room, self._keepers)
-        key = (want, self._keepers.of_users.get((want.line, run.spec.owner.user), ""))
+        kept_for = self._keepers.of_users.get((want.line, run.spec.owner.user), "")
+        key = (want, run.run_id if self._keepers.keeps(run, want) else kept_for)
         if key not in self._found:
             self._found[key] = waits_for(run, want, room, self._keepers)
         return self._found[key]
@@ -255,11 +261,9 @@ def _on_nodes(run: Run, want: Want, room: Room, keepers: Keepers) -> str:
             return f"{_need(want)}: enough are free, but on a node reserved for run {one}, which has waited longer"
         return f"{_need(want)}: {kept_for(keepers, run, want)}"
     node = keepers.nodes.get(run.run_id)
-    kept = [
-        f"node {room.stock.host(node)} is reserved for it" if node is not None else "freed ones are reserved for it"
-    ]
-    parts = [f"{_need(want)}; {_there(want, room)}", *room.not_the_pools(want)]
-    return "; ".join([*parts, *(kept if keepers.keeps(run, want) else []), *_coming(room)])
+    reserved = "freed ones are" if node is None else f"node {room.stock.host(node)} is"
+    kept = [f"{reserved} reserved for it"] if keepers.keeps(run, want) else []
+    return "; ".join([f"{_need(want)}; {_there(want, room)}", *room.not_the_pools(want), *kept, *_coming(room)])
 
 
 def _need(want: Want) -> str:
@@ -296,6 +300,7 @@ def _there(want: Want, room: Room) -> str:
 
 def _emptiest(free: Mapping[str, int], sizes: Mapping[str, int], least: int) -> str:
     """Return the node with the most free among those with a size of at least `least`; the first of several."""
+    # called for each waiting run, with up to a thousand nodes: faster than `max` with a key
     best, most = "", (-1, 0)
     for node, size in sizes.items():
         if size >= least and (there := (max(0, free.get(node, 0)), size)) > most:

@@ -55,9 +55,9 @@ def test_the_oldest_unknown_connections_go_when_they_are_too_many():
         assert [has_ended(each) for each in crowd] == [True] * 7 + [False] * 3
         # one that goes by itself makes room
         crowd[-1].close()
-        await until(lambda: limit.unknown == 2)
+        await until(lambda: len(limit.unknown) == 2)
         later = connect()
-        await until(lambda: limit.unknown == 3)
+        await until(lambda: len(limit.unknown) == 3)
         assert not any(map(has_ended, [*crowd[7:9], later]))
 
     with_limit(check, most_unknown=3)
@@ -66,9 +66,9 @@ def test_the_oldest_unknown_connections_go_when_they_are_too_many():
 def test_who_has_said_hello_stays():
     async def check(limit: ConnectionLimit, connect: Callable[[], socket.socket]) -> None:
         guest = connect()
-        await until(lambda: limit.unknown == 1)
-        limit.knows(next(iter(limit.descriptors)))
-        assert limit.unknown == 0
+        await until(lambda: len(limit.unknown) == 1)
+        limit.knows(next(iter(limit.unknown)))
+        assert len(limit.unknown) == 0
         crowd = [connect() for _ in range(10)]
         # the limit is of all together
         await until(lambda: sum(map(has_ended, crowd)) == 8)

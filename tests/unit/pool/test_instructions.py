@@ -437,12 +437,12 @@ def test_an_old_inventory_is_taken_anew_before_real_devices_are_given():
     taken: list[int] = []
     stock, called = FreshInventory(lambda: taken.append(1)), list[int]()
     real = Inventory(host="ml-1", devices=(Device(uuid="GPU-a", type="a10"),), cpu_slots=4)
-    assert stock.host == ""
+    assert stock.inventory.host == ""
     stock.when_fresh(lambda: called.append(1))
     assert (called, taken) == ([], [])
     for call in stock.taken(real):
         call()
-    assert (called, stock.host) == ([1], "ml-1")
+    assert (called, stock.inventory.host) == ([1], "ml-1")
     stock.when_fresh(lambda: called.append(2))
     assert (called, taken) == ([1, 2], [])
     for number in (3, 4):

@@ -282,11 +282,11 @@ def test_a_run_is_told_at_80_percent_of_its_cost_limit_and_stopped_at_100() -> N
     # two devices for a cent a second each: 1.00 in 50 s, of which the queue and the preparing are none
     running(machine, A, now=100.0)
     assert machine.next_deadline() == pytest.approx(140.0)
-    assert machine.handle(TimePassed(139.0)) == []
-    told = remarks(machine.handle(TimePassed(140.0)))
+    assert machine.handle(TimePassed(), 139.0) == []
+    told = remarks(machine.handle(TimePassed(), 140.0))
     assert told == {A: "80 % of its cost limit of $1.00 is used (--max-cost 1): it is stopped in 10 s"}
     assert machine.next_deadline() == pytest.approx(150.0)
-    out = machine.handle(TimePassed(machine.next_deadline() or 0.0))
+    out = machine.handle(TimePassed(), machine.next_deadline() or 0.0)
     assert stops(out)[A] == (
         "its cost limit of $1.00 is reached (--max-cost 1): 2 a10 at $72.00 an hour cost $1.00 in 50 s. Raise "
         "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
@@ -294,17 +294,17 @@ def test_a_run_is_told_at_80_percent_of_its_cost_limit_and_stopped_at_100() -> N
     assert MoveRun(A, RunState.CANCELLING, stops(out)[A]) in out
     # once, and then it is only waited for
     assert machine.next_deadline() is None
-    assert machine.handle(TimePassed(200.0)) == []
+    assert machine.handle(TimePassed(), 200.0) == []
 
 
 def test_attempts_and_the_time_between_them_count() -> None:
     machine = scheduler()
     submit(machine, limited(A, retries=1))
     running(machine, A, now=0.0)
-    machine.handle(RunMoved(A, RunState.STARTING, 30.0))
-    machine.handle(RunMoved(A, RunState.RUNNING, 31.0))
-    assert A in remarks(machine.handle(TimePassed(40.0)))
-    assert A in stops(machine.handle(TimePassed(50.0)))
+    machine.handle(RunMoved(A, RunState.STARTING), 30.0)
+    machine.handle(RunMoved(A, RunState.RUNNING), 31.0)
+    assert A in remarks(machine.handle(TimePassed(), 40.0))
+    assert A in stops(machine.handle(TimePassed(), 50.0))
 
 
 def test_a_session_keeps_its_cost_limit_and_its_cells_have_none() -> None:
@@ -317,8 +317,8 @@ def test_a_session_keeps_its_cost_limit_and_its_cells_have_none() -> None:
     found = machine.run(B)
     assert found is not None
     assert found.meter.hourly is None
-    assert remarks(machine.handle(TimePassed(40.0))).keys() == {A}
-    assert stops(machine.handle(TimePassed(50.0))).keys() == {A}
+    assert remarks(machine.handle(TimePassed(), 40.0)).keys() == {A}
+    assert stops(machine.handle(TimePassed(), 50.0)).keys() == {A}
 
 
 @pytest.mark.parametrize("kind", ["t4", "cpu"])
@@ -348,10 +348,10 @@ def test_a_run_has_a_bounded_number_of_ranks() -> None:
 def test_a_run_that_was_taken_over_is_not_told_twice_and_is_stopped_in_time() -> None:
     machine = scheduler()
     lease = Lease(lease_id="1", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
-    out = machine.handle(RunAdopted(Run(limited(A), RunState.RUNNING), lease, metered_at=0.0, now=45.0))
+    out = machine.handle(RunAdopted(Run(limited(A), RunState.RUNNING), lease, metered_at=0.0), 45.0)
     assert remarks(out) == {}
     assert machine.next_deadline() == pytest.approx(50.0)
-    assert A in stops(machine.handle(TimePassed(50.0)))
+    assert A in stops(machine.handle(TimePassed(), 50.0))
 
 
 def test_a_budget_warns_every_run_and_stops_all_that_have_a_price() -> None:
@@ -364,12 +364,12 @@ def test_a_budget_warns_every_run_and_stops_all_that_have_a_price() -> None:
     running(machine, C, now=50.0)
     # 6 of before, 1 of A until B began; from then 3 cents a second
     assert machine.next_deadline() == pytest.approx(50 + 1 / 0.03)
-    out = machine.handle(TimePassed(machine.next_deadline() or 0.0))
+    out = machine.handle(TimePassed(), machine.next_deadline() or 0.0)
     assert remarks(out) == dict.fromkeys(
         (A, B), "80 % of the pool's budget of $10.00 in 30 d is used; runs with a price are stopped when it is used up"
     )
     assert machine.next_deadline() == pytest.approx(150.0)
-    out = machine.handle(TimePassed(machine.next_deadline() or 0.0))
+    out = machine.handle(TimePassed(), machine.next_deadline() or 0.0)
     assert stops(out).keys() == {A, B}
     assert stops(out)[B].startswith(
         "the pool's budget of $10.00 in 30 d is used up: its runs have cost $10.00, this one $1.00 of it. Raise"
@@ -381,10 +381,10 @@ def test_a_run_whose_devices_are_given_back_costs_nothing_more() -> None:
     machine = scheduler(budget)
     submit(machine, limited(A, 2))
     running(machine, A, now=0.0)
-    machine.handle(LeaseFreed(A, 25.0))
+    machine.handle(LeaseFreed(A), 25.0)
     assert budget.spent(25.0) == pytest.approx(0.5)
-    assert not stops(machine.handle(TimePassed(1000.0)))
-    machine.handle(RunMoved(A, RunState.SUCCEEDED, 1000.0))
+    assert not stops(machine.handle(TimePassed(), 1000.0))
+    machine.handle(RunMoved(A, RunState.SUCCEEDED), 1000.0)
     assert budget.spent(1000.0) == pytest.approx(0.5)
 
 
@@ -408,14 +408,14 @@ def test_runs_that_wait_end_when_the_budget_does() -> None:
     submit(machine, spec(A, 2))
     running(machine, A)
     submit(machine, spec(B, 2), now=1.0)
-    out = machine.handle(TimePassed(50.0))
+    out = machine.handle(TimePassed(), 50.0)
     assert stops(out).keys() == {A}
     ends = [one for one in out if isinstance(one, EndRun)]
     assert [(one.run_id, one.state, one.kind) for one in ends] == [(B, RunState.FAILED, FailureKind.CAPACITY)]
     assert "is used up" in ends[0].reason
     # nothing is lost of what it has cost: whole seconds, until it was over
-    machine.handle(RunMoved(A, RunState.TIMED_OUT, 52.5))
-    machine.handle(RunOver(A, RunState.TIMED_OUT, 53.0))
+    machine.handle(RunMoved(A, RunState.TIMED_OUT), 52.5)
+    machine.handle(RunOver(A, RunState.TIMED_OUT), 53.0)
     (refused,) = submit(machine, spec(C), now=53.0)
     assert isinstance(refused, RefuseRun)
     assert "have cost $1.06 in that time. There is room again in 1 d;" in refused.message
@@ -426,7 +426,7 @@ def test_a_pool_without_prices_has_no_budget_to_keep() -> None:
     assert A in launched(submit(machine, spec(A)))
     running(machine, A)
     assert machine.next_deadline() == 7200.0
-    assert not [one for one in machine.handle(TimePassed(100.0)) if not isinstance(one, LaunchRun)]
+    assert not [one for one in machine.handle(TimePassed(), 100.0) if not isinstance(one, LaunchRun)]
 
 
 # ---------------------------------------------------------------- the ledger's third version
@@ -523,11 +523,11 @@ def test_a_price_that_was_changed_is_not_that_of_a_run_that_goes_on(tmp_path: Pa
     again, dearer = Run(run.spec, RunState.RUNNING), Tariff(read_prices("a10=360"))
     machine = scheduler(tariff=dearer)
     since, hourly = Billing(ledger, dearer).adopted(again, LEASE, time.time(), 55.0)
-    machine.handle(RunAdopted(again, LEASE, since, 55.0, hourly=hourly))
+    machine.handle(RunAdopted(again, LEASE, since, hourly=hourly), 55.0)
     assert again.meter.bill(58.0) == Bill(16.0, pytest.approx(0.16))
     # its meter stands still when its devices are free, and nothing is billed twice
-    machine.handle(LeaseFreed(A, 58.0))
-    machine.handle(RunMoved(A, RunState.SUCCEEDED, 70.0))
+    machine.handle(LeaseFreed(A), 58.0)
+    machine.handle(RunMoved(A, RunState.SUCCEEDED), 70.0)
     assert again.meter.bill(80.0) == Bill(16.0, pytest.approx(0.16))
     ledger.close()
 
@@ -535,12 +535,12 @@ def test_a_price_that_was_changed_is_not_that_of_a_run_that_goes_on(tmp_path: Pa
 def test_what_had_ended_before_another_service_came_is_not_paid_for_twice() -> None:
     budget = Budget(100.0, 1, [(0.0, 2.0)])
     machine = scheduler(budget)
-    machine.handle(RunAdopted(Run(spec(A, 2), RunState.SUCCEEDED), LEASE, 0.0, 50.0))
+    machine.handle(RunAdopted(Run(spec(A, 2), RunState.SUCCEEDED), LEASE, 0.0), 50.0)
     for now in (60.0, 70.0):
         state = budget_state(budget, machine.runs, "USD", now)
         assert state is not None
         assert state.spent == 2.0
-    machine.handle(RunOver(A, RunState.SUCCEEDED, 80.0))
+    machine.handle(RunOver(A, RunState.SUCCEEDED), 80.0)
     assert budget.spent(80.0) == 2.0
 
 

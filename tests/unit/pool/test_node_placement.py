@@ -311,7 +311,7 @@ def test_what_an_autoscaler_may_bring_is_asked_of_the_engine() -> None:
         "needs 20 H100, 16 are free of 16 there now, 32 at most, the largest node has 8 free of 8; the cluster was "
         "asked for more nodes"
     )
-    pool.feed(InventoryChanged(elastic("4 nodes are starting."), pool.now))
+    pool.feed(InventoryChanged(elastic("4 nodes are starting.")))
     assert pool.reason(A).endswith("the cluster was asked for more nodes; 4 nodes are starting")
 
 
@@ -329,13 +329,13 @@ def test_what_the_engine_gave_takes_the_place_of_what_was_asked() -> None:
     pool = driven(elastic())
     pool.submit(spec(A, 20))
     more = cluster({**TWO, "n3": ("h100", 8)}, elastic=(("h100", 32), ("l4", 8)))
-    pool.feed(InventoryChanged(more, pool.now))
+    pool.feed(InventoryChanged(more))
     shares = tuple(
         NodeShare(node=name, host=f"host-{name}", ranks=count, uuids=tuple(f"GPU-{name}-{at}" for at in range(count)))
         for name, count in (("n3", 8), ("n1", 8), ("n2", 4))
     )
     uuids = tuple(uuid for share in shares for uuid in share.uuids)
-    pool.feed(LeaseGranted(A, msgspec.structs.replace(pool.leases[A], uuids=uuids, shares=shares), pool.now))
+    pool.feed(LeaseGranted(A, msgspec.structs.replace(pool.leases[A], uuids=uuids, shares=shares)))
     assert A not in pool.scheduler.waiting()
     assert pool.scheduler.holder("GPU-n3-7") == A
     pool.submit(spec(B, 4))
@@ -346,10 +346,10 @@ def test_a_type_that_the_cluster_does_not_bring_is_not_asked_for_again_until_it_
     pool = driven(elastic())
     pool.submit(spec(A, 4, "l4"))
     del pool.leases[A]
-    pool.feed(LeaseRefused(A, (), "no such node type", pool.now))
+    pool.feed(LeaseRefused(A, (), "no such node type"))
     assert A not in pool.leases
     assert pool.reason(A).startswith("needs 4 L4; 0 are free of 0 there now, 8 at most; the cluster added no more: no")
-    pool.feed(InventoryChanged(elastic(), pool.now))
+    pool.feed(InventoryChanged(elastic()))
     assert pool.leases[A].uuids == ()
 
 
@@ -369,7 +369,7 @@ def test_other_devices_than_were_proposed_are_those_that_the_run_holds() -> None
     pool.submit(spec(A, 2))
     proposed = pool.leases[A]
     share = NodeShare(node="n2", host="host-n2", ranks=2, uuids=("GPU-n2-3", "GPU-n2-4"))
-    pool.feed(LeaseGranted(A, msgspec.structs.replace(proposed, uuids=share.uuids, shares=(share,)), pool.now))
+    pool.feed(LeaseGranted(A, msgspec.structs.replace(proposed, uuids=share.uuids, shares=(share,))))
     assert pool.scheduler.holder("GPU-n1-0") is None
     assert pool.scheduler.holder("GPU-n2-3") == A
     pool.submit(spec(B, 8, strategy="strict_pack"))
@@ -381,9 +381,9 @@ def test_other_devices_than_were_proposed_are_those_that_the_run_holds() -> None
 def test_a_refused_device_is_barred_until_the_next_inventory() -> None:
     pool = driven(cluster({"n1": ("h100", 2)}))
     pool.submit(spec(A, 2))
-    pool.feed(LeaseRefused(A, ("GPU-n1-1",), "in use by pid 7", pool.now))
+    pool.feed(LeaseRefused(A, ("GPU-n1-1",), "in use by pid 7"))
     assert "1 is in use outside the pool (in use by pid 7)" in pool.reason(A)
-    pool.feed(InventoryChanged(cluster({"n1": ("h100", 2)}), pool.now))
+    pool.feed(InventoryChanged(cluster({"n1": ("h100", 2)})))
     assert pool.scheduler.holder("GPU-n1-1") == A
 
 
@@ -392,8 +392,8 @@ def test_a_run_whose_node_was_lost_waits_in_its_old_place_and_begins_elsewhere()
     pool.submit(spec(A, 8), spec(B, 8), spec(C, 8))
     pool.begin(A)
     left = cluster({"n2": ("h100", 8)})
-    pool.feed(InventoryChanged(left, pool.now))
-    out = pool.feed(RunRequeued(A, "node host-n1 was lost", pool.now))
+    pool.feed(InventoryChanged(left))
+    out = pool.feed(RunRequeued(A, "node host-n1 was lost"))
     assert MoveRun(A, RunState.QUEUED, "node host-n1 was lost") in out
     assert not any(isinstance(one, LaunchRun) for one in out)
     assert [pool.scheduler.waiting()[run][0] for run in (A, C)] == [1, 2]
@@ -407,7 +407,7 @@ def test_a_run_that_was_being_cancelled_when_its_node_was_lost_does_not_come_bac
     pool.submit(spec(A, 8))
     pool.begin(A)
     pool.cancel(A)
-    out = pool.feed(RunRequeued(A, "node host-n1 was lost", pool.now))
+    out = pool.feed(RunRequeued(A, "node host-n1 was lost"))
     assert any(isinstance(one, EndRun) and one.state is RunState.CANCELLED for one in out)
     assert pool.scheduler.runs == ()
     assert pool.scheduler.holder("GPU-n1-0") is None

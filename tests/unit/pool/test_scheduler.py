@@ -68,7 +68,7 @@ def test_two_runs_never_share_a_device_and_a_freed_one_is_used_again() -> None:
     assert first.lease_id != second.lease_id
     assert scheduler.holder("GPU-a10-2") == B
     running(scheduler, A)
-    assert scheduler.handle(RunOver(A, RunState.SUCCEEDED, 1.0)) == [MoveRun(A, RunState.SUCCEEDED)]
+    assert scheduler.handle(RunOver(A, RunState.SUCCEEDED), 1.0) == [MoveRun(A, RunState.SUCCEEDED)]
     assert scheduler.holder("GPU-a10-0") is None
     assert launched(submit(scheduler, spec(C, 2)))[C].uuids == first.uuids
 
@@ -78,9 +78,9 @@ def test_ranks_that_are_done_hold_their_devices_until_they_are_reaped() -> None:
     submit(scheduler, spec(A))
     submit(scheduler, spec(B))
     running(scheduler, A)
-    assert scheduler.handle(RunMoved(A, RunState.SUCCEEDED, 1.0)) == [MoveRun(A, RunState.SUCCEEDED)]
+    assert scheduler.handle(RunMoved(A, RunState.SUCCEEDED), 1.0) == [MoveRun(A, RunState.SUCCEEDED)]
     assert scheduler.holder("GPU-a10-0") == A
-    out = scheduler.handle(RunOver(A, RunState.FAILED, 2.0))
+    out = scheduler.handle(RunOver(A, RunState.FAILED), 2.0)
     assert list(launched(out)) == [B]
     assert not [one for one in out if isinstance(one, MoveRun)]  # A ended as it said first
 
@@ -89,21 +89,21 @@ def test_devices_that_are_given_back_before_the_last_word_are_the_next_runs() ->
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A, timeout_s=100.0))
     running(scheduler, A)
-    lease = launched(submit(scheduler, spec(B))) or launched(scheduler.handle(LeaseFreed(A, 1.0)))
+    lease = launched(submit(scheduler, spec(B))) or launched(scheduler.handle(LeaseFreed(A), 1.0))
     assert list(lease) == [B]
     assert scheduler.holder("GPU-a10-0") == B
-    assert scheduler.handle(LeaseFreed(A, 2.0)) == []
+    assert scheduler.handle(LeaseFreed(A), 2.0) == []
     assert scheduler.next_deadline() is None, "no process of it is left that could be stopped"
     running(scheduler, B, 2.0)
-    assert scheduler.handle(RunMoved(A, RunState.SUCCEEDED, 3.0)) == [MoveRun(A, RunState.SUCCEEDED)]
-    assert scheduler.handle(RunOver(A, RunState.FAILED, 4.0)) == []
+    assert scheduler.handle(RunMoved(A, RunState.SUCCEEDED), 3.0) == [MoveRun(A, RunState.SUCCEEDED)]
+    assert scheduler.handle(RunOver(A, RunState.FAILED), 4.0) == []
     assert scheduler.holder("GPU-a10-0") == B
     # both are handed over to another service, the first before its last word
     another = Scheduler(node(*gpus(1)))
-    another.handle(RunAdopted(Run(spec(B), RunState.RUNNING), lease[B], 2.0, 5.0))
-    another.handle(RunAdopted(Run(spec(A), RunState.RUNNING), lease[B], 0.0, 5.0, freed=True))
+    another.handle(RunAdopted(Run(spec(B), RunState.RUNNING), lease[B], 2.0), 5.0)
+    another.handle(RunAdopted(Run(spec(A), RunState.RUNNING), lease[B], 0.0, freed=True), 5.0)
     assert another.holder("GPU-a10-0") == B
-    another.handle(RunOver(A, RunState.SUCCEEDED, 6.0))
+    another.handle(RunOver(A, RunState.SUCCEEDED), 6.0)
     assert another.holder("GPU-a10-0") == B
 
 
@@ -207,7 +207,7 @@ def test_more_ranks_than_slots_take_them_all_and_the_lease_says_so() -> None:
     scheduler = Scheduler(node(slots=16, cores=2))
     submit(scheduler, spec(A, 1, "cpu"))
     assert submit(scheduler, spec(B, 64, "cpu")) == [TellQueue(B, 1, "needs 1 more CPU slot")]
-    lease = launched(scheduler.handle(RunOver(A, RunState.FAILED, 1.0)))[B]
+    lease = launched(scheduler.handle(RunOver(A, RunState.FAILED), 1.0))[B]
     assert (lease.ranks, lease.cpu_slots, lease.note) == (64, 16, "64 ranks share 2 cores (16 slots)")
     assert scheduler.cpu_slots_free == 0
     lease = launched(submit(Scheduler(node(slots=1, cores=1)), spec(A, 2, "cpu")))[A]
@@ -240,7 +240,7 @@ def test_the_pools_own_use_is_no_use_from_outside() -> None:
     submit(scheduler, spec(A, 1))
     submit(scheduler, spec(B, 2))
     submit(scheduler, spec(C, 1))
-    assert scheduler.handle(InventoryChanged(node(*gpus(2, outside=[0, 1])), 20.0)) == [
+    assert scheduler.handle(InventoryChanged(node(*gpus(2, outside=[0, 1]))), 20.0) == [
         TellQueue(B, 1, "needs 2 more A10; freed ones are reserved for it")
     ]
 
@@ -248,23 +248,23 @@ def test_the_pools_own_use_is_no_use_from_outside() -> None:
 def test_a_device_that_others_leave_is_given_out() -> None:
     scheduler = Scheduler(node(*gpus(1, outside=[0])))
     submit(scheduler, spec(A))
-    assert list(launched(scheduler.handle(InventoryChanged(node(*gpus(1)), 5.0)))) == [A]
+    assert list(launched(scheduler.handle(InventoryChanged(node(*gpus(1))), 5.0))) == [A]
 
 
 def test_a_refused_lease_goes_back_to_its_place_with_the_devices_barred() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     submit(scheduler, spec(A, 2))
     submit(scheduler, spec(B, 1, allow_busy=True))
-    out = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "another user's pool holds it", 1.0))
+    out = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "another user's pool holds it"), 1.0)
     # B may pass with the device that is left, and not even --allow-busy gets the locked one
     assert launched(out)[B].uuids == ("GPU-a10-1",)
     why = "1 is in use outside the pool (another user's pool holds it)"
     assert TellQueue(A, 1, f"needs 2 more A10; {why}") in out
     assert submit(scheduler, spec(C, 1, allow_busy=True)) == [TellQueue(C, 2, f"needs 1 more A10; {why}")]
-    scheduler.handle(CancelRequested(C, "", 2.0))
-    scheduler.handle(RunOver(B, RunState.FAILED, 2.0))
+    scheduler.handle(CancelRequested(C, ""), 2.0)
+    scheduler.handle(RunOver(B, RunState.FAILED), 2.0)
     # the next look at the devices gives it another try, first in its line
-    out = scheduler.handle(InventoryChanged(node(*gpus(2)), 3.0))
+    out = scheduler.handle(InventoryChanged(node(*gpus(2))), 3.0)
     assert launched(out)[A].uuids == ("GPU-a10-0", "GPU-a10-1")
     assert launched(out).keys() == {A}
 
@@ -273,22 +273,22 @@ def test_a_refused_lease_goes_back_to_its_place_with_the_devices_barred() -> Non
 def test_a_refusal_that_names_none_of_its_devices_bars_them_all(named: tuple[str, ...]) -> None:
     scheduler = Scheduler(node(*gpus(3)))
     submit(scheduler, spec(A, 2))
-    out = scheduler.handle(LeaseRefused(A, named, "", 1.0))
+    out = scheduler.handle(LeaseRefused(A, named, ""), 1.0)
     assert out == [TellQueue(A, 1, "needs 1 more A10; 2 are in use outside the pool")]
 
 
 def test_a_refused_cpu_lease_waits_for_the_next_inventory() -> None:
     scheduler = Scheduler(node())
     submit(scheduler, spec(A, 2, "cpu"))
-    out = scheduler.handle(LeaseRefused(A, (), "no memory", 1.0))
+    out = scheduler.handle(LeaseRefused(A, (), "no memory"), 1.0)
     assert out == [TellQueue(A, 1, "needs 2 more CPU slots; the engine refuses more: no memory")]
-    assert list(launched(scheduler.handle(InventoryChanged(node(), 2.0)))) == [A]
+    assert list(launched(scheduler.handle(InventoryChanged(node()), 2.0))) == [A]
 
 
 def test_a_refused_lease_of_a_run_that_would_not_wait_ends_it() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A, wait_s=0.0))
-    moved, ended = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "locked", 1.0))
+    moved, ended = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "locked"), 1.0)
     assert isinstance(ended, EndRun)
     assert moved == MoveRun(A, RunState.FAILED, ended.reason)
     assert ended.reason.startswith("the run needs 1 A10, 0 are free, and it does not wait: 1 is in use outside")
@@ -300,7 +300,7 @@ def test_a_lease_that_ranks_run_on_can_not_be_refused() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
     running(scheduler, A)
-    assert scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "late", 1.0)) == []
+    assert scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "late"), 1.0) == []
     assert scheduler.holder("GPU-a10-0") == A
 
 
@@ -312,8 +312,8 @@ def test_first_come_first_served_with_positions_told_once() -> None:
     submit(scheduler, spec(A))
     assert submit(scheduler, spec(B), 1.0) == [TellQueue(B, 1, "needs 1 more A10")]
     assert submit(scheduler, spec(C), 2.0) == [TellQueue(C, 2, "needs 1 more A10")]
-    assert scheduler.handle(TimePassed(3.0)) == []
-    out = scheduler.handle(RunOver(A, RunState.FAILED, 4.0))
+    assert scheduler.handle(TimePassed(), 3.0) == []
+    out = scheduler.handle(RunOver(A, RunState.FAILED), 4.0)
     assert list(launched(out)) == [B]
     assert TellQueue(C, 1, "needs 1 more A10") in out
 
@@ -326,7 +326,7 @@ def test_each_type_has_a_line_of_its_own() -> None:
         (told,) = submit(scheduler, spec(f"1000000{number}", 1, kind))
         assert isinstance(told, TellQueue)
         assert told.position == 1
-    assert list(launched(scheduler.handle(RunOver("00000001", RunState.FAILED, 1.0)))) == ["10000001"]
+    assert list(launched(scheduler.handle(RunOver("00000001", RunState.FAILED), 1.0))) == ["10000001"]
 
 
 def test_a_later_run_that_fits_passes_one_that_does_not() -> None:
@@ -345,11 +345,13 @@ def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
     assert scheduler.next_deadline() is None  # waiting alone is not being passed over
     assert list(launched(submit(scheduler, spec(C, 1), 200.0))) == [C]
     assert scheduler.next_deadline() == 800.0
-    scheduler.handle(RunOver(C, RunState.FAILED, 300.0))
+    scheduler.handle(RunOver(C, RunState.FAILED), 300.0)
     assert list(launched(submit(scheduler, spec(C, 1), 799.0))) == [C]  # still passes
-    assert scheduler.handle(TimePassed(800.0)) == [TellQueue(B, 1, "needs 2 more A10; freed ones are reserved for it")]
+    assert scheduler.handle(TimePassed(), 800.0) == [
+        TellQueue(B, 1, "needs 2 more A10; freed ones are reserved for it")
+    ]
     assert scheduler.next_deadline() is None
-    scheduler.handle(RunOver(C, RunState.FAILED, 900.0))
+    scheduler.handle(RunOver(C, RunState.FAILED), 900.0)
     kept = "the free ones are reserved for run bbbb, which has waited longer"
     assert submit(scheduler, spec(D, 1), 901.0) == [TellQueue(D, 2, kept)]
     # other lines do not care
@@ -357,7 +359,7 @@ def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
     # who would not wait is told the same
     refused = refusal(submit(scheduler, spec("ffff0000", 1, wait_s=0.0), 903.0))
     assert f"the run needs 1 A10, 1 is free, and it does not wait: {kept}." in refused.message
-    out = scheduler.handle(RunOver(A, RunState.FAILED, 904.0))
+    out = scheduler.handle(RunOver(A, RunState.FAILED), 904.0)
     assert list(launched(out)) == [B]
     assert TellQueue(D, 1, "needs 1 more A10") in out
 
@@ -367,9 +369,9 @@ def test_when_the_run_that_devices_were_kept_for_is_cancelled_the_next_goes() ->
     submit(scheduler, spec(A, 1))
     submit(scheduler, spec(B, 2))
     submit(scheduler, spec(C, 1))
-    scheduler.handle(RunOver(C, RunState.FAILED, 1.0))
+    scheduler.handle(RunOver(C, RunState.FAILED), 1.0)
     assert launched(submit(scheduler, spec(D, 1), 1.0)) == {}
-    assert list(launched(scheduler.handle(CancelRequested(B, "enough", 2.0)))) == [D]
+    assert list(launched(scheduler.handle(CancelRequested(B, "enough"), 2.0))) == [D]
 
 
 def test_when_the_run_that_devices_were_kept_for_gives_up_the_next_goes() -> None:
@@ -377,9 +379,9 @@ def test_when_the_run_that_devices_were_kept_for_gives_up_the_next_goes() -> Non
     submit(scheduler, spec(A, 1))
     submit(scheduler, spec(B, 2, wait_s=10.0))
     submit(scheduler, spec(C, 1))
-    scheduler.handle(RunOver(C, RunState.FAILED, 1.0))
+    scheduler.handle(RunOver(C, RunState.FAILED), 1.0)
     submit(scheduler, spec(D, 1), 1.0)
-    out = scheduler.handle(TimePassed(10.0))
+    out = scheduler.handle(TimePassed(), 10.0)
     assert [type(one) for one in out] == [MoveRun, EndRun, LaunchRun]
     assert list(launched(out)) == [D]
 
@@ -389,16 +391,16 @@ def test_nothing_is_kept_for_a_run_that_could_not_use_it() -> None:
     submit(scheduler, spec(A, 1))
     submit(scheduler, spec(B, 2))
     submit(scheduler, spec(C, 1))
-    scheduler.handle(RunOver(C, RunState.FAILED, 1.0))
+    scheduler.handle(RunOver(C, RunState.FAILED), 1.0)
     assert launched(submit(scheduler, spec(D, 1), 1.0)) == {}
     # a device goes away: B can't run now whoever leaves, so it holds up nobody
-    out = scheduler.handle(InventoryChanged(node(*gpus(2)[1:]), 2.0))
+    out = scheduler.handle(InventoryChanged(node(*gpus(2)[1:])), 2.0)
     assert list(launched(out)) == [D]
     assert TellQueue(B, 1, "needs 2 more A10; the pool has only 1 A10 now") in out
     # it comes back, and B's turn with it
-    scheduler.handle(InventoryChanged(node(*gpus(2)), 3.0))
-    scheduler.handle(RunOver(A, RunState.FAILED, 4.0))
-    assert list(launched(scheduler.handle(RunOver(D, RunState.FAILED, 5.0)))) == [B]
+    scheduler.handle(InventoryChanged(node(*gpus(2))), 3.0)
+    scheduler.handle(RunOver(A, RunState.FAILED), 4.0)
+    assert list(launched(scheduler.handle(RunOver(D, RunState.FAILED), 5.0))) == [B]
 
 
 def test_a_large_run_gets_its_turn_under_a_stream_of_small_ones() -> None:
@@ -409,7 +411,7 @@ def test_a_large_run_gets_its_turn_under_a_stream_of_small_ones() -> None:
         out = submit(scheduler, spec(A, 4) if step == 5 else spec(f"{step:08x}", 1), now)
         for run in scheduler.runs:  # each small run lasts 120 s, so that 4 run at any time
             if run.lease is not None and run.run_id != A and now >= started.get(run.run_id, now) + 120.0:
-                out += scheduler.handle(RunOver(run.run_id, RunState.FAILED, now))
+                out += scheduler.handle(RunOver(run.run_id, RunState.FAILED), now)
         started |= dict.fromkeys(launched(out), now)
         if A in started:
             break
@@ -421,18 +423,18 @@ def test_any_run_that_waits_takes_up_with_the_devices_that_come() -> None:
     scheduler = Scheduler(node(slots=2))
     submit(scheduler, spec(A, 2, "cpu"))
     assert submit(scheduler, spec(B, 1, "any")) == [TellQueue(B, 1, "needs 1 more CPU slot")]
-    assert launched(scheduler.handle(InventoryChanged(node(*gpus(1), slots=2), 1.0)))[B].uuids == ("GPU-a10-0",)
+    assert launched(scheduler.handle(InventoryChanged(node(*gpus(1), slots=2)), 1.0))[B].uuids == ("GPU-a10-0",)
 
 
 def test_a_waiting_run_whose_devices_vanish_goes_on_waiting_and_says_why() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
     submit(scheduler, spec(B, wait_s=60.0))
-    assert scheduler.handle(InventoryChanged(node(problem="NVML: unknown error"), 1.0)) == [
+    assert scheduler.handle(InventoryChanged(node(problem="NVML: unknown error")), 1.0) == [
         TellQueue(B, 1, "needs 1 more A10; the pool has only 0 A10 now")
     ]
     assert scheduler.run(A) is not None  # its end is the agent's to tell
-    moved, ended = scheduler.handle(TimePassed(60.0))
+    moved, ended = scheduler.handle(TimePassed(), 60.0)
     assert (type(moved), type(ended)) == (MoveRun, EndRun)
 
 
@@ -457,8 +459,8 @@ def test_runs_are_held_until_the_devices_are_known() -> None:
         None,
         None,
     )
-    assert scheduler.handle(CancelRequested("eeee0000", "", 0.5)) == []
-    out = scheduler.handle(InventoryChanged(node(*gpus(1)), 1.0))
+    assert scheduler.handle(CancelRequested("eeee0000", ""), 0.5) == []
+    out = scheduler.handle(InventoryChanged(node(*gpus(1))), 1.0)
     assert list(launched(out)) == [A]
     refused = {one.run_id: one.error for one in out if isinstance(one, RefuseRun)}
     assert refused == {B: "UsageError", C: "CapacityError"}
@@ -468,7 +470,7 @@ def test_runs_are_held_until_the_devices_are_known() -> None:
 def test_a_held_run_can_be_cancelled() -> None:
     scheduler = Scheduler()
     submit(scheduler, spec(A))
-    out = scheduler.handle(CancelRequested(A, "enough", 0.5))
+    out = scheduler.handle(CancelRequested(A, "enough"), 0.5)
     assert out == [MoveRun(A, RunState.CANCELLED, "enough"), EndRun(A, RunState.CANCELLED, "enough")]
 
 
@@ -502,8 +504,8 @@ def test_waiting_ends_at_its_time_as_a_failure_of_capacity() -> None:
     submit(scheduler, spec(A))
     submit(scheduler, spec(B, wait_s=600.0), 10.0)
     assert scheduler.next_deadline() == 610.0
-    assert scheduler.handle(TimePassed(609.9)) == []
-    moved, ended = scheduler.handle(TimePassed(610.0))
+    assert scheduler.handle(TimePassed(), 609.9) == []
+    moved, ended = scheduler.handle(TimePassed(), 610.0)
     assert isinstance(ended, EndRun)
     assert (ended.run_id, ended.state) == (B, RunState.FAILED)
     assert ended.reason == (
@@ -518,26 +520,26 @@ def test_devices_that_come_at_the_last_moment_are_taken() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
     submit(scheduler, spec(B, wait_s=600.0))
-    assert list(launched(scheduler.handle(RunOver(A, RunState.FAILED, 600.0)))) == [B]
+    assert list(launched(scheduler.handle(RunOver(A, RunState.FAILED), 600.0))) == [B]
 
 
 def test_the_time_limit_counts_from_the_start_and_stops_the_run() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A, timeout_s=90.0))
-    scheduler.handle(RunMoved(A, RunState.PREPARING, 5.0))
+    scheduler.handle(RunMoved(A, RunState.PREPARING), 5.0)
     assert scheduler.next_deadline() is None  # an environment's build is not on the meter
     running(scheduler, A, 10.0)
     assert scheduler.next_deadline() == 100.0
-    assert scheduler.handle(TimePassed(99.0)) == []
+    assert scheduler.handle(TimePassed(), 99.0) == []
     reason = "its time limit of 90 s is reached"
-    assert scheduler.handle(TimePassed(100.0)) == [
+    assert scheduler.handle(TimePassed(), 100.0) == [
         MoveRun(A, RunState.CANCELLING, reason),
         StopRun(A, RunState.TIMED_OUT, reason),
     ]
     assert scheduler.next_deadline() is None
-    assert scheduler.handle(TimePassed(200.0)) == []
+    assert scheduler.handle(TimePassed(), 200.0) == []
     assert scheduler.holder("GPU-a10-0") == A  # until its ranks are gone
-    assert scheduler.handle(RunOver(A, RunState.TIMED_OUT, 201.0)) == [MoveRun(A, RunState.TIMED_OUT)]
+    assert scheduler.handle(RunOver(A, RunState.TIMED_OUT), 201.0) == [MoveRun(A, RunState.TIMED_OUT)]
 
 
 def test_spans_are_exact() -> None:
@@ -559,7 +561,7 @@ def test_cancelling_a_queued_run_ends_it_and_moves_up_the_rest() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     for run_id in (A, B, C):
         submit(scheduler, spec(run_id))
-    assert scheduler.handle(CancelRequested(B, "interrupted", 1.0)) == [
+    assert scheduler.handle(CancelRequested(B, "interrupted"), 1.0) == [
         MoveRun(B, RunState.CANCELLED, "interrupted"),
         EndRun(B, RunState.CANCELLED, "interrupted"),
         TellQueue(C, 1, "needs 1 more A10"),
@@ -571,13 +573,13 @@ def test_cancelling_a_running_run_takes_the_stop_path_once() -> None:
     submit(scheduler, spec(A))
     submit(scheduler, spec(B))
     running(scheduler, A)
-    assert scheduler.handle(CancelRequested(A, "interrupted", 1.0)) == [
+    assert scheduler.handle(CancelRequested(A, "interrupted"), 1.0) == [
         MoveRun(A, RunState.CANCELLING, "interrupted"),
         StopRun(A, RunState.CANCELLED, "interrupted"),
     ]
-    assert scheduler.handle(CancelRequested(A, "interrupted again", 2.0)) == []
-    assert scheduler.handle(RunMoved(A, RunState.RUNNING, 2.5)) == []  # sent before the stop came
-    out = scheduler.handle(RunOver(A, RunState.CANCELLED, 3.0))
+    assert scheduler.handle(CancelRequested(A, "interrupted again"), 2.0) == []
+    assert scheduler.handle(RunMoved(A, RunState.RUNNING), 2.5) == []  # sent before the stop came
+    out = scheduler.handle(RunOver(A, RunState.CANCELLED), 3.0)
     assert out[0] == MoveRun(A, RunState.CANCELLED)
     assert list(launched(out)) == [B]
 
@@ -586,18 +588,18 @@ def test_a_run_that_a_cancel_overtook_may_have_succeeded() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
     running(scheduler, A)
-    scheduler.handle(CancelRequested(A, "", 1.0))
-    assert scheduler.handle(RunOver(A, RunState.SUCCEEDED, 1.1)) == [MoveRun(A, RunState.SUCCEEDED)]
+    scheduler.handle(CancelRequested(A, ""), 1.0)
+    assert scheduler.handle(RunOver(A, RunState.SUCCEEDED), 1.1) == [MoveRun(A, RunState.SUCCEEDED)]
 
 
 def test_cancel_between_launch_and_a_refused_lease() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
-    assert scheduler.handle(CancelRequested(A, "enough", 1.0)) == [
+    assert scheduler.handle(CancelRequested(A, "enough"), 1.0) == [
         MoveRun(A, RunState.CANCELLING, "enough"),
         StopRun(A, RunState.CANCELLED, "enough"),
     ]
-    out = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "locked", 2.0))
+    out = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "locked"), 2.0)
     assert out == [MoveRun(A, RunState.CANCELLED), EndRun(A, RunState.CANCELLED, "")]
 
 
@@ -605,8 +607,8 @@ def test_cancelling_a_run_that_is_done_changes_nothing() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
     running(scheduler, A)
-    scheduler.handle(RunMoved(A, RunState.FAILED, 1.0))
-    assert scheduler.handle(CancelRequested(A, "", 2.0)) == []
+    scheduler.handle(RunMoved(A, RunState.FAILED), 1.0)
+    assert scheduler.handle(CancelRequested(A, ""), 2.0) == []
 
 
 def test_reports_that_skip_the_start_still_follow_the_table() -> None:
@@ -614,10 +616,10 @@ def test_reports_that_skip_the_start_still_follow_the_table() -> None:
     submit(scheduler, spec(A, timeout_s=50.0))
     submit(scheduler, spec(B))
     both = [MoveRun(A, RunState.STARTING), MoveRun(A, RunState.RUNNING)]
-    assert scheduler.handle(RunMoved(A, RunState.RUNNING, 1.0)) == both
+    assert scheduler.handle(RunMoved(A, RunState.RUNNING), 1.0) == both
     assert scheduler.next_deadline() == 51.0
     over = [MoveRun(B, RunState.STARTING), MoveRun(B, RunState.SUCCEEDED)]
-    assert scheduler.handle(RunOver(B, RunState.SUCCEEDED, 2.0)) == over
+    assert scheduler.handle(RunOver(B, RunState.SUCCEEDED), 2.0) == over
 
 
 @pytest.mark.parametrize("state", [RunState.QUEUED, RunState.PREPARING, RunState.RUNNING])
@@ -625,33 +627,33 @@ def test_reports_that_lead_back_are_ignored(state: RunState) -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
     running(scheduler, A)
-    assert scheduler.handle(RunMoved(A, state, 1.0)) == []
+    assert scheduler.handle(RunMoved(A, state), 1.0) == []
 
 
 def test_a_launch_that_failed_frees_the_lease() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
-    assert scheduler.handle(RunOver(A, RunState.FAILED, 1.0)) == [MoveRun(A, RunState.FAILED)]
+    assert scheduler.handle(RunOver(A, RunState.FAILED), 1.0) == [MoveRun(A, RunState.FAILED)]
     assert scheduler.runs == ()
 
 
 def test_what_is_said_of_unknown_runs_changes_nothing() -> None:
     scheduler = Scheduler(node())
     stimuli: list[Stimulus] = [
-        RunMoved(A, RunState.RUNNING, 1.0),
-        CancelRequested(A, "", 1.0),
-        RunOver(A, RunState.FAILED, 1.0),
-        LeaseRefused(A, (), "", 1.0),
+        RunMoved(A, RunState.RUNNING),
+        CancelRequested(A, ""),
+        RunOver(A, RunState.FAILED),
+        LeaseRefused(A, (), ""),
     ]
     for stimulus in stimuli:
-        assert scheduler.handle(stimulus) == []
+        assert scheduler.handle(stimulus, 1.0) == []
 
 
 def test_a_run_is_over_in_a_final_state_only() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
     with pytest.raises(ValueError, match="final state is needed"):
-        scheduler.handle(RunOver(A, RunState.RUNNING, 1.0))
+        scheduler.handle(RunOver(A, RunState.RUNNING), 1.0)
 
 
 def test_nobody_but_the_table_changes_what_the_scheduler_knows_of_a_run() -> None:
@@ -669,23 +671,23 @@ def test_an_adopted_run_keeps_its_devices_and_its_time() -> None:
     scheduler = Scheduler()
     lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
     adopted = spec("aaaaaaaa", 2, "a10", timeout_s=100.0)
-    assert not launched(scheduler.handle(RunAdopted(Run(adopted, RunState.RUNNING), lease, 0.0, 40.0)))
-    out = scheduler.handle(InventoryChanged(node(*gpus(2)), 40.0))
+    assert not launched(scheduler.handle(RunAdopted(Run(adopted, RunState.RUNNING), lease, 0.0), 40.0))
+    out = scheduler.handle(InventoryChanged(node(*gpus(2))), 40.0)
     out += submit(scheduler, spec("bbbbbbbb", 1, "a10"), 41.0)
     assert not launched(out)
     assert scheduler.next_deadline() == 100.0
     assert StopRun("aaaaaaaa", RunState.TIMED_OUT, "its time limit of 100 s is reached") in scheduler.handle(
-        TimePassed(100.0)
+        TimePassed(), 100.0
     )
-    assert list(launched(scheduler.handle(RunOver("aaaaaaaa", RunState.TIMED_OUT, 101.0)))) == ["bbbbbbbb"]
+    assert list(launched(scheduler.handle(RunOver("aaaaaaaa", RunState.TIMED_OUT), 101.0))) == ["bbbbbbbb"]
 
 
 def test_a_group_that_is_started_again_keeps_its_lease_and_its_time() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     submit(scheduler, spec("aaaaaaaa", 2, "a10", timeout_s=100.0), 0.0)
     for state, now in ((RunState.STARTING, 1.0), (RunState.RUNNING, 2.0)):
-        scheduler.handle(RunMoved("aaaaaaaa", state, now))
-    assert scheduler.handle(RunMoved("aaaaaaaa", RunState.STARTING, 50.0)) == [MoveRun("aaaaaaaa", RunState.STARTING)]
+        scheduler.handle(RunMoved("aaaaaaaa", state), now)
+    assert scheduler.handle(RunMoved("aaaaaaaa", RunState.STARTING), 50.0) == [MoveRun("aaaaaaaa", RunState.STARTING)]
     run = scheduler.run("aaaaaaaa")
     assert run is not None
     assert run.lease is not None
@@ -725,7 +727,7 @@ def test_nobody_starves(traffic: list[tuple[int, float, float]]) -> None:
         else:
             now, run_id = min(ends)
             ends.remove((now, run_id))
-            out = scheduler.handle(RunOver(run_id, RunState.FAILED, now))
+            out = scheduler.handle(RunOver(run_id, RunState.FAILED), now)
         for launch in launched(out):
             started[launch] = now
             ends.append((now + traffic[int(launch, 16)][2], launch))
@@ -768,7 +770,7 @@ class Pool(RuleBasedStateMachine):
             self.inventory = stimulus.inventory
             self.barred.clear()
         before = {run.run_id: run.want and run.want.line for run in self.scheduler.runs}
-        for instruction in self.scheduler.handle(stimulus):
+        for instruction in self.scheduler.handle(stimulus, self.now):
             run_id = instruction.run_id
             assert run_id in self.submitted
             assert run_id not in self.gone
@@ -864,12 +866,12 @@ class Pool(RuleBasedStateMachine):
         self.submitted.append(run_id)
         self.states[run_id] = RunState.QUEUED
         wanted = spec(run_id, ranks, kind, wait_s=wait_s, timeout_s=timeout_s, allow_busy=allow_busy, stand_in=stand_in)
-        self.feed(RunSubmitted(Run(wanted), self.now))
+        self.feed(RunSubmitted(Run(wanted)))
 
     @initialize(late=st.booleans())
     def first_look(self, late: bool) -> None:
         if not late:
-            self.feed(InventoryChanged(node(*gpus(4), *gpus(2, "h100"), slots=4), self.now))
+            self.feed(InventoryChanged(node(*gpus(4), *gpus(2, "h100"), slots=4)))
 
     @rule(
         a10=st.integers(0, 4),
@@ -880,19 +882,19 @@ class Pool(RuleBasedStateMachine):
     )
     def look(self, a10: int, h100: int, simulated: bool, outside: list[int], slots: int) -> None:
         devices = (*gpus(a10, outside=outside), *gpus(h100, "h100", simulated=simulated))
-        self.feed(InventoryChanged(node(*devices, slots=slots), self.now))
+        self.feed(InventoryChanged(node(*devices, slots=slots)))
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 20.0, 60.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.feed(TimePassed(self.now))
+        self.feed(TimePassed())
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), state=st.sampled_from(list(RunState)))
     def report(self, data: st.DataObject, state: RunState) -> None:
         run_id = data.draw(st.sampled_from(sorted(self.leases)))
         self.reported.add(run_id)
-        self.feed(RunMoved(run_id, state, self.now))
+        self.feed(RunMoved(run_id, state))
 
     @precondition(lambda self: self.leases or self.freed)
     @rule(data=st.data(), state=st.sampled_from([state for state in RunState if state.is_final]))
@@ -904,11 +906,11 @@ class Pool(RuleBasedStateMachine):
     def free(self, data: st.DataObject) -> None:
         run_id = data.draw(st.sampled_from(sorted(self.leases.keys() & self.reported)))
         self.freed[run_id] = self.leases.pop(run_id)
-        self.feed(LeaseFreed(run_id, self.now))
+        self.feed(LeaseFreed(run_id))
 
     def reap(self, run_id: str, state: RunState) -> None:
         del (self.leases if run_id in self.leases else self.freed)[run_id]
-        self.feed(RunOver(run_id, state, self.now))
+        self.feed(RunOver(run_id, state))
         assert self.states[run_id].is_final
         self.gone.add(run_id)
 
@@ -918,13 +920,13 @@ class Pool(RuleBasedStateMachine):
         run_id = data.draw(st.sampled_from(sorted(self.leases.keys() - self.reported)))
         lease = self.leases.pop(run_id)
         self.barred |= set(lease.uuids[:count]) or set(lease.uuids) or {"cpu"}
-        self.feed(LeaseRefused(run_id, lease.uuids[:count], "locked", self.now))
+        self.feed(LeaseRefused(run_id, lease.uuids[:count], "locked"))
 
     @precondition(lambda self: self.submitted)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         run_id = data.draw(st.sampled_from(self.submitted))
-        self.feed(CancelRequested(run_id, "interrupted", self.now))
+        self.feed(CancelRequested(run_id, "interrupted"))
         state = self.states[run_id]
         assert run_id in self.gone or state is RunState.CANCELLING or state.is_final
 
@@ -933,7 +935,7 @@ class Pool(RuleBasedStateMachine):
     def late_report(self, data: st.DataObject, state: RunState) -> None:
         run_id = data.draw(st.sampled_from(self.submitted))
         if run_id not in self.leases:
-            self.feed(RunMoved(run_id, state, self.now))
+            self.feed(RunMoved(run_id, state))
 
     @precondition(lambda self: self.inventory is not None)
     @rule()
@@ -948,11 +950,11 @@ class Pool(RuleBasedStateMachine):
                 if self.states[run_id] is RunState.QUEUED:
                     self.states[run_id] = RunState.STARTING
                 freed = run_id in self.freed
-                self.feed(RunAdopted(Run(specs[run_id], self.states[run_id]), lease, self.now, self.now, freed))
+                self.feed(RunAdopted(Run(specs[run_id], self.states[run_id]), lease, self.now, freed))
             else:
-                self.feed(RunSubmitted(Run(specs[run_id]), self.now))
+                self.feed(RunSubmitted(Run(specs[run_id])))
         assert self.inventory is not None
-        self.feed(InventoryChanged(self.inventory, self.now))
+        self.feed(InventoryChanged(self.inventory))
 
     # ------------------------------------------------------------ what always holds
 
@@ -992,7 +994,7 @@ class Pool(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """With every device back and ranks that end when they are told or done, every run ends."""
-        self.feed(InventoryChanged(node(*gpus(6), *gpus(6, "h100"), slots=4), self.now))
+        self.feed(InventoryChanged(node(*gpus(6), *gpus(6, "h100"), slots=4)))
         for _ in range(len(self.submitted) + 1):
             for run_id in sorted(self.leases | self.freed):
                 self.reap(run_id, RunState.CANCELLED if run_id in self.stopped else RunState.SUCCEEDED)

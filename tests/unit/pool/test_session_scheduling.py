@@ -79,9 +79,9 @@ def test_cells_take_turns_and_say_who_is_before_them() -> None:
     assert waits_for(submit(scheduler, cell(B)), B) == (1, "run aaaa (train) is still running in its session")
     assert waits_for(submit(scheduler, cell(C)), C) == (2, "run aaaa (train) is still running in its session")
     running(scheduler, A)
-    moved = scheduler.handle(RunMoved(A, RunState.SUCCEEDED, 2.0))
+    moved = scheduler.handle(RunMoved(A, RunState.SUCCEEDED), 2.0)
     assert waits_for(moved, B) == (1, "run aaaa (train) is ending in its session")
-    out = scheduler.handle(RunOver(A, RunState.SUCCEEDED, 2.1))
+    out = scheduler.handle(RunOver(A, RunState.SUCCEEDED), 2.1)
     assert list(launched(out)) == [B]
     assert waits_for(out, C) == (1, "run bbbb (train) is still running in its session")
 
@@ -127,27 +127,27 @@ def test_a_cell_waits_with_its_session_for_devices() -> None:
     submit(scheduler, spec(D, 2))
     submit(scheduler, session(2))
     assert waits_for(submit(scheduler, cell(A)), A) == (1, "its session waits for devices: needs 2 more A10")
-    out = scheduler.handle(RunOver(D, RunState.SUCCEEDED, 1.0))
+    out = scheduler.handle(RunOver(D, RunState.SUCCEEDED), 1.0)
     assert list(launched(out)) == [S]
     assert waits_for(out, A) == (1, "its session's ranks are starting")
-    scheduler.handle(RunMoved(S, RunState.STARTING, 2.0))
-    assert list(launched(scheduler.handle(RunMoved(S, RunState.RUNNING, 3.0)))) == [A]
+    scheduler.handle(RunMoved(S, RunState.STARTING), 2.0)
+    assert list(launched(scheduler.handle(RunMoved(S, RunState.RUNNING), 3.0))) == [A]
 
 
 def test_a_cell_submitted_before_the_devices_are_known() -> None:
     scheduler = Scheduler()
     submit(scheduler, session(2))
     assert waits_for(submit(scheduler, cell(A)), A)[1].startswith("its session waits for devices")
-    assert list(launched(scheduler.handle(InventoryChanged(node(*gpus(2)), 1.0)))) == [S]
-    scheduler.handle(RunMoved(S, RunState.STARTING, 1.0))
-    assert list(launched(scheduler.handle(RunMoved(S, RunState.RUNNING, 2.0)))) == [A]
+    assert list(launched(scheduler.handle(InventoryChanged(node(*gpus(2))), 1.0))) == [S]
+    scheduler.handle(RunMoved(S, RunState.STARTING), 1.0)
+    assert list(launched(scheduler.handle(RunMoved(S, RunState.RUNNING), 2.0))) == [A]
 
 
 def test_a_session_whose_devices_do_not_exist_takes_its_cells_along() -> None:
     scheduler = Scheduler()
     submit(scheduler, session(8))
     submit(scheduler, cell(A, 8))
-    out = scheduler.handle(InventoryChanged(node(*gpus(2)), 1.0))
+    out = scheduler.handle(InventoryChanged(node(*gpus(2))), 1.0)
     assert [type(one) for one in out] == [RefuseRun, MoveRun, EndRun]
     end = out[-1]
     assert isinstance(end, EndRun)
@@ -157,10 +157,10 @@ def test_a_session_whose_devices_do_not_exist_takes_its_cells_along() -> None:
 
 def test_nothing_begins_while_ranks_are_restarted() -> None:
     scheduler = connected()
-    assert scheduler.handle(SessionPaused(S, "rank 1 of its session is being restarted", 1.0)) == []
+    assert scheduler.handle(SessionPaused(S, "rank 1 of its session is being restarted"), 1.0) == []
     assert waits_for(submit(scheduler, cell(A)), A) == (1, "rank 1 of its session is being restarted")
     assert not launched(submit(scheduler, cell(B, fresh=True)))
-    assert list(launched(scheduler.handle(SessionPaused(S, "", 2.0)))) == [A, B]
+    assert list(launched(scheduler.handle(SessionPaused(S, ""), 2.0))) == [A, B]
 
 
 # ---------------------------------------------------------------- refusals
@@ -191,10 +191,10 @@ def test_an_ordinary_run_is_no_session() -> None:
 
 def test_a_session_that_ends_takes_no_cell_and_says_why() -> None:
     scheduler = connected()
-    scheduler.handle(CancelRequested(S, "%sgpu_disconnect", 1.0))
+    scheduler.handle(CancelRequested(S, "%sgpu_disconnect"), 1.0)
     one = refusal(submit(scheduler, cell(A), 1.0))
     assert one.message == "session work is ending: %sgpu_disconnect. Start another with %sgpu_connect."
-    scheduler.handle(RunMoved(S, RunState.CANCELLED, 2.0))
+    scheduler.handle(RunMoved(S, RunState.CANCELLED), 2.0)
     assert "session work has ended: %sgpu_disconnect." in refusal(submit(scheduler, cell(B), 2.0)).message
 
 
@@ -214,16 +214,16 @@ def test_who_would_not_wait_waits_for_a_cell_that_is_ending() -> None:
     scheduler = connected()
     submit(scheduler, cell(A))
     running(scheduler, A)
-    scheduler.handle(RunMoved(A, RunState.SUCCEEDED, 1.0))
+    scheduler.handle(RunMoved(A, RunState.SUCCEEDED), 1.0)
     assert waits_for(submit(scheduler, cell(B, wait_s=0.0), 1.0), B)[1] == "run aaaa (train) is ending in its session"
-    assert list(launched(scheduler.handle(RunOver(A, RunState.SUCCEEDED, 1.1)))) == [B]
+    assert list(launched(scheduler.handle(RunOver(A, RunState.SUCCEEDED), 1.1))) == [B]
 
 
 def test_who_would_not_wait_does_not_wait_for_others_that_are_ending() -> None:
     scheduler = connected()
     submit(scheduler, spec(C, 1))
     running(scheduler, C)
-    scheduler.handle(RunMoved(C, RunState.SUCCEEDED, 1.0))
+    scheduler.handle(RunMoved(C, RunState.SUCCEEDED), 1.0)
     submit(scheduler, cell(A), 1.0)
     assert refusal(submit(scheduler, cell(B, wait_s=0.0), 1.0)).run_id == B
 
@@ -235,9 +235,9 @@ def test_who_would_not_wait_gives_up_at_once_when_its_session_begins_to_start() 
         submit(scheduler, spec(one, 1))
         running(scheduler, one)
     submit(scheduler, session(1))
-    scheduler.handle(RunMoved(D, RunState.SUCCEEDED, 1.0))
+    scheduler.handle(RunMoved(D, RunState.SUCCEEDED), 1.0)
     waits_for(submit(scheduler, cell(A, 1, wait_s=0.0), 1.0), A)
-    out = scheduler.handle(RunOver(C, RunState.SUCCEEDED, 1.1))
+    out = scheduler.handle(RunOver(C, RunState.SUCCEEDED), 1.1)
     assert list(launched(out)) == [S]
     assert [one.run_id for one in out if isinstance(one, EndRun)] == [A]
     assert (scheduler.next_deadline() or 9.0) > 1.1
@@ -248,7 +248,7 @@ def test_waiting_ends_at_its_time() -> None:
     submit(scheduler, cell(A))
     submit(scheduler, cell(B, wait_s=30.0), 5.0)
     assert scheduler.next_deadline() == 35.0
-    out = scheduler.handle(TimePassed(35.0))
+    out = scheduler.handle(TimePassed(), 35.0)
     assert out == [
         MoveRun(B, RunState.FAILED, out[0].reason if isinstance(out[0], MoveRun) else ""),
         EndRun(
@@ -267,23 +267,23 @@ def test_a_rank_that_does_not_stop_keeps_the_session_busy_and_is_named() -> None
     submit(scheduler, cell(A, 4))
     running(scheduler, A)
     submit(scheduler, cell(B, 4))
-    stopped = scheduler.handle(CancelRequested(A, "it was interrupted", 1.0))
+    stopped = scheduler.handle(CancelRequested(A, "it was interrupted"), 1.0)
     assert StopRun(A, RunState.CANCELLED, "it was interrupted") in stopped
     assert waits_for(stopped, B)[1] == "run aaaa (train) is being stopped in its session"
-    ended = scheduler.handle(RunMoved(A, RunState.CANCELLED, 2.0, unstopped=(2,)))
+    ended = scheduler.handle(RunMoved(A, RunState.CANCELLED, unstopped=(2,)), 2.0)
     assert waits_for(ended, B) == (
         1,
         "rank 2 still runs aaaa, which was interrupted: interrupt again within 5 s, or %sgpu_restart --rank 2, "
         "kills it",
     )
-    assert list(launched(scheduler.handle(RunOver(A, RunState.CANCELLED, 9.0)))) == [B]
+    assert list(launched(scheduler.handle(RunOver(A, RunState.CANCELLED), 9.0))) == [B]
 
 
 def test_several_ranks_that_do_not_stop() -> None:
     scheduler = connected(4)
     submit(scheduler, cell(A, 4))
     submit(scheduler, cell(B, 4))
-    ended = scheduler.handle(RunMoved(A, RunState.FAILED, 2.0, unstopped=(1, 3)))
+    ended = scheduler.handle(RunMoved(A, RunState.FAILED, unstopped=(1, 3)), 2.0)
     assert waits_for(ended, B)[1] == (
         "ranks 1, 3 still run aaaa, which was interrupted: interrupt again within 5 s, or %sgpu_restart --rank 1,3, "
         "kills them"
@@ -294,7 +294,7 @@ def test_cancelling_a_waiting_cell_leaves_the_others() -> None:
     scheduler = connected()
     for run_id in (A, B, C):
         submit(scheduler, cell(run_id))
-    out = scheduler.handle(CancelRequested(B, "interrupted", 1.0))
+    out = scheduler.handle(CancelRequested(B, "interrupted"), 1.0)
     assert EndRun(B, RunState.CANCELLED, "interrupted") in out
     assert waits_for(out, C) == (1, "run aaaa (train) is still running in its session")
 
@@ -306,7 +306,7 @@ def test_cells_that_wait_are_cancelled_with_their_session() -> None:
     scheduler = connected()
     submit(scheduler, cell(A))
     submit(scheduler, cell(B))
-    out = scheduler.handle(CancelRequested(S, "%sgpu_disconnect", 1.0))
+    out = scheduler.handle(CancelRequested(S, "%sgpu_disconnect"), 1.0)
     assert out == [
         MoveRun(S, RunState.CANCELLING, "%sgpu_disconnect"),
         StopRun(S, RunState.CANCELLED, "%sgpu_disconnect"),
@@ -326,7 +326,7 @@ def test_cells_that_wait_fail_with_a_session_that_failed() -> None:
     scheduler = connected()
     submit(scheduler, cell(A))
     submit(scheduler, cell(B))
-    out = scheduler.handle(RunMoved(S, RunState.FAILED, 1.0, "the agent on this machine ended unexpectedly"))
+    out = scheduler.handle(RunMoved(S, RunState.FAILED, "the agent on this machine ended unexpectedly"), 1.0)
     end = next(one for one in out if isinstance(one, EndRun))
     assert (end.run_id, end.state, end.kind) == (B, RunState.FAILED, FailureKind.SESSION)
     assert "session work ended before the run could start: the agent on this machine ended unexpectedly" in end.reason
@@ -337,7 +337,7 @@ def test_cells_of_a_queued_session_end_with_it() -> None:
     submit(scheduler, spec(D, 2))
     submit(scheduler, session(2, wait_s=10.0))
     submit(scheduler, cell(A))
-    out = scheduler.handle(TimePassed(10.0))
+    out = scheduler.handle(TimePassed(), 10.0)
     assert [one.run_id for one in out if isinstance(one, EndRun)] == [S, A]
     assert [run.run_id for run in scheduler.runs] == [D]
 
@@ -347,13 +347,13 @@ def test_a_session_keeps_its_devices_until_the_last_fresh_process_on_them_is_gon
     submit(scheduler, cell(A, fresh=True))
     running(scheduler, A)
     submit(scheduler, spec(D, 2))
-    out = scheduler.handle(CancelRequested(S, "%sgpu_disconnect", 1.0))
+    out = scheduler.handle(CancelRequested(S, "%sgpu_disconnect"), 1.0)
     why = "session work, whose devices it uses, ended: %sgpu_disconnect"
     assert StopRun(A, RunState.CANCELLED, why) in out
-    assert not launched(scheduler.handle(RunOver(S, RunState.CANCELLED, 2.0)))
+    assert not launched(scheduler.handle(RunOver(S, RunState.CANCELLED), 2.0))
     assert scheduler.holder("GPU-a10-0") == S
     assert "has ended" in refusal(submit(scheduler, cell(B), 2.0)).message
-    assert list(launched(scheduler.handle(RunOver(A, RunState.CANCELLED, 3.0)))) == [D]
+    assert list(launched(scheduler.handle(RunOver(A, RunState.CANCELLED), 3.0))) == [D]
     assert scheduler.run(S) is None
 
 
@@ -361,16 +361,16 @@ def test_a_cell_that_is_still_told_of_holds_no_device_of_a_session_that_is_gone(
     scheduler = connected(2, devices=2)
     submit(scheduler, cell(A))
     submit(scheduler, spec(D, 2))
-    scheduler.handle(CancelRequested(S, "", 1.0))
-    assert list(launched(scheduler.handle(RunOver(S, RunState.CANCELLED, 2.0)))) == [D]
-    assert scheduler.handle(RunOver(A, RunState.FAILED, 2.0)) == [MoveRun(A, RunState.FAILED)]
+    scheduler.handle(CancelRequested(S, ""), 1.0)
+    assert list(launched(scheduler.handle(RunOver(S, RunState.CANCELLED), 2.0))) == [D]
+    assert scheduler.handle(RunOver(A, RunState.FAILED), 2.0) == [MoveRun(A, RunState.FAILED)]
 
 
 def test_the_sessions_time_limit_ends_it_and_fails_what_waits() -> None:
     scheduler = connected(timeout_s=100.0)
     submit(scheduler, cell(A))
     submit(scheduler, cell(B))
-    out = scheduler.handle(TimePassed(100.0))
+    out = scheduler.handle(TimePassed(), 100.0)
     assert StopRun(S, RunState.TIMED_OUT, "its time limit of 100 s is reached") in out
     end = next(one for one in out if isinstance(one, EndRun))
     assert (end.run_id, end.state) == (B, RunState.FAILED)
@@ -385,14 +385,16 @@ def test_a_session_in_which_nothing_runs_ends() -> None:
     submit(scheduler, cell(A), 100.0)
     assert scheduler.next_deadline() == 7200.0  # its time limit: it is in use
     running(scheduler, A, 100.0)
-    assert not scheduler.handle(TimePassed(4000.0))
-    scheduler.handle(RunOver(A, RunState.SUCCEEDED, 5000.0))
+    assert not scheduler.handle(TimePassed(), 4000.0)
+    scheduler.handle(RunOver(A, RunState.SUCCEEDED), 5000.0)
     assert scheduler.next_deadline() == 7200.0
     scheduler = connected(idle_s=3600.0, timeout_s=100_000.0)
     submit(scheduler, cell(A, fresh=True), 100.0)
-    scheduler.handle(RunOver(A, RunState.SUCCEEDED, 5000.0))
+    scheduler.handle(RunOver(A, RunState.SUCCEEDED), 5000.0)
     assert scheduler.next_deadline() == 8600.0
-    assert StopRun(S, RunState.CANCELLED, "nothing ran in it for 1 h (--idle)") in scheduler.handle(TimePassed(8600.0))
+    assert StopRun(S, RunState.CANCELLED, "nothing ran in it for 1 h (--idle)") in scheduler.handle(
+        TimePassed(), 8600.0
+    )
     assert "nothing ran in it for 1 h" in refusal(submit(scheduler, cell(B), 8600.0)).message
 
 
@@ -400,16 +402,16 @@ def test_a_session_that_still_waits_or_starts_is_not_idle() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(D, timeout_s=1e6))
     submit(scheduler, session(1, idle_s=60.0))
-    assert not scheduler.handle(TimePassed(1000.0))
-    scheduler.handle(RunOver(D, RunState.SUCCEEDED, 1000.0))
-    scheduler.handle(RunMoved(S, RunState.STARTING, 1000.0))
-    assert not scheduler.handle(TimePassed(1100.0))
-    scheduler.handle(RunMoved(S, RunState.RUNNING, 1100.0))
+    assert not scheduler.handle(TimePassed(), 1000.0)
+    scheduler.handle(RunOver(D, RunState.SUCCEEDED), 1000.0)
+    scheduler.handle(RunMoved(S, RunState.STARTING), 1000.0)
+    assert not scheduler.handle(TimePassed(), 1100.0)
+    scheduler.handle(RunMoved(S, RunState.RUNNING), 1100.0)
     assert scheduler.next_deadline() == 1160.0
 
 
 def test_a_session_whose_time_and_quiet_are_over_at_one_moment_is_stopped_once() -> None:
-    out = connected(idle_s=60.0, timeout_s=60.0).handle(TimePassed(60.0))
+    out = connected(idle_s=60.0, timeout_s=60.0).handle(TimePassed(), 60.0)
     assert [one for one in out if isinstance(one, StopRun)] == [
         StopRun(S, RunState.TIMED_OUT, "its time limit of 1 min is reached")
     ]
@@ -417,9 +419,9 @@ def test_a_session_whose_time_and_quiet_are_over_at_one_moment_is_stopped_once()
 
 def test_restarting_ranks_is_use() -> None:
     scheduler = connected(idle_s=60.0)
-    scheduler.handle(SessionPaused(S, "rank 1 of its session is being restarted", 50.0))
-    assert not scheduler.handle(TimePassed(70.0))
-    scheduler.handle(SessionPaused(S, "", 80.0))
+    scheduler.handle(SessionPaused(S, "rank 1 of its session is being restarted"), 50.0)
+    assert not scheduler.handle(TimePassed(), 70.0)
+    scheduler.handle(SessionPaused(S, ""), 80.0)
     assert scheduler.next_deadline() == 140.0
 
 
@@ -429,13 +431,13 @@ def test_restarting_ranks_is_use() -> None:
 def test_an_adopted_session_and_its_cell_go_on() -> None:
     scheduler = Scheduler()
     lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
-    scheduler.handle(RunAdopted(Run(session(2, idle_s=60.0), RunState.RUNNING), lease, 0.0, 40.0))
-    scheduler.handle(RunAdopted(Run(cell(A), RunState.RUNNING), lease, 30.0, 40.0))
-    scheduler.handle(InventoryChanged(node(*gpus(3)), 40.0))
+    scheduler.handle(RunAdopted(Run(session(2, idle_s=60.0), RunState.RUNNING), lease, 0.0), 40.0)
+    scheduler.handle(RunAdopted(Run(cell(A), RunState.RUNNING), lease, 30.0), 40.0)
+    scheduler.handle(InventoryChanged(node(*gpus(3))), 40.0)
     assert scheduler.holder("GPU-a10-1") == S
     assert not launched(submit(scheduler, cell(B), 41.0))
-    assert list(launched(scheduler.handle(RunOver(A, RunState.SUCCEEDED, 50.0)))) == [B]
-    scheduler.handle(RunOver(B, RunState.SUCCEEDED, 51.0))
+    assert list(launched(scheduler.handle(RunOver(A, RunState.SUCCEEDED), 50.0))) == [B]
+    scheduler.handle(RunOver(B, RunState.SUCCEEDED), 51.0)
     assert scheduler.next_deadline() == 111.0
 
 
@@ -443,7 +445,7 @@ def test_new_processes_whose_session_nobody_knows_keep_their_devices() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     lease = Lease(lease_id="l", device_type="a10", ranks=1, uuids=("GPU-a10-0",))
     for run_id in (A, B):
-        scheduler.handle(RunAdopted(Run(cell(run_id, 1, fresh=True), RunState.RUNNING), lease, 0.0, 1.0))
+        scheduler.handle(RunAdopted(Run(cell(run_id, 1, fresh=True), RunState.RUNNING), lease, 0.0), 1.0)
     assert launched(submit(scheduler, spec(D)))[D].uuids == ("GPU-a10-1",)
 
 
@@ -463,7 +465,7 @@ class Sessions(RuleBasedStateMachine):
         self.gone: set[str] = set()
 
     def feed(self, stimulus: Stimulus) -> None:
-        for instruction in self.scheduler.handle(stimulus):
+        for instruction in self.scheduler.handle(stimulus, self.now):
             run_id = instruction.run_id
             assert run_id not in self.gone, "the last word on a run was said"
             match instruction:
@@ -513,7 +515,7 @@ class Sessions(RuleBasedStateMachine):
     def add(self, wanted: RunSpec) -> None:
         self.specs[wanted.run_id] = wanted
         self.states[wanted.run_id] = RunState.QUEUED
-        self.feed(RunSubmitted(Run(wanted), self.now))
+        self.feed(RunSubmitted(Run(wanted)))
 
     @initialize()
     def begin(self) -> None:
@@ -548,7 +550,7 @@ class Sessions(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 1.0, 20.0, 60.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.feed(TimePassed(self.now))
+        self.feed(TimePassed())
 
     @precondition(lambda self: self.leases)
     @rule(
@@ -556,7 +558,7 @@ class Sessions(RuleBasedStateMachine):
         state=st.sampled_from([RunState.STARTING, RunState.RUNNING, RunState.RUNNING, RunState.SUCCEEDED]),
     )
     def report(self, data: st.DataObject, state: RunState) -> None:
-        self.feed(RunMoved(data.draw(st.sampled_from(sorted(self.leases))), state, self.now))
+        self.feed(RunMoved(data.draw(st.sampled_from(sorted(self.leases))), state))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), state=st.sampled_from([state for state in RunState if state.is_final]))
@@ -568,20 +570,20 @@ class Sessions(RuleBasedStateMachine):
         if self.specs[run_id].kind is RunKind.SESSION:
             # the agent tells of the cells in its ranks first
             for other in [o for o in self.leases if self.specs[o].in_session and self.specs[o].session == run_id]:
-                self.feed(RunMoved(run_id, RunState.FAILED, self.now))
+                self.feed(RunMoved(run_id, RunState.FAILED))
                 self.reap(other, RunState.FAILED)
-        self.feed(RunOver(run_id, state, self.now))
+        self.feed(RunOver(run_id, state))
         assert self.states[run_id].is_final
         self.gone.add(run_id)
 
     @precondition(lambda self: self.specs)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.feed(CancelRequested(data.draw(st.sampled_from(sorted(self.specs))), "interrupted", self.now))
+        self.feed(CancelRequested(data.draw(st.sampled_from(sorted(self.specs))), "interrupted"))
 
     @rule(data=st.data(), reason=st.sampled_from(["rank 1 of its session is being restarted", ""]))
     def pause(self, data: st.DataObject, reason: str) -> None:
-        self.feed(SessionPaused(data.draw(st.sampled_from(sorted(self.specs))), reason, self.now))
+        self.feed(SessionPaused(data.draw(st.sampled_from(sorted(self.specs))), reason))
 
     @rule()
     def service_is_killed_and_another_takes_over(self) -> None:
@@ -595,14 +597,12 @@ class Sessions(RuleBasedStateMachine):
             if run.run_id in self.leases:
                 if self.states[run.run_id] is RunState.QUEUED:
                     self.states[run.run_id] = RunState.STARTING
-                adopted = RunAdopted(
-                    Run(run.spec, self.states[run.run_id]), self.leases[run.run_id], self.now, self.now
-                )
+                adopted = RunAdopted(Run(run.spec, self.states[run.run_id]), self.leases[run.run_id], self.now)
                 self.feed(adopted)
         for run in kept:
             if run.run_id not in self.leases:
-                self.feed(RunSubmitted(Run(run.spec), self.now))
-        self.feed(InventoryChanged(node(*gpus(4), slots=4), self.now))
+                self.feed(RunSubmitted(Run(run.spec)))
+        self.feed(InventoryChanged(node(*gpus(4), slots=4)))
 
     @invariant()
     def no_run_is_lost(self) -> None:
@@ -629,10 +629,10 @@ class Sessions(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Ranks that come up and end when they are done: every run ends."""
         for run_id in sorted(self.specs):
-            self.feed(SessionPaused(run_id, "", self.now))
+            self.feed(SessionPaused(run_id, ""))
         for _ in range(2 * len(self.specs) + 1):
             for run_id in sorted(self.leases):
-                self.feed(RunMoved(run_id, RunState.RUNNING, self.now))
+                self.feed(RunMoved(run_id, RunState.RUNNING))
             cells = [run_id for run_id in sorted(self.leases) if self.specs[run_id].kind is not RunKind.SESSION]
             waiting = {run.spec.session for run in self.scheduler.runs if run.lease is None}
             sessions = [run_id for run_id in sorted(self.leases) if run_id not in cells and run_id not in waiting]

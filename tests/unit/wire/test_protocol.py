@@ -35,7 +35,7 @@ from sgpu_magic.wire import (
     run,
     tracking,
 )
-from sgpu_magic.wire.base import TRANSITIONS, Record, RunState, can_move, check_id, is_valid_id, new_id
+from sgpu_magic.wire.base import TRANSITIONS, Numbered, OfRun, Record, RunState, can_move, check_id, is_valid_id, new_id
 
 MODULES = (
     attachments,
@@ -50,6 +50,7 @@ MODULES = (
     run,
     tracking,
 )
+BASES = (Record, Numbered, OfRun, files.OfStream, rank.OfFork, rank_events.OfRank)
 GOLDEN = Path(__file__).parents[2] / "golden" / "protocol_shapes.txt"
 
 UNIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {
@@ -78,7 +79,7 @@ def all_records() -> list[type[Record]]:
         thing
         for module in MODULES
         for thing in vars(module).values()
-        if isinstance(thing, type) and issubclass(thing, Record) and thing is not Record
+        if isinstance(thing, type) and issubclass(thing, Record) and thing not in BASES
     }
     return sorted(found, key=lambda record: record.__qualname__)
 
@@ -91,8 +92,9 @@ IN_A_UNION = [(link, member) for link, (union, _) in UNIONS.items() for member i
 
 def shape(record: type[Record]) -> str:
     """`Hello  hello  protocol_version: int, package_version: str, pid: int`."""
+    hints = {name: hint for base in record.__mro__ for name, hint in getattr(base, "__annotations__", {}).items()}
     fields = ", ".join(
-        f"{field.encode_name}: {record.__annotations__[field.name]}" + ("" if field.required else " = ...")
+        f"{field.encode_name}: {hints[field.name]}" + ("" if field.required else " = ...")
         for field in msgspec.structs.fields(record)
     )
     return f"{record.__name__}  {record.__struct_config__.tag or '-'}  {fields}".rstrip()
