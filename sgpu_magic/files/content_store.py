@@ -204,10 +204,9 @@ class BlobStore:
         self._make_room(store, size)
         while len(self._coming) >= _MOST_OPEN:
             os.close(self._coming.pop(next(iter(self._coming))).file)
-        private_dir(self._root)
-        private_dir(self._root / store)
         part = self._part(store, digest)
-        private_dir(part.parent)
+        for folder in (self._root, self._root / store, part.parent):
+            private_dir(folder)
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         if os.fstat(file).st_size >= size:
             os.ftruncate(file, 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from sgpu_magic.payload.tensors import own_device
@@ -22,6 +23,7 @@ def name_of(function: object) -> str:
     return "lambda" if name == "<lambda>" else str(name)
 
 
+@dataclass(eq=False, slots=True)
 class RankValue:
     """A placeholder for an argument that differs between ranks.
 
@@ -29,10 +31,7 @@ class RankValue:
         name: One of `RANK_NAMES`.
     """
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RankValue, (self.name,)
@@ -42,6 +41,7 @@ class RankValue:
         return own_device() if self.name == "device" else int(os.environ[self.name.upper()])
 
 
+@dataclass(eq=False, slots=True)
 class FunctionCall:
     """A function with its arguments; calling this object on a rank calls the function there.
 
@@ -51,12 +51,9 @@ class FunctionCall:
         kwargs: Its keyword arguments.
     """
 
-    __slots__ = ("args", "function", "kwargs")
-
-    def __init__(self, function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        self.function = function
-        self.args = args
-        self.kwargs = dict(kwargs)
+    function: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FunctionCall, (self.function, self.args, self.kwargs)

@@ -51,11 +51,8 @@ def only_in_notebook(value: object) -> str:
 
     The class of such an object says so in its attribute `only_in_notebook`, a sentence.
     """
-    for kind in type(value).__mro__:
-        found: object = vars(kind).get("only_in_notebook")
-        if isinstance(found, str):
-            return found
-    return ""
+    found = (vars(kind).get("only_in_notebook") for kind in type(value).__mro__)
+    return next((text for text in found if isinstance(text, str)), "")
 
 
 def bound_cells(function: FunctionType) -> Iterator[tuple[int, object]]:
@@ -146,11 +143,7 @@ def compile_quietly(source: str | ast.Module, filename: str, *, flags: int = 0) 
 
 
 def collect(
-    names: Iterable[str],
-    user_ns: Mapping[str, object],
-    *,
-    extra: Iterable[str] = (),
-    exclude: Iterable[str] = (),
+    names: Iterable[str], user_ns: Mapping[str, object], *, extra: Iterable[str] = (), exclude: Iterable[str] = ()
 ) -> dict[str, object]:
     """Return the objects to ship, by name, in the order in which the notebook defined them.
 
@@ -219,10 +212,10 @@ def cell_sources(
         execution_counts: Cell number by file name, `shell.compile._filename_map` in IPython.
     """
     counts = execution_counts or {}
-    found: list[tuple[str, str, int | None]] = []
-    for file in dict.fromkeys(files):
-        entry = linecache.cache.get(file)
+    entries = ((file, linecache.cache.get(file)) for file in dict.fromkeys(files))
+    return tuple(
+        (file, "".join(entry[2]), counts.get(file))
+        for file, entry in entries
         # an entry with an mtime is a real file, which the rank can read itself
-        if entry is not None and len(entry) == 4 and entry[1] is None:
-            found.append((file, "".join(entry[2]), counts.get(file)))
-    return tuple(found)
+        if entry is not None and len(entry) == 4 and entry[1] is None
+    )

@@ -54,7 +54,6 @@ class ByteStream:
         self._tasks = [loop.create_task(self._outwards()), loop.create_task(self._inwards())]
         for task in self._tasks:
             task.add_done_callback(self._done)
-        self._ended = 0
 
     def heard(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
         """Handle a message of the other end."""
@@ -87,60 +86,50 @@ class ByteStream:
 
     async def _outwards(self) -> None:
         """Copy from the socket to messages, within the other end's window."""
-        try:
-            while True:
-                room = WINDOW_BYTES - (self._sent - self._taken_there)
-                if room <= 0:
-                    self._room.clear()
-                    await self._room.wait()
-                    continue
-                data = await self.reader.read(min(room, STREAM_CHUNK_BYTES))
-                if not data:
-                    break
-                self.send(StreamData(stream=self.number, offset=self._sent), (data,))
-                self._sent += len(data)
-        except OSError:
-            self.close("")
-            return
+        while True:
+            room = WINDOW_BYTES - (self._sent - self._taken_there)
+            if room <= 0:
+                self._room.clear()
+                await self._room.wait()
+                continue
+            data = await self.reader.read(min(room, STREAM_CHUNK_BYTES))
+            if not data:
+                break
+            self.send(StreamData(stream=self.number, offset=self._sent), (data,))
+            self._sent += len(data)
         self.send(StreamEnded(stream=self.number, offset=self._sent), ())
-        self._one_ended()
 
     async def _inwards(self) -> None:
         """Copy from messages to the socket; acknowledge only what was written to it."""
-        try:
-            while (data := await self._incoming.get()) is not None:
-                self.writer.write(data)
-                await self.writer.drain()
-                self._taken += len(data)
-                if self._taken - self._told >= _TOLD_BYTES or self._incoming.empty():
-                    self._told = self._taken
-                    self.send(StreamTaken(stream=self.number, offset=self._taken), ())
-            if self.writer.can_write_eof():
-                self.writer.write_eof()
-        except OSError:
-            self.close("")
-            return
-        self._one_ended()
+        while (data := await self._incoming.get()) is not None:
+            self.writer.write(data)
+            await self.writer.drain()
+            self._taken += len(data)
+            if self._taken - self._told >= _TOLD_BYTES or self._incoming.empty():
+                self._told = self._taken
+                self.send(StreamTaken(stream=self.number, offset=self._taken), ())
+        if self.writer.can_write_eof():
+            self.writer.write_eof()
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self.close("an internal error of sgpu-magic in the connection")
-            raise error
-
-    def _one_ended(self) -> None:
-        self._ended += 1
-        if self._ended == len(self._tasks):
-            self._finish("")
+        if task.cancelled():
+            return
+        match task.exception():
+            case None:
+                if all(each.done() for each in self._tasks):
+                    self._finish("")
+            case OSError():
+                self.close()
+            case error:
+                self.close("an internal error of sgpu-magic in the connection")
+                raise error
 
     def _finish(self, problem: str) -> None:
         if self._over:
             return
         self._over = True
-        current = asyncio.current_task()
         for task in self._tasks:
-            if task is not current:
-                task.cancel()
+            task.cancel()
         with contextlib.suppress(OSError, RuntimeError):
             if problem:
                 self.writer.transport.abort()

@@ -7,6 +7,7 @@ Every error becomes one of three: the store is unreachable or failing (`StoreTro
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -75,16 +76,13 @@ class Store:
         self._secrets = [tracking.variables[name] for name in find_secrets(tracking.variables)]
         self._uri = tracking.uri or settings.default_store_uri
         self._experiments: dict[str, str] = {}
-        self._client: MlflowClient | None = None
 
-    @property
+    @functools.cached_property
     def client(self) -> Any:
         """MLflow's own client, which is only partly typed."""
-        if self._client is None:
-            if self.is_default:
-                store.make(self._settings)
-            self._client = MlflowClient(self._uri)
-        return self._client
+        if self.is_default:
+            store.make(self._settings)
+        return MlflowClient(self._uri)
 
     def find_experiment(self, name: str) -> str:
         """Return the id of the experiment of this name, created if necessary.

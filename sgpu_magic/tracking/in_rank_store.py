@@ -131,9 +131,13 @@ class RunStore:
         marks = [_validate_tag(tag.key, tag.value) for tag in tags]
         for metric in metrics:
             _validate_metric(metric.key, metric.value, metric.timestamp, metric.step)
-        of_models = [metric for metric in metrics if _belongs_to_model(metric)]
-        if of_models and self._log_for_models(cell, of_models):
-            metrics = [metric for metric in metrics if not _belongs_to_model(metric)]
+        if of_models := [metric for metric in metrics if _belongs_to_model(metric)]:
+            # only the real store records the model or the dataset of a metric
+            try:
+                self._real.log_batch(run_id=cell.true_id, metrics=of_models, params=[], tags=[])
+                metrics = [metric for metric in metrics if not _belongs_to_model(metric)]
+            except MlflowException as error:
+                cell.remark("models", f"metrics were logged for the run only, not for their model: {error.message}")
         points = [MetricPoint(m.key, float(m.value), int(m.timestamp), int(m.step)) for m in metrics]
         cell.reports.add(points, _pairs(pairs), _pairs(marks))
 
@@ -149,15 +153,6 @@ class RunStore:
     log_metric, log_metric_async = AbstractStore.log_metric, AbstractStore.log_metric_async
     log_param, log_param_async = AbstractStore.log_param, AbstractStore.log_param_async
     set_tag, set_tag_async = AbstractStore.set_tag, AbstractStore.set_tag_async
-
-    def _log_for_models(self, cell: CellHere, metrics: Sequence[Metric]) -> bool:
-        """Log metrics of a logged model or a dataset to the real store, which alone records that. False if it fails."""
-        try:
-            self._real.log_batch(run_id=cell.true_id, metrics=metrics, params=[], tags=[])
-        except MlflowException as error:
-            cell.remark("models", f"metrics were logged for the run only, not for their model: {error.message}")
-            return False
-        return True
 
     # ------------------------------------------------------------ the run itself
 
