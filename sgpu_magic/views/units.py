@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.base import RunState
@@ -102,14 +103,8 @@ class RunTimes:
 
     def fail(self, failure: Failure) -> RunEnded:
         """Return the final event of a run that fails now, with its durations."""
-        starting_s, running_s = self.starting_s(), self.running_s()
-        return RunEnded(
-            state=RunState.FAILED,
-            failure=failure,
-            starting_s=starting_s,
-            running_s=running_s,
-            total_s=starting_s + running_s,
-        )
+        spent = {"starting_s": self.starting_s(), "running_s": self.running_s()}
+        return RunEnded(state=RunState.FAILED, failure=failure, **spent, total_s=sum(spent.values()))
 
     def text(self, now: float | None = None) -> str:
         """Return `12 s · start 25 s`; "" in the queue, and for a run that was refused."""
@@ -174,31 +169,23 @@ def format_span(seconds: float) -> str:
 
 def format_clock(seconds: float) -> str:
     """Return `02:14`, from an hour on `1:02:14`: for running times."""
-    whole = int(max(seconds, 0))
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60:02d}:{rest % 60:02d}"
+    hours, rest = divmod(int(max(seconds, 0)), 3600)
+    return (f"{hours}:" if hours else "") + f"{rest // 60:02d}:{rest % 60:02d}"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return `rank 1`, `ranks 0, 2, 3`, `ranks 0-14, 16`."""
-    ordered = sorted(set(ranks))
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {numbers_text(ordered)}"
+    ranks = frozenset(ranks)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers_text(ranks)}"
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
     """Return `1`, `0, 2, 3`, `0-14, 16`."""
-    ordered = sorted(set(numbers))
     pieces: list[str] = []
-    at = 0
-    while at < len(ordered):
-        end = at
-        while end + 1 < len(ordered) and ordered[end + 1] == ordered[end] + 1:
-            end += 1
-        if end - at >= 3:
-            pieces.append(f"{ordered[at]}-{ordered[end]}")
-        else:
-            pieces.extend(str(rank) for rank in ordered[at : end + 1])
-        at = end + 1
+    # consecutive numbers have the same difference to their positions
+    for _, pairs in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in pairs]
+        pieces += [f"{found[0]}-{found[-1]}"] if len(found) > 3 else map(str, found)
     return ", ".join(pieces)
 
 
