@@ -71,14 +71,11 @@ def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: 
         return quiet_line(view) if first else ""
     lines: list[str] = []
     if first:
-        lines.append(header_line(view))
-        lines.extend(
-            f"note: {note}" for note in [*view.notes, *view.past_stall, *standing_warnings(view), *idle_lines(view)]
-        )
+        notes = [*view.notes, *view.past_stall, *standing_warnings(view), *idle_lines(view)]
+        lines = [header_line(view), *(f"note: {note}" for note in notes)]
     ending = _ending(view) if last or limit is None else []
-    items: Sequence[Item] = segment.items
+    items: Sequence[Item] = segment.items if limit is not None else first_and_last(segment.items)
     if limit is None:
-        items = first_and_last(items)
         room = text_limit(view.output_limit) - sum(map(line_bytes, ending))
         bound, head_share = max(share_of(view, segment, room), _MIN_BYTES), HEAD_SHARE
     else:
@@ -120,36 +117,25 @@ def live_line(view: RunView) -> str:
     if view.state is RunState.QUEUED:
         position = f", position {view.position}" if view.position else ""
         words = (f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
-        return " · ".join(part for part in words if part)
+        return " · ".join(filter(None, words))
     elapsed, starting_s = view.elapsed_s(), view.times.starting_s()
     lasts = view.times.text() if elapsed else format_elapsed(starting_s) if starting_s else ""
     since = f" for {lasts}" if lasts else ""
     if view.session is not None:
         # no "for": the time counts from its start, not from this state
         since = f" · {format_span(elapsed)}" if elapsed else ""
-    words = (
-        f"{word}{since}",
-        cost_text(view),
-        attempt_text(view),
-        packages_text(view),
-        *session_meta(view),
-        view.reason,
-        run,
-    )
-    return " · ".join(part for part in words if part)
+    words = (cost_text(view), attempt_text(view), packages_text(view), *session_meta(view), view.reason)
+    return " · ".join(filter(None, [f"{word}{since}", *words, run]))
 
 
 def _ending(view: RunView) -> list[str]:
     if not view.is_final:
         return [*unfinished_lines(view), *stall_lines(view), summary_line(view)]
-    problems = [
-        f"rank {result.rank}: the last expression's value could not be sent: {result.value_problem}"
-        for result in view.results
-        if result.value_problem
-    ]
+    said = "the last expression's value could not be sent"
+    problems = [f"rank {each.rank}: {said}: {each.value_problem}" for each in view.results if each.value_problem]
     if view.state is RunState.SUCCEEDED or view.failure is None:
         return [*problems, summary_line(view)]
-    lines = failure_lines(view)
+    lines = failure_lines(view, view.failure)
     if view.session is not None:
         return [*lines, " · ".join([*session_meta(view), *_name_words(view)])]
     last = " · ".join(_last_words(view))
@@ -197,13 +183,8 @@ def mime_bundle(
     """
     # few front ends show a live form's text, so it gets less space than the HTML
     text = render_segment_text(view, segment, first, last, None if limit is None else limit // 3)
-    bundle: dict[str, object] = {
-        "text/html": render_segment_html(view, segment, first, last, limit),
-        "text/plain": text,
-    }
-    if last:
-        bundle[RUN_MIME] = run_record(view)
-    return bundle
+    html = render_segment_html(view, segment, first, last, limit)
+    return {"text/html": html, "text/plain": text, **({RUN_MIME: run_record(view)} if last else {})}
 
 
 def caption_bundle(caption: Caption) -> dict[str, object]:
@@ -298,7 +279,7 @@ def run_record(view: RunView) -> dict[str, object]:
             record["gpu_s"] = round(ended.gpu_s, 3)
         if ended.cost is not None:
             record["cost"] = {"amount": round(ended.cost, 9), "currency": ended.currency}
-    if (environment := _environment(view)) is not None:
+    if environment := _environment(view):
         record["environment"] = environment
     if view.tracked is not None:
         record["mlflow"] = {"run_id": view.tracked.mlflow_run_id, **_fields(view.tracked, _OF_TRACKED)}
@@ -318,12 +299,10 @@ def _fields(record: object, names: Sequence[str]) -> dict[str, object]:
     return {name: getattr(record, name) for name in names}
 
 
-def _environment(view: RunView) -> dict[str, object] | None:
-    """Return the ranks' environment, and whether and how long it was built."""
+def _environment(view: RunView) -> dict[str, object]:
+    """Return the ranks' environment, and whether and how long it was built; empty for the notebook's packages."""
     spec, moved = view.spec, view.environment
-    if not spec.environment and moved is None:
-        return None
     record: dict[str, object] = {"digest": spec.environment, "label": spec.environment_label}
     if moved is not None and moved.ready:
         record |= {"built": moved.built, "seconds": round(moved.seconds, 3), "packages": moved.packages}
-    return record
+    return record if spec.environment or moved is not None else {}

@@ -143,9 +143,6 @@ def _dressed(exception: Exception, attributes: dict[str, object]) -> Exception:
     if refused:
         cls = type(exception)
         body: dict[str, object] = {"__module__": cls.__module__, "__slots__": (), **refused}
-        drawing = body.get("_render_traceback_")
-        if isinstance(drawing, _Drawing):
-            body["_render_traceback_"] = staticmethod(drawing)
         exception.__class__ = type(cls.__name__, (cls,), body)
     return exception
 

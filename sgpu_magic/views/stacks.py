@@ -15,7 +15,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
 from sgpu_magic.views.run_notes import limit_of
 from sgpu_magic.views.tracebacks import NO_FUNCTION, Sources, caller_at, cut_lines
-from sgpu_magic.views.units import aligned, format_ranks, format_seconds
+from sgpu_magic.views.units import aligned, ends, format_ranks, format_seconds
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.rank_events import Collective, RankStack, StackFrame, Stalled
 from sgpu_magic.wire.run import CellSource
@@ -58,7 +58,7 @@ class StackGroup(msgspec.Struct, frozen=True):
         activity: What they are doing.
         place: Such as `Cell In[7], line 15`; "" when unknown.
         source: The notebook's source line there.
-        stack: The first rank's stack as a traceback, the most recent call last.
+        whole: The first rank's stack as a traceback, the most recent call last, or why there is none.
         problem: Why there is no stack.
     """
 
@@ -66,7 +66,7 @@ class StackGroup(msgspec.Struct, frozen=True):
     activity: Activity
     place: str
     source: str
-    stack: tuple[str, ...]
+    whole: Sequence[str]
     problem: str = ""
 
     @property
@@ -105,10 +105,9 @@ def activity_of(stack: RankStack, sources: Sources) -> Activity:
     torch_function = next((each.function.strip("_") for each in called if _is_torch(each)), "")
     if torch_function:
         return Activity(torch_function, _MEETINGS.fullmatch(torch_function) is not None, None, frame)
-    if frame.function not in NO_FUNCTION:
-        return Activity(frame.function, False, None, frame)
     # at the cell's top level name the function that it called
-    return Activity(next((each.function for each in called), "the cell"), False, None, frame)
+    own = next((each.function for each in called), "the cell") if frame.function in NO_FUNCTION else frame.function
+    return Activity(own, frame=frame)
 
 
 def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGroup]:
@@ -126,30 +125,21 @@ def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGro
     for stack in sorted(stacks, key=lambda stack: stack.rank):
         activity = activity_of(stack, sources)
         lines = tuple(frame for frame in stack.frames if sources.is_notebook(frame)) or stack.frames
-        key = (activity.name, activity.waits, activity.collective, activity.frame, lines, stack.problem)
-        found.setdefault(key, []).append((stack, activity))
+        found.setdefault((activity, lines, stack.problem), []).append((stack, activity))
     groups: list[StackGroup] = []
     for members in found.values():
-        first, activity = members[0]
+        (first, activity), ranks = members[0], tuple(stack.rank for stack, _ in members)
         frame = activity.frame
-        groups.append(
-            StackGroup(
-                ranks=tuple(stack.rank for stack, _ in members),
-                activity=activity,
-                place=sources.place(frame) if frame is not None else first.problem,
-                source=sources.source(frame) if frame is not None else "",
-                stack=tuple(stack_lines(first.frames, cell)),
-                problem=first.problem,
-            )
-        )
+        place, source = (first.problem, "") if frame is None else (sources.place(frame), sources.source(frame))
+        whole = stack_lines(first.frames, cell) or [first.problem or "no Python stack"]
+        groups.append(StackGroup(ranks, activity, place, source, whole, first.problem))
     return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))
 
 
 def group_lines(groups: Sequence[StackGroup]) -> list[str]:
     """Return a line for each of the first groups, in columns, and one for the ranks of all others."""
     shown = groups[:_MAX_GROUPS]
-    rows = [(format_ranks(group.ranks), group.doing, group.place, group.source) for group in shown]
-    lines = aligned(rows)
+    lines = aligned([(format_ranks(group.ranks), group.doing, group.place, group.source) for group in shown])
     left_out = [rank for group in groups[_MAX_GROUPS:] for rank in group.ranks]
     return [*lines, f"{format_ranks(left_out)} elsewhere"] if left_out else lines
 
@@ -187,11 +177,9 @@ def stack_lines(frames: Sequence[StackFrame], cell: CellSource) -> list[str]:
     """Return a stack as in a traceback, the most recent call last, starting at the notebook's first line."""
     sources = Sources(cell)
     entries = [sources.entry(frame) for frame in reversed(sources.own_frames(frames))]
-    if (left_out := len(entries) - _MAX_FRAMES) > 0:
-        # recursion: its beginning and its end are enough
-        half = _MAX_FRAMES // 2
-        entries = [*entries[:half], [f"... {left_out:,} more frames ..."], *entries[-half:]]
-    return [line for entry in entries for line in entry]
+    # of a recursion the beginning and the end are enough
+    left_out = [f"... {len(entries) - _MAX_FRAMES:,} more frames ..."]
+    return [line for entry in ends(entries, _MAX_FRAMES, left_out) for line in entry]
 
 
 def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
@@ -228,14 +216,10 @@ def stacks_text(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
     groups = group_stacks(stacks, cell)
     if not groups:
         return f"run {short(run_id)} has no ranks now"
-    lines = [
-        f"run {short(run_id)}{taken(stacks)}",
-        *(f"  {line}" for line in group_lines(groups)),
-        *verdict(stacks, cell),
-    ]
+    lines = [f"run {short(run_id)}{taken(stacks)}", *summary(stacks, cell)]
     for group in groups:
         lines += ["", f"{format_ranks(group.ranks)} {group.doing}"]
-        lines += [f"  {line}" for line in group.stack or (group.problem or "no Python stack",)]
+        lines += [f"  {line}" for line in group.whole]
     return "\n".join(ansi.plain(line) for line in lines)
 
 
@@ -244,14 +228,13 @@ def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
     groups = group_stacks(stacks, cell)
     rows = ""
     for group in groups:
-        whole = "\n".join(group.stack or (group.problem or "no Python stack",))
         rows += (
             f'<details style="padding:3px 12px"><summary style="cursor:pointer">'
             f'<b style="font-weight:600">{safe(format_ranks(group.ranks))}</b> {safe(group.doing)} '
             f'<span style="{SOFT}">{safe(group.place)}</span> '
             f'<code style="{MONO};font-size:12px;background:none">{safe(group.source)}</code></summary>'
-            f'<pre style="margin:0;padding:4px 0 4px 14px;{MONO};font-size:12px;white-space:pre-wrap">{safe(whole)}'
-            "</pre></details>"
+            f'<pre style="margin:0;padding:4px 0 4px 14px;{MONO};font-size:12px;white-space:pre-wrap">'
+            f"{safe(chr(10).join(group.whole))}</pre></details>"
         )
     for sentence in verdict(stacks, cell):
         rows += f'<div style="padding:3px 12px;color:{WARN}">{safe(sentence)}</div>'
@@ -277,8 +260,8 @@ def stall_lines(view: RunView, *, has_buttons: bool = False) -> list[str]:
     stacks, cell = view.stalled.stacks, view.spec.cell
     groups = [f"  {ansi.plain(line)}" for line in group_lines(group_stacks(stacks, cell))]
     everything = "the Stacks button" if has_buttons else f"`sgpu stacks {view.short_id}`"
-    told = [*map(ansi.plain, verdict(stacks, cell)), f"{everything} shows everything"]
-    return [f"no progress for {format_seconds(view.stalled.seconds)}{taken(stacks)}", *groups, " · ".join(told)]
+    told = " · ".join([*map(ansi.plain, verdict(stacks, cell)), f"{everything} shows everything"])
+    return [f"no progress for {format_seconds(view.stalled.seconds)}{taken(stacks)}", *groups, told]
 
 
 def ending_stacks(view: RunView) -> list[str]:

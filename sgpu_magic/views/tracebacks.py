@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from sgpu_magic.views.run_notes import error_text, last_part
-from sgpu_magic.views.units import ROW_CHARS, clipped
+from sgpu_magic.views.units import ROW_CHARS, clipped, ends
 from sgpu_magic.wire.base import FailureKind, RunKind
 from sgpu_magic.wire.rank_events import Failure, StackFrame
 from sgpu_magic.wire.run import CellSource, RunSpec
@@ -93,8 +93,7 @@ class Sources:
         return frames[: outermost + 1]
 
     def _lines(self, frame: StackFrame) -> Sequence[str]:
-        own = self._cell if self._is_own(frame) else []
-        return self._others.get(frame.file, (own, None))[0]
+        return self._others.get(frame.file, (self._cell if self._is_own(frame) else [], None))[0]
 
     def _file(self, frame: StackFrame, otherwise: str) -> str:
         if frame.file in self._others:
@@ -157,9 +156,7 @@ def excerpt_of(failure: Failure, cell: CellSource) -> Excerpt:
     if frames is None and len(body) <= _MAX_CHAIN_LINES:
         code = body[: len(body) - len(message)]
     elif blocks:
-        half = _MAX_FRAMES // 2
-        blocks = blocks if len(blocks) <= _MAX_FRAMES else [*blocks[:half], ["..."], *blocks[-half:]]
-        code = [line for block in blocks for line in _bounded(block)]
+        code = [line for block in ends(blocks, _MAX_FRAMES, ["..."]) for line in _bounded(block)]
     else:
         code = line_of_cell(failure, cell) or (_bounded(frames[-1]) if frames else [])
         message = message or _error_lines(failure)
@@ -173,8 +170,7 @@ def _is_own(heading: str, cell: CellSource) -> bool:
     """Whether a frame of a traceback is in a cell, or in the run's script."""
     if _CELL_FRAME.match(heading):
         return True
-    found = _FILE_FRAME.match(heading) if cell.file else None
-    return found is not None and cell.file.endswith(found[1])
+    return bool(cell.file and (found := _FILE_FRAME.match(heading)) and cell.file.endswith(found[1]))
 
 
 def traceback_body(failure: Failure) -> list[str]:
@@ -188,8 +184,8 @@ def traceback_body(failure: Failure) -> list[str]:
 def split_traceback(failure: Failure) -> tuple[list[str], list[str]]:
     """Return the lines of a traceback before the message, and those of the message; both empty without a traceback."""
     body = traceback_body(failure)
-    _, message = _split(body, failure) if body else (None, [])
-    begun = max((at for at, line in enumerate(body) if message and line == message[0]), default=len(body))
+    first = _split(body, failure)[1][:1] if body else []
+    begun = max((at for at, line in enumerate(body) if [line] == first), default=len(body))
     frames = body[:begun]
     while frames and not frames[-1].strip():
         frames.pop()
@@ -275,6 +271,4 @@ def _error_lines(failure: Failure) -> list[str]:
 def _bounded(block: list[str]) -> list[str]:
     """Return a frame with its failed line and two lines before and after it."""
     at = next((at for at, line in enumerate(block) if line.startswith("--")), None)
-    if at is None:
-        return block[:6]
-    return [block[0], *block[max(at - 2, 1) : at + 3]]
+    return block[:6] if at is None else [block[0], *block[max(at - 2, 1) : at + 3]]

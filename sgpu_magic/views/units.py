@@ -10,11 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import TypeVar
 
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure
+
+T = TypeVar("T")
 
 TIMES = "\u00d7"  # the multiplication sign of a number of devices
 ROW_CHARS = 85
@@ -187,6 +190,12 @@ def numbers_text(numbers: Iterable[int]) -> str:
         found = [number for _, number in pairs]
         pieces += [f"{found[0]}-{found[-1]}"] if len(found) > 3 else map(str, found)
     return ", ".join(pieces)
+
+
+def ends(items: Sequence[T], most: int, between: T) -> list[T]:
+    """Return at most `most` items: of more, the first and the last half with `between` in place of the others."""
+    half = most // 2
+    return list(items) if len(items) <= most else [*items[:half], between, *items[-half:]]
 
 
 def clipped(text: str, most: int = 200) -> str:

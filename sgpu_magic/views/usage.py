@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -56,10 +56,8 @@ class Series:
     @property
     def values(self) -> tuple[float | None, ...]:
         """The points, oldest first; None where nothing was reported."""
-        return tuple(
-            round(total / told, self._digits) if told else None
-            for total, told in zip(self._sums, self._told_s, strict=True)
-        )
+        pairs = zip(self._sums, self._told_s, strict=True)
+        return tuple(round(total / told, self._digits) if told else None for total, told in pairs)
 
     @property
     def mean(self) -> float | None:
@@ -187,11 +185,8 @@ class RankUsage:
             # a rank may use more than its share while others are idle
             tops["cpu_cores"] = max(float(self.latest.cores or 1), self.series["cpu_cores"].peak or 0.0)
         order = _CPU_CURVES if self.latest.kind == "cpu" else _GPU_CURVES
-        return [
-            Drawn(name, unit, self.series[field], tops.get(field))
-            for field, name, unit in order
-            if field in self.series
-        ]
+        there = [curve for curve in order if curve[0] in self.series]
+        return [Drawn(name, unit, self.series[field], tops.get(field)) for field, name, unit in there]
 
 
 class RunUsage:
@@ -217,10 +212,8 @@ class RunUsage:
                 end_s = self._until_s = max(end_s, begin_s + seconds)
                 for sample in samples:
                     self._of(sample.rank).sampled(sample, begin_s, end_s, at)
-            case DeviceIdle(rank=rank):
-                self._of(rank).turned_idle(body, at)
-            case DeviceBusy(rank=rank):
-                self._of(rank).turned_idle(None, at)
+            case DeviceIdle() | DeviceBusy():
+                self._of(body.rank).turned_idle(body if isinstance(body, DeviceIdle) else None, at)
 
     def start_again(self) -> None:
         """Discard everything, as a new attempt starts."""
@@ -241,12 +234,15 @@ class RunUsage:
     @property
     def idle_sentences(self) -> list[str]:
         """One sentence for each cause of idle GPUs: `rank 3's GPU has been under 5 % for 60 s: ...`."""
-        groups: dict[str, list[RankUsage]] = {}
-        for rank in sorted(self.ranks):
-            usage = self.ranks[rank]
+        groups: dict[str, dict[int, float]] = {}
+        for rank, usage in sorted(self.ranks.items()):
             if usage.idle is not None:
-                groups.setdefault(usage.idle.waits_in, []).append(usage)
-        return [_idle_sentence(waits_in, usages) for waits_in, usages in groups.items()]
+                groups.setdefault(usage.idle.waits_in, {})[rank] = usage.idle_s
+        said: list[str] = []
+        for waits_in, idle_s in groups.items():
+            cause = f": {'it waits' if len(idle_s) == 1 else 'they wait'} in {waits_in}" if waits_in else ""
+            said.append(idle_sentence(idle_s, "has been", "have been") + cause)
+        return said
 
     def _of(self, rank: int) -> RankUsage:
         return self.ranks.setdefault(rank, RankUsage(rank))
@@ -309,13 +305,18 @@ _GPU_CURVES = (
 _CPU_CURVES = (("cpu_cores", "CPU", "cores"), ("rss_bytes", "memory", "GB"))
 
 
-def _idle_sentence(waits_in: str, usages: list[RankUsage]) -> str:
-    lasts = format_seconds(min(usage.idle_s for usage in usages))
-    idle = f"been under {IDLE_GPU_PCT:.0f} % for {lasts}"
-    if len(usages) == 1:
-        return f"rank {usages[0].rank}'s GPU has {idle}" + (f": it waits in {waits_in}" if waits_in else "")
-    ranks = format_ranks(usage.rank for usage in usages)
-    return f"the GPUs of {ranks} have {idle}" + (f": they wait in {waits_in}" if waits_in else "")
+def idle_sentence(idle_s: Mapping[int, float], one: str, several: str) -> str:
+    """Return `rank 3's GPU was under 5 % for 3 min 10 s`, `the GPUs of ranks 2, 3 have been under 5 % for 60 s`.
+
+    Args:
+        idle_s: Idle seconds by rank; the shortest time is named.
+        one: The verb for one GPU.
+        several: The verb for several.
+    """
+    lasts = f"under {IDLE_GPU_PCT:.0f} % for {format_seconds(min(idle_s.values()))}"
+    if len(idle_s) == 1:
+        return f"rank {next(iter(idle_s))}'s GPU {one} {lasts}"
+    return f"the GPUs of {format_ranks(idle_s)} {several} {lasts}"
 
 
 def _memory(used_bytes: int | None, total_bytes: int | None, absent: str) -> str:

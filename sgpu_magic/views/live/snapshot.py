@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -27,7 +26,7 @@ from sgpu_magic.views.summary_words import (
     silence_lines,
 )
 from sgpu_magic.views.tracebacks import cut_lines
-from sgpu_magic.views.units import clipped, format_elapsed, format_seconds, steady_time
+from sgpu_magic.views.units import clipped, ends, format_elapsed, format_seconds, steady_time
 from sgpu_magic.views.usage import thinned
 from sgpu_magic.views.words import (
     BEFORE_RANKS,
@@ -259,8 +258,6 @@ _MAX_TEXT_BYTES = 30_000
 _TEXT_LEVELS = ((200, 400), (60, 200), (20, 120), (8, 80))
 _TEXTS = ("meta", "preparing", "idle", "warnings", "notes", "stall", "others", "footer")
 
-T = TypeVar("T")
-
 
 def fitted(snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with texts and cards reduced until it fits into one message."""
@@ -279,21 +276,15 @@ def _shorter(snapshot: Snapshot, lines: int, characters: int) -> Snapshot:
     """Cut each list of texts to its beginning and end, and each text to its beginning."""
 
     def cut(block: tuple[FailureLine, ...]) -> tuple[FailureLine, ...]:
-        kept = _ends(block, lines, FailureLine(text="...", kind="text"))
+        kept = ends(block, lines, FailureLine(text="...", kind="text"))
         return tuple(replace(line, text=clipped(line.text, characters)) for line in kept)
 
     failure = snapshot.failure
     if failure is not None:
         failure = replace(failure, lines=cut(failure.lines), whole=cut(failure.whole))
-    texts = {name: _ends(getattr(snapshot, name), lines, "...") for name in _TEXTS}
+    texts = {name: ends(getattr(snapshot, name), lines, "...") for name in _TEXTS}
     cut_texts = {name: tuple(clipped(text, characters) for text in kept) for name, kept in texts.items()}
     return replace(snapshot, failure=failure, **cut_texts)
-
-
-def _ends(items: tuple[T, ...], most: int, between: T) -> tuple[T, ...]:
-    if len(items) <= most:
-        return items
-    return (*items[: most // 2], between, *items[-(most // 2) :])
 
 
 # each step reduces the result of the previous one: curves and their points, the last line, details
