@@ -37,7 +37,7 @@ _SETS = {
 for _at, _colour in enumerate(_BASIC):
     # 30 to 37 and 90 to 97; backgrounds are ten higher
     _code = _at + (30 if _at < 8 else 82)
-    _SETS |= {_code: ("color", _colour), _code + 10: ("background", _colour)}
+    _SETS.update({_code: ("color", _colour), _code + 10: ("background", _colour)})
 _UNSETS = {
     22: ("weight", "dim"), 23: ("italic",), 24: ("line",), 27: ("inverse",), 29: ("line",), 39: ("color",),
     49: ("background",),

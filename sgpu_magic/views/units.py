@@ -106,8 +106,9 @@ class RunTimes:
 
     def fail(self, failure: Failure) -> RunEnded:
         """Return the final event of a run that fails now, with its durations."""
-        spent = {"starting_s": self.starting_s(), "running_s": self.running_s()}
-        return RunEnded(state=RunState.FAILED, failure=failure, **spent, total_s=sum(spent.values()))
+        start_s, run_s = self.starting_s(), self.running_s()
+        total_s = start_s + run_s
+        return RunEnded(state=RunState.FAILED, failure=failure, starting_s=start_s, running_s=run_s, total_s=total_s)
 
     def text(self, now: float | None = None) -> str:
         """Return `12 s · start 25 s`; "" in the queue, and for a run that was refused."""
