@@ -60,9 +60,8 @@ def bar_of(line: str) -> Bar | None:
         line: A line without escape sequences.
     """
     found = _found(line)
-    if found is None:
-        return None
-    return Bar(fraction=None if found.fraction is None else round(found.fraction, 4), text=found.text)
+    fraction = None if found is None or found.fraction is None else round(found.fraction, 4)
+    return None if found is None else Bar(fraction=fraction, text=found.text)
 
 
 def without_bar(line: str) -> str:
@@ -70,9 +69,7 @@ def without_bar(line: str) -> str:
 
     Other lines are returned as they are.
     """
-    if bar_of(line) is None:
-        return line
-    text, bars = _DRAWN.subn(" ", line)
+    text, bars = _DRAWN.subn(" ", line) if bar_of(line) is not None else (line, 0)
     return " ".join(_PERCENT.sub("", text).split()) if bars else line
 
 
@@ -92,8 +89,7 @@ def _found(line: str) -> _Found | None:
     if found is not None and (counts := _whole(found["done"], found["total"])):
         fraction, label = counts[0] / counts[1], _label(found["label"])
         return _Found(label, fraction, _joined(label or f"{counts[0]}/{counts[1]}", f"{int(fraction * 100)} %"), counts)
-    found = _TQDM_ENDLESS.match(text)
-    if found is not None:
+    if found := _TQDM_ENDLESS.match(text):
         label = _label(found["label"])
         return _Found(label, None, _joined(label, found["count"]))
     found = _WORDS.search(text)
@@ -239,37 +235,26 @@ class _RankProgress:
         if found.fraction is None:
             return
         words = found.words or _WORDS.search(found.label)
-        if found.words is not None and found.label not in _OUTER_WORDS:
-            self._drawn(found, found.label)
-        elif words is None or words["label"].lower() not in _OUTER_WORDS:
-            self._drawn(found, _key(found))
-        elif found.words is None:
-            self._contains(words, found.fraction)
-        else:
-            rest = _WORDS.search(words.string, words.end())
-            inner = None if rest is None else _whole(rest["done"], rest["total"])
-            if inner is None:
-                self._said(words)
+        name = words["label"].lower() if words is not None else ""
+        if words is None or name not in _OUTER_WORDS:
+            self._drawn(found, _key(found) if found.words is None else found.label)
+        elif (counts := _whole(words["done"], words["total"])) is not None:
+            rest = _WORDS.search(words.string, words.end()) if found.words is not None else None
+            inner = _whole(rest["done"], rest["total"]) if rest is not None else None
+            if found.words is None or inner is not None:
+                # `epoch 2/3` with a bar in it
+                self._is_in(_Outer(name, max(counts[0] - 1, 0), counts[1]))
+                self._bar, self.part = "in words", found.fraction if inner is None else inner[0] / inner[1]
             else:
-                self._contains(words, inner[0] / inner[1])
+                self._said(name, *counts)
         self._add_up()
 
-    def _contains(self, words: re.Match[str], fraction: float) -> None:
-        """Take in `epoch 2/3` with a bar in it."""
-        counts = _whole(words["done"], words["total"])
-        if counts is not None:
-            self._is_in(_Outer(words["label"].lower(), max(counts[0] - 1, 0), counts[1]))
-            self._bar, self.part = "in words", fraction
-
-    def _said(self, words: re.Match[str]) -> None:
+    def _said(self, name: str, done: int, of: int) -> None:
         """Take in a line about an epoch: its first one, or its last one."""
-        counts = _whole(words["done"], words["total"])
-        if counts is None:
-            return
         if self._outer is None and self._bar:
             self._is_said_afterwards = self.part >= _NEARLY_FULL
-        done = counts[0] - (1 if self._bar and not self._is_said_afterwards else 0)
-        self._is_in(_Outer(words["label"].lower(), max(done, 0), counts[1]))
+        done -= 1 if self._bar and not self._is_said_afterwards else 0
+        self._is_in(_Outer(name, max(done, 0), of))
 
     def _is_in(self, outer: _Outer) -> None:
         before, self._outer = self._outer, outer
@@ -311,15 +296,12 @@ class _RankProgress:
         return found.counts[0] > self._counts[0] or not (found.label and self._label)
 
     def _add_up(self) -> None:
+        now = self.part
         if self._outer is not None:
             inside = min(self.part, 1.0) if self._bar else 0.0
             now = min((self._outer.done + inside) / self._outer.of, 1.0)
-        elif any(passes > 1 for passes in self._passes.values()):
-            self.total = None
-            return
-        else:
-            now = self.part
-        self.total = now if self.total is None else max(self.total, now)
+        is_unknown = self._outer is None and any(passes > 1 for passes in self._passes.values())
+        self.total = None if is_unknown else max(self.total or 0.0, now)
 
 
 def _key(found: _Found) -> str:

@@ -134,8 +134,7 @@ class Channels:
         """Handle a request in the control channel's thread."""
 
         def send(answer: dict[str, object]) -> None:
-            reply = {"status": "ok", "answer": answer}
-            self._kernel.session.send(stream, REPLY, reply, parent, ident)
+            self._kernel.session.send(stream, REPLY, {"status": "ok", "answer": answer}, parent, ident)
 
         asked = parent["content"]
         self._take(str(asked.get("model_id")), asked.get("question"), send)
@@ -152,11 +151,10 @@ class Channels:
         """Whether this widget's request has arrived before on the other channel, where it is answered."""
         number = _number_of(content)
         with self._lock:
-            if (model_id, number) in self._taken:
-                return True
-            if number is not None:
+            is_taken = (model_id, number) in self._taken
+            if not is_taken and number is not None:
                 self._taken.append((model_id, number))
-            return False
+            return is_taken
 
     def _ask(self, answer: Answerer, content: object, send: Send) -> None:
         question = question_of(content, send)
@@ -167,14 +165,9 @@ class Channels:
 
     def _hand_over(self, answer: Answerer, question: Question, send: Send) -> None:
         send_here = _from_any_thread(send)
-
-        def work() -> None:
-            send_here(self._answered(answer, question))
-
         with self._lock:
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, thread_name_prefix="sgpu-answers")
-            self._worker.submit(work)
+            self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="sgpu-answers")
+            self._worker.submit(lambda: send_here(self._answered(answer, question)))
 
     def _answered(self, answer: Answerer, question: Question) -> dict[str, object]:
         try:
@@ -252,8 +245,7 @@ class OwnSubshell:
     def _route(self, data: object, asked: str | None) -> str | None:
         """Return the shell for a message; called in the shell channel's thread, which may create subshells."""
         if asked is None and self._id is None:
-            create = getattr(self._thread.manager, "_create_subshell", None)
-            self._id = create() if create is not None else None
+            self._id = getattr(self._thread.manager, "_create_subshell", lambda: None)()
         return asked if asked is not None else self._id
 
 

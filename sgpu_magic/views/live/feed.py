@@ -206,9 +206,7 @@ class Answers:
         cancel: Callable[[], str],
         stacks: Callable[[], Sequence[str]],
     ) -> None:
-        self._short_id = view.short_id
-        self._ranks = view.rank_numbers
-        self._world_size = view.ranks
+        self._view = view
         self._feed = feed
         self._reader = reader
         self._cancel = cancel
@@ -226,13 +224,11 @@ class Answers:
 
     def _answer(self, question: Question) -> Answer:
         rank = question.rank if isinstance(question, AskLines | AskFind | AskLog) else None
-        if rank is not None and rank not in self._ranks:
-            has = format_ranks(self._ranks)
-            if len(self._ranks) == self._world_size > 1:
-                has = f"ranks 0 to {self._world_size - 1}"
-            elif len(self._ranks) == 1:
-                has = f"only {has}"
-            return Refusal(n=question.n, text=f"run {self._short_id} has {has}, not {rank}.")
+        ranks, world_size = self._view.rank_numbers, self._view.ranks
+        if rank is not None and rank not in ranks:
+            has = f"ranks 0 to {world_size - 1}" if len(ranks) == world_size else format_ranks(ranks)
+            has = f"only {format_ranks(ranks)}" if len(ranks) == 1 else has
+            return Refusal(n=question.n, text=f"run {self._view.short_id} has {has}, not {rank}.")
         match question:
             case AskHello(n=n):
                 return self._feed.hello(n)
@@ -251,7 +247,7 @@ class Answers:
         totals = self._feed.totals
         total = sum(totals) if ask.rank is None else totals[ask.rank]
         count = min(ask.count, MAX_LINES, total - ask.first)
-        if ask.first < 0 or ask.first > total:
+        if not 0 <= ask.first <= total:
             has = f"rank {ask.rank} has" if ask.rank is not None else "there are"
             text = f"line {ask.first:,} is not in the log: {has} {total:,} so far. {self._where()}"
             return Refusal(n=ask.n, text=text)
@@ -265,12 +261,12 @@ class Answers:
         if not ask.text or len(ask.text) > _MAX_SOUGHT_CHARS:
             return Refusal(n=ask.n, text=f"the text to search for must have 1 to {_MAX_SOUGHT_CHARS:,} characters.")
         totals = self._feed.totals
-        every: list[list[int]] = []
-        total = 0
-        for rank in range(len(totals)) if ask.rank is None else (ask.rank,):
-            found = self._reader.find(rank, ask.text, totals[rank], MAX_MATCHES)
-            every.append(self._feed.numbers_of(rank, found.numbers) if ask.rank is None else found.numbers)
-            total += found.total
+        ranks = range(len(totals)) if ask.rank is None else (ask.rank,)
+        found = {rank: self._reader.find(rank, ask.text, totals[rank], MAX_MATCHES) for rank in ranks}
+        every = [each.numbers for each in found.values()]
+        if ask.rank is None:
+            every = [self._feed.numbers_of(rank, each.numbers) for rank, each in found.items()]
+        total = sum(each.total for each in found.values())
         return FindAnswer(n=ask.n, matches=tuple(merge(*every))[-MAX_MATCHES:], total=total)
 
     def _log(self, ask: AskLog) -> Answer:
@@ -281,21 +277,21 @@ class Answers:
         if ask.offset == 0 and self._feed.totals[ask.rank] and not self._reader.exists(ask.rank):
             return Refusal(n=ask.n, text=self._gone(0, ask.rank))
         size = MAX_LOG_BYTES
-        while True:
-            text, following = self._reader.piece(ask.rank, ask.offset, size)
-            # in JSON every control character of a log takes six bytes
-            if json_bytes(text) <= _MAX_JSON_BYTES:
-                return LogAnswer(n=ask.n, text=text, next_offset=following)
+        text, following = self._reader.piece(ask.rank, ask.offset, size)
+        # in JSON every control character of a log takes six bytes
+        while json_bytes(text) > _MAX_JSON_BYTES:
             size = size * 2 // 3
+            text, following = self._reader.piece(ask.rank, ask.offset, size)
+        return LogAnswer(n=ask.n, text=text, next_offset=following)
 
     def _log_of_all(self, ask: AskLog) -> Answer:
         """Return lines of all ranks in order of arrival; the offset is the number of a line."""
         total = sum(self._feed.totals)
         with closing(self._rows(ask.offset, min(_MAX_LOG_LINES, total - ask.offset), None)) as found:
             pieces = _fitting((f"[{rank}] {text}\n" for rank, _, text in found), MAX_LOG_BYTES)
-        following = ask.offset + len(pieces)
         if ask.offset < total and not pieces:
             return Refusal(n=ask.n, text=self._gone(ask.offset, None))
+        following = ask.offset + len(pieces)
         return LogAnswer(n=ask.n, text="".join(pieces), next_offset=following if following < total else None)
 
     def _rows(self, first: int, count: int, rank: int | None) -> Generator[LineRow]:
@@ -325,16 +321,15 @@ class Answers:
         return f"line {first:,} of rank {rank} is not in its log {path}, which ends before it. {self._where()}"
 
     def _where(self) -> str:
-        return f"`sgpu logs {self._short_id}` shows what there is."
+        return f"`sgpu logs {self._view.short_id}` shows what there is."
 
 
 def _fitting(items: Iterable[T], most: int) -> list[T]:
     """Return the first items whose JSON takes at most `most` bytes in total."""
     kept: list[T] = []
-    size = 0
     for item in items:
-        size += json_bytes(item) + 1
-        if size > most:
+        most -= json_bytes(item) + 1
+        if most < 0:
             break
         kept.append(item)
     return kept

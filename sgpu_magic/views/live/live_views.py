@@ -221,28 +221,24 @@ class LiveViews:
         """Return the comms of the widgets of a run's ranks; the cells of a session share one object."""
         channels = self.channels if self.is_watched else None
         spec = view.spec
-        if spec.kind is RunKind.SESSION and buttons.owned:
-            found = self._of_sessions[spec.run_id] = RankWidgets(channels, buttons.tell, spec.run_id, stays=True)
-            return found
         session = spec.session if spec.in_session else ""
         if session in self._of_sessions and buttons.owned:
             return self._of_sessions[session]
-        return RankWidgets(channels, buttons.tell, session or spec.run_id, stays=False)
+        stays = spec.kind is RunKind.SESSION and buttons.owned
+        widgets = RankWidgets(channels, buttons.tell, session or spec.run_id, stays=stays)
+        if stays:
+            self._of_sessions[spec.run_id] = widgets
+        return widgets
 
     def _publisher_for(
         self, ui: str, view: RunView, stream: TextIO, buttons: Buttons, widgets: RankWidgets
     ) -> Publisher:
-        channels = self.channels if not is_quiet(view) else None
         draws = self._kernel is not None and not self.is_console
-        if (
-            channels is None
-            or ui in ("none", "text", "streams")
-            or not draws
-            or not (ui == "widget" or self.is_watched)
-        ):
+        is_live = draws and not is_quiet(view) and (ui == "widget" or (ui == "auto" and self.is_watched))
+        if self.channels is None or not is_live:
             return publisher_for(ui, view, stream, notebook=draws)
         feed = Feed(view)
-        return WidgetPublisher(view, feed, buttons.answers(view, feed), widgets, channels, self)
+        return WidgetPublisher(view, feed, buttons.answers(view, feed), widgets, self.channels, self)
 
     @property
     def is_importing(self) -> bool:
@@ -286,9 +282,8 @@ class LiveViews:
     @property
     def _takes_input(self) -> bool:
         """Whether the front end of the running cell can prompt the user."""
-        if self.channels is None:
-            return False
-        return bool(self._kernel.get_parent("shell").get("content", {}).get("allow_stdin"))
+        asked = self._kernel.get_parent("shell").get("content", {}) if self.channels is not None else {}
+        return bool(asked.get("allow_stdin"))
 
     @property
     def _has_no_subshells(self) -> bool:

@@ -30,9 +30,7 @@ _SURELY_SMALL_CHARS = MAX_JSON_BYTES // 4
 def line_text(raw: str) -> str:
     """Return a raw line of a log as a terminal shows it: colours stay, other escape sequences are removed."""
     text = collapse(raw).rstrip("\b")
-    if len(text) <= _SURELY_SMALL_CHARS:
-        return ansi.colours_only(text)
-    return cut_line(text, len(text))
+    return ansi.colours_only(text) if len(text) <= _SURELY_SMALL_CHARS else cut_line(text, len(text))
 
 
 def cut_line(text: str, length: int) -> str:
@@ -109,9 +107,8 @@ class LogReader:
                 return
             with self._lock:
                 begin = self._index(rank, file).line_start(file, first)
-            if begin is None:
-                return
-            yield from _lines_at(file, begin)
+            if begin is not None:
+                yield from _lines_at(file, begin)
 
     def find(self, rank: int, text: str, lines: int, most: int) -> Matches:
         """Find a text, ignoring case, in the visible part of the lines.
@@ -125,17 +122,13 @@ class LogReader:
         found: deque[int] = deque(maxlen=most)
         total = at = 0
         with self._opened(rank) as file:
-            if file is None:
-                return Matches([], 0)
-            wanted = text.lower()
-            for chunk in _whole_lines(file):
+            for chunk in _whole_lines(file) if file is not None else ():
                 if at >= lines:
                     break
-                count = chunk.count(b"\n") + (not chunk.endswith(b"\n"))
-                numbers = [at + index for index in _matches(chunk, wanted) if at + index < lines]
+                numbers = [at + index for index in _matches(chunk, text.lower()) if at + index < lines]
                 found.extend(numbers)
                 total += len(numbers)
-                at += count
+                at += chunk.count(b"\n") + (not chunk.endswith(b"\n"))
         return Matches(list(found), total)
 
     def piece(self, rank: int, offset: int, size: int) -> tuple[str, int | None]:
@@ -149,8 +142,7 @@ class LogReader:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(data[:size])
         # a character that is cut by the end of the piece belongs to the next piece
-        held = len(decoder.getstate()[0])
-        return text, offset + size - held
+        return text, offset + size - len(decoder.getstate()[0])
 
     def _brought(self, rank: int) -> None:
         if self._bring is not None:
@@ -170,8 +162,7 @@ class LogReader:
             os.close(file)
 
     def _index(self, rank: int, file: int) -> _Index:
-        status = os.fstat(file)
-        index = self._indexes.get(rank)
+        status, index = os.fstat(file), self._indexes.get(rank)
         identity = (status.st_dev, status.st_ino)
         if index is None or index.identity != identity or status.st_size < index.size:
             # the file was replaced or truncated, so the index is invalid
@@ -213,11 +204,9 @@ class _Index:
                 self._before.append(self._lines)
             data = os.pread(file, _STEP_BYTES, step * _STEP_BYTES)
             self._lines = self._before[step] + data.count(b"\n")
-            size = step * _STEP_BYTES + len(data)
-            if size == self.size or len(data) < _STEP_BYTES:
-                self.size = size
+            before, self.size = self.size, step * _STEP_BYTES + len(data)
+            if self.size == before or len(data) < _STEP_BYTES:
                 return
-            self.size = size
 
 
 def _lines_at(file: int, at: int) -> Iterator[str]:
@@ -261,10 +250,7 @@ def _long_line(file: int, begin: int) -> tuple[str, int]:
 
 def _characters(file: int, begin: int, end: int) -> int:
     count = 0
-    while begin < end:
-        data = os.pread(file, min(_FIND_BYTES, end - begin), begin)
-        if not data:
-            break
+    while data := os.pread(file, min(_FIND_BYTES, end - begin), begin):
         count += len(data.translate(None, _CONTINUATIONS))
         begin += len(data)
     return count

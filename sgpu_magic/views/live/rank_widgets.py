@@ -137,12 +137,11 @@ class RankWidgets:
                 self._unopened[key] = None
             return
         unsent = self._unsent.setdefault(key, deque(maxlen=_MOST_UNSENT))
-        if moved.kind == "update" and unsent and unsent[-1].kind == "update":
-            last = unsent[-1]
-            if can_merge(last.content, moved.content, None):
-                parts = {path: part for path, part in last.parts.items() if path[0] not in moved.content}
-                moved = Moved(key, "update", {**last.content, **moved.content}, {**parts, **moved.parts})
-                unsent.pop()
+        last = unsent[-1] if unsent else None
+        if last and last.kind == moved.kind == "update" and can_merge(last.content, moved.content, None):
+            parts = {path: part for path, part in last.parts.items() if path[0] not in moved.content}
+            moved = Moved(key, "update", {**last.content, **moved.content}, {**parts, **moved.parts})
+            unsent.pop()
         unsent.append(moved)
 
     def _open(self, key: ModelKey) -> bool:
