@@ -83,9 +83,8 @@ class DeferredExtension:
         self._shell = shell
         self._magics: dict[str, dict[str, Any]] = shell.magics_manager.magics
         for kind, names in NAMES.items():
-            for name in names:
-                # in the table itself: registering would make the function an attribute too
-                self._magics[kind][name] = partial(self._call, kind, name)
+            # in the table itself: registering would make the functions attributes too
+            self._magics[kind].update({name: partial(self._call, kind, name) for name in names})
         self._later = loop.call_later(_LATER_S, self._unasked)
         self._hooked = True
         shell.events.register("pre_execute", self._unasked)

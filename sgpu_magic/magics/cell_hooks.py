@@ -6,6 +6,7 @@ Exception groups raised by ranks are displayed with the ranks' own tracebacks.
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import sys
 import threading
@@ -96,8 +97,7 @@ class AutoMode:
         kernel = getattr(self._shell, "kernel", None)
         if kernel is None:
             return True
-        parent: dict[str, Any] = kernel.get_parent("shell") or {}
-        content: dict[str, Any] = parent.get("content", {})
+        content: dict[str, Any] = (kernel.get_parent("shell") or {}).get("content", {})
         if content.get("silent") or not content.get("store_history", True):
             return False
         code = str(content.get("code", ""))
@@ -105,11 +105,9 @@ class AutoMode:
         return source.splitlines() in (code.splitlines(), with_cell_magic(code).source.splitlines())
 
     def _session_gone(self) -> None:
-        if self.is_on and not registry.names():
-            self.is_on = False
-            if threading.current_thread() is not threading.main_thread():
-                # no cell ended the session, so there is no cell to print below
-                return
+        was_on, self.is_on = self.is_on, self.is_on and bool(registry.names())
+        # otherwise no cell ended the session, so there is no cell to print below
+        if was_on and not self.is_on and threading.current_thread() is threading.main_thread():
             print("%sgpu_auto is off again: no session is connected any more.")  # noqa: T201
 
 
@@ -151,17 +149,13 @@ class Assignments:
     def _before_cell(self, info: Any) -> None:
         """Record the names before the cell runs: once it has bound them, it may itself run something in a session."""
         self._undo = []
-        sessions = registry.all_sessions()
-        source = info.raw_cell
+        sessions, source = registry.all_sessions(), info.raw_cell
         if not sessions or not isinstance(source, str):
             return
-        if source.lstrip().startswith("%%") or self._auto.takes(source):
-            return
-        try:
-            names = names_bound(source, transform=transform_of(self._shell))
-        except SyntaxError:
-            return
-        self._undo = [(session, session.shipping.assigned(names)) for session in sessions]
+        if not source.lstrip().startswith("%%") and not self._auto.takes(source):
+            with contextlib.suppress(SyntaxError):
+                names = names_bound(source, transform=transform_of(self._shell))
+                self._undo = [(session, session.shipping.assigned(names)) for session in sessions]
 
     def _after_cell(self, result: Any) -> None:
         undo, self._undo = self._undo, []

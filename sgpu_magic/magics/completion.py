@@ -7,6 +7,7 @@ to 7.4 calls, and restores them when the extension is unloaded.
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+import contextlib
 import inspect
 import json
 import os
@@ -55,34 +56,22 @@ def install(shell: InteractiveShell) -> None:
     @context_matcher(identifier="sgpu_magic.options", priority=1000)  # pyright: ignore[reportUntypedFunctionDecorator]
     def match(context: CompletionContext) -> SimpleMatcherResult:
         before = context.text_until_cursor
-        takes_run = _TAKES_RUN.match(before)
-        if takes_run is not None:
-            word = takes_run["word"]
-            known = [*registry.names(), *_newest_runs()] if "status" in before else _newest_runs()
-            runs = [run for run in known if run.lower().startswith(word.lower())]
-            return SimpleMatcherResult(
-                completions=[SimpleCompletion(text=run, type="run") for run in runs],
-                matched_fragment=word,
-                ordered=True,
-                suppress=True,
-            )
-        takes_topic = _TAKES_TOPIC.match(before)
-        if takes_topic is not None:
-            word = takes_topic["word"]
-            pages = [SimpleCompletion(text=each) for each in help_pages.topics() if each.startswith(word)]
-            return SimpleMatcherResult(completions=pages, matched_fragment=word, suppress=True)
-        line = (_CELL.match(before) if context.cursor_line == 0 else None) or _LINE.match(before)
-        if line is None:
+        kind = "magic option"
+        if found := _TAKES_RUN.match(before):
+            word, kind = found["word"], "run"
+            known = [*(registry.names() if "status" in before else ()), *_newest_runs()]
+            texts = [run for run in known if run.lower().startswith(word.lower())]
+        elif found := _TAKES_TOPIC.match(before):
+            word, kind = found["word"], None
+            texts = [topic for topic in help_pages.topics() if topic.startswith(word)]
+        elif found := (_CELL.match(before) if context.cursor_line == 0 else None) or _LINE.match(before):
+            word = re.split(r"[\s,]", before)[-1]
+            known = _candidates(shell, found["magic"], before[: len(before) - len(word)], word)
+            texts = [text for text in known if text.startswith(word)]
+        else:
             return SimpleMatcherResult(completions=[], suppress=False)
-        word = re.split(r"[\s,]", before)[-1]
-        known = _candidates(shell, line["magic"], before[: len(before) - len(word)], word)
-        found = [text for text in known if text.startswith(word)]
-        return SimpleMatcherResult(
-            completions=[SimpleCompletion(text=text, type="magic option") for text in found],
-            matched_fragment=word,
-            ordered=True,
-            suppress=True,
-        )
+        completions = [SimpleCompletion(text=text, type=kind) for text in texts]
+        return SimpleMatcherResult(completions=completions, matched_fragment=word, ordered=True, suppress=True)
 
     shell.Completer.custom_matchers.append(match)
     _matchers[id(shell)] = match
@@ -116,7 +105,7 @@ def _candidates(shell: InteractiveShell, magic: str, before: str, word: str) -> 
     if words[-1] == "--session":
         return [*registry.names(), *([NO_SESSION] if magic in ("distributed", "rank") else [])]
     if words[-1] in ("--env-version", "--diff"):
-        return _environments(with_none=words[-1] == "--env-version")
+        return [*_environments(), *(["none"] if words[-1] == "--env-version" else [])]
     if words[-1] == "--pool":
         return _pools()
     if words[-1] == "--upload":
@@ -168,13 +157,11 @@ def _pools() -> list[str]:
     return [LOCAL, *(entry.name for entry in listed), *kinds]
 
 
-def _environments(*, with_none: bool) -> list[str]:
-    """Return the values of `--env-version`, without files."""
-    try:
-        kept = named_environments.saved_names(load_settings())
-    except SgpuError:
-        kept = []
-    return [*BASE_NAMES, *(["none"] if with_none else []), *kept]
+def _environments() -> list[str]:
+    """Return the names of base and saved environments."""
+    with contextlib.suppress(SgpuError):
+        return [*BASE_NAMES, *named_environments.saved_names(load_settings())]
+    return [*BASE_NAMES]
 
 
 def _names_on_ranks() -> list[str]:
@@ -220,13 +207,11 @@ class RankQuestions:
     def remove(self) -> None:
         """Restore the kernel's own methods."""
         for name, ours in self._ours.items():
-            if self._kernel.__dict__.get(name) is not ours:
-                # wrapped by another extension, which still calls ours: without a session it only delegates
-                continue
-            if name in self._own:
-                setattr(self._kernel, name, self._own[name])
-            else:
+            # else wrapped by another extension, which still calls ours: without a session it only delegates
+            if self._kernel.__dict__.get(name) is ours:
                 delattr(self._kernel, name)
+                if name in self._own:
+                    setattr(self._kernel, name, self._own[name])
 
     def complete(self, code: str, cursor_pos: int | None) -> Any:
         """Replace the kernel's `do_complete`: matches of the rank come before the kernel's."""
@@ -251,9 +236,8 @@ class RankQuestions:
         place = self._place(code, cursor)
         if place is None:
             return None, 0
-        question = RankQuestion(
-            rank=place.rank, what=what, code=code[place.begin :], cursor=cursor - place.begin, detail=detail
-        )
+        rest, at = code[place.begin :], cursor - place.begin
+        question = RankQuestion(rank=place.rank, what=what, code=rest, cursor=at, detail=detail)
         answer = place.session.pool.ask_rank(place.session.run_id, question, TIMEOUT_S)
         return (None if answer.problem else answer), place.begin
 

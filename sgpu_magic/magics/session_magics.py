@@ -28,6 +28,7 @@ from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.workplace import workplace
 from sgpu_magic.views.pool_tables import environment_html, environment_text
+from sgpu_magic.views.units import count_of
 
 T = TypeVar("T")
 
@@ -94,15 +95,14 @@ class SessionMagics(Magics):
             print(f"session {known.name} is already connected ({known.state}); nothing was changed.")  # noqa: T201
             known.shown_in = cell_number(self.place.shell)
             return known
-        ui = options.ui
         self.place.notices.clear()
-        is_drawn = self.place.is_notebook and self.place.live_views.is_watched and ui != "text"
+        is_drawn = self.place.is_notebook and self.place.live_views.is_watched and options.ui != "text"
         try:
-            session = begin(self.place, options, ui if is_drawn else "none")
+            session = begin(self.place, options, options.ui if is_drawn else "none")
         except KeyboardInterrupt:
             raise RunCancelled("interrupted before the session was submitted; nothing was started.") from None
-        if not is_drawn and ui != "none":
-            ranks = f"{session.ranks} rank{'s' * (session.ranks > 1)}"
+        if not is_drawn and options.ui != "none":
+            ranks = count_of(session.ranks, "rank")
             kind = "" if session.device_type == "any" else f" on {session.device_type}"
             print(  # noqa: T201
                 f"session {session.name}: connecting {ranks}{kind} · %%distributed cells run in it from now on, and "
@@ -161,11 +161,9 @@ class SessionMagics(Magics):
     def sgpu_auto(self, values: Namespace) -> None:
         """Send every plain cell to the session's ranks: `%sgpu_auto on|off`."""
         if values.switch == "on":
-            session = registry.chosen()
+            where = f"on the ranks of session {registry.chosen().name}"
             self._auto.is_on = True
-            print(  # noqa: T201
-                f"%sgpu_auto is on: every plain cell runs on the ranks of session {session.name} until %sgpu_auto off."
-            )
+            print(f"%sgpu_auto is on: every plain cell runs {where} until %sgpu_auto off.")  # noqa: T201
             return
         was_on, self._auto.is_on = self._auto.is_on, self._auto.is_on and values.switch is None
         is_on = "on" if self._auto.is_on else "off"
@@ -241,8 +239,7 @@ class EnvironmentMagics(Magics):
     def _show(self, compared_to: str) -> None:
         place = workplace()
         found = report(place.current_settings(), registry.all_sessions(), compared_to)
-        choice = placing.held_words(place.choice.now(), placing.pool_name(place))
-        if choice:
+        if choice := placing.held_words(place.choice.now(), placing.pool_name(place)):
             found = replace(found, lines=(choice, *found.lines))
         place.publish(environment_text(found), {"text/html": environment_html(found)})
 
@@ -255,9 +252,8 @@ class EnvironmentMagics(Magics):
     def _panel(self) -> None:
         from sgpu_magic.panel.kernel_state import panel_text
 
-        place = workplace()
         bundle = self._endpoint.show()
-        text = panel_text(place)
+        text = panel_text(workplace())
         if bundle is not None:
             publish({"text/plain": text, **bundle})
         else:
@@ -270,10 +266,10 @@ class EnvironmentMagics(Magics):
         settings = place.current_settings()
         named_environments.check_name(name)
         ordered = packages.of(place.pool).environment()
-        named_environments.save(settings, name, ordered.environment)
+        kept = ordered.environment
+        named_environments.save(settings, name, kept)
         for note in ordered.notes:
             print(note)  # noqa: T201
-        kept = ordered.environment
         count = f"{kept.packages} packages of Python {kept.python}"
         print(  # noqa: T201
             f"saved {count} as {name}: %%distributed --env-version {name} runs with them, even if other packages "
