@@ -97,7 +97,8 @@ class AutoMode:
         kernel = getattr(self._shell, "kernel", None)
         if kernel is None:
             return True
-        content: dict[str, Any] = (kernel.get_parent("shell") or {}).get("content", {})
+        parent: dict[str, Any] = kernel.get_parent("shell") or {}
+        content: dict[str, Any] = parent.get("content", {})
         if content.get("silent") or not content.get("store_history", True):
             return False
         code = str(content.get("code", ""))

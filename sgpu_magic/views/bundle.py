@@ -118,7 +118,7 @@ def live_line(view: RunView) -> str:
         position = f", position {view.position}" if view.position else ""
         words = (f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
         return " · ".join(filter(None, words))
-    elapsed, starting_s = view.elapsed_s(), view.times.starting_s()
+    elapsed, starting_s = view.times.running_s(), view.times.starting_s()
     lasts = view.times.text() if elapsed else format_elapsed(starting_s) if starting_s else ""
     since = f" for {lasts}" if lasts else ""
     if view.session is not None:
@@ -198,7 +198,7 @@ def interrupted_bundle(view: RunView) -> dict[str, object]:
 
     It is shown in a notebook that was saved during the run, and in a page whose kernel was restarted.
     """
-    seconds = view.elapsed_s() or view.times.starting_s()
+    seconds = view.times.running_s() or view.times.starting_s()
     after = f" for {format_elapsed(seconds)}" if seconds else ""
     lines = [header_line(view), f"run {view.short_id} was {view.state}{after} when this was saved."]
     command = f"%sgpu_attach {view.short_id}"

@@ -35,6 +35,8 @@ from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
 _MAX_TRACEBACK_LINES = 80
 _MAX_TRACEBACK_CHARS = 8_000
 _MAX_OTHERS = 40
+# the beginning of a message: the exception's type
+_NAMED = re.compile(r"[^\W\d_][\w.]*:")
 _LAST_LINE = "its last Python line"
 
 _LineKind = Literal["title", "code", "culprit", "error", "text"]
@@ -92,10 +94,7 @@ def _place_of_death(view: RunView, failure: Failure) -> list[FailureLine]:
 def _kind(line: str) -> _LineKind:
     if line.startswith("--"):
         return "culprit"
-    name, colon, _ = line.partition(":")
-    if colon and name and name[0].isalpha() and name.replace(".", "").replace("_", "").isalnum():
-        return "error"
-    return "code"
+    return "error" if _NAMED.match(line) else "code"
 
 
 def _line(text: str, kind: _LineKind) -> FailureLine:
@@ -227,7 +226,6 @@ def _indented(lines: list[str]) -> list[str]:
 _MAX_STACK_CHARS = 8_000
 _MAX_WHOLE_SHARE = 0.2
 _MAX_OTHERS_IN_HTML = 6
-_NAMED = re.compile(r"[A-Za-z][\w.]*:")
 
 
 def failure_html(view: RunView) -> str:
@@ -279,9 +277,8 @@ def _memory_html(block: MemoryBlock | None) -> str:
     """Return the ranks' memory as a table with bars, and the failed rank's largest tensors; "" if not recorded."""
     if block is None:
         return ""
-    heads = "".join(
-        _cell(head, at in _NUMBERS, f";font-weight:400;{SOFT}", "th") for at, head in enumerate(block.heads)
-    )
+    style = f";font-weight:400;{SOFT}"
+    heads = "".join(_cell(head, at in _NUMBERS, style, "th") for at, head in enumerate(block.heads))
     rows = ""
     for row in block.rows:
         colour = f";color:{BAD};font-weight:600" if row.culprit else ""

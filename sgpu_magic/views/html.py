@@ -20,6 +20,7 @@ from sgpu_magic.views.html_style import (
     LINE,
     PANEL,
     PRE,
+    SANS,
     SCROLL_LINES,
     SOFT,
     WARN,
@@ -54,7 +55,7 @@ from sgpu_magic.views.summary_words import (
     idle_lines,
     is_quiet,
     log_files,
-    quiet_html,
+    quiet_line,
     rank_label,
     rank_width,
     session_meta,
@@ -111,7 +112,8 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
             HTML's part of `view.output_limit`.
     """
     if is_quiet(view):
-        return quiet_html(view) if first else ""
+        line = f'<div style="{SANS};font-size:12px;{SOFT};padding:1px 0">{safe(quiet_line(view))}</div>'
+        return line if first else ""
     top = _header(view) + _standing(view) + _notes(view) if first else ""
     ranks, footer = (ended_ranks_html(view), _footer(view)) if last else ("", "")
     # the share of the final form leaves out the ended ranks already

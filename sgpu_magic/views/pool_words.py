@@ -76,19 +76,15 @@ def budget_words(status: PoolStatus, *, nearly_used: bool) -> list[str]:
 
 def idle_words(status: PoolStatus, now: float) -> list[str]:
     """Return when the idle pool stops, if that is within 15 min; `now` in seconds since the epoch."""
-    if status.idle_ends_at is None or status.idle_ends_at - now > _SOON_S:
-        return []
-    return [f"idle: ends its processes in {_rough(status.idle_ends_at - now)}"]
+    left_s = _SOON_S + 1 if status.idle_ends_at is None else max(status.idle_ends_at - now, 0.0)
+    # whole minutes from 90 s on
+    rough = f"{round(left_s / 60)} min" if left_s >= 90 else format_seconds(left_s)
+    return [f"idle: ends its processes in {rough}"] if left_s <= _SOON_S else []
 
 
 def failure_line(run: RunSummary) -> str:
     """Return the first line of a run's failure, at most 100 characters, "" for none."""
     return clipped(ansi.plain(run.failure.strip().split("\n", 1)[0]), _MAX_FAILURE)
-
-
-def _rough(seconds: float) -> str:
-    """Return whole minutes from 90 s on, else seconds."""
-    return f"{round(seconds / 60)} min" if seconds >= 90 else format_seconds(max(seconds, 0.0))
 
 
 TYPE_HEADS: Row = ("type", "total", "free", "busy", "memory", "memory in use", "utilization", "held by")

@@ -177,7 +177,10 @@ class TerminalPublisher:
         self._finished = final
         lines = self._new_lines(now - self._began, final)
         if self._errors is not None:
-            _write_apart(lines, self._stream, self._errors)
+            for is_output, group in groupby(lines, key=attrgetter("is_output")):
+                stream = self._stream if is_output else self._errors
+                stream.write("".join(f"{line.text}\n" for line in group))
+                stream.flush()
             return
         live = [] if final or not self._is_terminal else self._live_lines()
         if not (lines or final or (live != self._live and now - self._live_at >= REDRAW_S)):
@@ -267,10 +270,3 @@ def _fresh_lines(view: RunView) -> list[_Line]:
             case GapItem():
                 lines.extend(map(_Line, gap_lines(item, view.short_id, log_files(view))))
     return lines
-
-
-def _write_apart(lines: list[_Line], out: TextIO, errors: TextIO) -> None:
-    for is_output, group in groupby(lines, key=attrgetter("is_output")):
-        stream = out if is_output else errors
-        stream.write("".join(f"{line.text}\n" for line in group))
-        stream.flush()

@@ -9,7 +9,6 @@ import msgspec
 
 from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.html_style import SANS, SOFT, safe
 from sgpu_magic.views.run_notes import restart_command
 from sgpu_magic.views.units import count_of, format_gb, format_ranks, format_seconds, format_span
 from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, device_line, idle_sentence, use_text
@@ -201,7 +200,7 @@ def _share(view: RunView, now: float | None = None) -> str:
     """Return a run's share of its session's cost; the run itself costs nothing."""
     if view.hourly is None:
         return ""
-    seconds = view.elapsed_s(now)
+    seconds = view.times.running_s(now)
     cost = view.hourly * seconds / HOUR_S
     return f"{format_money(cost, view.currency)} of its session{mark(view)}" if cost >= _LEAST_SHARE else ""
 
@@ -219,11 +218,16 @@ def session_meta(view: RunView, now: float | None = None) -> list[str]:
     session = view.session
     if session is None:
         return []
-    cells = count_of(session.cells, "cell") if session.cells or view.is_final else ""
-    if view.is_final:
-        words = [cells, _gpu_hours(view), _cost(view), busy_text(view.usage), why_ended(view)]
+    cells = count_of(session.cells, "cell") if session.cells or view.ended is not None else ""
+    if view.ended is not None:
+        # a failure is shown elsewhere
+        badly = view.state not in (RunState.CANCELLED, RunState.SUCCEEDED)
+        why = "" if badly else view.ended.reason or view.reason
+        words = [cells, _gpu_hours(view), _cost(view), busy_text(view.usage), why]
     else:
-        words = [cells, idle_since(session.idle_at, now), _idle_end(view)]
+        idle_s = view.spec.idle_s
+        end = f"ends after {format_seconds(idle_s)} without a cell" if idle_s is not None else ""
+        words = [cells, idle_since(session.idle_at, now), end]
     return [word for word in words if word]
 
 
@@ -249,7 +253,7 @@ def dead_rank_lines(view: RunView) -> list[str]:
 
 def session_summary(view: RunView) -> str:
     """Return a session's last line: how long it lasted, its number of cells, its usage, and why it ended."""
-    lasted = f"{view.name} ended after {format_span(view.elapsed_s())}"
+    lasted = f"{view.name} ended after {format_span(view.times.running_s())}"
     return " · ".join([lasted, *session_meta(view), *filter(None, [tracked_text(view)]), f"run {view.short_id}"])
 
 
@@ -267,13 +271,6 @@ def _cost(view: RunView) -> str:
     return format_money(view.ended.cost, view.ended.currency) + ("" if _gpu_hours(view) else mark(view))
 
 
-def why_ended(view: RunView) -> str:
-    """Return why it ended, "" for a failure."""
-    if view.ended is None or view.state not in (RunState.CANCELLED, RunState.SUCCEEDED):
-        return ""
-    return view.ended.reason or view.reason
-
-
 def idle_since(at: float | None, now: float | None = None) -> str:
     """Return `idle since 14:05`, with the date after 20 hours; "" for None."""
     if at is None:
@@ -281,11 +278,6 @@ def idle_since(at: float | None, now: float | None = None) -> str:
     now = time.time() if now is None else now
     form = "%H:%M" if now - at < _A_DAY_S else "%b %d, %H:%M"
     return f"idle since {time.strftime(form, time.localtime(at))}"
-
-
-def _idle_end(view: RunView) -> str:
-    idle_s = view.spec.idle_s
-    return f"ends after {format_seconds(idle_s)} without a cell" if idle_s is not None else ""
 
 
 def is_quiet(view: RunView) -> bool:
@@ -305,11 +297,6 @@ def quiet_line(view: RunView) -> str:
         size = f" ({format_bytes(returned_bytes(view))})" if over else ""
         line = f"{'brought' if over else 'bringing'} {_origins(view)} of {session_text(view)}{size}"
     return " · ".join(filter(None, [line, "" if over else view.waiting_for, *view.notes]))
-
-
-def quiet_html(view: RunView) -> str:
-    """Return `quiet_line` as HTML."""
-    return f'<div style="{SANS};font-size:12px;{SOFT};padding:1px 0">{safe(quiet_line(view))}</div>'
 
 
 def _ranks(view: RunView) -> str:

@@ -283,8 +283,8 @@ def detail_lines(sample: RankSample) -> list[str]:
         f"GPU, this run: {_or(sample.own_utilization_pct, absent, _percent)}",
         f"memory: {_memory(sample.used_bytes, sample.total_bytes, _NOT_TOLD)}",
         f"memory, this run: {_or(sample.own_bytes, _NOT_TOLD, format_gb)}",
-        f"power: {_or(sample.power_w, absent, lambda watts: f'{watts:.0f} W')}",
-        f"temperature: {_or(sample.temperature_c, absent, lambda degrees: f'{degrees:.0f} °C')}",
+        f"power: {_or(sample.power_w, absent, '{:.0f} W'.format)}",
+        f"temperature: {_or(sample.temperature_c, absent, '{:.0f} °C'.format)}",
         *own,
     ]
 
@@ -328,8 +328,7 @@ def _joined(words: str | None, count: int | None) -> str:
     return " · ".join(filter(None, [words, _or(count, "", format_gb)]))
 
 
-def _percent(value: float) -> str:
-    return f"{value:.0f} %"
+_percent = "{:.0f} %".format
 
 
 def _or(value: float | None, absent: str, said: Callable[[float], str]) -> str:

@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import msgspec
 
-from sgpu_magic.views.live import messages
 from sgpu_magic.views.live.messages import Answer, AskCancel, AskHello, Question, Refusal
 
 REQUEST = "sgpu_request"
@@ -145,7 +144,7 @@ class Channels:
         if take is not None:
             take(content, send)
         elif (question := question_of(content, send)) is not None:
-            send(messages.to_builtins(Refusal(n=question.n, text=_CLOSED)))
+            send(msgspec.to_builtins(Refusal(n=question.n, text=_CLOSED)))
 
     def _is_taken(self, model_id: str, content: object) -> bool:
         """Whether this widget's request has arrived before on the other channel, where it is answered."""
@@ -171,12 +170,12 @@ class Channels:
 
     def _answered(self, answer: Answerer, question: Question) -> dict[str, object]:
         try:
-            return messages.to_builtins(answer(question))
+            return msgspec.to_builtins(answer(question))
         except Exception as error:
             # top of a thread, and a front end waits for a reply
             self._kernel.log.exception("sgpu-magic can't answer %r", question)
             text = f"The request failed: {type(error).__name__}: {error}"
-            return messages.to_builtins(Refusal(n=question.n, text=text))
+            return msgspec.to_builtins(Refusal(n=question.n, text=text))
 
 
 def _number_of(content: object) -> object:
@@ -186,10 +185,10 @@ def _number_of(content: object) -> object:
 def question_of(content: object, send: Send) -> Question | None:
     """Return a run view's request; refuse anything else and return None."""
     try:
-        return messages.question_of(content)
+        return msgspec.convert(content, Question)
     except msgspec.ValidationError as error:
         if isinstance(number := _number_of(content), int):
-            send(messages.to_builtins(Refusal(n=number, text=f"This request is not valid: {error}")))
+            send(msgspec.to_builtins(Refusal(n=number, text=f"This request is not valid: {error}")))
         return None
 
 

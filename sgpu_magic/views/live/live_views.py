@@ -15,7 +15,6 @@ import msgspec
 from sgpu_magic.views.bundle import interrupted_bundle
 from sgpu_magic.views.cell_outputs import OutputSlots
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.live import messages
 from sgpu_magic.views.live.comm import Channels, Taker
 from sgpu_magic.views.live.feed import Answers, Feed
 from sgpu_magic.views.live.log_reader import LogReader
@@ -94,12 +93,12 @@ class WidgetPublisher:
     def _open(self, now: float) -> None:
         widget_class = self._kernel.widget_class
         if widget_class is None:
-            if not self._kernel.is_importing or now - (self._began or now) > _IMPORT_S:
+            if not self._kernel.importing.is_alive() or now - (self._began or now) > _IMPORT_S:
                 self._form = _Form.HTML
             return
         channels = self._channels
         # prefer a new snapshot, as the feed's last one may be from the run's start
-        drawn = messages.to_builtins(self._feed.snapshot(now) or self._feed.hello(0).snapshot)
+        drawn = msgspec.to_builtins(self._feed.snapshot(now) or self._feed.hello(0).snapshot)
         self._widget = widget_class(snapshot=drawn, comms="subshell" if channels.serve_comms else "blocking")
         self._form, self._opened_at = _Form.WIDGET, now
         channels.opened(self._widget, self._answer)
@@ -188,6 +187,7 @@ class LiveViews:
     Attributes:
         channels: The channels to this kernel's views; None without a Jupyter kernel.
         widget_class: The ipywidget's class once it is imported; None before, and if it can't be imported.
+        importing: The thread that imports it.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -197,9 +197,9 @@ class LiveViews:
         self.widget_class: Any = None
         self._of_sessions: dict[str, RankWidgets] = {}
         # takes 50 ms, so in the background
-        self._importing = threading.Thread(target=self._import, name="sgpu-widget", daemon=True)
+        self.importing = threading.Thread(target=self._import, name="sgpu-widget", daemon=True)
         if self.channels is not None:
-            self._importing.start()
+            self.importing.start()
 
     def publisher_for(self, ui: str, view: RunView, stream: TextIO, buttons: Buttons) -> Publisher:
         """Return the publisher for `--ui`: `none`, `text`, `streams`, `widget`, or by the front end (`auto`).
@@ -241,15 +241,12 @@ class LiveViews:
         return WidgetPublisher(view, feed, buttons.answers(view, feed), widgets, self.channels, self)
 
     @property
-    def is_importing(self) -> bool:
-        """The import of the widget's class is in progress."""
-        return self._importing.is_alive()
-
-    @property
     def expects_hello(self) -> bool:
         """Whether a front end that can show the view sends `AskHello` within 5 s, also while the cell blocks."""
-        serves = self.channels is not None and self.channels.serve_every_comm
-        return serves or not self._has_no_subshells
+        if self.channels is not None and self.channels.serve_every_comm:
+            return True
+        # the widgets of these front ends can't reach a busy kernel on any channel
+        return "__vsc_ipynb_file__" not in self._kernel.shell.user_ns and "google.colab" not in sys.modules
 
     def serve(self, model_id: str, take: Taker | None) -> None:
         """Pass requests to a model that is not a run's view to `take`; None ends that."""
@@ -282,13 +279,8 @@ class LiveViews:
     @property
     def _takes_input(self) -> bool:
         """Whether the front end of the running cell can prompt the user."""
-        asked = self._kernel.get_parent("shell").get("content", {}) if self.channels is not None else {}
-        return bool(asked.get("allow_stdin"))
-
-    @property
-    def _has_no_subshells(self) -> bool:
-        """Whether the front end is one whose widgets can't reach a busy kernel on any channel."""
-        return "__vsc_ipynb_file__" in self._kernel.shell.user_ns or "google.colab" in sys.modules
+        parent: dict[str, Any] = self._kernel.get_parent("shell") if self.channels is not None else {}
+        return bool(parent.get("content", {}).get("allow_stdin"))
 
     def _import(self) -> None:
         try:

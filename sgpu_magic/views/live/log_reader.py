@@ -94,8 +94,8 @@ class LogReader:
         return self.directory / f"rank-{rank}.log"
 
     def exists(self, rank: int) -> bool:
-        self._brought(rank)
-        return self.path(rank).exists()
+        with self._opened(rank) as file:
+            return file is not None
 
     def lines_from(self, rank: int, first: int) -> Generator[str]:
         """Yield the lines from number `first` on, as views show them, including a last one without a newline.
@@ -144,13 +144,10 @@ class LogReader:
         # a character that is cut by the end of the piece belongs to the next piece
         return text, offset + size - len(decoder.getstate()[0])
 
-    def _brought(self, rank: int) -> None:
-        if self._bring is not None:
-            self._bring(self.path(rank).name)
-
     @contextmanager
     def _opened(self, rank: int) -> Generator[int | None]:
-        self._brought(rank)
+        if self._bring is not None:
+            self._bring(self.path(rank).name)
         try:
             file = os.open(self.path(rank), os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):

@@ -11,7 +11,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import failure_block
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.messages import json_bytes
-from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, Link, RankCard, Snapshot
+from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, RankCard, Snapshot
 from sgpu_magic.views.ranks import rank_cards
 from sgpu_magic.views.run_notes import other_lines
 from sgpu_magic.views.stacks import stall_lines
@@ -81,7 +81,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
     warned = frozenset(view.warnings)
     notes = [*(note for note in view.notes if note not in warned), *(silence_lines(view) if goes_on else [])]
     left_out = len(notes) - _MAX_NOTES
-    word = state_word(view)
+    word, link = state_word(view), tracked_link(view)
     # a cell in a session names the session, whose view shows the location
     session = " · ".join(place_words(view)) if view.spec.in_session else ""
     return fitted(
@@ -99,7 +99,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             pool="" if session else _plain(view.pool),
             host="" if session else _plain(view.host),
             attempt=attempt_text(view),
-            elapsed_s=round(view.elapsed_s(now), 3),
+            elapsed_s=round(view.times.running_s(now), 3),
             starting_s=round(view.times.starting_s(now), 3),
             ticking=goes_on and view.times.placed_at is not None,
             cost=_cost(view, now),
@@ -118,7 +118,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             failure=_failure(view, failure) if failure is not None else None,
             others=tuple(map(_plain, others)),
             footer=tuple(map(_plain, _footer(view))),
-            tracked=_tracked(view),
+            tracked=replace(link, text=_plain(link.text)) if link is not None else None,
             lines=tuple(log_lines),
             can_cancel=goes_on and view.state is not RunState.CANCELLING,
             stop="Cancel" if view.session is None else "End session",
@@ -140,11 +140,6 @@ def _cost(view: RunView, now: float) -> Cost | None:
         return Cost(text=text, per_s=0.0, seconds=0.0, currency="", mark="")
     per_s = view.hourly / HOUR_S
     return Cost(text=text, per_s=per_s, seconds=round(seconds, 3), currency=view.currency, mark=mark(view))
-
-
-def _tracked(view: RunView) -> Link | None:
-    link = tracked_link(view)
-    return None if link is None else replace(link, text=_plain(link.text))
 
 
 def _first_failure(view: RunView) -> Failure | None:
@@ -181,11 +176,10 @@ def _meta(view: RunView, now: float) -> list[str]:
 
 def _time_left(view: RunView, now: float) -> str:
     """Return `7 min 12 s left` when a time limit was set, or when less than a quarter of it is left."""
-    limit = view.spec.timeout_s
-    if view.deadline is None or view.is_final:
-        return ""
-    left = max(view.deadline - now, 0.0)
-    return f"{_until(left)} left" if limit < SEVEN_DAYS_S or left < limit / 4 else ""
+    limit, began = view.spec.timeout_s, view.times.metered_at
+    left = max(began + limit - now, 0.0) if began is not None else limit
+    is_near = began is not None and (limit < SEVEN_DAYS_S or left < limit / 4)
+    return f"{_until(left)} left" if is_near else ""
 
 
 def _preparing(view: RunView, now: float) -> list[str]:
