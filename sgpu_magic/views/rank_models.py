@@ -144,11 +144,10 @@ class RankModels:
 
     def static(self, rank: int, bundle: Mapping[str, object]) -> dict[str, object]:
         """Return a rank's display with a live widget replaced by its current values as text and HTML."""
-        view = bundle.get(WIDGET_MIME)
+        key = widget_of(rank, bundle)
         rest = {mime: data for mime, data in bundle.items() if mime != WIDGET_MIME}
-        if not isinstance(view, dict):
+        if key is None:
             return rest
-        key = (rank, str(cast("State", view).get("model_id")))
         with self.lock:
             if key in self._closed:
                 # a closed widget disappears
@@ -158,6 +157,12 @@ class RankModels:
             except (TypeError, ValueError, AttributeError, LookupError):
                 # unexpected traits: a rank can send anything
                 return rest
+
+
+def widget_of(rank: int, bundle: Mapping[str, object]) -> ModelKey | None:
+    """Return the widget that a rank's display shows, None for another display."""
+    view = bundle.get(WIDGET_MIME)
+    return (rank, str(cast("State", view).get("model_id"))) if isinstance(view, dict) else None
 
 
 def _object(text: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
+from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, PRE, SOFT, WARN, safe, sentences
 from sgpu_magic.views.run_notes import limit_of
 from sgpu_magic.views.tracebacks import NO_FUNCTION, Sources, caller_at, cut_lines
 from sgpu_magic.views.units import aligned, ends, format_ranks, format_seconds
@@ -74,9 +74,8 @@ class StackGroup(msgspec.Struct, frozen=True):
         """Return `wait in all_reduce #41`, `is in load_batch`."""
         if not self.activity.name:
             return "can't be inspected" if self.problem else "have no Python stack"
-        one = len(self.ranks) == 1
-        verb = ("waits" if one else "wait") if self.activity.waits else ("is" if one else "are")
-        return f"{verb} in {self.activity.name}"
+        one, several = ("waits", "wait") if self.activity.waits else ("is", "are")
+        return f"{one if len(self.ranks) == 1 else several} in {self.activity.name}"
 
 
 def activity_of(stack: RankStack, sources: Sources) -> Activity:
@@ -159,13 +158,12 @@ def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
             waiting.setdefault((entry.group, entry.seq), {}).setdefault(_numbered(entry), []).append(stack.rank)
     told: list[str] = []
     for (group, number), names in sorted(waiting.items()):
+        name, ranks = next(iter(names.items()))
+        absent = [stack.rank for stack in stacks if _has_not_come(stack, group, number, name, sources)]
         if len(names) > 1:
             parts = [f"{format_ranks(ranks)} in {name}" for name, ranks in sorted(names.items())]
             told.append(f"{', '.join(parts)}: they wait for each other, because their collectives differ")
-            continue
-        name, ranks = next(iter(names.items()))
-        absent = [stack.rank for stack in stacks if _has_not_come(stack, group, number, name, sources)]
-        if absent:
+        elif absent:
             verb = "has" if len(absent) == 1 else "have"
             told.append(f"{format_ranks(absent)} {verb} not reached {name}")
         elif len(ranks) == len(stacks) > 1:
@@ -236,8 +234,7 @@ def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
             f'<pre style="margin:0;padding:4px 0 4px 14px;{MONO};font-size:12px;white-space:pre-wrap">'
             f"{safe(chr(10).join(group.whole))}</pre></details>"
         )
-    for sentence in verdict(stacks, cell):
-        rows += f'<div style="padding:3px 12px;color:{WARN}">{safe(sentence)}</div>'
+    rows += sentences(verdict(stacks, cell), f"color:{WARN}")
     head = f"run {short(run_id)}" + (taken(stacks) if groups else " has no ranks now")
     return (
         f'<div style="{BOX}"><div style="padding:6px 12px;background:{PANEL};'
@@ -300,6 +297,5 @@ def _has_not_come(stack: RankStack, group: str, number: int, name: str, sources:
     if entry is not None and entry.group == group:
         return entry.seq < number
     # the members of other groups than the default one are unknown
-    if group or stack.problem:
-        return False
-    return activity_of(stack, sources).name != name.partition(" ")[0]
+    is_unknown = bool(group or stack.problem)
+    return not is_unknown and activity_of(stack, sources).name != name.partition(" ")[0]

@@ -101,9 +101,8 @@ class Feed:
             now: Monotonic time in seconds.
         """
         drawn = (self._view.version, _stage(self._view))
-        if drawn == self._drawn or not self._may_send(now):
-            return None
-        if drawn[1] == self._drawn[1] and now < self._snapshot_at + _SNAPSHOT_EVERY_S:
+        is_early = drawn[1] == self._drawn[1] and now < self._snapshot_at + _SNAPSHOT_EVERY_S
+        if drawn == self._drawn or is_early or not self._may_send(now):
             return None
         self._drawn, self._snapshot_at = drawn, now
         self._sent.append(now)

@@ -15,7 +15,7 @@ from typing import Any, cast
 from sgpu_magic.views.live.comm import Channels
 from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, Publisher
-from sgpu_magic.views.rank_models import REFERENCE, WIDGET_MIME, ModelKey, Moved, RankModels, inside, refers
+from sgpu_magic.views.rank_models import REFERENCE, WIDGET_MIME, ModelKey, Moved, RankModels, inside, refers, widget_of
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
@@ -68,15 +68,13 @@ class RankWidgets:
             item: The display.
             final: Its run has ended.
         """
-        view = item.bundle.get(WIDGET_MIME)
-        if self._closed or not isinstance(view, dict) or (final and not self.stays):
-            return self.models.static(item.rank, item.bundle)
-        key = (item.rank, str(cast("dict[str, object]", view).get("model_id")))
+        key = widget_of(item.rank, item.bundle)
         with self._lock:
-            if not self._open(key):
+            if self._closed or key is None or (final and not self.stays) or not self._open(key):
                 return self.models.static(item.rank, item.bundle)
             self._left_live |= final
-        return {**item.bundle, WIDGET_MIME: {**cast("dict[str, object]", view), "model_id": self._id(key)}}
+        view = cast("dict[str, object]", item.bundle[WIDGET_MIME])
+        return {**item.bundle, WIDGET_MIME: {**view, "model_id": self._id(key)}}
 
     def leave(self, redraw: Callable[[], object]) -> None:
         """Call `redraw` for an ended cell when its live widgets are closed, to replace them by static forms."""
@@ -161,13 +159,8 @@ class RankWidgets:
         if model.state:
             paths = list(map(list, model.buffers))
             data |= {"state": with_prefix(model.state, self._prefix(key)), "buffer_paths": paths}
-        made: Any = create_comm(
-            target_name=model.target,
-            comm_id=self._id(key),
-            data=data,
-            metadata=model.metadata,
-            buffers=list(model.buffers.values()),
-        )
+        identity = {"target_name": model.target, "comm_id": self._id(key)}
+        made: Any = create_comm(**identity, data=data, metadata=model.metadata, buffers=[*model.buffers.values()])
         self._comms[key] = made
         made.on_msg(partial(self._heard, key))
         self._channels.take(made)
@@ -177,16 +170,12 @@ class RankWidgets:
         comm = self._comms.get(key)
         if comm is None:
             return
-        content = with_prefix(dict(moved.content), self._prefix(key))
-        if moved.kind == "custom":
-            comm.send(data=content, buffers=list(moved.buffers))
-            return
-        for other in references(moved.content):
-            self._open((key[0], other))
-        paths = list(map(list, moved.parts))
-        comm.send(
-            data={"method": "update", "state": content, "buffer_paths": paths}, buffers=list(moved.parts.values())
-        )
+        data: dict[str, object] = with_prefix(dict(moved.content), self._prefix(key))
+        if moved.kind == "update":
+            for other in references(moved.content):
+                self._open((key[0], other))
+            data = {"method": "update", "state": data, "buffer_paths": list(map(list, moved.parts))}
+        comm.send(data=data, buffers=[*moved.buffers, *moved.parts.values()])
 
     def _prefix(self, key: ModelKey) -> str:
         return f"{self._token}-{key[0]}-"
