@@ -218,7 +218,11 @@ class RankQuestions:
         cursor = len(code) if cursor_pos is None else cursor_pos
         answer, begin = self._asked("complete", code, cursor)
         found = self._complete(code, cursor_pos)
-        return _then(found, lambda reply: _merged(reply, answer, begin, code)) if answer is not None else found
+        if answer is None:
+            return found
+        return (
+            _awaited(found, answer, begin, code) if inspect.isawaitable(found) else _merged(found, answer, begin, code)
+        )
 
     def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
         """Replace the kernel's `do_inspect`: the rank's object of that name, else the kernel's."""
@@ -242,13 +246,10 @@ class RankQuestions:
         return (None if answer.problem else answer), place.begin
 
     def _place(self, code: str, cursor: int) -> _Place | None:
-        session = registry.idle()
-        if session is None:
-            return None
-        found = _MAGIC.match(code)
-        if found is None:
-            return _Place(session, _lowest_living(session, ()), 0) if self._auto.takes(code) else None
-        if cursor < found.end():
+        session, found = registry.idle(), _MAGIC.match(code)
+        if session is not None and found is None and self._auto.takes(code):
+            return _Place(session, _lowest_living(session, ()), 0)
+        if session is None or found is None or cursor < found.end():
             return None
         try:
             options = argparse_form.parse(found[2] or "", found[1])
@@ -257,10 +258,9 @@ class RankQuestions:
         if options is None or options.session == argparse_form.NO_SESSION or options.fresh:
             return None
         if options.session and options.session != session.name:
-            named = registry.find(options.session)
-            if named is None or not named.is_idle:
-                return None
-            session = named
+            session = registry.find(options.session)
+        if session is None or not session.is_idle:
+            return None
         return _Place(session, _lowest_living(session, options.only), found.end())
 
 
@@ -298,15 +298,8 @@ def _merged(reply: dict[str, Any], answer: RankAnswer, begin: int, code: str) ->
     }
 
 
-def _then(found: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Apply `change` to a reply, or to the result of an awaitable reply."""
-    return _awaited(found, change) if inspect.isawaitable(found) else change(found)
-
-
-async def _awaited(
-    found: Awaitable[dict[str, Any]], change: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
-    return change(await found)
+async def _awaited(reply: Awaitable[dict[str, Any]], answer: RankAnswer, begin: int, code: str) -> dict[str, Any]:
+    return _merged(await reply, answer, begin, code)
 
 
 async def _later(reply: dict[str, Any]) -> dict[str, Any]:

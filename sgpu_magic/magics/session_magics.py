@@ -224,7 +224,10 @@ class EnvironmentMagics(Magics):
             raise UsageError("%sgpu_env takes --accept and --panel only without other arguments.")
         match values.action:
             case None if values.accept:
-                self._accept()
+                # imported here: only accepting installs packages
+                from sgpu_magic.panel.kernel_actions import accept_choice
+
+                print(accept_choice(workplace()))  # noqa: T201
             case None if values.panel:
                 self._panel()
             case None:
@@ -242,12 +245,6 @@ class EnvironmentMagics(Magics):
         if choice := placing.held_words(place.choice.now(), placing.pool_name(place)):
             found = replace(found, lines=(choice, *found.lines))
         place.publish(environment_text(found), {"text/html": environment_html(found)})
-
-    def _accept(self) -> None:
-        # imported here: only accepting installs packages
-        from sgpu_magic.panel.kernel_actions import accept_choice
-
-        print(accept_choice(workplace()))  # noqa: T201
 
     def _panel(self) -> None:
         from sgpu_magic.panel.kernel_state import panel_text

@@ -142,10 +142,10 @@ class Follower:
             return cell_outputs(self._view, self._place.directory, returns=self._returns) if self.is_final else None
 
     def displays(self) -> list[Output]:
-        """Return what the ranks have displayed so far."""
+        """Return what the ranks have displayed so far, to be shown below a live view."""
         with self._lock:
             self._catch_up()
-            return rich_outputs(self._view)
+            return [_rich(self._view, part) for part in segments(self._view) if not isinstance(part, TextSegment)]
 
     # ------------------------------------------------------------ called with the lock held
 
@@ -277,11 +277,6 @@ def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> lis
     if returns and view.ended is not None and view.session is None:
         outputs += _last_word(view, view.ended, directory)
     return outputs
-
-
-def rich_outputs(view: RunView) -> list[Output]:
-    """Return what the ranks have displayed so far, to be shown below a live view."""
-    return [_rich(view, part) for part in segments(view) if not isinstance(part, TextSegment)]
 
 
 def _rich(view: RunView, part: Caption | ShownDisplay) -> Output:

@@ -99,12 +99,12 @@ def summary_line(view: RunView) -> str:
     if view.session is not None and view.failure is None:
         return session_summary(view)
     if view.state is RunState.SUCCEEDED:
-        used = (billed_text(view), busy_text(view.usage), returned_text(view))
-        duration = view.times.text()
         # ranks that were done at once took only their start
-        succeeded = f"succeeded in {duration.removeprefix('start ')}" if duration else "succeeded"
-        return " · ".join([succeeded, *filter(None, used), *_name_words(view)])
-    return " · ".join([failed_line(view, brief=True), *_last_words(view)])
+        duration = view.times.text().removeprefix("start ")
+        succeeded = f"succeeded in {duration}" if duration else "succeeded"
+        used = (billed_text(view), busy_text(view.usage), returned_text(view))
+        return _joined(succeeded, *used, *_name_words(view))
+    return _joined(failed_line(view, brief=True), billed_text(view), *_name_words(view))
 
 
 def live_line(view: RunView) -> str:
@@ -116,8 +116,7 @@ def live_line(view: RunView) -> str:
     run, word = f"run {view.short_id}", state_word(view).text
     if view.state is RunState.QUEUED:
         position = f", position {view.position}" if view.position else ""
-        words = (f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
-        return " · ".join(filter(None, words))
+        return _joined(f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
     elapsed, starting_s = view.times.running_s(), view.times.starting_s()
     lasts = view.times.text() if elapsed else format_elapsed(starting_s) if starting_s else ""
     since = f" for {lasts}" if lasts else ""
@@ -125,7 +124,7 @@ def live_line(view: RunView) -> str:
         # no "for": the time counts from its start, not from this state
         since = f" · {format_span(elapsed)}" if elapsed else ""
     words = (cost_text(view), attempt_text(view), packages_text(view), *session_meta(view), view.reason)
-    return " · ".join(filter(None, [f"{word}{since}", *words, run]))
+    return _joined(f"{word}{since}", *words, run)
 
 
 def _ending(view: RunView) -> list[str]:
@@ -137,8 +136,8 @@ def _ending(view: RunView) -> list[str]:
         return [*problems, summary_line(view)]
     lines = failure_lines(view, view.failure)
     if view.session is not None:
-        return [*lines, " · ".join([*session_meta(view), *_name_words(view)])]
-    last = " · ".join(_last_words(view))
+        return [*lines, _joined(*session_meta(view), *_name_words(view))]
+    last = _joined(billed_text(view), *_name_words(view))
     if len(lines) == 1 or other_lines(view.others, view.failure.rank)[-1:] == lines[-1:]:
         lines[-1] += f" · {last}"
     else:
@@ -152,14 +151,13 @@ def unfinished_lines(view: RunView) -> list[str]:
     return [f"{rank_label(rank, width)} {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
 
 
-def _last_words(view: RunView) -> list[str]:
-    """Return what an unsuccessful run was billed, and its identifiers."""
-    return [*filter(None, [billed_text(view)]), *_name_words(view)]
+def _joined(*words: str) -> str:
+    return " · ".join(filter(None, words))
 
 
-def _name_words(view: RunView) -> list[str]:
-    """Return the run's identifiers in MLflow and here."""
-    return [*filter(None, [tracked_text(view)]), f"run {view.short_id}"]
+def _name_words(view: RunView) -> tuple[str, str]:
+    """Return the run's identifiers in MLflow, "" without one, and here."""
+    return tracked_text(view), f"run {view.short_id}"
 
 
 # ---------------------------------------------------------------- MIME bundles

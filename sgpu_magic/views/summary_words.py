@@ -254,7 +254,7 @@ def dead_rank_lines(view: RunView) -> list[str]:
 def session_summary(view: RunView) -> str:
     """Return a session's last line: how long it lasted, its number of cells, its usage, and why it ended."""
     lasted = f"{view.name} ended after {format_span(view.times.running_s())}"
-    return " · ".join([lasted, *session_meta(view), *filter(None, [tracked_text(view)]), f"run {view.short_id}"])
+    return " · ".join(filter(None, [lasted, *session_meta(view), tracked_text(view), f"run {view.short_id}"]))
 
 
 def _gpu_hours(view: RunView) -> str:

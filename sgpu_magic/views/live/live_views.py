@@ -6,7 +6,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,15 +30,6 @@ _NO_HELLO = (
     "The live view did not open in this front end. JupyterLab and Notebook show it when anywidget 0.11 is installed "
     "where they run: pip install 'anywidget==0.11.*', then reload the page."
 )
-
-
-class _Form(Enum):
-    """The form that is shown now."""
-
-    NOTHING = auto()
-    WIDGET = auto()
-    HTML = auto()
-    FINAL = auto()
 
 
 class WidgetPublisher:
@@ -70,7 +60,7 @@ class WidgetPublisher:
         self._slots = OutputSlots(view, lambda item, final: widgets.bundle(item, final=final))
         self._pace = Pace()
         self._static = NotebookPublisher(view, self._slots, self._pace)
-        self._form = _Form.NOTHING
+        self._is_static = False
         self._widget: Any = None
         self._began: float | None = None
         self._opened_at = 0.0
@@ -82,33 +72,31 @@ class WidgetPublisher:
         due = self._pace.is_due(now)
         if final:
             self._finish(now)
-        elif self._form is _Form.NOTHING and due:
-            self._open(now)
-        elif self._form is _Form.WIDGET:
-            self._tell(now, due)
-        elif self._form is _Form.HTML:
+        elif self._is_static:
             self._static.tick(now)
+        elif self._widget is not None:
+            self._tell(now, due)
+        elif due:
+            self._open(now)
         self._widgets.tick(now)
 
     def _open(self, now: float) -> None:
         widget_class = self._kernel.widget_class
         if widget_class is None:
-            if not self._kernel.importing.is_alive() or now - (self._began or now) > _IMPORT_S:
-                self._form = _Form.HTML
+            self._is_static = not self._kernel.importing.is_alive() or now - (self._began or now) > _IMPORT_S
             return
         channels = self._channels
         # prefer a new snapshot, as the feed's last one may be from the run's start
         drawn = msgspec.to_builtins(self._feed.snapshot(now) or self._feed.hello(0).snapshot)
         self._widget = widget_class(snapshot=drawn, comms="subshell" if channels.serve_comms else "blocking")
-        self._form, self._opened_at = _Form.WIDGET, now
+        self._opened_at = now
         channels.opened(self._widget, self._answer)
         self._slots.open({**interrupted_bundle(self._view), **self._widget.view_bundle})
         self._pace.sent(now, 1)
 
     def _tell(self, now: float, due: bool) -> None:
         if due and not self._greeted and self._kernel.expects_hello and now - self._opened_at > HELLO_S:
-            self._static.remark = _NO_HELLO
-            self._form = _Form.HTML
+            self._static.remark, self._is_static = _NO_HELLO, True
             self._static.tick(now)
             self._close()
             return
@@ -126,12 +114,9 @@ class WidgetPublisher:
         return self._answers.answer(question)
 
     def _finish(self, now: float) -> None:
-        if self._form is _Form.FINAL:
-            return
-        self._form = _Form.FINAL
+        self._is_static = True
         try:
             # before the widget is closed, so that there is never a view without its model
-            self._static.remark = ""
             self._static.tick(now, final=True)
         finally:
             self._close()
