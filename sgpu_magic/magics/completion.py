@@ -220,9 +220,8 @@ class RankQuestions:
         found = self._complete(code, cursor_pos)
         if answer is None:
             return found
-        return (
-            _awaited(found, answer, begin, code) if inspect.isawaitable(found) else _merged(found, answer, begin, code)
-        )
+        merge = _merged_later if inspect.isawaitable(found) else _merged
+        return merge(found, answer, begin, code)
 
     def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
         """Replace the kernel's `do_inspect`: the rank's object of that name, else the kernel's."""
@@ -298,7 +297,7 @@ def _merged(reply: dict[str, Any], answer: RankAnswer, begin: int, code: str) ->
     }
 
 
-async def _awaited(reply: Awaitable[dict[str, Any]], answer: RankAnswer, begin: int, code: str) -> dict[str, Any]:
+async def _merged_later(reply: Awaitable[dict[str, Any]], answer: RankAnswer, begin: int, code: str) -> dict[str, Any]:
     return _merged(await reply, answer, begin, code)
 
 

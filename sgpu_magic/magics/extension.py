@@ -15,7 +15,7 @@ from sgpu_magic.magics import completion
 from sgpu_magic.magics.cell_hooks import Assignments, AutoMode, LauncherHints, draw_groups, draw_no_groups
 from sgpu_magic.magics.completion import RankQuestions
 from sgpu_magic.magics.run_magics import DistributedMagics
-from sgpu_magic.magics.session_magics import EnvironmentMagics, SessionMagics
+from sgpu_magic.magics.session_magics import SessionMagics
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.submit import placing
@@ -40,7 +40,7 @@ def load(shell: InteractiveShell) -> None:
     undo.callback(magics.close)
     endpoint = KernelEndpoint(magics.place)
     undo.callback(endpoint.close)
-    for each in (magics, SessionMagics(shell, auto), EnvironmentMagics(shell, endpoint)):
+    for each in (magics, SessionMagics(shell, auto, endpoint)):
         shell.register_magics(each)
         undo.callback(_unregister, shell, each)
     draw_groups(shell)

@@ -63,13 +63,33 @@ def _add_switch(made: Parser) -> None:
     made.add_argument("switch", nargs="?", choices=("on", "off"), help="on or off (default: show which)")
 
 
+def _add_arguments(made: Parser) -> None:
+    made.add_argument("action", nargs="?", metavar="save", help="save the packages under NAME")
+    made.add_argument("name", nargs="?", metavar="NAME", help="name of the environment")
+    made.add_argument(
+        "--diff",
+        default="",
+        metavar="4|ai-4|FILE|NAME",
+        help="also show differences from a base environment, a requirements or pylock file, or a saved environment",
+    )
+    made.add_argument(
+        "--accept",
+        action="store_true",
+        help="confirm choices that somebody else saved in this notebook, so that a bare %%%%distributed uses them",
+    )
+    made.add_argument(
+        "--panel", action="store_true", help="open a panel to choose GPUs and packages, connect, and follow runs"
+    )
+
+
 @magics_class
 class SessionMagics(Magics):
-    """`%sgpu_connect` and the magics for a connected session."""
+    """`%sgpu_connect`, the magics for a connected session, and `%sgpu_env`."""
 
-    def __init__(self, shell: InteractiveShell, auto: AutoMode) -> None:
+    def __init__(self, shell: InteractiveShell, auto: AutoMode, endpoint: KernelEndpoint) -> None:
         super().__init__(shell=shell)
         self._auto = auto
+        self._endpoint = endpoint
         self.place = workplace()
 
     @line_magic
@@ -169,47 +189,6 @@ class SessionMagics(Magics):
         is_on = "on" if self._auto.is_on else "off"
         print(f"%sgpu_auto is {is_on}{'' if was_on == self._auto.is_on else ': plain cells run here'}.")  # noqa: T201
 
-
-def _some(magic: str, found: tuple[T, ...], example: str) -> tuple[T, ...]:
-    if not found:
-        raise UsageError(f"{magic} takes names, such as {magic} {example}.")
-    return found
-
-
-def _chosen(values: Namespace) -> tuple[Session, tuple[int, ...]]:
-    """Return the session that a line names and the chosen ranks, empty for all."""
-    only = None if values.ranks is None else parse_ranks("--ranks", values.ranks)
-    session = registry.chosen(values.session)
-    return session, session.only(only)
-
-
-def _add_arguments(made: Parser) -> None:
-    made.add_argument("action", nargs="?", metavar="save", help="save the packages under NAME")
-    made.add_argument("name", nargs="?", metavar="NAME", help="name of the environment")
-    made.add_argument(
-        "--diff",
-        default="",
-        metavar="4|ai-4|FILE|NAME",
-        help="also show differences from a base environment, a requirements or pylock file, or a saved environment",
-    )
-    made.add_argument(
-        "--accept",
-        action="store_true",
-        help="confirm choices that somebody else saved in this notebook, so that a bare %%%%distributed uses them",
-    )
-    made.add_argument(
-        "--panel", action="store_true", help="open a panel to choose GPUs and packages, connect, and follow runs"
-    )
-
-
-@magics_class
-class EnvironmentMagics(Magics):
-    """The magic `%sgpu_env`."""
-
-    def __init__(self, shell: InteractiveShell, endpoint: KernelEndpoint) -> None:
-        super().__init__(shell=shell)
-        self._endpoint = endpoint
-
     @line_magic
     @takes(
         "Show the notebook's packages: how many and where from, changes that are not used yet, and what is known to "
@@ -227,7 +206,7 @@ class EnvironmentMagics(Magics):
                 # imported here: only accepting installs packages
                 from sgpu_magic.panel.kernel_actions import accept_choice
 
-                print(accept_choice(workplace()))  # noqa: T201
+                print(accept_choice(self.place))  # noqa: T201
             case None if values.panel:
                 self._panel()
             case None:
@@ -240,7 +219,7 @@ class EnvironmentMagics(Magics):
                 raise UsageError(f"%sgpu_env has no action {values.action!r}. Use %sgpu_env, --diff BASE or save NAME.")
 
     def _show(self, compared_to: str) -> None:
-        place = workplace()
+        place = self.place
         found = report(place.current_settings(), registry.all_sessions(), compared_to)
         if choice := placing.held_words(place.choice.now(), placing.pool_name(place)):
             found = replace(found, lines=(choice, *found.lines))
@@ -250,7 +229,7 @@ class EnvironmentMagics(Magics):
         from sgpu_magic.panel.kernel_state import panel_text
 
         bundle = self._endpoint.show()
-        text = panel_text(workplace())
+        text = panel_text(self.place)
         if bundle is not None:
             publish({"text/plain": text, **bundle})
         else:
@@ -259,12 +238,10 @@ class EnvironmentMagics(Magics):
     def _save(self, name: str) -> None:
         from sgpu_magic.packages import named_environments
 
-        place = workplace()
-        settings = place.current_settings()
         named_environments.check_name(name)
-        ordered = packages.of(place.pool).environment()
+        ordered = packages.of(self.place.pool).environment()
         kept = ordered.environment
-        named_environments.save(settings, name, kept)
+        named_environments.save(self.place.current_settings(), name, kept)
         for note in ordered.notes:
             print(note)  # noqa: T201
         count = f"{kept.packages} packages of Python {kept.python}"
@@ -272,3 +249,16 @@ class EnvironmentMagics(Magics):
             f"saved {count} as {name}: %%distributed --env-version {name} runs with them, even if other packages "
             "are installed here by then."
         )
+
+
+def _some(magic: str, found: tuple[T, ...], example: str) -> tuple[T, ...]:
+    if not found:
+        raise UsageError(f"{magic} takes names, such as {magic} {example}.")
+    return found
+
+
+def _chosen(values: Namespace) -> tuple[Session, tuple[int, ...]]:
+    """Return the session that a line names and the chosen ranks, empty for all."""
+    only = None if values.ranks is None else parse_ranks("--ranks", values.ranks)
+    session = registry.chosen(values.session)
+    return session, session.only(only)
