@@ -139,15 +139,8 @@ class Assignments:
         self._shell = shell
         self._auto = auto
         self._undo: list[tuple[Session, Assigned]] = []
-        shell.events.register("pre_run_cell", self._before_cell)
-        shell.events.register("post_run_cell", self._after_cell)
 
-    def remove(self) -> None:
-        """Stop tracking cells."""
-        self._shell.events.unregister("pre_run_cell", self._before_cell)
-        self._shell.events.unregister("post_run_cell", self._after_cell)
-
-    def _before_cell(self, info: Any) -> None:
+    def before_cell(self, info: Any) -> None:
         """Record the names before the cell runs: once it has bound them, it may itself run something in a session."""
         self._undo = []
         sessions, source = registry.all_sessions(), info.raw_cell
@@ -158,7 +151,8 @@ class Assignments:
                 names = names_bound(source, transform=transform_of(self._shell))
                 self._undo = [(session, session.shipping.assigned(names)) for session in sessions]
 
-    def _after_cell(self, result: Any) -> None:
+    def after_cell(self, result: Any) -> None:
+        """Take back what a failed cell would have assigned."""
         undo, self._undo = self._undo, []
         if not result.success:
             for session, before in undo:

@@ -16,7 +16,6 @@ from argparse import SUPPRESS
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -171,20 +170,6 @@ def _names_on_ranks() -> list[str]:
     return sorted(name for name in there or () if not name.startswith("_"))
 
 
-class _Place(msgspec.Struct, frozen=True):
-    """The rank that answers for a position in a cell.
-
-    Args:
-        session: The session.
-        rank: The rank to ask.
-        begin: Offset in the cell at which the rank's code begins.
-    """
-
-    session: Session
-    rank: int
-    begin: int
-
-
 class RankQuestions:
     """Wraps the kernel's completion and inspection, and asks a rank first in a session's cells.
 
@@ -220,7 +205,7 @@ class RankQuestions:
         found = self._complete(code, cursor_pos)
         if answer is None:
             return found
-        merge = _merged_later if inspect.isawaitable(found) else _merged
+        merge: Callable[..., Any] = _merged_later if inspect.isawaitable(found) else _merged
         return merge(found, answer, begin, code)
 
     def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
@@ -239,15 +224,16 @@ class RankQuestions:
         place = self._place(code, cursor)
         if place is None:
             return None, 0
-        rest, at = code[place.begin :], cursor - place.begin
-        question = RankQuestion(rank=place.rank, what=what, code=rest, cursor=at, detail=detail)
-        answer = place.session.pool.ask_rank(place.session.run_id, question, TIMEOUT_S)
-        return (None if answer.problem else answer), place.begin
+        session, rank, begin = place
+        question = RankQuestion(rank=rank, what=what, code=code[begin:], cursor=cursor - begin, detail=detail)
+        answer = session.pool.ask_rank(session.run_id, question, TIMEOUT_S)
+        return (None if answer.problem else answer), begin
 
-    def _place(self, code: str, cursor: int) -> _Place | None:
+    def _place(self, code: str, cursor: int) -> tuple[Session, int, int] | None:
+        """Return the session and the rank that answer, and the offset at which the rank's code begins."""
         session, found = registry.idle(), _MAGIC.match(code)
         if session is not None and found is None and self._auto.takes(code):
-            return _Place(session, _lowest_living(session, ()), 0)
+            return session, _lowest_living(session, ()), 0
         if session is None or found is None or cursor < found.end():
             return None
         try:
@@ -260,7 +246,7 @@ class RankQuestions:
             session = registry.find(options.session)
         if session is None or not session.is_idle:
             return None
-        return _Place(session, _lowest_living(session, options.only), found.end())
+        return session, _lowest_living(session, options.only), found.end()
 
 
 def _lowest_living(session: Session, only: tuple[int, ...]) -> int:

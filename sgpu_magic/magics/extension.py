@@ -45,12 +45,12 @@ def load(shell: InteractiveShell) -> None:
         undo.callback(_unregister, shell, each)
     draw_groups(shell)
     undo.callback(draw_no_groups, shell)
-    undo.callback(Assignments(shell, auto).remove)
-    hints = LauncherHints(shell, auto)
-    shell.events.register("pre_run_cell", hints.before_cell)
-    undo.callback(shell.events.unregister, "pre_run_cell", hints.before_cell)
-    shell.events.register("post_run_cell", magics.warmth.after_cell)
-    undo.callback(shell.events.unregister, "post_run_cell", magics.warmth.after_cell)
+    assignments, hints = Assignments(shell, auto), LauncherHints(shell, auto)
+    before, after = (assignments.before_cell, hints.before_cell), (assignments.after_cell, magics.warmth.after_cell)
+    for event, calls in (("pre_run_cell", before), ("post_run_cell", after)):
+        for call in calls:
+            shell.events.register(event, call)
+            undo.callback(shell.events.unregister, event, call)
     # before the sessions end, so that no message says that %sgpu_auto is off
     undo.callback(auto.remove)
     kernel = getattr(shell, "kernel", None)

@@ -299,7 +299,7 @@ class RunView:
     def _restarted(self, body: RanksRestarted) -> None:
         self._notes.add(run_notes.restart_note(body))
         if self.session is not None:
-            self.session.restarted(body)
+            self.session.dead = tuple(rank for rank in self.session.dead if rank not in body.ranks)
         for rank in body.ranks:
             self.rank_failures.pop(rank, None)
 

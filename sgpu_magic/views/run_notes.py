@@ -88,10 +88,6 @@ class SessionState:
             self.idle_at = at
         self.cells, self.running, self.dead = body.cells, body.running, body.dead
 
-    def restarted(self, body: RanksRestarted) -> None:
-        """Remove restarted ranks from the dead ones."""
-        self.dead = tuple(rank for rank in self.dead if rank not in body.ranks)
-
 
 def renewal_note(body: GroupRenewed) -> str:
     """Return a sentence about renewed process groups and the objects that use them, or why they are not renewed."""

@@ -262,10 +262,10 @@ class Answers:
         totals = self._feed.totals
         ranks = range(len(totals)) if ask.rank is None else (ask.rank,)
         found = {rank: self._reader.find(rank, ask.text, totals[rank], MAX_MATCHES) for rank in ranks}
-        every = [each.numbers for each in found.values()]
+        every = [numbers for numbers, _ in found.values()]
         if ask.rank is None:
-            every = [self._feed.numbers_of(rank, each.numbers) for rank, each in found.items()]
-        total = sum(each.total for each in found.values())
+            every = [self._feed.numbers_of(rank, numbers) for rank, (numbers, _) in found.items()]
+        total = sum(count for _, count in found.values())
         return FindAnswer(n=ask.n, matches=tuple(merge(*every))[-MAX_MATCHES:], total=total)
 
     def _log(self, ask: AskLog) -> Answer:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.live.messages import json_bytes
@@ -67,13 +66,6 @@ _SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1
 _CONTROLS = bytes([*range(9), *range(11, 32), 127])
 
 
-class Matches(NamedTuple):
-    """Lines that contain a text: the numbers of the last ones, ascending, and the number of all."""
-
-    numbers: list[int]
-    total: int
-
-
 class LogReader:
     """Reads the logs in a run's directory, which may not exist yet and may grow.
 
@@ -110,7 +102,7 @@ class LogReader:
             if begin is not None:
                 yield from _lines_at(file, begin)
 
-    def find(self, rank: int, text: str, lines: int, most: int) -> Matches:
+    def find(self, rank: int, text: str, lines: int, most: int) -> tuple[list[int], int]:
         """Find a text, ignoring case, in the visible part of the lines.
 
         Args:
@@ -118,6 +110,9 @@ class LogReader:
             text: The text to find.
             lines: Number of lines to search, from the first.
             most: Maximum number of line numbers to return.
+
+        Returns:
+            The numbers of the last lines that contain it, ascending, and the number of all.
         """
         found: deque[int] = deque(maxlen=most)
         total = at = 0
@@ -129,7 +124,7 @@ class LogReader:
                 found.extend(numbers)
                 total += len(numbers)
                 at += chunk.count(b"\n") + (not chunk.endswith(b"\n"))
-        return Matches(list(found), total)
+        return list(found), total
 
     def piece(self, rank: int, offset: int, size: int) -> tuple[str, int | None]:
         """Return at most `size` bytes of the raw log, and the offset of the next piece, None at the log's end."""
