@@ -12,8 +12,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class
 from msgspec.structs import replace
 
-from sgpu_magic.errors import RunCancelled, UsageError
+from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode
+from sgpu_magic.magics.run_magics import interrupted
 from sgpu_magic.options.argparse_form import Parser, add_option, add_session, read_session, takes
 from sgpu_magic.options.asked import is_same
 from sgpu_magic.options.values import names, outputs_from, parse_ranks
@@ -117,10 +118,8 @@ class SessionMagics(Magics):
             return known
         self.place.notices.clear()
         is_drawn = self.place.is_notebook and self.place.live_views.is_watched and options.ui != "text"
-        try:
+        with interrupted("before the session was submitted; nothing was started."):
             session = begin(self.place, options, options.ui if is_drawn else "none")
-        except KeyboardInterrupt:
-            raise RunCancelled("interrupted before the session was submitted; nothing was started.") from None
         if not is_drawn and options.ui != "none":
             ranks = count_of(session.ranks, "rank")
             kind = "" if session.device_type == "any" else f" on {session.device_type}"

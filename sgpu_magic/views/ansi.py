@@ -24,6 +24,11 @@ _BASIC = (
     "#6b7280", "#d84a4a", "#00903e", "#b27d12", "#3b82f6", "#b546a8", "#258f8f", "#a1a6b2",
 )  # fmt: skip
 _LEVELS = (0, 95, 135, 175, 215, 255)
+_COLOURS = (
+    *_BASIC,
+    *(f"#{red:02x}{green:02x}{blue:02x}" for red in _LEVELS for green in _LEVELS for blue in _LEVELS),
+    *(f"#{grey:02x}{grey:02x}{grey:02x}" for grey in range(8, 239, 10)),
+)
 
 # by code: the property that it sets, and its value
 _SETS = {
@@ -117,19 +122,8 @@ def _extended(codes: list[int]) -> tuple[str, int]:
     """Return the colour given by the codes after 38 or 48, "" if unknown, and the number of codes used."""
     match codes:
         case [5, index, *_]:
-            return _indexed(min(index, 255)), 2
+            return _COLOURS[min(index, 255)], 2
         case [2, red, green, blue, *_]:
             return f"#{min(red, 255):02x}{min(green, 255):02x}{min(blue, 255):02x}", 4
         case _:
             return "", len(codes)
-
-
-def _indexed(index: int) -> str:
-    if index < 16:
-        return _BASIC[index]
-    if index < 232:
-        index -= 16
-        red, green, blue = (_LEVELS[step] for step in (index // 36, index // 6 % 6, index % 6))
-        return f"#{red:02x}{green:02x}{blue:02x}"
-    grey = 8 + 10 * (index - 232)
-    return f"#{grey:02x}{grey:02x}{grey:02x}"

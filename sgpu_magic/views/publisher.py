@@ -95,12 +95,10 @@ class NotebookPublisher:
         if self._finished or not (final or (due and not unchanged)):
             return
         self._finished = final
-        self._drawn_version, self._drawn_at = self._view.version, now
         draw = self._slots.draw
         sent, complete = draw() if final else draw(MAX_MESSAGES_PER_TICK, MAX_LIVE_BYTES, self.remark)
         self._pace.sent(now, sent)
-        if not complete:
-            self._drawn_version = -1
+        self._drawn_version, self._drawn_at = self._view.version if complete else -1, now
 
 
 class Pace:

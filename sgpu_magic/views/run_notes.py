@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sgpu_magic.system.processes import signal_name
@@ -105,7 +105,7 @@ def restart_note(body: RanksRestarted) -> str:
     return f"{format_ranks(body.ranks)} {what} ({', '.join(map(str, body.pids))}){lost}"
 
 
-def restart_command(ranks: tuple[int, ...]) -> str:
+def restart_command(ranks: Sequence[int]) -> str:
     """Return `%sgpu_restart --rank 2`."""
     return f"%sgpu_restart --rank {','.join(map(str, ranks))}"
 

@@ -19,9 +19,6 @@ from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.rank_events import Failure
 
-AUTO = "auto"
-"""Marks a plain cell that `%sgpu_auto` submitted."""
-
 
 def header_line(view: RunView) -> str:
     """Return `train_digits · 4 ranks on local (cpu, gloo) · shipped model (45.1 MB in 38 ms)`."""
@@ -32,7 +29,7 @@ def header_line(view: RunView) -> str:
 
 def mark_text(view: RunView) -> str:
     """Return `auto` for a cell that `%sgpu_auto` submitted, else ""."""
-    return AUTO if view.spec.auto else ""
+    return "auto" if view.spec.auto else ""
 
 
 def ranks_text(view: RunView) -> str:
@@ -174,15 +171,13 @@ class StateWord(NamedTuple):
     shape: str = "●"
 
 
-_WORDS: dict[RunState, StateWord] = {
-    RunState.QUEUED: StateWord("queued", "plain", "○"),
-    RunState.PREPARING: StateWord("preparing", "busy"),
-    RunState.STARTING: StateWord("starting", "busy"),
-    RunState.RUNNING: StateWord("running", "busy"),
-    RunState.CANCELLING: StateWord("cancelling", "warn", "■"),
-    RunState.SUCCEEDED: StateWord("succeeded", "good", "✓"),
-    RunState.FAILED: StateWord("failed", "bad", "✕"),
-    RunState.CANCELLED: StateWord("cancelled", "warn", "■"),
+# the word is the state
+_WORDS: dict[RunState, tuple[Tone, str]] = {
+    RunState.QUEUED: ("plain", "○"),
+    RunState.CANCELLING: ("warn", "■"),
+    RunState.SUCCEEDED: ("good", "✓"),
+    RunState.FAILED: ("bad", "✕"),
+    RunState.CANCELLED: ("warn", "■"),
 }
 _OF_SESSIONS: dict[RunState, StateWord] = {
     RunState.QUEUED: StateWord("waits for devices", "plain", "○"),
@@ -201,13 +196,14 @@ def state_word(view: RunView) -> StateWord:
         return _LEFT
     if view.state is RunState.TIMED_OUT:
         return StateWord(limit_of(view.failure).word, "bad", "✕")
+    word = StateWord(f"{view.state}", *_WORDS.get(view.state, ("busy", "●")))
     if view.session is None:
-        return _WORDS[view.state]
+        return word
+    if view.session.running and view.state is RunState.RUNNING:
+        return StateWord(f"runs {_names(view.session.running)}", "busy")
     if view.state is RunState.RUNNING:
-        if view.session.running:
-            return StateWord(f"runs {_names(view.session.running)}", "busy")
         return StateWord("connected", "warn" if view.session.dead else "good")
-    return _OF_SESSIONS.get(view.state) or _WORDS[view.state]
+    return _OF_SESSIONS.get(view.state, word)
 
 
 def _names(running: tuple[str, ...]) -> str:

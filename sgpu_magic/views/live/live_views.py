@@ -102,11 +102,9 @@ class WidgetPublisher:
             return
         self._widget.tell(self._feed, now)
         if due and self._view.version != self._displays_version:
-            self._displays_version = self._view.version
             sent, complete = self._slots.draw_displays(MAX_MESSAGES_PER_TICK)
             self._pace.sent(now, sent)
-            if not complete:
-                self._displays_version = -1
+            self._displays_version = self._view.version if complete else -1
 
     def _answer(self, question: Question) -> Answer:
         """Answer a request; may be called by any thread."""
@@ -197,7 +195,13 @@ class LiveViews:
         """
         widgets = self._widgets_for(view, buttons)
         view.models = widgets.models
-        publisher = self._publisher_for(ui, view, stream, buttons, widgets)
+        draws = self._kernel is not None and not self.is_console
+        is_live = draws and not is_quiet(view) and (ui == "widget" or (ui == "auto" and self.is_watched))
+        if self.channels is not None and is_live:
+            feed = Feed(view)
+            publisher = WidgetPublisher(view, feed, buttons.answers(view, feed), widgets, self.channels, self)
+        else:
+            publisher = publisher_for(ui, view, stream, notebook=draws)
         if view.spec.kind is RunKind.SESSION and widgets.stays:
             return SessionWidgets(publisher, widgets, lambda: self._of_sessions.pop(view.run_id, None))
         return publisher
@@ -214,16 +218,6 @@ class LiveViews:
         if stays:
             self._of_sessions[spec.run_id] = widgets
         return widgets
-
-    def _publisher_for(
-        self, ui: str, view: RunView, stream: TextIO, buttons: Buttons, widgets: RankWidgets
-    ) -> Publisher:
-        draws = self._kernel is not None and not self.is_console
-        is_live = draws and not is_quiet(view) and (ui == "widget" or (ui == "auto" and self.is_watched))
-        if self.channels is None or not is_live:
-            return publisher_for(ui, view, stream, notebook=draws)
-        feed = Feed(view)
-        return WidgetPublisher(view, feed, buttons.answers(view, feed), widgets, self.channels, self)
 
     @property
     def expects_hello(self) -> bool:
