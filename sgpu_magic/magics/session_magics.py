@@ -67,20 +67,12 @@ def _add_switch(made: Parser) -> None:
 def _add_arguments(made: Parser) -> None:
     made.add_argument("action", nargs="?", metavar="save", help="save the packages under NAME")
     made.add_argument("name", nargs="?", metavar="NAME", help="name of the environment")
-    made.add_argument(
-        "--diff",
-        default="",
-        metavar="4|ai-4|FILE|NAME",
-        help="also show differences from a base environment, a requirements or pylock file, or a saved environment",
-    )
-    made.add_argument(
-        "--accept",
-        action="store_true",
-        help="confirm choices that somebody else saved in this notebook, so that a bare %%%%distributed uses them",
-    )
-    made.add_argument(
-        "--panel", action="store_true", help="open a panel to choose GPUs and packages, connect, and follow runs"
-    )
+    what = "also show differences from a base environment, a requirements or pylock file, or a saved environment"
+    made.add_argument("--diff", default="", metavar="4|ai-4|FILE|NAME", help=what)
+    what = "confirm choices that somebody else saved in this notebook, so that a bare %%%%distributed uses them"
+    made.add_argument("--accept", action="store_true", help=what)
+    what = "open a panel to choose GPUs and packages, connect, and follow runs"
+    made.add_argument("--panel", action="store_true", help=what)
 
 
 @magics_class

@@ -240,6 +240,7 @@ _MAX_LISTED = 64
 _OF_RUN = ("run_id", "name", "ranks", "pool", "host", "attempt", "attempts", "directory")
 _OF_LEASE = ("device_type", "ranks", "cpu_slots", "simulated")
 _OF_TRACKED = ("experiment_id", "experiment", "uri", "url")
+_OF_FAILURE = ("rank", "host", "line")
 _DURATIONS = ("queued_s", "starting_s", "running_s", "total_s")
 
 
@@ -248,6 +249,7 @@ def run_record(view: RunView) -> dict[str, object]:
     # a call's internal names for its results are omitted
     outputs = view.spec.outputs if view.spec.kind is not RunKind.CALL else ()
     lease, failure, ended, shipped = view.lease, view.failure, view.ended, view.spec.shipped
+    names, seconds = list(shipped.names[:_MAX_LISTED]), round(shipped.seconds, 6)
     record: dict[str, object] = {
         "version": RECORD_VERSION,
         **_fields(view, _OF_RUN),
@@ -256,11 +258,7 @@ def run_record(view: RunView) -> dict[str, object]:
         "kind": str(view.spec.kind),
         "session": view.spec.session,
         "lines": view.output.total_lines,
-        "shipped": {
-            "names": list(shipped.names[:_MAX_LISTED]),
-            "total_bytes": shipped.total_bytes,
-            "seconds": round(shipped.seconds, 6),
-        },
+        "shipped": {"names": names, "total_bytes": shipped.total_bytes, "seconds": seconds},
         "returned": [{"name": name.name, "all_ranks": name.all_ranks} for name in outputs[:_MAX_LISTED]],
     }
     if view.state is RunState.SUCCEEDED and view.spec.outputs:
@@ -282,14 +280,8 @@ def run_record(view: RunView) -> dict[str, object]:
     if view.tracked is not None:
         record["mlflow"] = {"run_id": view.tracked.mlflow_run_id, **_fields(view.tracked, _OF_TRACKED)}
     if failure is not None:
-        record["failure"] = {
-            "kind": str(failure.kind),
-            "rank": failure.rank,
-            "host": failure.host,
-            "type": failure.type_name,
-            "message": error_line(failure),
-            "line": failure.line,
-        }
+        words = {"kind": str(failure.kind), "type": failure.type_name, "message": error_line(failure)}
+        record["failure"] = {**_fields(failure, _OF_FAILURE), **words}
     return record
 
 

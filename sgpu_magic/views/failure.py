@@ -69,12 +69,9 @@ def failure_block(view: RunView, failure: Failure, most_chars: int, most_whole_c
         body = traceback_body(failure)
         whole = [*([] if is_all else [*sentence.split("\n"), ""]), *body]
     lines += [_line(line, "text") for line in cut_lines(ending_stacks(view), most_chars)]
-    return FailureBlock(
-        rank=failure.rank,
-        lines=tuple(lines),
-        whole=tuple(_line(line, _kind(ansi.plain(line))) for line in cut_lines(whole, most_whole_chars)),
-        memory=memory_block(view, failure),
-    )
+    told, memory = cut_lines(whole, most_whole_chars), memory_block(view, failure)
+    behind = tuple(_line(line, _kind(ansi.plain(line))) for line in told)
+    return FailureBlock(rank=failure.rank, lines=tuple(lines), whole=behind, memory=memory)
 
 
 def _place_of_death(view: RunView, failure: Failure) -> list[FailureLine]:
@@ -312,9 +309,8 @@ def _cell(text: str, right: bool, style: str = "", tag: str = "td") -> str:
 
 
 def _bar_html(shares: Sequence[float]) -> str:
-    parts = "".join(
-        f'<div style="width:{share * 100:.1f}%;background:currentColor;opacity:{opacity}" title="{name}"></div>'
-        for share, opacity, name in zip(shares, _BAR_OPACITIES, _BAR_NAMES, strict=True)
-        if share > 0
-    )
+    parts = ""
+    for share, opacity, name in zip(shares, _BAR_OPACITIES, _BAR_NAMES, strict=True):
+        style = f"width:{share * 100:.1f}%;background:currentColor;opacity:{opacity}"
+        parts += f'<div style="{style}" title="{name}"></div>' if share > 0 else ""
     return f'<div style="display:flex;height:8px;border-radius:2px;overflow:hidden;background:{LINE}">{parts}</div>'

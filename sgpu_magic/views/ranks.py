@@ -39,10 +39,8 @@ def rank_cards(view: RunView) -> tuple[RankCard, ...]:
     if view.failure is not None and view.failure.rank is not None and view.state is not RunState.SUCCEEDED:
         failures[view.failure.rank] = view.failure
     said = view.output.last_lines
-    return tuple(
-        _card(view, at, failures.get(rank), ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]))
-        for at, rank in enumerate(view.rank_numbers)
-    )
+    seen = {rank: ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]) for rank in view.rank_numbers}
+    return tuple(_card(view, at, failures.get(rank), last) for at, (rank, last) in enumerate(seen.items()))
 
 
 def _card(view: RunView, at: int, failure: Failure | None, last: str) -> RankCard:
@@ -178,16 +176,17 @@ def _ended(view: RunView) -> str:
         return ""
     limit = int(html_limit(view.output_limit) * _SHARE)
     shows = Counter(item.rank for item in view.items if isinstance(item, DisplayItem))
-    parts = {rank: _Parts(view, rank, shows[rank]) for rank in _most_urgent(view)}
-    if sum(part.size for part in parts.values()) > limit:
-        parts = {rank: _Parts(view, rank, shows[rank], is_brief=True) for rank in parts}
-    fitting = count_fitting((part.size for part in parts.values()), limit)
-    listed = sorted(list(parts)[:fitting])
-    room = (limit - sum(parts[rank].size for rank in listed)) // max(len(listed), 1)
+    ranks = _most_urgent(view)
+    frames = {rank: _frame(view, rank, shows[rank]) for rank in ranks}
+    if sum(map(_size, frames.values())) > limit:
+        frames = {rank: _frame(view, rank, shows[rank], is_brief=True) for rank in ranks}
+    listed = sorted(ranks[: count_fitting(map(_size, frames.values()), limit)])
+    room = (limit - sum(_size(frames[rank]) for rank in listed)) // max(len(listed), 1)
     lines = _last_lines(view, listed, room)
     drawn = ""
     for at, rank in enumerate(listed):
-        drawn += _host_row(new_host(view, listed, at)) + parts[rank].drawn(lines[rank])
+        head, foot = frames[rank]
+        drawn += _host_row(new_host(view, listed, at)) + head + _pre(lines[rank], view.output.rank_lines[rank]) + foot
     if rest := len(view.rank_numbers) - len(listed):
         what = f"and {count_of(rest, 'more rank')}" if listed else count_of(rest, "rank")
         command = f"sgpu logs {view.short_id} --rank N"
@@ -211,8 +210,8 @@ def _most_urgent(view: RunView) -> list[int]:
     return order[:MAX_RANKS]
 
 
-class _Parts:
-    """The parts of one rank's entry, except its lines.
+def _frame(view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> tuple[str, str]:
+    """Return what is before and after a rank's lines.
 
     Args:
         view: The run.
@@ -220,39 +219,41 @@ class _Parts:
         shows: Number of its displays.
         is_brief: Leave out its curve and what was measured.
     """
+    usage = view.usage.ranks.get(rank) or RankUsage(rank)
+    (state, colour), label = _ended_as(view, rank), _label(view, rank)
+    count = view.output.rank_lines.get(rank, 0)
+    said = [state, escape(whole_text(usage)), count_of(count, "line") if count else ""]
+    curve, curves = "", [] if is_brief else usage.curves()
+    if curves and not curves[0].is_flat_zero:
+        stroke, title = WARN if is_low(usage) else ACCENT, f"({curve_text(curves[0])})"
+        curve = " " + sparkline(curves[0].series.values, curves[0].top, title, stroke)
+    # the marker that opens it stays on its line
+    beside = "calc(100% - 1.5em)"
+    head = (
+        f'<details style="font-size:12px"><summary style="cursor:pointer;padding:3px 12px">'
+        f'<span style="display:inline-block;min-width:min(23em,{beside});max-width:{beside}">'
+        f'<b style="font-weight:600{colour}">rank {rank}</b>'
+        f"{''.join(f' · {part}' for part in said if part)}</span>{curve}</summary>"
+        f'<div style="padding:2px 12px 6px 28px;background:{PANEL}">'
+    )
+    told = [f"on {label}"] if label else []
+    told += [] if is_brief else measured_lines(usage)
+    told += [count_of(shows, "display")] if shows else []
+    foot = "".join(f"<div>{safe(line)}</div>" for line in told)
+    foot += f'<div style="overflow-wrap:anywhere">{escape(_log(view, rank))}</div>'
+    return head, f'<div style="{SOFT}">{foot}</div></div></details>'
 
-    def __init__(self, view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> None:
-        usage = view.usage.ranks.get(rank) or RankUsage(rank)
-        state, colour = _ended_as(view, rank)
-        label = _label(view, rank)
-        self._count = count = view.output.rank_lines.get(rank, 0)
-        said = [state, escape(whole_text(usage)), count_of(count, "line") if count else ""]
-        curve, curves = "", [] if is_brief else usage.curves()
-        if curves and not curves[0].is_flat_zero:
-            stroke, title = WARN if is_low(usage) else ACCENT, f"({curve_text(curves[0])})"
-            curve = " " + sparkline(curves[0].series.values, curves[0].top, title, stroke)
-        # the marker that opens it stays on its line
-        beside = "calc(100% - 1.5em)"
-        self._head = (
-            f'<details style="font-size:12px"><summary style="cursor:pointer;padding:3px 12px">'
-            f'<span style="display:inline-block;min-width:min(23em,{beside});max-width:{beside}">'
-            f'<b style="font-weight:600{colour}">rank {rank}</b>'
-            f"{''.join(f' · {part}' for part in said if part)}</span>{curve}</summary>"
-            f'<div style="padding:2px 12px 6px 28px;background:{PANEL}">'
-        )
-        told = [f"on {label}"] if label else []
-        told += [] if is_brief else measured_lines(usage)
-        told += [count_of(shows, "display")] if shows else []
-        foot = "".join(f"<div>{safe(line)}</div>" for line in told)
-        foot += f'<div style="overflow-wrap:anywhere">{escape(_log(view, rank))}</div>'
-        self._foot = f'<div style="{SOFT}">{foot}</div></div></details>'
-        self.size = len((self._head + self._foot).encode())
 
-    def drawn(self, lines: list[str]) -> str:
-        left_out, text = self._count - len(lines), "\n".join(lines)
-        before = f'<span style="{FAINT}">... {count_of(left_out, "line")} before</span>\n' if left_out > 0 else ""
-        pre = f'<pre style="{PRE};padding:4px 0">{before}{text}</pre>' if lines else ""
-        return f"{self._head}{pre}{self._foot}"
+def _size(frame: tuple[str, str]) -> int:
+    return len("".join(frame).encode())
+
+
+def _pre(lines: list[str], count: int) -> str:
+    """Return a rank's last lines, and how many of its `count` lines are before them."""
+    left_out = count - len(lines)
+    before = f'<span style="{FAINT}">... {count_of(left_out, "line")} before</span>\n' if left_out > 0 else ""
+    text = "\n".join(lines)
+    return f'<pre style="{PRE};padding:4px 0">{before}{text}</pre>' if lines else ""
 
 
 def _ended_as(view: RunView, rank: int) -> tuple[str, str]:

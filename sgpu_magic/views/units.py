@@ -215,11 +215,8 @@ Row = tuple[str, ...]
 def aligned(rows: Sequence[Row], right: tuple[int, ...] = ()) -> list[str]:
     """Return the rows with aligned columns; those in `right` are right-aligned."""
     rows = [tuple(ansi.plain(cell) for cell in row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "   ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    columns: list[list[str]] = []
+    for at, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) if at in right else cell.ljust(width) for cell in column])
+    return ["   ".join(row).rstrip() for row in zip(*columns, strict=True)]
