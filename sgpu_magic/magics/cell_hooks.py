@@ -132,7 +132,7 @@ class Assignments:
 
     Args:
         shell: The notebook's shell.
-        auto: Knows which cells go to the ranks.
+        auto: Decides which cells go to the ranks.
     """
 
     def __init__(self, shell: Any, auto: AutoMode) -> None:
@@ -278,7 +278,7 @@ class LauncherHints:
 
     Args:
         shell: The notebook's shell.
-        auto: Tells whether plain cells go to the ranks.
+        auto: The switch that sends plain cells to the ranks.
     """
 
     def __init__(self, shell: Any, auto: AutoMode) -> None:

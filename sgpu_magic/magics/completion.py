@@ -175,7 +175,7 @@ class RankQuestions:
 
     Args:
         kernel: The ipykernel.
-        auto: Knows which plain cells go to the ranks.
+        auto: Decides which plain cells go to the ranks.
     """
 
     def __init__(self, kernel: Any, auto: AutoMode) -> None:

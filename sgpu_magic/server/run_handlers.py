@@ -27,7 +27,7 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.server.run_places import Elsewhere
-from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, Output, RunNotHere
+from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, RunNotHere
 from sgpu_magic.views.live.messages import questions
 from sgpu_magic.wire.base import RunKind, RunState, check_id
 from sgpu_magic.wire.pool_status import RunSummary
@@ -105,9 +105,6 @@ class _Handler(APIHandler):
         """Return a run's follower, which all requests share."""
         return await self.in_thread(self.followers.get, run_id)
 
-    def send_outputs(self, follower: Follower, outputs: list[Output]) -> None:
-        answer(self, {"outputs": outputs, "execution_count": follower.spec.cell.execution_count})
-
 
 class RunsHandler(_Handler):
     """`GET sgpu/runs?kernel=ID`: the kernel's runs that are active or ended recently, newest last."""
@@ -173,34 +170,26 @@ class AskHandler(_Handler):
 
 
 class OutputsHandler(_Handler):
-    """`GET sgpu/runs/RUN/outputs`: the final outputs of its cell; 409 while the run is active."""
+    """`GET sgpu/runs/RUN/outputs`: the final outputs of its cell; 409 while the run is active.
+
+    `GET sgpu/runs/RUN/displays`: what the run's ranks have displayed so far.
+    """
 
     @web.authenticated
     @authorized
-    async def get(self, run_id: str) -> None:
+    async def get(self, run_id: str, which: str) -> None:
         follower = await self.follower(run_id)
-        outputs = await self.in_thread(follower.outputs)
+        outputs = await self.in_thread(follower.displays if which == "displays" else follower.outputs)
         if outputs is None:
             raise web.HTTPError(409, "the run has not ended yet.")
-        self.send_outputs(follower, outputs)
-
-
-class DisplaysHandler(_Handler):
-    """`GET sgpu/runs/RUN/displays`: what the run's ranks have displayed so far."""
-
-    @web.authenticated
-    @authorized
-    async def get(self, run_id: str) -> None:
-        follower = await self.follower(run_id)
-        self.send_outputs(follower, await self.in_thread(follower.displays))
+        answer(self, {"outputs": outputs, "execution_count": follower.spec.cell.execution_count})
 
 
 _HANDLERS = {
     "": RunsHandler,
     "/([^/]+)/news": NewsHandler,
     "/([^/]+)/ask": AskHandler,
-    "/([^/]+)/outputs": OutputsHandler,
-    "/([^/]+)/displays": DisplaysHandler,
+    "/([^/]+)/(outputs|displays)": OutputsHandler,
 }
 
 

@@ -232,7 +232,7 @@ def session_meta(view: RunView, now: float | None = None) -> list[str]:
 
 
 def standing_warnings(view: RunView) -> list[str]:
-    """Return what is said of current problems: an unreachable pool, dead ranks and how to restart them."""
+    """Return current problems: an unreachable pool, dead ranks and how to restart them."""
     return [*silence_lines(view), *dead_rank_lines(view)]
 
 

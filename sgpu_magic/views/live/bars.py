@@ -117,19 +117,19 @@ def _joined(label: str, rest: str) -> str:
 
 # ---------------------------------------------------------------- the progress of a run
 
-# of a batch only its end is read: a flood has no progress bars
+# only the end of a batch is parsed: a flood has no progress bars
 _READ_CHARS = 4_000
 _MAX_PIECES = 8
 _PIECES = re.compile(r"[\r\n]+")
 _NAME = re.compile(r"[^\W\d_]+")
-# a bar that is drawn less far than this after it was nearly full has begun again
+# a bar below `_NEW` that was above `_NEARLY_FULL` before has restarted
 _NEARLY_FULL = 0.9
 _NEW = 0.5
 _MAX_BARS = 20
 
 
 class RunProgress:
-    """How far a run is, by the bars of its ranks. It does not fall back at each epoch.
+    """The progress of a run by the bars of its ranks. It does not fall back at each epoch.
 
     An epoch's bar counts as a part of all epochs where their number is known: from the bar's label (`epoch 2/3`), from
     a bar around it, or from lines (`Epoch 2/3`).
@@ -141,13 +141,13 @@ class RunProgress:
         self._rest: dict[tuple[int, str], str] = {}
 
     def write(self, body: OutputWritten) -> None:
-        """Take in what a rank has written."""
+        """Parse what a rank has written."""
         key, text = (body.rank, body.stream), body.text[-_READ_CHARS:]
         if not text:
             return
         rest = self._rest.pop(key, "")
         if text.startswith("\n"):
-            # a line has ended that was looked at for a bar before
+            # completes a line that was parsed for a bar before
             self._take(body.rank, rest, bars=False)
         *pieces, unfinished = _PIECES.split(text if text.startswith(("\r", "\n")) else rest + text)
         for piece in [piece for piece in pieces if piece][-_MAX_PIECES:]:
@@ -168,7 +168,7 @@ class RunProgress:
     def bar(self, ranks: Sequence[int]) -> Bar | None:
         """Return `epoch 2 of 3, 43 %`: the mean of the ranks if more than half of them have a bar, else None.
 
-        The label is that of the rank that is least far. Without a fraction, the number of epochs is unknown.
+        The label is that of the slowest rank. Without a fraction, the number of epochs is unknown.
         """
         told = [progress for rank in ranks if (progress := self._ranks.get(rank)) is not None and progress.is_known]
         if 2 * len(told) <= len(ranks):
@@ -194,7 +194,7 @@ class _Outer(NamedTuple):
 
 
 class _RankProgress:
-    """How far one rank is.
+    """The progress of one rank.
 
     Attributes:
         total: 0 to 1; None when it counts the same again and it is unknown how often.
@@ -205,14 +205,14 @@ class _RankProgress:
         self.total: float | None = None
         self.part = 0.0
         self._outer: _Outer | None = None
-        # the bar that is drawn around the inner one, None if lines or labels say it
+        # the bar that is drawn around the inner one, "" if only lines or labels name it
         self._outer_bar: str = ""
         self._bar: str = ""
         self._label = ""
         self._counts: tuple[int, int] | None = None
         # how often each bar has begun
         self._passes: dict[str, int] = {}
-        # lines say what is done, not what begins
+        # lines report finished epochs, not starting ones
         self._is_said_afterwards = False
 
     @property
@@ -231,7 +231,7 @@ class _RankProgress:
         return ", ".join(filter(None, [self._label, f"pass {passes}" if passes > 1 else ""]))
 
     def take(self, found: _Found) -> None:
-        """Take in a bar or words."""
+        """Update it from a bar or words."""
         if found.fraction is None:
             return
         words = found.words or _WORDS.search(found.label)
@@ -250,7 +250,7 @@ class _RankProgress:
         self._add_up()
 
     def _said(self, name: str, done: int, of: int) -> None:
-        """Take in a line about an epoch: its first one, or its last one."""
+        """Update it from a line about an epoch: its first or its last one."""
         if self._outer is None and self._bar:
             self._is_said_afterwards = self.part >= _NEARLY_FULL
         done -= 1 if self._bar and not self._is_said_afterwards else 0
@@ -264,7 +264,7 @@ class _RankProgress:
             self.part = 0.0
 
     def _drawn(self, found: _Found, bar: str) -> None:
-        """Take in a bar without an epoch in its label."""
+        """Update it from a bar without an epoch in its label."""
         fraction = found.fraction or 0.0
         if self._outer_bar and bar == self._outer_bar:
             if found.counts is not None:
@@ -272,7 +272,7 @@ class _RankProgress:
             return
         if not self._bar:
             if self._outer is not None:
-                # a line has said `Epoch 1/3`, and the epoch begins
+                # the epoch of the line `Epoch 1/3` begins
                 self._outer = self._outer._replace(done=max(self._outer.done - 1, 0))
                 self.total = None
         elif bar == self._bar or self._is_renamed(found):

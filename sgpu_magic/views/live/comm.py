@@ -160,13 +160,10 @@ class Channels:
         if isinstance(question, _AT_ONCE):
             send(self._answered(answer, question))
         elif question is not None:
-            self._hand_over(answer, question, send)
-
-    def _hand_over(self, answer: Answerer, question: Question, send: Send) -> None:
-        send_here = _from_any_thread(send)
-        with self._lock:
-            self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="sgpu-answers")
-            self._worker.submit(lambda: send_here(self._answered(answer, question)))
+            send_here = _from_any_thread(send)
+            with self._lock:
+                self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="sgpu-answers")
+                self._worker.submit(lambda: send_here(self._answered(answer, question)))
 
     def _answered(self, answer: Answerer, question: Question) -> dict[str, object]:
         try:
