@@ -13,6 +13,7 @@ from sgpu_magic.views.html_style import BOX, SANS, SOFT, safe
 from sgpu_magic.views.output import Caption, TextSegment, share_of
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
+    MIN_BYTES,
     GapItem,
     Item,
     LineItem,
@@ -52,8 +53,6 @@ from sgpu_magic.views.words import (
 )
 from sgpu_magic.wire.base import RunKind, RunState
 
-# bytes of a segment's lines, however little is left
-_MIN_BYTES = 500
 _MAX_SENTENCE_CHARS = 1000
 
 
@@ -77,7 +76,7 @@ def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: 
     items: Sequence[Item] = segment.items if limit is not None else first_and_last(segment.items)
     if limit is None:
         room = text_limit(view.output_limit) - sum(map(line_bytes, ending))
-        bound, head_share = max(share_of(view, segment, room), _MIN_BYTES), HEAD_SHARE
+        bound, head_share = max(share_of(view, segment, room), MIN_BYTES), HEAD_SHARE
     else:
         bound, head_share = limit, 0.0
     width = rank_width(view)

@@ -33,6 +33,7 @@ from sgpu_magic.views.live.schema import Tone
 from sgpu_magic.views.output import ShownDisplay, TextSegment, segments, share_of
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
+    MIN_BYTES,
     SHOWN_LINES,
     DisplayItem,
     GapItem,
@@ -80,8 +81,6 @@ _COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "
 _PILL = f"border:1px solid {LINE};border-radius:9px;padding:0 7px;font-size:11px;{SOFT}"
 _MAX_LIVE_LINES = 100
 _LABEL = "output of the ranks"
-# bytes of a segment's lines, however little is left
-_MIN_BYTES = 500
 # bytes of a segment's box, and of the lines about dropped lines
 _FRAME_BYTES = len(BOX) + len(PRE) + 200
 _SCROLL_BYTES = len(boxed(scroll(fold("", ""), _LABEL))) + 3 * len(PRE)
@@ -186,7 +185,7 @@ def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
     drawn = {id(item): _line(item.rank, item.text, width) for item in items if isinstance(item, LineItem)}
     sizes = [1 + text_bytes(drawn[id(item)]) if isinstance(item, LineItem) else 0 for item in items]
     room -= _SCROLL_BYTES if not live and len(sizes) > SCROLL_LINES else 0
-    kept = trim(items, sizes, max(room, _MIN_BYTES), head_share=0.0 if live else HEAD_SHARE)
+    kept = trim(items, sizes, max(room, MIN_BYTES), head_share=0.0 if live else HEAD_SHARE)
     dropped = next((item for item in kept if isinstance(item, GapItem)), GapItem(0, 0))
     told = gap_lines(dropped, view.short_id, log_files(view))
     gap = "\n".join(f'<span style="{FAINT}">{escape(line, quote=False)}</span>' for line in told)

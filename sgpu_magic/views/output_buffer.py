@@ -15,6 +15,8 @@ from sgpu_magic.views.units import count_of
 HEAD_SHARE = 0.4
 SHOWN_LINES = 40
 """Lines shown of the beginning and of the end of a long output where nothing scrolls."""
+MIN_BYTES = 500
+"""Bytes of a segment's lines, however little is left."""
 _TEXT_SHARE = 0.25
 LINE_OVERHEAD = 5  # bytes of "[0] " and the newline
 

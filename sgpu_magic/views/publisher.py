@@ -120,9 +120,6 @@ class Pace:
 
 # ---------------------------------------------------------------- a terminal or another stream
 
-REDRAW_S = 0.1
-HEADER_AFTER_S = 0.1
-
 
 class _Line(NamedTuple):
     """A line to write, whether a rank printed it to its standard output, and the rank; -1 for none."""
@@ -181,7 +178,7 @@ class TerminalPublisher:
                 stream.flush()
             return
         live = [] if final or not self._is_terminal else self._live_lines()
-        if not (lines or final or (live != self._live and now - self._live_at >= REDRAW_S)):
+        if not (lines or final or (live != self._live and now - self._live_at >= MESSAGE_INTERVAL_S)):
             return
         erase = f"\x1b[{len(self._live)}A\r\x1b[J" if self._live else ""
         text = "".join(f"{line.text}\n" for line in lines)
@@ -203,7 +200,7 @@ class TerminalPublisher:
         if not self._has_header and (view.lease is not None or fresh or final):
             self._has_header = True
             lines.append(header_line(view))
-        elif not self._has_header and not self._is_terminal and waited_s >= HEADER_AFTER_S:
+        elif not self._has_header and not self._is_terminal and waited_s >= FIRST_AFTER_S:
             place = [f"{view.name} · {live_line(view)}"]
             lines += place if view.waiting_for and self._has_changed("queue", place) else []
         if self._has_header:

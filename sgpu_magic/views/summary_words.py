@@ -5,13 +5,11 @@ from __future__ import annotations
 import shlex
 import time
 
-import msgspec
-
 from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.run_notes import restart_command
 from sgpu_magic.views.units import count_of, format_gb, format_ranks, format_seconds, format_span
-from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, device_line, idle_sentence, use_text
+from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, device_line, idle_sentence, use_words
 from sgpu_magic.views.words import names_text, returned_bytes, session_text, tracked_text
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.costs import HOUR_S, cost_of, format_money
@@ -34,18 +32,9 @@ def busy_text(usage: RunUsage) -> str:
 
 def whole_text(usage: RankUsage) -> str:
     """Return `94 % · 18.2 GB`, mean utilization and peak memory; "" when nothing was reported."""
-    latest = usage.latest
-    if latest is None:
+    if usage.latest is None:
         return ""
-    whole = msgspec.structs.replace(
-        latest,
-        utilization_pct=usage.mean_utilization_pct,
-        used_bytes=usage.peak_used_bytes,
-        cpu_cores=usage.mean("cpu_cores"),
-        rss_bytes=usage.peak_used_bytes if latest.kind == "cpu" else latest.rss_bytes,
-        problem="",
-    )
-    return use_text(whole)
+    return use_words(usage.latest.kind, usage.mean_utilization_pct, usage.mean("cpu_cores"), usage.peak_used_bytes)
 
 
 def curve_text(drawn: Drawn) -> str:

@@ -250,14 +250,17 @@ class RunUsage:
 
 def use_text(sample: RankSample) -> str:
     """Return a rank's usage in short: `94 % · 18.2 GB`, `MIG · 4.1 GB`, `1.9 cores · 0.4 GB`."""
-    if sample.kind == "cpu":
-        # of a simulated GPU too
-        return _joined(None if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores", sample.rss_bytes)
-    if sample.problem:
+    if sample.problem and sample.kind != "cpu":
         return "can't be read"
-    if sample.kind == "mig":
-        return _joined("MIG", sample.used_bytes)
-    return _joined(_or(sample.utilization_pct, "", _percent), sample.used_bytes)
+    held_bytes = sample.rss_bytes if sample.kind == "cpu" else sample.used_bytes
+    return use_words(sample.kind, sample.utilization_pct, sample.cpu_cores, held_bytes)
+
+
+def use_words(kind: str, utilization_pct: float | None, cpu_cores: float | None, held_bytes: int | None) -> str:
+    """Return `use_text` for these values of a rank and its kind of device; simulated GPUs are of the kind `cpu`."""
+    words = "MIG" if kind == "mig" else _or(utilization_pct, "", _percent)
+    words = _or(cpu_cores, "", _cores) if kind == "cpu" else words
+    return " · ".join(filter(None, [words, _or(held_bytes, "", format_gb)]))
 
 
 def device_line(sample: RankSample) -> str:
@@ -269,7 +272,7 @@ def device_line(sample: RankSample) -> str:
 
 def detail_lines(sample: RankSample) -> list[str]:
     """Return everything that was measured, one line each; values that are not reported are marked as absent."""
-    cores = "unknown" if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores"
+    cores = _or(sample.cpu_cores, "unknown", _cores)
     if sample.kind == "cpu":
         held = _memory(sample.rss_bytes, sample.total_bytes, "unknown")
         return [device_line(sample), f"CPU: {cores}", f"memory: {held}"]
@@ -324,11 +327,7 @@ def _memory(used_bytes: int | None, total_bytes: int | None, absent: str) -> str
     return used if used == absent or not total_bytes else f"{used.removesuffix(' GB')} of {format_gb(total_bytes)}"
 
 
-def _joined(words: str | None, count: int | None) -> str:
-    return " · ".join(filter(None, [words, _or(count, "", format_gb)]))
-
-
-_percent = "{:.0f} %".format
+_percent, _cores = "{:.0f} %".format, "{:.1f} cores".format
 
 
 def _or(value: float | None, absent: str, said: Callable[[float], str]) -> str:

@@ -14,13 +14,12 @@ from typing import Any, cast
 
 from sgpu_magic.views.live.comm import Channels
 from sgpu_magic.views.output_buffer import DisplayItem
-from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, Publisher
+from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, MESSAGE_INTERVAL_S, Publisher
 from sgpu_magic.views.rank_models import REFERENCE, WIDGET_MIME, ModelKey, Moved, RankModels, inside, refers, widget_of
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
 
-INTERVAL_S = 0.1
 # maximum number of unsent messages of one widget; older ones are dropped
 _MOST_UNSENT = 200
 # maximum number of cells whose displays become static when their session ends
@@ -86,7 +85,7 @@ class RankWidgets:
 
     def tick(self, now: float) -> None:
         """Send at most 10 messages every 0.1 s, new widgets first."""
-        if now - self._sent_at < INTERVAL_S or not (self._unopened or self._unsent):
+        if now - self._sent_at < MESSAGE_INTERVAL_S or not (self._unopened or self._unsent):
             return
         self._sent_at = now
         with self._lock:
