@@ -17,7 +17,6 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic import __version__
@@ -32,6 +31,7 @@ from sgpu_magic.config import (
 )
 from sgpu_magic.errors import PoolError
 from sgpu_magic.files.run_directory import why_no_run
+from sgpu_magic.files.whole_file import read_json
 from sgpu_magic.packages.local_code import installed_entries
 from sgpu_magic.system.processes import is_running, process_start
 from sgpu_magic.wire import codec
@@ -206,11 +206,8 @@ _EXIT_S = 10.0
 
 def find_pool(settings: Settings) -> PoolAddress | None:
     """Return the address of the running pool, or None. The files of a killed pool are ignored."""
-    try:
-        address = msgspec.json.decode(address_file(settings.runtime_path).read_bytes(), type=PoolAddress)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return address if is_running(address.pid, address.process_start) else None
+    address = read_json(address_file(settings.runtime_path), PoolAddress)
+    return address if address is not None and is_running(address.pid, address.process_start) else None
 
 
 def start_pool(settings: Settings, warm: Warm | None = None) -> PoolAddress:
