@@ -14,10 +14,10 @@ from sgpu_magic.views.output import Caption, TextSegment, share_of
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
     MIN_BYTES,
+    SHOWN_LINES,
     GapItem,
     Item,
     LineItem,
-    first_and_last,
     gap_lines,
     line_bytes,
     text_limit,
@@ -73,8 +73,10 @@ def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: 
         notes = [*view.notes, *view.past_stall, *standing_warnings(view), *idle_lines(view)]
         lines = [header_line(view), *(f"note: {note}" for note in notes)]
     ending = _ending(view) if last or limit is None else []
-    items: Sequence[Item] = segment.items if limit is not None else first_and_last(segment.items)
+    items: Sequence[Item] = segment.items
     if limit is None:
+        # the first and the last lines, with a gap for those between them
+        items = trim(items, [isinstance(item, LineItem) for item in items], 2 * SHOWN_LINES, 0.5)
         room = text_limit(view.output_limit) - sum(map(line_bytes, ending))
         bound, head_share = max(share_of(view, segment, room), MIN_BYTES), HEAD_SHARE
     else:

@@ -151,8 +151,7 @@ def _header(view: RunView) -> str:
             meta += [billed_text(view), busy_text(view.usage)] if view.is_final else []
     whole = f'<span style="white-space:nowrap">{safe(duration)}</span>'
     said = " · ".join(whole if text == duration else safe(text) for text in meta if text)
-    mark = mark_text(view)
-    pill = f'<span style="{_PILL}">{mark}</span> ' if mark else ""
+    pill = f'<span style="{_PILL}">{mark_text(view)}</span> ' if view.spec.auto else ""
     return (
         f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 10px;padding:6px 12px;'
         f'background:{PANEL};border-bottom:1px solid {LINE}">{pill}'

@@ -92,11 +92,6 @@ def gap_lines(gap: GapItem, short_id: str, files: str = "") -> list[str]:
     return told
 
 
-def first_and_last(items: Sequence[Item]) -> list[Item]:
-    """Return the first and the last 40 lines, with a gap for those between them."""
-    return trim(items, [int(isinstance(item, LineItem)) for item in items], 2 * SHOWN_LINES, 0.5)
-
-
 def trim(items: Sequence[Item], sizes: Sequence[int], limit: int, head_share: float = HEAD_SHARE) -> list[Item]:
     """Return items of at most `limit` bytes; lines in the middle are merged into the gap.
 

@@ -21,7 +21,7 @@ from sgpu_magic.views.units import count_of
 from sgpu_magic.views.usage import Drawn, RankUsage, detail_lines, use_text
 from sgpu_magic.views.words import BEFORE_RANKS, new_host
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.rank_events import Failure, RankSample
+from sgpu_magic.wire.rank_events import Failure
 
 _MAX_LAST_CHARS = 160
 _MAX_SEEN_CHARS = 1000
@@ -43,18 +43,21 @@ def rank_cards(view: RunView) -> tuple[RankCard, ...]:
     return tuple(_card(view, at, failures.get(rank), last) for at, (rank, last) in enumerate(seen.items()))
 
 
-def _card(view: RunView, at: int, failure: Failure | None, last: str) -> RankCard:
+def _card(view: RunView, at: int, failure: Failure | None, seen: str) -> RankCard:
     rank = view.rank_numbers[at]
     state, tone = _state(view, rank, failure)
     usage = view.usage.ranks.get(rank) or RankUsage(rank)
     latest = usage.latest
+    last = without_bar(seen)
+    if not last and state == "running" and latest is not None and latest.line:
+        last = f"at {ansi.plain(latest.line)}"
     return RankCard(
         rank=rank,
         state=state,
         tone=tone,
         label=ansi.plain(_label(view, rank))[:_MAX_LABEL_CHARS],
-        last=_last(rank, state, failure, without_bar(last) or _place(state, latest))[:_MAX_LAST_CHARS],
-        bar=bar_of(last) if state == "running" else None,
+        last=_last(rank, state, failure, last)[:_MAX_LAST_CHARS],
+        bar=bar_of(seen) if state == "running" else None,
         use=use_text(latest) if latest is not None else "",
         details=tuple(ansi.plain(line)[:200] for line in detail_lines(latest)) if latest is not None else (),
         curves=tuple(map(_curve, usage.curves())),
@@ -96,11 +99,6 @@ def _last(rank: int, state: str, failure: Failure | None, last: str) -> str:
         return last
     silent = failure.kind is FailureKind.WORKER_DIED and not failure.message
     return ansi.plain(died_of(failure) if silent else error_line(failure))
-
-
-def _place(state: str, latest: RankSample | None) -> str:
-    """Return `at line 3: import torch` for a rank that runs and has printed nothing."""
-    return f"at {ansi.plain(latest.line)}" if state == "running" and latest is not None and latest.line else ""
 
 
 def _curve(drawn: Drawn) -> Curve:

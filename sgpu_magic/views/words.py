@@ -200,15 +200,11 @@ def state_word(view: RunView) -> StateWord:
     if view.session is None:
         return word
     if view.session.running and view.state is RunState.RUNNING:
-        return StateWord(f"runs {_names(view.session.running)}", "busy")
+        cells = [clipped(name or "a cell", _MAX_NAME) for name in view.session.running]
+        return StateWord(f"runs {names_text(cells, 1)}", "busy")
     if view.state is RunState.RUNNING:
         return StateWord("connected", "warn" if view.session.dead else "good")
     return _OF_SESSIONS.get(view.state, word)
-
-
-def _names(running: tuple[str, ...]) -> str:
-    name = clipped(running[0] or "a cell", _MAX_NAME)
-    return name if len(running) == 1 else f"{name} and {len(running) - 1} more"
 
 
 def failed_line(view: RunView, brief: bool = False) -> str:

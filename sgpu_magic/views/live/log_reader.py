@@ -175,13 +175,12 @@ class _Index:
 
     def line_start(self, file: int, line: int) -> int | None:
         """Return the offset of a line, None when the log has no such line; a last line without newline counts."""
-        if line > self._lines:
-            self._extend(file, line)
+        self._extend(file, line)
         if line == 0:
             return 0
         step = bisect_left(self._before, line) - 1
-        data = os.pread(file, _STEP_BYTES, step * _STEP_BYTES) if step >= 0 else b""
-        missing = line - self._before[step] if step >= 0 else 0
+        data = os.pread(file, _STEP_BYTES, step * _STEP_BYTES)
+        missing = line - self._before[step]
         parts = data.split(b"\n", missing)
         if len(parts) <= missing:
             return None

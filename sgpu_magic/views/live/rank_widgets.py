@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import msgspec
+
 from sgpu_magic.views.live.comm import Channels
 from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, MESSAGE_INTERVAL_S, Publisher
@@ -197,7 +199,7 @@ class RankWidgets:
         self._tell(TellComms(run_id=self._run_id, rank=key[0], messages=(said,)), buffers)
 
 
-class SessionWidgets:
+class SessionWidgets(msgspec.Struct, frozen=True):
     """Shows a session and keeps its widgets up to date between cells, until it ends.
 
     Args:
@@ -206,18 +208,17 @@ class SessionWidgets:
         ended: Called when the session is not followed any more.
     """
 
-    def __init__(self, publisher: Publisher, widgets: RankWidgets, ended: Callable[[], object]) -> None:
-        self._publisher = publisher
-        self._widgets = widgets
-        self._ended = ended
+    publisher: Publisher
+    widgets: RankWidgets
+    ended: Callable[[], object]
 
     def tick(self, now: float, final: bool = False) -> None:
-        self._publisher.tick(now, final)
+        self.publisher.tick(now, final)
         if final:
-            self._widgets.close()
-            self._ended()
+            self.widgets.close()
+            self.ended()
         else:
-            self._widgets.tick(now)
+            self.widgets.tick(now)
 
 
 def references(value: object) -> Iterator[str]:
