@@ -261,25 +261,21 @@ def _merged(reply: dict[str, Any], answer: RankAnswer, begin: int, code: str) ->
     start, end = answer.start + begin, answer.end + begin
     own_start, own_end = int(reply["cursor_start"]), int(reply["cursor_end"])
     first = min(start, own_start) if reply["matches"] else start
-    typed = {match.text: match.type for match in answer.matches}
-    entries = [
-        {"start": first, "end": end, "text": code[first:start] + text, "type": kind or "<unknown>", "signature": ""}
-        for text, kind in typed.items()
-    ]
-    there = {entry["text"] for entry in entries}
-    if own_end == end:
-        own: list[dict[str, Any]] = reply.get("metadata", {}).get(_TYPES) or [
-            {"text": text, "type": "<unknown>", "signature": ""} for text in reply["matches"]
-        ]
-        before = code[first:own_start]
-        further = [{**entry, "start": first, "end": end, "text": before + entry["text"]} for entry in own]
-        entries += [entry for entry in further if entry["text"] not in there]
+    own: list[dict[str, Any]] = reply.get("metadata", {}).get(_TYPES) or [{"text": each} for each in reply["matches"]]
+    found = [(start, {"text": match.text, "type": match.type or "<unknown>"}) for match in answer.matches]
+    found += [(own_start, entry) for entry in own] if own_end == end else []
+    # each text once, first as the rank gives it
+    entries: dict[str, dict[str, Any]] = {}
+    for at, entry in found:
+        text = code[first:at] + entry["text"]
+        place = {"start": first, "end": end, "text": text}
+        entries.setdefault(text, {"type": "<unknown>", "signature": "", **entry, **place})
     return {
         **reply,
-        "matches": [entry["text"] for entry in entries],
+        "matches": list(entries),
         "cursor_start": first,
         "cursor_end": end,
-        "metadata": {**reply.get("metadata", {}), _TYPES: entries},
+        "metadata": {**reply.get("metadata", {}), _TYPES: list(entries.values())},
     }
 
 

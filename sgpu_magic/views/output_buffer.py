@@ -237,9 +237,8 @@ class OutputStore:
         """Remove all output of one rank (`clear_output`)."""
         self._forget([serial for serial, (item, _) in self._displays.items() if item.rank == rank])
         self._keep(lambda chunk: isinstance(chunk, int) or chunk.rank != rank)
-        self._head_size, self._tail_size = (
-            sum(chunk.size for chunk in chunks if isinstance(chunk, _Lines)) for chunks in (self._head, self._tail)
-        )
+        self._head_size = sum(chunk.size for chunk in self._head if isinstance(chunk, _Lines))
+        self._tail_size = sum(chunk.size for chunk in self._tail if isinstance(chunk, _Lines))
         self._gap.pop(rank, None)
         if not (self._head or self._tail or self._gap or self._gap_displays):
             self._reset()

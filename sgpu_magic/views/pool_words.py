@@ -168,9 +168,8 @@ def type_words(status: PoolStatus) -> list[str]:
         text = f"{kind}: {sum(free.values()):,} of {total[kind]:,} free on {count_of(len(free), 'node')}"
         largest = f", largest free node {max(free.values())}" if len(free) > 1 else ""
         lines.append(text + largest + _up_to(most.pop(kind, 0), total[kind]))
-    lines += [
-        f"{kind}: none available now{_up_to(count, 0)}" for kind, count in most.items() if count and kind != "cpu"
-    ]
+    most = {kind: count for kind, count in most.items() if count and kind != "cpu"}
+    lines += [f"{kind}: none available now{_up_to(count, 0)}" for kind, count in most.items()]
     coming = status.inventory.coming.strip()
     return [*lines, coming] if coming else lines
 
