@@ -201,7 +201,7 @@ def _differences(settings: Settings, now: Snapshot, name: str) -> tuple[Row, ...
 
 def _versions_of(settings: Settings, name: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return versions and remarks by normalised name; the remark of "" is Python's minor version."""
-    from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
+    from sgpu_magic.packages.requirement_files import key_of, read_file, version_of
 
     if name in BASE_NAMES:
         base = base_list(name)
@@ -218,4 +218,4 @@ def _versions_of(settings: Settings, name: str) -> tuple[dict[str, str], dict[st
     else:
         known = ", ".join([*BASE_NAMES, *named_environments.saved_names(settings)])
         raise UsageError(f"--diff {name!r}: there is no such environment or file. There are: {known}.")
-    return {normalised(name_of(line)): version_of(line) or "any" for line in lines}, {"": python}
+    return {key_of(line): version_of(line) or "any" for line in lines}, {"": python}
