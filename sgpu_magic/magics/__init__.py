@@ -83,11 +83,9 @@ class DeferredExtension:
         self._shell = shell
         self._magics: dict[str, dict[str, Any]] = shell.magics_manager.magics
         for kind, names in NAMES.items():
-            for name in names:
-                # in the table itself: registering would make the function an attribute too
-                self._magics[kind][name] = partial(self._call, kind, name)
+            # in the table itself: registering would make the functions attributes too
+            self._magics[kind].update({name: partial(self._call, kind, name) for name in names})
         self._later = loop.call_later(_LATER_S, self._unasked)
-        self._hooked = True
         shell.events.register("pre_execute", self._unasked)
 
     def complete(self) -> None:
@@ -105,9 +103,9 @@ class DeferredExtension:
                 self._magics[kind].pop(name, None)
 
     def _unhook(self) -> None:
-        if self._hooked:
-            self._hooked = False
-            self._later.cancel()
+        self._later.cancel()
+        # it is unhooked already if loading failed before
+        with contextlib.suppress(ValueError):
             self._shell.events.unregister("pre_execute", self._unasked)
 
     def _unasked(self) -> None:

@@ -6,6 +6,7 @@ Exception groups raised by ranks are displayed with the ranks' own tracebacks.
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import sys
 import threading
@@ -105,11 +106,9 @@ class AutoMode:
         return source.splitlines() in (code.splitlines(), with_cell_magic(code).source.splitlines())
 
     def _session_gone(self) -> None:
-        if self.is_on and not registry.names():
-            self.is_on = False
-            if threading.current_thread() is not threading.main_thread():
-                # no cell ended the session, so there is no cell to print below
-                return
+        was_on, self.is_on = self.is_on, self.is_on and bool(registry.names())
+        # otherwise no cell ended the session, so there is no cell to print below
+        if was_on and not self.is_on and threading.current_thread() is threading.main_thread():
             print("%sgpu_auto is off again: no session is connected any more.")  # noqa: T201
 
 
@@ -133,37 +132,27 @@ class Assignments:
 
     Args:
         shell: The notebook's shell.
-        auto: Knows which cells go to the ranks.
+        auto: Decides which cells go to the ranks.
     """
 
     def __init__(self, shell: Any, auto: AutoMode) -> None:
         self._shell = shell
         self._auto = auto
         self._undo: list[tuple[Session, Assigned]] = []
-        shell.events.register("pre_run_cell", self._before_cell)
-        shell.events.register("post_run_cell", self._after_cell)
 
-    def remove(self) -> None:
-        """Stop tracking cells."""
-        self._shell.events.unregister("pre_run_cell", self._before_cell)
-        self._shell.events.unregister("post_run_cell", self._after_cell)
-
-    def _before_cell(self, info: Any) -> None:
+    def before_cell(self, info: Any) -> None:
         """Record the names before the cell runs: once it has bound them, it may itself run something in a session."""
         self._undo = []
-        sessions = registry.all_sessions()
-        source = info.raw_cell
+        sessions, source = registry.all_sessions(), info.raw_cell
         if not sessions or not isinstance(source, str):
             return
-        if source.lstrip().startswith("%%") or self._auto.takes(source):
-            return
-        try:
-            names = names_bound(source, transform=transform_of(self._shell))
-        except SyntaxError:
-            return
-        self._undo = [(session, session.shipping.assigned(names)) for session in sessions]
+        if not source.lstrip().startswith("%%") and not self._auto.takes(source):
+            with contextlib.suppress(SyntaxError):
+                names = names_bound(source, transform=transform_of(self._shell))
+                self._undo = [(session, session.shipping.assigned(names)) for session in sessions]
 
-    def _after_cell(self, result: Any) -> None:
+    def after_cell(self, result: Any) -> None:
+        """Take back what a failed cell would have assigned."""
         undo, self._undo = self._undo, []
         if not result.success:
             for session, before in undo:
@@ -289,7 +278,7 @@ class LauncherHints:
 
     Args:
         shell: The notebook's shell.
-        auto: Tells whether plain cells go to the ranks.
+        auto: The switch that sends plain cells to the ranks.
     """
 
     def __init__(self, shell: Any, auto: AutoMode) -> None:

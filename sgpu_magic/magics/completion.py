@@ -7,6 +7,7 @@ to 7.4 calls, and restores them when the extension is unloaded.
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
+import contextlib
 import inspect
 import json
 import os
@@ -15,7 +16,6 @@ from argparse import SUPPRESS
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -55,34 +55,22 @@ def install(shell: InteractiveShell) -> None:
     @context_matcher(identifier="sgpu_magic.options", priority=1000)  # pyright: ignore[reportUntypedFunctionDecorator]
     def match(context: CompletionContext) -> SimpleMatcherResult:
         before = context.text_until_cursor
-        takes_run = _TAKES_RUN.match(before)
-        if takes_run is not None:
-            word = takes_run["word"]
-            known = [*registry.names(), *_newest_runs()] if "status" in before else _newest_runs()
-            runs = [run for run in known if run.lower().startswith(word.lower())]
-            return SimpleMatcherResult(
-                completions=[SimpleCompletion(text=run, type="run") for run in runs],
-                matched_fragment=word,
-                ordered=True,
-                suppress=True,
-            )
-        takes_topic = _TAKES_TOPIC.match(before)
-        if takes_topic is not None:
-            word = takes_topic["word"]
-            pages = [SimpleCompletion(text=each) for each in help_pages.topics() if each.startswith(word)]
-            return SimpleMatcherResult(completions=pages, matched_fragment=word, suppress=True)
-        line = (_CELL.match(before) if context.cursor_line == 0 else None) or _LINE.match(before)
-        if line is None:
+        kind = "magic option"
+        if found := _TAKES_RUN.match(before):
+            word, kind = found["word"], "run"
+            known = [*(registry.names() if "status" in before else ()), *_newest_runs()]
+            texts = [run for run in known if run.lower().startswith(word.lower())]
+        elif found := _TAKES_TOPIC.match(before):
+            word, kind = found["word"], None
+            texts = [topic for topic in help_pages.topics() if topic.startswith(word)]
+        elif found := (_CELL.match(before) if context.cursor_line == 0 else None) or _LINE.match(before):
+            word = re.split(r"[\s,]", before)[-1]
+            known = _candidates(shell, found["magic"], before[: len(before) - len(word)], word)
+            texts = [text for text in known if text.startswith(word)]
+        else:
             return SimpleMatcherResult(completions=[], suppress=False)
-        word = re.split(r"[\s,]", before)[-1]
-        known = _candidates(shell, line["magic"], before[: len(before) - len(word)], word)
-        found = [text for text in known if text.startswith(word)]
-        return SimpleMatcherResult(
-            completions=[SimpleCompletion(text=text, type="magic option") for text in found],
-            matched_fragment=word,
-            ordered=True,
-            suppress=True,
-        )
+        completions = [SimpleCompletion(text=text, type=kind) for text in texts]
+        return SimpleMatcherResult(completions=completions, matched_fragment=word, ordered=True, suppress=True)
 
     shell.Completer.custom_matchers.append(match)
     _matchers[id(shell)] = match
@@ -116,7 +104,7 @@ def _candidates(shell: InteractiveShell, magic: str, before: str, word: str) -> 
     if words[-1] == "--session":
         return [*registry.names(), *([NO_SESSION] if magic in ("distributed", "rank") else [])]
     if words[-1] in ("--env-version", "--diff"):
-        return _environments(with_none=words[-1] == "--env-version")
+        return [*_environments(), *(["none"] if words[-1] == "--env-version" else [])]
     if words[-1] == "--pool":
         return _pools()
     if words[-1] == "--upload":
@@ -168,13 +156,11 @@ def _pools() -> list[str]:
     return [LOCAL, *(entry.name for entry in listed), *kinds]
 
 
-def _environments(*, with_none: bool) -> list[str]:
-    """Return the values of `--env-version`, without files."""
-    try:
-        kept = named_environments.saved_names(load_settings())
-    except SgpuError:
-        kept = []
-    return [*BASE_NAMES, *(["none"] if with_none else []), *kept]
+def _environments() -> list[str]:
+    """Return the names of base and saved environments."""
+    with contextlib.suppress(SgpuError):
+        return [*BASE_NAMES, *named_environments.saved_names(load_settings())]
+    return [*BASE_NAMES]
 
 
 def _names_on_ranks() -> list[str]:
@@ -184,26 +170,12 @@ def _names_on_ranks() -> list[str]:
     return sorted(name for name in there or () if not name.startswith("_"))
 
 
-class _Place(msgspec.Struct, frozen=True):
-    """The rank that answers for a position in a cell.
-
-    Args:
-        session: The session.
-        rank: The rank to ask.
-        begin: Offset in the cell at which the rank's code begins.
-    """
-
-    session: Session
-    rank: int
-    begin: int
-
-
 class RankQuestions:
     """Wraps the kernel's completion and inspection, and asks a rank first in a session's cells.
 
     Args:
         kernel: The ipykernel.
-        auto: Knows which plain cells go to the ranks.
+        auto: Decides which plain cells go to the ranks.
     """
 
     def __init__(self, kernel: Any, auto: AutoMode) -> None:
@@ -220,20 +192,21 @@ class RankQuestions:
     def remove(self) -> None:
         """Restore the kernel's own methods."""
         for name, ours in self._ours.items():
-            if self._kernel.__dict__.get(name) is not ours:
-                # wrapped by another extension, which still calls ours: without a session it only delegates
-                continue
-            if name in self._own:
-                setattr(self._kernel, name, self._own[name])
-            else:
+            # else wrapped by another extension, which still calls ours: without a session it only delegates
+            if self._kernel.__dict__.get(name) is ours:
                 delattr(self._kernel, name)
+                if name in self._own:
+                    setattr(self._kernel, name, self._own[name])
 
     def complete(self, code: str, cursor_pos: int | None) -> Any:
         """Replace the kernel's `do_complete`: matches of the rank come before the kernel's."""
         cursor = len(code) if cursor_pos is None else cursor_pos
         answer, begin = self._asked("complete", code, cursor)
         found = self._complete(code, cursor_pos)
-        return _then(found, lambda reply: _merged(reply, answer, begin, code)) if answer is not None else found
+        if answer is None:
+            return found
+        merge: Callable[..., Any] = _merged_later if inspect.isawaitable(found) else _merged
+        return merge(found, answer, begin, code)
 
     def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
         """Replace the kernel's `do_inspect`: the rank's object of that name, else the kernel's."""
@@ -251,20 +224,17 @@ class RankQuestions:
         place = self._place(code, cursor)
         if place is None:
             return None, 0
-        question = RankQuestion(
-            rank=place.rank, what=what, code=code[place.begin :], cursor=cursor - place.begin, detail=detail
-        )
-        answer = place.session.pool.ask_rank(place.session.run_id, question, TIMEOUT_S)
-        return (None if answer.problem else answer), place.begin
+        session, rank, begin = place
+        question = RankQuestion(rank=rank, what=what, code=code[begin:], cursor=cursor - begin, detail=detail)
+        answer = session.pool.ask_rank(session.run_id, question, TIMEOUT_S)
+        return (None if answer.problem else answer), begin
 
-    def _place(self, code: str, cursor: int) -> _Place | None:
-        session = registry.idle()
-        if session is None:
-            return None
-        found = _MAGIC.match(code)
-        if found is None:
-            return _Place(session, _lowest_living(session, ()), 0) if self._auto.takes(code) else None
-        if cursor < found.end():
+    def _place(self, code: str, cursor: int) -> tuple[Session, int, int] | None:
+        """Return the session and the rank that answer, and the offset at which the rank's code begins."""
+        session, found = registry.idle(), _MAGIC.match(code)
+        if session is not None and found is None and self._auto.takes(code):
+            return session, _lowest_living(session, ()), 0
+        if session is None or found is None or cursor < found.end():
             return None
         try:
             options = argparse_form.parse(found[2] or "", found[1])
@@ -273,11 +243,10 @@ class RankQuestions:
         if options is None or options.session == argparse_form.NO_SESSION or options.fresh:
             return None
         if options.session and options.session != session.name:
-            named = registry.find(options.session)
-            if named is None or not named.is_idle:
-                return None
-            session = named
-        return _Place(session, _lowest_living(session, options.only), found.end())
+            session = registry.find(options.session)
+        if session is None or not session.is_idle:
+            return None
+        return session, _lowest_living(session, options.only), found.end()
 
 
 def _lowest_living(session: Session, only: tuple[int, ...]) -> int:
@@ -292,37 +261,26 @@ def _merged(reply: dict[str, Any], answer: RankAnswer, begin: int, code: str) ->
     start, end = answer.start + begin, answer.end + begin
     own_start, own_end = int(reply["cursor_start"]), int(reply["cursor_end"])
     first = min(start, own_start) if reply["matches"] else start
-    typed = {match.text: match.type for match in answer.matches}
-    entries = [
-        {"start": first, "end": end, "text": code[first:start] + text, "type": kind or "<unknown>", "signature": ""}
-        for text, kind in typed.items()
-    ]
-    there = {entry["text"] for entry in entries}
-    if own_end == end:
-        own: list[dict[str, Any]] = reply.get("metadata", {}).get(_TYPES) or [
-            {"text": text, "type": "<unknown>", "signature": ""} for text in reply["matches"]
-        ]
-        before = code[first:own_start]
-        further = [{**entry, "start": first, "end": end, "text": before + entry["text"]} for entry in own]
-        entries += [entry for entry in further if entry["text"] not in there]
+    own: list[dict[str, Any]] = reply.get("metadata", {}).get(_TYPES) or [{"text": each} for each in reply["matches"]]
+    found = [(start, {"text": match.text, "type": match.type or "<unknown>"}) for match in answer.matches]
+    found += [(own_start, entry) for entry in own] if own_end == end else []
+    # each text once, first as the rank gives it
+    entries: dict[str, dict[str, Any]] = {}
+    for at, entry in found:
+        text = code[first:at] + entry["text"]
+        place = {"start": first, "end": end, "text": text}
+        entries.setdefault(text, {"type": "<unknown>", "signature": "", **entry, **place})
     return {
         **reply,
-        "matches": [entry["text"] for entry in entries],
+        "matches": list(entries),
         "cursor_start": first,
         "cursor_end": end,
-        "metadata": {**reply.get("metadata", {}), _TYPES: entries},
+        "metadata": {**reply.get("metadata", {}), _TYPES: list(entries.values())},
     }
 
 
-def _then(found: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Apply `change` to a reply, or to the result of an awaitable reply."""
-    return _awaited(found, change) if inspect.isawaitable(found) else change(found)
-
-
-async def _awaited(
-    found: Awaitable[dict[str, Any]], change: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
-    return change(await found)
+async def _merged_later(reply: Awaitable[dict[str, Any]], answer: RankAnswer, begin: int, code: str) -> dict[str, Any]:
+    return _merged(await reply, answer, begin, code)
 
 
 async def _later(reply: dict[str, Any]) -> dict[str, Any]:

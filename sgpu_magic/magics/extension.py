@@ -15,7 +15,7 @@ from sgpu_magic.magics import completion
 from sgpu_magic.magics.cell_hooks import Assignments, AutoMode, LauncherHints, draw_groups, draw_no_groups
 from sgpu_magic.magics.completion import RankQuestions
 from sgpu_magic.magics.run_magics import DistributedMagics
-from sgpu_magic.magics.session_magics import EnvironmentMagics, SessionMagics
+from sgpu_magic.magics.session_magics import SessionMagics
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.submit import placing
@@ -40,17 +40,17 @@ def load(shell: InteractiveShell) -> None:
     undo.callback(magics.close)
     endpoint = KernelEndpoint(magics.place)
     undo.callback(endpoint.close)
-    for each in (magics, SessionMagics(shell, auto), EnvironmentMagics(shell, endpoint)):
+    for each in (magics, SessionMagics(shell, auto, endpoint)):
         shell.register_magics(each)
         undo.callback(_unregister, shell, each)
     draw_groups(shell)
     undo.callback(draw_no_groups, shell)
-    undo.callback(Assignments(shell, auto).remove)
-    hints = LauncherHints(shell, auto)
-    shell.events.register("pre_run_cell", hints.before_cell)
-    undo.callback(shell.events.unregister, "pre_run_cell", hints.before_cell)
-    shell.events.register("post_run_cell", magics.warmth.after_cell)
-    undo.callback(shell.events.unregister, "post_run_cell", magics.warmth.after_cell)
+    assignments, hints = Assignments(shell, auto), LauncherHints(shell, auto)
+    before, after = (assignments.before_cell, hints.before_cell), (assignments.after_cell, magics.warmth.after_cell)
+    for event, calls in (("pre_run_cell", before), ("post_run_cell", after)):
+        for call in calls:
+            shell.events.register(event, call)
+            undo.callback(shell.events.unregister, event, call)
     # before the sessions end, so that no message says that %sgpu_auto is off
     undo.callback(auto.remove)
     kernel = getattr(shell, "kernel", None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
+from collections.abc import Generator
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -38,7 +39,7 @@ from sgpu_magic.wire.base import RunState
 Launched = RunResult | Run[Any] | None
 """A cell's value: its result, its handle with `--nowait`, None if it was detached."""
 
-_NOT_SUBMITTED = "interrupted before the run was submitted; nothing was started."
+_NOT_SUBMITTED = "before the run was submitted; nothing was started."
 
 
 def _add_run(made: Parser) -> None:
@@ -61,6 +62,15 @@ def _add_shown(made: Parser) -> None:
     made.add_argument("run", nargs="?", default="", metavar="RUN", help=what)
     made.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all)")
     add_option(made, "ui")
+
+
+@contextlib.contextmanager
+def interrupted(said: str) -> Generator[None]:
+    """Raise `RunCancelled` with this sentence when the user interrupts."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise RunCancelled(f"interrupted {said}") from None
 
 
 def _id_of(magic: str, run: str) -> str:
@@ -157,12 +167,10 @@ class DistributedMagics(Magics):
             found = session.checked().lends(options.ranks)
         else:
             options, found = placed(self.place, options, MAGIC_WAYS)
-        try:
+        with interrupted(_NOT_SUBMITTED):
             cell = read_cell(self.place, magic_line, cell_body, options)
             check_outputs(cell, options.outputs)
             submission = describe(self.place, pack_cell(self.place, cell, options), options, found, session)
-        except KeyboardInterrupt:
-            raise RunCancelled(_NOT_SUBMITTED) from None
         run = submit(found.pool, submission)
 
         def over(_: RunView) -> None:
@@ -194,12 +202,10 @@ class DistributedMagics(Magics):
         options = read_replay(values, values.ui)
         place = self.place
         place.notices.clear()
-        try:
+        with interrupted(_NOT_SUBMITTED):
             with recorded_directory(place.current_settings(), values.run) as directory:
                 recorded = read_recorded(directory)
             submission = prepare_replay(place, recorded, options)
-        except KeyboardInterrupt:
-            raise RunCancelled(_NOT_SUBMITTED) from None
         run = submit(place.pool_of(submission), submission)
         return place.bring_back(run, options.ui, detach=options.detach)
 
@@ -207,15 +213,11 @@ class DistributedMagics(Magics):
     @takes("Show a run from its beginning as if its cell had run here, and bring its results back.", _add_attached)
     def sgpu_attach(self, values: Namespace) -> RunResult | None:
         """Show a run from its beginning and bring its results back: `%sgpu_attach [RUN] [--ui auto|text|none]`."""
-        try:
+        with interrupted("before the pool answered; its runs continue."):
             run, state = self.place.attach(_id_of("%sgpu_attach", values.run))
-        except KeyboardInterrupt:
-            raise RunCancelled("interrupted before the pool answered; its runs continue.") from None
-        try:
+        with contextlib.closing(run):
             followed = self.place.followed(run, values.ui)
             return outcome.watch(followed, state, self._shell.user_ns)
-        finally:
-            run.close()
 
     @line_magic
     @takes("Let a run continue without its notebook; without RUN, all runs of this notebook.", _add_run)

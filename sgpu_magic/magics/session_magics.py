@@ -12,8 +12,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, line_magic, magics_class
 from msgspec.structs import replace
 
-from sgpu_magic.errors import RunCancelled, UsageError
+from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode
+from sgpu_magic.magics.run_magics import interrupted
 from sgpu_magic.options.argparse_form import Parser, add_option, add_session, read_session, takes
 from sgpu_magic.options.asked import is_same
 from sgpu_magic.options.values import names, outputs_from, parse_ranks
@@ -28,6 +29,7 @@ from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.workplace import workplace
 from sgpu_magic.views.pool_tables import environment_html, environment_text
+from sgpu_magic.views.units import count_of
 
 T = TypeVar("T")
 
@@ -62,13 +64,25 @@ def _add_switch(made: Parser) -> None:
     made.add_argument("switch", nargs="?", choices=("on", "off"), help="on or off (default: show which)")
 
 
+def _add_arguments(made: Parser) -> None:
+    made.add_argument("action", nargs="?", metavar="save", help="save the packages under NAME")
+    made.add_argument("name", nargs="?", metavar="NAME", help="name of the environment")
+    what = "also show differences from a base environment, a requirements or pylock file, or a saved environment"
+    made.add_argument("--diff", default="", metavar="4|ai-4|FILE|NAME", help=what)
+    what = "confirm choices that somebody else saved in this notebook, so that a bare %%%%distributed uses them"
+    made.add_argument("--accept", action="store_true", help=what)
+    what = "open a panel to choose GPUs and packages, connect, and follow runs"
+    made.add_argument("--panel", action="store_true", help=what)
+
+
 @magics_class
 class SessionMagics(Magics):
-    """`%sgpu_connect` and the magics for a connected session."""
+    """`%sgpu_connect`, the magics for a connected session, and `%sgpu_env`."""
 
-    def __init__(self, shell: InteractiveShell, auto: AutoMode) -> None:
+    def __init__(self, shell: InteractiveShell, auto: AutoMode, endpoint: KernelEndpoint) -> None:
         super().__init__(shell=shell)
         self._auto = auto
+        self._endpoint = endpoint
         self.place = workplace()
 
     @line_magic
@@ -94,15 +108,12 @@ class SessionMagics(Magics):
             print(f"session {known.name} is already connected ({known.state}); nothing was changed.")  # noqa: T201
             known.shown_in = cell_number(self.place.shell)
             return known
-        ui = options.ui
         self.place.notices.clear()
-        is_drawn = self.place.is_notebook and self.place.live_views.is_watched and ui != "text"
-        try:
-            session = begin(self.place, options, ui if is_drawn else "none")
-        except KeyboardInterrupt:
-            raise RunCancelled("interrupted before the session was submitted; nothing was started.") from None
-        if not is_drawn and ui != "none":
-            ranks = f"{session.ranks} rank{'s' * (session.ranks > 1)}"
+        is_drawn = self.place.is_notebook and self.place.live_views.is_watched and options.ui != "text"
+        with interrupted("before the session was submitted; nothing was started."):
+            session = begin(self.place, options, options.ui if is_drawn else "none")
+        if not is_drawn and options.ui != "none":
+            ranks = count_of(session.ranks, "rank")
             kind = "" if session.device_type == "any" else f" on {session.device_type}"
             print(  # noqa: T201
                 f"session {session.name}: connecting {ranks}{kind} · %%distributed cells run in it from now on, and "
@@ -161,56 +172,13 @@ class SessionMagics(Magics):
     def sgpu_auto(self, values: Namespace) -> None:
         """Send every plain cell to the session's ranks: `%sgpu_auto on|off`."""
         if values.switch == "on":
-            session = registry.chosen()
+            where = f"on the ranks of session {registry.chosen().name}"
             self._auto.is_on = True
-            print(  # noqa: T201
-                f"%sgpu_auto is on: every plain cell runs on the ranks of session {session.name} until %sgpu_auto off."
-            )
+            print(f"%sgpu_auto is on: every plain cell runs {where} until %sgpu_auto off.")  # noqa: T201
             return
         was_on, self._auto.is_on = self._auto.is_on, self._auto.is_on and values.switch is None
         is_on = "on" if self._auto.is_on else "off"
         print(f"%sgpu_auto is {is_on}{'' if was_on == self._auto.is_on else ': plain cells run here'}.")  # noqa: T201
-
-
-def _some(magic: str, found: tuple[T, ...], example: str) -> tuple[T, ...]:
-    if not found:
-        raise UsageError(f"{magic} takes names, such as {magic} {example}.")
-    return found
-
-
-def _chosen(values: Namespace) -> tuple[Session, tuple[int, ...]]:
-    """Return the session that a line names and the chosen ranks, empty for all."""
-    only = None if values.ranks is None else parse_ranks("--ranks", values.ranks)
-    session = registry.chosen(values.session)
-    return session, session.only(only)
-
-
-def _add_arguments(made: Parser) -> None:
-    made.add_argument("action", nargs="?", metavar="save", help="save the packages under NAME")
-    made.add_argument("name", nargs="?", metavar="NAME", help="name of the environment")
-    made.add_argument(
-        "--diff",
-        default="",
-        metavar="4|ai-4|FILE|NAME",
-        help="also show differences from a base environment, a requirements or pylock file, or a saved environment",
-    )
-    made.add_argument(
-        "--accept",
-        action="store_true",
-        help="confirm choices that somebody else saved in this notebook, so that a bare %%%%distributed uses them",
-    )
-    made.add_argument(
-        "--panel", action="store_true", help="open a panel to choose GPUs and packages, connect, and follow runs"
-    )
-
-
-@magics_class
-class EnvironmentMagics(Magics):
-    """The magic `%sgpu_env`."""
-
-    def __init__(self, shell: InteractiveShell, endpoint: KernelEndpoint) -> None:
-        super().__init__(shell=shell)
-        self._endpoint = endpoint
 
     @line_magic
     @takes(
@@ -226,7 +194,10 @@ class EnvironmentMagics(Magics):
             raise UsageError("%sgpu_env takes --accept and --panel only without other arguments.")
         match values.action:
             case None if values.accept:
-                self._accept()
+                # imported here: only accepting installs packages
+                from sgpu_magic.panel.kernel_actions import accept_choice
+
+                print(accept_choice(self.place))  # noqa: T201
             case None if values.panel:
                 self._panel()
             case None:
@@ -239,25 +210,17 @@ class EnvironmentMagics(Magics):
                 raise UsageError(f"%sgpu_env has no action {values.action!r}. Use %sgpu_env, --diff BASE or save NAME.")
 
     def _show(self, compared_to: str) -> None:
-        place = workplace()
+        place = self.place
         found = report(place.current_settings(), registry.all_sessions(), compared_to)
-        choice = placing.held_words(place.choice.now(), placing.pool_name(place))
-        if choice:
+        if choice := placing.held_words(place.choice.now(), placing.pool_name(place)):
             found = replace(found, lines=(choice, *found.lines))
         place.publish(environment_text(found), {"text/html": environment_html(found)})
-
-    def _accept(self) -> None:
-        # imported here: only accepting installs packages
-        from sgpu_magic.panel.kernel_actions import accept_choice
-
-        print(accept_choice(workplace()))  # noqa: T201
 
     def _panel(self) -> None:
         from sgpu_magic.panel.kernel_state import panel_text
 
-        place = workplace()
         bundle = self._endpoint.show()
-        text = panel_text(place)
+        text = panel_text(self.place)
         if bundle is not None:
             publish({"text/plain": text, **bundle})
         else:
@@ -266,16 +229,27 @@ class EnvironmentMagics(Magics):
     def _save(self, name: str) -> None:
         from sgpu_magic.packages import named_environments
 
-        place = workplace()
-        settings = place.current_settings()
         named_environments.check_name(name)
-        ordered = packages.of(place.pool).environment()
-        named_environments.save(settings, name, ordered.environment)
+        ordered = packages.of(self.place.pool).environment()
+        kept = ordered.environment
+        named_environments.save(self.place.current_settings(), name, kept)
         for note in ordered.notes:
             print(note)  # noqa: T201
-        kept = ordered.environment
         count = f"{kept.packages} packages of Python {kept.python}"
         print(  # noqa: T201
             f"saved {count} as {name}: %%distributed --env-version {name} runs with them, even if other packages "
             "are installed here by then."
         )
+
+
+def _some(magic: str, found: tuple[T, ...], example: str) -> tuple[T, ...]:
+    if not found:
+        raise UsageError(f"{magic} takes names, such as {magic} {example}.")
+    return found
+
+
+def _chosen(values: Namespace) -> tuple[Session, tuple[int, ...]]:
+    """Return the session that a line names and the chosen ranks, empty for all."""
+    only = None if values.ranks is None else parse_ranks("--ranks", values.ranks)
+    session = registry.chosen(values.session)
+    return session, session.only(only)

@@ -14,7 +14,7 @@ from sgpu_magic.client.pools import Asked, Pools
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.views.html_style import SANS, SOFT, safe
-from sgpu_magic.views.pool_tables import away_html, away_text, status_html, status_text
+from sgpu_magic.views.pool_tables import away_html, status_html, status_text
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.notebook import Background
@@ -70,7 +70,7 @@ def drawn(answers: Sequence[Asked], notices: Mapping[str, str], remark: str = ""
         notice = notices.get(answer.name, "")
         if answer.status is None:
             why = answer.problem or notice or NOT_RUNNING
-            texts.append(away_text(title, why))
+            texts.append(f"{title} · {why}")
             tables.append(away_html(title, why, is_problem=bool(answer.problem)))
         else:
             status = answer.status if answer.entry is None else msgspec.structs.replace(answer.status, pool=title)

@@ -54,8 +54,7 @@ class Outbox:
         """Return the next message, None when the outbox is empty."""
         if self._said:
             return self._said.popleft()
-        waiting = (kind for kind in (PoolsTold, PoolTold, RunsTold) if kind in self._pictures)
-        kind = next(waiting, None)
+        kind = next((kind for kind in (PoolsTold, PoolTold, RunsTold) if kind in self._pictures), None)
         return self._pictures.pop(kind) if kind is not None else None
 
     def clear(self) -> None:
@@ -85,16 +84,10 @@ def add_panel_handlers(server_app: Any) -> None:
     watchers = Watchers()
     # stop polling before the interpreter shuts down
     atexit.register(watchers.close)
-    application = server_app.web_app
-    base = application.settings["base_url"]
+    panel = url_path_join(server_app.web_app.settings["base_url"], "sgpu", "panel")
+    handlers = {panel: PanelHandler, f"{panel}/orders": OrdersHandler}
     shared = {"watchers": watchers}
-    application.add_handlers(
-        ".*$",
-        [
-            (url_path_join(base, "sgpu", "panel"), PanelHandler, shared),
-            (url_path_join(base, "sgpu", "panel", "orders"), OrdersHandler, shared),
-        ],
-    )
+    server_app.web_app.add_handlers(".*$", [(path, handler, shared) for path, handler in handlers.items()])
 
 
 class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
@@ -170,8 +163,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if not await self._may("write"):
             self._put(Said(text=_FORBIDDEN, ok=False))
             return
-        said = await in_thread(page.obey, order)
-        if said is not None:
+        if (said := await in_thread(page.obey, order)) is not None:
             self._put(said)
 
     def _told(self, told: Told) -> None:

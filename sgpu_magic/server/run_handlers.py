@@ -27,7 +27,7 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.server.run_places import Elsewhere
-from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, Output, RunNotHere
+from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, RunNotHere
 from sgpu_magic.views.live.messages import questions
 from sgpu_magic.wire.base import RunKind, RunState, check_id
 from sgpu_magic.wire.pool_status import RunSummary
@@ -61,17 +61,8 @@ def add_handlers(server_app: Any) -> None:
     atexit.register(elsewhere.close)
     followers = Followers(settings, elsewhere)
     shared = {"runs": OwnedRuns(settings, elsewhere), "followers": followers}
-    base = application.settings["base_url"]
-    application.add_handlers(
-        ".*$",
-        [
-            (url_path_join(base, "sgpu", "runs"), RunsHandler, shared),
-            *(
-                (url_path_join(base, "sgpu", "runs", "([^/]+)", name), handler, shared)
-                for name, handler in _OF_A_RUN.items()
-            ),
-        ],
-    )
+    runs = url_path_join(application.settings["base_url"], "sgpu", "runs")
+    application.add_handlers(".*$", [(runs + path, handler, shared) for path, handler in _HANDLERS.items()])
     PeriodicCallback(followers.drop_idle, _DROP_EVERY_MS).start()
 
 
@@ -113,9 +104,6 @@ class _Handler(APIHandler):
     async def follower(self, run_id: str) -> Follower:
         """Return a run's follower, which all requests share."""
         return await self.in_thread(self.followers.get, run_id)
-
-    def send_outputs(self, follower: Follower, outputs: list[Output]) -> None:
-        answer(self, {"outputs": outputs, "execution_count": follower.spec.cell.execution_count})
 
 
 class RunsHandler(_Handler):
@@ -182,29 +170,27 @@ class AskHandler(_Handler):
 
 
 class OutputsHandler(_Handler):
-    """`GET sgpu/runs/RUN/outputs`: the final outputs of its cell; 409 while the run is active."""
+    """`GET sgpu/runs/RUN/outputs`: the final outputs of its cell; 409 while the run is active.
+
+    `GET sgpu/runs/RUN/displays`: what the run's ranks have displayed so far.
+    """
 
     @web.authenticated
     @authorized
-    async def get(self, run_id: str) -> None:
+    async def get(self, run_id: str, which: str) -> None:
         follower = await self.follower(run_id)
-        outputs = await self.in_thread(follower.outputs)
+        outputs = await self.in_thread(follower.displays if which == "displays" else follower.outputs)
         if outputs is None:
             raise web.HTTPError(409, "the run has not ended yet.")
-        self.send_outputs(follower, outputs)
+        answer(self, {"outputs": outputs, "execution_count": follower.spec.cell.execution_count})
 
 
-class DisplaysHandler(_Handler):
-    """`GET sgpu/runs/RUN/displays`: what the run's ranks have displayed so far."""
-
-    @web.authenticated
-    @authorized
-    async def get(self, run_id: str) -> None:
-        follower = await self.follower(run_id)
-        self.send_outputs(follower, await self.in_thread(follower.displays))
-
-
-_OF_A_RUN = {"news": NewsHandler, "ask": AskHandler, "outputs": OutputsHandler, "displays": DisplaysHandler}
+_HANDLERS = {
+    "": RunsHandler,
+    "/([^/]+)/news": NewsHandler,
+    "/([^/]+)/ask": AskHandler,
+    "/([^/]+)/(outputs|displays)": OutputsHandler,
+}
 
 
 # ---------------------------------------------------------------- the runs of a kernel
@@ -262,28 +248,20 @@ class OwnedRuns:
         recent = [run for run in ledger.recent_runs(self._settings, _LOOKED_AT) if _matters(run, now)]
         found = [(run, self._spec(run.run_id)) for run in reversed(recent)]
         self._specs = {run.run_id: spec for run, spec in found if spec is not None}
-        here = [
-            _owned(spec, run.state, run.ended_at)
-            for run, spec in found
-            if spec is not None and spec.owner.kernel == kernel
-        ]
-        # a run without a reported state is assumed to be running
-        there = [
-            _owned(sent.spec, sent.state or RunState.RUNNING, sent.ended_at)
-            for sent in self._elsewhere.of_kernel(kernel)
-            if sent.ended_at is None or now - sent.ended_at < RECENT_S
-        ]
-        return sorted([*here, *there], key=lambda run: run.began)
+        mine = [(spec, run.state, run.ended_at) for run, spec in found if spec and spec.owner.kernel == kernel]
+        for sent in self._elsewhere.of_kernel(kernel):
+            if sent.ended_at is None or now - sent.ended_at < RECENT_S:
+                # a run without a reported state is assumed to be running
+                mine.append((sent.spec, sent.state or RunState.RUNNING, sent.ended_at))
+        return sorted((_owned(*each) for each in mine), key=lambda run: run.began)
 
     def _spec(self, run_id: str) -> RunSpec | None:
         return self._specs.get(run_id) or read_spec(self._settings.runs_path / check_id(run_id))
 
 
 def _matters(run: RunSummary, now: float) -> bool:
-    if not run.state.is_final:
-        return True
     # the end of a run whose pool was killed is not recorded
-    return now - (run.ended_at or run.submitted_at) < RECENT_S
+    return not run.state.is_final or now - (run.ended_at or run.submitted_at) < RECENT_S
 
 
 def _owned(spec: RunSpec, state: RunState, ended: float | None) -> OwnedRun:

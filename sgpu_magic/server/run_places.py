@@ -154,25 +154,22 @@ class RunElsewhere(RunPlace):
         """Fetch new events, as in `RunPlace`. Bytes that a killed service had half written may differ later."""
         if time.monotonic() < self._due:
             return
-        silence, pause_s = "", _BRING_EVERY_S
+        self.silence = ""
         try:
             self._mirror.bring_more(EVENTS, sure_bytes)
+            self._unknown = 0
         except (RunUnknown, RunFileUnknown):
             self._unknown += 1
         except (KeyRefused, UsageError) as error:
-            silence, pause_s = error.message, _BRING_AGAIN_S
+            self.silence = error.message
         except (PoolError, OSError):
-            silence = f"the pool {self.pool} can't be reached now; the run continues there, and the view will catch up"
-            pause_s = _BRING_AGAIN_S
-        else:
-            self._unknown = 0
-        self.silence = silence
-        self._due = time.monotonic() + pause_s
+            why = f"the pool {self.pool} can't be reached now"
+            self.silence = f"{why}; the run continues there, and the view will catch up"
+        self._due = time.monotonic() + (_BRING_AGAIN_S if self.silence else _BRING_EVERY_S)
 
     def lost(self) -> str:
-        if self._unknown < _UNKNOWN_TIMES:
-            return ""
-        return f"the pool {self.pool} no longer has this run, so its outcome is unknown."
+        told = f"the pool {self.pool} no longer has this run, so its outcome is unknown."
+        return told if self._unknown >= _UNKNOWN_TIMES else ""
 
     def linked(self, wish: str = "") -> AbstractContextManager[Pool]:
         return nullcontext(self._ask())
@@ -238,11 +235,9 @@ class Elsewhere:
         sent = [each for each in read if each is not None]
         self._over = {each.spec.run_id: each for each in sent if each.ended_at is not None}
         mine = [each for each in sent if each.spec.owner.kernel == kernel]
+        over = [each for each in mine if each.ended_at is not None]
         open_ones = [each for each in mine if each.ended_at is None]
-        return [
-            *(each for each in mine if each.ended_at is not None),
-            *(self._as_pools_say(open_ones) if open_ones else ()),
-        ]
+        return [*over, *self._as_pools_say(open_ones)] if open_ones else over
 
     def rest(self) -> None:
         """Close the connections in the background if they have been unused for `rest_s`."""

@@ -126,14 +126,8 @@ class Follower:
             # the end is reported together with its snapshot
             final = self.is_final and self._snapshot is not None and self._snapshot.final
             total = sum(lines.ranks) if lines is not None else known.lines
-            return News(
-                snapshot=snapshot,
-                told=told,
-                seq=known.after + len(told),
-                lines=total,
-                displays=self._displays,
-                final=final,
-            )
+            seq, displays = known.after + len(told), self._displays
+            return News(snapshot=snapshot, told=told, seq=seq, lines=total, displays=displays, final=final)
 
     def answer(self, question: Question) -> Answer:
         """Answer a view's request."""
@@ -148,10 +142,10 @@ class Follower:
             return cell_outputs(self._view, self._place.directory, returns=self._returns) if self.is_final else None
 
     def displays(self) -> list[Output]:
-        """Return what the ranks have displayed so far."""
+        """Return what the ranks have displayed so far, to be shown below a live view."""
         with self._lock:
             self._catch_up()
-            return rich_outputs(self._view)
+            return [_rich(self._view, part) for part in segments(self._view) if not isinstance(part, TextSegment)]
 
     # ------------------------------------------------------------ called with the lock held
 
@@ -193,14 +187,11 @@ class Follower:
 
     def _end_if_lost(self) -> None:
         """End the run here, as its notebook would, when no process can be working on it any more."""
-        message = self._place.lost()
-        if not message:
-            return
-        self._read()
-        if not self.is_final:
+        if message := self._place.lost():
+            self._read()
+        if message and not self.is_final:
             failure = Failure(kind=FailureKind.NODE_LOST, message=message, at=time.time())
-            ended = self._view.times.fail(failure)
-            self._apply(self._event(ended, time.time()), ())
+            self._apply(self._event(self._view.times.fail(failure), time.time()), ())
 
     def _event(self, body: EventBody, at: float) -> Event:
         return Event(run_id=self.spec.run_id, seq=self._seq + 1, at=at, body=body)
@@ -280,19 +271,12 @@ def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> lis
     for at, part in enumerate(parts):
         if not isinstance(part, TextSegment):
             outputs.append(_rich(view, part))
-            continue
-        bundle = mime_bundle(view, part, at == 0, at == len(parts) - 1)
-        if bundle["text/html"]:
+        elif (bundle := mime_bundle(view, part, at == 0, at == len(parts) - 1))["text/html"]:
             outputs.append(_display(bundle, {}))
     # the cell that connected a session ended long ago
     if returns and view.ended is not None and view.session is None:
         outputs += _last_word(view, view.ended, directory)
     return outputs
-
-
-def rich_outputs(view: RunView) -> list[Output]:
-    """Return what the ranks have displayed so far, to be shown below a live view."""
-    return [_rich(view, part) for part in segments(view) if not isinstance(part, TextSegment)]
 
 
 def _rich(view: RunView, part: Caption | ShownDisplay) -> Output:
@@ -317,23 +301,16 @@ def _last_word(view: RunView, ended: RunEnded, directory: Path) -> Sequence[Outp
         return (value | {"execution_count": view.spec.cell.execution_count},)
     failure = ended.failure
     if ended.state is RunState.CANCELLED:
-        error = RunCancelled(f"run {short(view.run_id)} was cancelled: {ended.reason}.", run_id=view.run_id)
+        error = RunCancelled(f"run {view.short_id} was cancelled: {ended.reason}.", run_id=view.run_id)
         return (_error(error),)
     if failure is None:
         return ()
-    raised = run_exception(view, ended, failure)
-    if failure.kind is FailureKind.USER_CODE:
-        return (_error(raised, last_part(failure.type_name), failure.message),)
-    return (_error(raised),)
+    told = (last_part(failure.type_name), failure.message) if failure.kind is FailureKind.USER_CODE else ()
+    return (_error(run_exception(view, ended, failure), *told),)
 
 
 def _error(error: BaseException, name: str = "", value: str | None = None) -> Output:
-    name = name or type(error).__name__
+    name, said = name or type(error).__name__, str(error) if value is None else value
     draw: Callable[[], list[str]] | None = getattr(error, "_render_traceback_", None)
     lines = draw() if draw is not None else [f"{name}: {error}"]
-    return {
-        "output_type": "error",
-        "ename": name,
-        "evalue": str(error) if value is None else value,
-        "traceback": lines,
-    }
+    return {"output_type": "error", "ename": name, "evalue": said, "traceback": lines}

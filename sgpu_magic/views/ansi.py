@@ -20,32 +20,33 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SGR = re.compile(r"[0-9;:]*")
 
 _BASIC = (
-    "#3e424d",
-    "#e75c58",
-    "#00a250",
-    "#ba8b00",
-    "#208ffb",
-    "#d160c4",
-    "#2aa5a8",
-    "#a09c90",
-    "#6b7280",
-    "#d84a4a",
-    "#00903e",
-    "#b27d12",
-    "#3b82f6",
-    "#b546a8",
-    "#258f8f",
-    "#a1a6b2",
-)
+    "#3e424d", "#e75c58", "#00a250", "#ba8b00", "#208ffb", "#d160c4", "#2aa5a8", "#a09c90",
+    "#6b7280", "#d84a4a", "#00903e", "#b27d12", "#3b82f6", "#b546a8", "#258f8f", "#a1a6b2",
+)  # fmt: skip
 _LEVELS = (0, 95, 135, 175, 215, 255)
-_FLAGS = {
+_COLOURS = (
+    *_BASIC,
+    *(f"#{red:02x}{green:02x}{blue:02x}" for red in _LEVELS for green in _LEVELS for blue in _LEVELS),
+    *(f"#{grey:02x}{grey:02x}{grey:02x}" for grey in range(8, 239, 10)),
+)
+
+# by code: the property that it sets, and its value
+_SETS = {
     1: ("weight", "font-weight:bold"),
     2: ("dim", "opacity:.65"),
     3: ("italic", "font-style:italic"),
     4: ("line", "text-decoration:underline"),
+    7: ("inverse", ""),
     9: ("line", "text-decoration:line-through"),
 }
-_FLAG_ENDS = {22: ("weight", "dim"), 23: ("italic",), 24: ("line",), 29: ("line",)}
+for _at, _colour in enumerate(_BASIC):
+    # 30 to 37 and 90 to 97; backgrounds are ten higher
+    _code = _at + (30 if _at < 8 else 82)
+    _SETS.update({_code: ("color", _colour), _code + 10: ("background", _colour)})
+_UNSETS = {
+    22: ("weight", "dim"), 23: ("italic",), 24: ("line",), 27: ("inverse",), 29: ("line",), 39: ("color",),
+    49: ("background",),
+}  # fmt: skip
 
 
 def plain(text: str) -> str:
@@ -81,25 +82,20 @@ class _Style:
     """The current graphic rendition (SGR)."""
 
     def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self._front = ""
-        self._back = ""
-        self._flags: dict[str, str] = {}
-        self._inverse = False
+        self._set: dict[str, str] = {}
 
     def wrap(self, text: str) -> str:
         if not text:
             return ""
-        front, back = self._front, self._back
-        if self._inverse:
+        flags = dict(self._set)
+        front, back = flags.pop("color", ""), flags.pop("background", "")
+        if flags.pop("inverse", None) is not None:
             front, back = back or "#ffffff", front or "#6b7280"
         if back and front in (_BASIC[7], _BASIC[15]):
             front = "#ffffff"  # the grey is readable on a page of either theme, but not on a coloured background
         parts = [f"color:{front}"] if front else []
         parts += [f"background:{back}"] if back else []
-        parts += self._flags.values()
+        parts += flags.values()
         safe = escape(text, quote=False)
         return f'<span style="{";".join(parts)}">{safe}</span>' if parts else safe
 
@@ -107,61 +103,27 @@ class _Style:
         if not _SGR.fullmatch(params):
             return
         codes = [int(code) if code.isdecimal() else 0 for code in re.split("[;:]", params)]
-        at = 0
-        while at < len(codes):
-            code = codes[at]
-            at += 1
-            if code in (38, 48):
-                colour, used = _extended(codes[at:])
-                at += used
-                if code == 38:
-                    self._front = colour
-                else:
-                    self._back = colour
-            else:
-                self._apply(code)
-
-    def _apply(self, code: int) -> None:
-        match code:
-            case 0:
-                self._reset()
-            case 7 | 27:
-                self._inverse = code == 7
-            case 39:
-                self._front = ""
-            case 49:
-                self._back = ""
-            case _ if code in _FLAGS:
-                name, style = _FLAGS[code]
-                self._flags[name] = style
-            case _ if code in _FLAG_ENDS:
-                for name in _FLAG_ENDS[code]:
-                    self._flags.pop(name, None)
-            case _ if 30 <= code <= 37 or 90 <= code <= 97:
-                self._front = _BASIC[code - 30 if code < 90 else code - 82]
-            case _ if 40 <= code <= 47 or 100 <= code <= 107:
-                self._back = _BASIC[code - 40 if code < 100 else code - 92]
-            case _:
-                pass
+        while codes:
+            code = codes.pop(0)
+            if code == 0:
+                self._set.clear()
+            elif code in (38, 48):
+                colour, used = _extended(codes)
+                self._set["color" if code == 38 else "background"] = colour
+                del codes[:used]
+            elif code in _SETS:
+                name, value = _SETS[code]
+                self._set[name] = value
+            for name in _UNSETS.get(code, ()):
+                self._set.pop(name, None)
 
 
 def _extended(codes: list[int]) -> tuple[str, int]:
     """Return the colour given by the codes after 38 or 48, "" if unknown, and the number of codes used."""
     match codes:
         case [5, index, *_]:
-            return _indexed(min(index, 255)), 2
+            return _COLOURS[min(index, 255)], 2
         case [2, red, green, blue, *_]:
             return f"#{min(red, 255):02x}{min(green, 255):02x}{min(blue, 255):02x}", 4
         case _:
             return "", len(codes)
-
-
-def _indexed(index: int) -> str:
-    if index < 16:
-        return _BASIC[index]
-    if index < 232:
-        index -= 16
-        red, green, blue = (_LEVELS[step] for step in (index // 36, index // 6 % 6, index % 6))
-        return f"#{red:02x}{green:02x}{blue:02x}"
-    grey = 8 + 10 * (index - 232)
-    return f"#{grey:02x}{grey:02x}{grey:02x}"

@@ -13,10 +13,11 @@ from sgpu_magic.views.html_style import BOX, SANS, SOFT, safe
 from sgpu_magic.views.output import Caption, TextSegment, share_of
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
+    MIN_BYTES,
+    SHOWN_LINES,
     GapItem,
     Item,
     LineItem,
-    first_and_last,
     gap_lines,
     line_bytes,
     text_limit,
@@ -52,8 +53,6 @@ from sgpu_magic.views.words import (
 )
 from sgpu_magic.wire.base import RunKind, RunState
 
-# bytes of a segment's lines, however little is left
-_MIN_BYTES = 500
 _MAX_SENTENCE_CHARS = 1000
 
 
@@ -71,16 +70,15 @@ def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: 
         return quiet_line(view) if first else ""
     lines: list[str] = []
     if first:
-        lines.append(header_line(view))
-        lines.extend(
-            f"note: {note}" for note in [*view.notes, *view.past_stall, *standing_warnings(view), *idle_lines(view)]
-        )
+        notes = [*view.notes, *view.past_stall, *standing_warnings(view), *idle_lines(view)]
+        lines = [header_line(view), *(f"note: {note}" for note in notes)]
     ending = _ending(view) if last or limit is None else []
     items: Sequence[Item] = segment.items
     if limit is None:
-        items = first_and_last(items)
+        # the first and the last lines, with a gap for those between them
+        items = trim(items, [isinstance(item, LineItem) for item in items], 2 * SHOWN_LINES, 0.5)
         room = text_limit(view.output_limit) - sum(map(line_bytes, ending))
-        bound, head_share = max(share_of(view, segment, room), _MIN_BYTES), HEAD_SHARE
+        bound, head_share = max(share_of(view, segment, room), MIN_BYTES), HEAD_SHARE
     else:
         bound, head_share = limit, 0.0
     width = rank_width(view)
@@ -102,12 +100,12 @@ def summary_line(view: RunView) -> str:
     if view.session is not None and view.failure is None:
         return session_summary(view)
     if view.state is RunState.SUCCEEDED:
-        used = (billed_text(view), busy_text(view.usage), returned_text(view))
-        duration = view.times.text()
         # ranks that were done at once took only their start
-        succeeded = f"succeeded in {duration.removeprefix('start ')}" if duration else "succeeded"
-        return " · ".join([succeeded, *filter(None, used), *_name_words(view)])
-    return " · ".join([failed_line(view, brief=True), *_last_words(view)])
+        duration = view.times.text().removeprefix("start ")
+        succeeded = f"succeeded in {duration}" if duration else "succeeded"
+        used = (billed_text(view), busy_text(view.usage), returned_text(view))
+        return _joined(succeeded, *used, *_name_words(view))
+    return _joined(failed_line(view, brief=True), billed_text(view), *_name_words(view))
 
 
 def live_line(view: RunView) -> str:
@@ -119,40 +117,28 @@ def live_line(view: RunView) -> str:
     run, word = f"run {view.short_id}", state_word(view).text
     if view.state is RunState.QUEUED:
         position = f", position {view.position}" if view.position else ""
-        words = (f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
-        return " · ".join(part for part in words if part)
-    elapsed, starting_s = view.elapsed_s(), view.times.starting_s()
+        return _joined(f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
+    elapsed, starting_s = view.times.running_s(), view.times.starting_s()
     lasts = view.times.text() if elapsed else format_elapsed(starting_s) if starting_s else ""
     since = f" for {lasts}" if lasts else ""
     if view.session is not None:
         # no "for": the time counts from its start, not from this state
         since = f" · {format_span(elapsed)}" if elapsed else ""
-    words = (
-        f"{word}{since}",
-        cost_text(view),
-        attempt_text(view),
-        packages_text(view),
-        *session_meta(view),
-        view.reason,
-        run,
-    )
-    return " · ".join(part for part in words if part)
+    words = (cost_text(view), attempt_text(view), packages_text(view), *session_meta(view), view.reason)
+    return _joined(f"{word}{since}", *words, run)
 
 
 def _ending(view: RunView) -> list[str]:
     if not view.is_final:
         return [*unfinished_lines(view), *stall_lines(view), summary_line(view)]
-    problems = [
-        f"rank {result.rank}: the last expression's value could not be sent: {result.value_problem}"
-        for result in view.results
-        if result.value_problem
-    ]
+    said = "the last expression's value could not be sent"
+    problems = [f"rank {each.rank}: {said}: {each.value_problem}" for each in view.results if each.value_problem]
     if view.state is RunState.SUCCEEDED or view.failure is None:
         return [*problems, summary_line(view)]
-    lines = failure_lines(view)
+    lines = failure_lines(view, view.failure)
     if view.session is not None:
-        return [*lines, " · ".join([*session_meta(view), *_name_words(view)])]
-    last = " · ".join(_last_words(view))
+        return [*lines, _joined(*session_meta(view), *_name_words(view))]
+    last = _joined(billed_text(view), *_name_words(view))
     if len(lines) == 1 or other_lines(view.others, view.failure.rank)[-1:] == lines[-1:]:
         lines[-1] += f" · {last}"
     else:
@@ -166,14 +152,13 @@ def unfinished_lines(view: RunView) -> list[str]:
     return [f"{rank_label(rank, width)} {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
 
 
-def _last_words(view: RunView) -> list[str]:
-    """Return what an unsuccessful run was billed, and its identifiers."""
-    return [*filter(None, [billed_text(view)]), *_name_words(view)]
+def _joined(*words: str) -> str:
+    return " · ".join(filter(None, words))
 
 
-def _name_words(view: RunView) -> list[str]:
-    """Return the run's identifiers in MLflow and here."""
-    return [*filter(None, [tracked_text(view)]), f"run {view.short_id}"]
+def _name_words(view: RunView) -> tuple[str, str]:
+    """Return the run's identifiers in MLflow, "" without one, and here."""
+    return tracked_text(view), f"run {view.short_id}"
 
 
 # ---------------------------------------------------------------- MIME bundles
@@ -197,13 +182,8 @@ def mime_bundle(
     """
     # few front ends show a live form's text, so it gets less space than the HTML
     text = render_segment_text(view, segment, first, last, None if limit is None else limit // 3)
-    bundle: dict[str, object] = {
-        "text/html": render_segment_html(view, segment, first, last, limit),
-        "text/plain": text,
-    }
-    if last:
-        bundle[RUN_MIME] = run_record(view)
-    return bundle
+    html = render_segment_html(view, segment, first, last, limit)
+    return {"text/html": html, "text/plain": text, **({RUN_MIME: run_record(view)} if last else {})}
 
 
 def caption_bundle(caption: Caption) -> dict[str, object]:
@@ -217,7 +197,7 @@ def interrupted_bundle(view: RunView) -> dict[str, object]:
 
     It is shown in a notebook that was saved during the run, and in a page whose kernel was restarted.
     """
-    seconds = view.elapsed_s() or view.times.starting_s()
+    seconds = view.times.running_s() or view.times.starting_s()
     after = f" for {format_elapsed(seconds)}" if seconds else ""
     lines = [header_line(view), f"run {view.short_id} was {view.state}{after} when this was saved."]
     command = f"%sgpu_attach {view.short_id}"
@@ -261,6 +241,7 @@ _MAX_LISTED = 64
 _OF_RUN = ("run_id", "name", "ranks", "pool", "host", "attempt", "attempts", "directory")
 _OF_LEASE = ("device_type", "ranks", "cpu_slots", "simulated")
 _OF_TRACKED = ("experiment_id", "experiment", "uri", "url")
+_OF_FAILURE = ("rank", "host", "line")
 _DURATIONS = ("queued_s", "starting_s", "running_s", "total_s")
 
 
@@ -269,6 +250,7 @@ def run_record(view: RunView) -> dict[str, object]:
     # a call's internal names for its results are omitted
     outputs = view.spec.outputs if view.spec.kind is not RunKind.CALL else ()
     lease, failure, ended, shipped = view.lease, view.failure, view.ended, view.spec.shipped
+    names, seconds = list(shipped.names[:_MAX_LISTED]), round(shipped.seconds, 6)
     record: dict[str, object] = {
         "version": RECORD_VERSION,
         **_fields(view, _OF_RUN),
@@ -277,11 +259,7 @@ def run_record(view: RunView) -> dict[str, object]:
         "kind": str(view.spec.kind),
         "session": view.spec.session,
         "lines": view.output.total_lines,
-        "shipped": {
-            "names": list(shipped.names[:_MAX_LISTED]),
-            "total_bytes": shipped.total_bytes,
-            "seconds": round(shipped.seconds, 6),
-        },
+        "shipped": {"names": names, "total_bytes": shipped.total_bytes, "seconds": seconds},
         "returned": [{"name": name.name, "all_ranks": name.all_ranks} for name in outputs[:_MAX_LISTED]],
     }
     if view.state is RunState.SUCCEEDED and view.spec.outputs:
@@ -298,19 +276,13 @@ def run_record(view: RunView) -> dict[str, object]:
             record["gpu_s"] = round(ended.gpu_s, 3)
         if ended.cost is not None:
             record["cost"] = {"amount": round(ended.cost, 9), "currency": ended.currency}
-    if (environment := _environment(view)) is not None:
+    if environment := _environment(view):
         record["environment"] = environment
     if view.tracked is not None:
         record["mlflow"] = {"run_id": view.tracked.mlflow_run_id, **_fields(view.tracked, _OF_TRACKED)}
     if failure is not None:
-        record["failure"] = {
-            "kind": str(failure.kind),
-            "rank": failure.rank,
-            "host": failure.host,
-            "type": failure.type_name,
-            "message": error_line(failure),
-            "line": failure.line,
-        }
+        words = {"kind": str(failure.kind), "type": failure.type_name, "message": error_line(failure)}
+        record["failure"] = {**_fields(failure, _OF_FAILURE), **words}
     return record
 
 
@@ -318,12 +290,10 @@ def _fields(record: object, names: Sequence[str]) -> dict[str, object]:
     return {name: getattr(record, name) for name in names}
 
 
-def _environment(view: RunView) -> dict[str, object] | None:
-    """Return the ranks' environment, and whether and how long it was built."""
+def _environment(view: RunView) -> dict[str, object]:
+    """Return the ranks' environment, and whether and how long it was built; empty for the notebook's packages."""
     spec, moved = view.spec, view.environment
-    if not spec.environment and moved is None:
-        return None
     record: dict[str, object] = {"digest": spec.environment, "label": spec.environment_label}
     if moved is not None and moved.ready:
         record |= {"built": moved.built, "seconds": round(moved.seconds, 3), "packages": moved.packages}
-    return record
+    return record if spec.environment or moved is not None else {}

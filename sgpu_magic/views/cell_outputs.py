@@ -56,13 +56,12 @@ class OutputSlots:
         for at, part in enumerate(parts):
             if budget is not None and sent >= budget:
                 return sent, False
-            first, last = at == 0, at == last_text
             if not isinstance(part, TextSegment):
                 sent += self._show_rich(part, final=limit is None)
             else:
                 # a following display moves the footer to a later segment, so that only one has it at the end
-                bundle = mime_bundle(self._view, part, first, last, limit)
-                if first and remark:
+                bundle = mime_bundle(self._view, part, at == 0, at == last_text, limit)
+                if at == 0 and remark:
                     bundle["text/html"] = f'{bundle["text/html"]}<div style="{SOFT};{SANS}">{escape(remark)}</div>'
                     bundle["text/plain"] = f"{bundle['text/plain']}\n{remark}"
                 if bundle["text/html"] or part.slot in self._shown:
@@ -95,24 +94,24 @@ class OutputSlots:
 
     def _without_bare_end(self, parts: list[Part]) -> list[Part]:
         """Leave out a last text without lines: the text before it has the footer until the run has ended."""
-        end = parts[-1]
+        *others, end = parts
         is_bare = isinstance(end, TextSegment) and not end.items and end.slot not in self._shown
-        return parts[:-1] if is_bare and len(parts) > 1 else parts
+        return others if is_bare and others else parts
 
     def _fold_strays(self, parts: list[Part]) -> list[Part]:
         """Merge text that would need a new output above an existing one into the text before it."""
-        there = [at for at, part in enumerate(parts) if part.slot in self._shown]
-        last_shown = there[-1] if there else -1
+        last_shown = max((at for at, part in enumerate(parts) if part.slot in self._shown), default=-1)
         kept: list[Part] = []
+        text_at = 0
         for at, part in enumerate(parts):
-            stray = at < last_shown and isinstance(part, TextSegment) and part.slot not in self._shown
-            if not stray:
-                kept.append(part)
+            before = kept[text_at] if kept else None
+            stray = at < last_shown and part.slot not in self._shown
+            if stray and isinstance(part, TextSegment) and isinstance(before, TextSegment):
+                kept[text_at] = TextSegment((*before.items, *part.items), before.slot)
                 continue
-            before = next((i for i in reversed(range(len(kept))) if isinstance(kept[i], TextSegment)), None)
-            text = kept[before] if before is not None else None
-            if before is not None and isinstance(text, TextSegment) and isinstance(part, TextSegment):
-                kept[before] = TextSegment((*text.items, *part.items), text.slot)
+            if isinstance(part, TextSegment):
+                text_at = len(kept)
+            kept.append(part)
         return kept
 
     def _empty_others(self, parts: Sequence[Part]) -> int:
@@ -198,12 +197,9 @@ def progress_line(picture: SweepPicture) -> str:
     """Return `tune · 7 of 20 done · 4 running · 9 waiting · 1 failed · 12.4 s`."""
     of = f" of {picture.total:,}" if picture.total is not None else ""
     parts = [picture.name, f"{picture.done:,}{of} done"]
-    if not picture.is_final:
-        parts += [
-            f"{count:,} {word}" for count, word in ((picture.running, "running"), (picture.waiting, "waiting")) if count
-        ]
-    parts += [f"{picture.failed:,} failed"] if picture.failed else []
-    return " · ".join([*parts, *([picture.ending] if picture.ending else []), format_seconds(picture.seconds)])
+    counts = {} if picture.is_final else {"running": picture.running, "waiting": picture.waiting}
+    parts += [f"{count:,} {word}" for word, count in {**counts, "failed": picture.failed}.items() if count]
+    return " · ".join(filter(None, [*parts, picture.ending, format_seconds(picture.seconds)]))
 
 
 def failure_list(picture: SweepPicture) -> list[str]:
@@ -293,6 +289,5 @@ class SweepProgress:
 def failure_line(index: int, run: str, error: BaseException) -> str:
     """Return `item 3 · run 7f3a · ValueError: bad batch`."""
     said = str(getattr(error, "message", "") or error).strip().splitlines()
-    kind = type(error).__name__
-    told = f"{kind}: {said[0]}" if said else kind
-    return " · ".join(part for part in (f"item {index}", f"run {run}" if run else "", told) if part)
+    told = ": ".join([type(error).__name__, *said[:1]])
+    return " · ".join(filter(None, [f"item {index}", f"run {run}" if run else "", told]))

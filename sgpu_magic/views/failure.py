@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from html import escape
+from itertools import accumulate
 from typing import Literal
 
 from sgpu_magic.files.whole_file import format_bytes
@@ -25,7 +26,7 @@ from sgpu_magic.views.tracebacks import (
     stack_of,
     traceback_body,
 )
-from sgpu_magic.views.units import aligned, clipped, count_of, format_gb
+from sgpu_magic.views.units import aligned, clipped, count_of, ends, format_gb
 from sgpu_magic.views.words import failed_line, failure_sentence
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
@@ -34,6 +35,8 @@ from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
 _MAX_TRACEBACK_LINES = 80
 _MAX_TRACEBACK_CHARS = 8_000
 _MAX_OTHERS = 40
+# the beginning of a message: the exception's type
+_NAMED = re.compile(r"[^\W\d_][\w.]*:")
 _LAST_LINE = "its last Python line"
 
 _LineKind = Literal["title", "code", "culprit", "error", "text"]
@@ -66,12 +69,9 @@ def failure_block(view: RunView, failure: Failure, most_chars: int, most_whole_c
         body = traceback_body(failure)
         whole = [*([] if is_all else [*sentence.split("\n"), ""]), *body]
     lines += [_line(line, "text") for line in cut_lines(ending_stacks(view), most_chars)]
-    return FailureBlock(
-        rank=failure.rank,
-        lines=tuple(lines),
-        whole=tuple(_line(line, _kind(ansi.plain(line))) for line in cut_lines(whole, most_whole_chars)),
-        memory=memory_block(view, failure),
-    )
+    told, memory = cut_lines(whole, most_whole_chars), memory_block(view, failure)
+    behind = tuple(_line(line, _kind(ansi.plain(line))) for line in told)
+    return FailureBlock(rank=failure.rank, lines=tuple(lines), whole=behind, memory=memory)
 
 
 def _place_of_death(view: RunView, failure: Failure) -> list[FailureLine]:
@@ -91,33 +91,26 @@ def _place_of_death(view: RunView, failure: Failure) -> list[FailureLine]:
 def _kind(line: str) -> _LineKind:
     if line.startswith("--"):
         return "culprit"
-    name, colon, _ = line.partition(":")
-    if colon and name and name[0].isalpha() and name.replace(".", "").replace("_", "").isalnum():
-        return "error"
-    return "code"
+    return "error" if _NAMED.match(line) else "code"
 
 
 def _line(text: str, kind: _LineKind) -> FailureLine:
     return FailureLine(text=ansi.plain(text), kind=kind)
 
 
-def failure_lines(view: RunView) -> list[str]:
+def failure_lines(view: RunView, failure: Failure) -> list[str]:
     """Return the culprit with its whole traceback and the other ranks in single lines, without the run's id."""
     lines = [failed_line(view)]
-    failure = view.failure
-    if failure is not None:
-        frames, message = split_traceback(failure)
-        if frames or message:
-            lines.extend(cut_lines(_bounded(frames), _MAX_TRACEBACK_CHARS))
-            lines.extend(cut_lines(_bounded(message), _MAX_TRACEBACK_CHARS))
-        elif failure.kind is FailureKind.USER_CODE:
-            lines.append(error_line(failure))
-        elif failure.kind is FailureKind.WORKER_DIED:
-            lines.extend(last_words(view, failure))
-        lines.extend(memory_lines(view, failure))
-    lines.extend(ending_stacks(view))
-    lines.extend(ends_of_others(view, _MAX_OTHERS))
-    return lines
+    told = split_traceback(failure)
+    if any(told):
+        for part in told:
+            left_out = f"... {len(part) - _MAX_TRACEBACK_LINES:,} lines of the traceback ..."
+            lines += cut_lines(ends(part, _MAX_TRACEBACK_LINES, left_out), _MAX_TRACEBACK_CHARS)
+    elif failure.kind is FailureKind.USER_CODE:
+        lines.append(error_line(failure))
+    elif failure.kind is FailureKind.WORKER_DIED:
+        lines += last_words(view, failure)
+    return [*lines, *memory_lines(view, failure), *ending_stacks(view), *ends_of_others(view, _MAX_OTHERS)]
 
 
 def ends_of_others(view: RunView, most: int) -> list[str]:
@@ -141,14 +134,6 @@ def last_words(view: RunView, failure: Failure) -> list[str]:
     return told
 
 
-def _bounded(lines: list[str]) -> list[str]:
-    if len(lines) <= _MAX_TRACEBACK_LINES:
-        return lines
-    half = _MAX_TRACEBACK_LINES // 2
-    left_out = len(lines) - 2 * half
-    return [*lines[:half], f"... {left_out:,} lines of the traceback ...", *lines[-half:]]
-
-
 # ---------------------------------------------------------------- memory
 
 _MAX_RANKS = 16
@@ -167,9 +152,9 @@ def memory_block(view: RunView, failure: Failure | None) -> MemoryBlock | None:
     """
     if failure is None or not failure.out_of_memory:
         return None
-    others = view.others if view.is_final else view.rank_failures.values()
+    others = (failure, *(view.others if view.is_final else view.rank_failures.values()))
     told: dict[int, RankMemory] = {}
-    for each in (failure, *others):
+    for each in others:
         if each.memory is not None and each.rank is not None:
             told.setdefault(each.rank, each.memory)
     ranks = sorted(told, key=lambda rank: (rank != failure.rank, rank))
@@ -206,15 +191,13 @@ def _row(rank: int, memory: RankMemory, culprit: bool) -> MemoryCard:
     kept = max(memory.reserved_bytes - memory.used_bytes, 0)
     foreign = max(total - memory.free_bytes - memory.used_bytes - kept, 0)
     shares: list[float] = []
-    room = 1.0
     for count in (memory.used_bytes, kept, foreign):
-        share = min(max(count / total, 0.0), room) if total > 0 else 0.0
-        shares.append(round(share, 4))
-        room = max(room - share, 0.0)
+        shares.append(max(min(count / total, 1.0 - sum(shares)), 0.0) if total > 0 else 0.0)
     reserved = format_gb(memory.reserved_bytes) if memory.reserved_bytes else "-"
     words = (format_gb(memory.used_bytes), reserved, format_gb(memory.free_bytes), format_gb(total) if total else "-")
     device = ansi.plain(memory.device)[:_MAX_NAME]
-    return MemoryCard(rank=rank, cells=(device, *words), shares=tuple(shares), culprit=culprit)
+    shown = tuple(round(share, 4) for share in shares)
+    return MemoryCard(rank=rank, cells=(device, *words), shares=shown, culprit=culprit)
 
 
 def _tensor(use: TensorUse) -> MemoryTensor:
@@ -226,11 +209,9 @@ def _tensor(use: TensorUse) -> MemoryTensor:
 
 def _bar(shares: Sequence[float]) -> str:
     drawn = ""
-    told = 0.0
-    for share, mark in zip(shares, _BAR, strict=False):
-        told += share
-        drawn += mark * (round(told * _BAR_CHARS) - len(drawn))
-    return drawn + _BAR[-1] * (_BAR_CHARS - len(drawn))
+    for end, mark in zip(accumulate(shares), _BAR, strict=False):
+        drawn += mark * (round(end * _BAR_CHARS) - len(drawn))
+    return drawn.ljust(_BAR_CHARS, _BAR[-1])
 
 
 def _indented(lines: list[str]) -> list[str]:
@@ -242,7 +223,6 @@ def _indented(lines: list[str]) -> list[str]:
 _MAX_STACK_CHARS = 8_000
 _MAX_WHOLE_SHARE = 0.2
 _MAX_OTHERS_IN_HTML = 6
-_NAMED = re.compile(r"[A-Za-z][\w.]*:")
 
 
 def failure_html(view: RunView) -> str:
@@ -258,9 +238,8 @@ def failure_html(view: RunView) -> str:
         title = "the whole traceback" if failure.traceback_text.strip() else "the whole message"
         whole = fold(title, scroll(f'<pre style="{PRE};padding:4px 0 0">{body}</pre>', title))
     style = f"padding:0 12px 4px 9px;font-size:12px;{SOFT}"
-    others = "".join(
-        f'<div style="{style}">{safe(clipped(line))}</div>' for line in ends_of_others(view, _MAX_OTHERS_IN_HTML)
-    )
+    told = map(clipped, ends_of_others(view, _MAX_OTHERS_IN_HTML))
+    others = "".join(f'<div style="{style}">{safe(line)}</div>' for line in told)
     return (
         f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {BAD}">'
         f'<pre style="{PRE};padding-left:9px">{lines}</pre>{whole}{_memory_html(block.memory)}{others}</div>'
@@ -295,9 +274,8 @@ def _memory_html(block: MemoryBlock | None) -> str:
     """Return the ranks' memory as a table with bars, and the failed rank's largest tensors; "" if not recorded."""
     if block is None:
         return ""
-    heads = "".join(
-        _cell(head, at in _NUMBERS, f";font-weight:400;{SOFT}", "th") for at, head in enumerate(block.heads)
-    )
+    style = f";font-weight:400;{SOFT}"
+    heads = "".join(_cell(head, at in _NUMBERS, style, "th") for at, head in enumerate(block.heads))
     rows = ""
     for row in block.rows:
         colour = f";color:{BAD};font-weight:600" if row.culprit else ""
@@ -331,9 +309,8 @@ def _cell(text: str, right: bool, style: str = "", tag: str = "td") -> str:
 
 
 def _bar_html(shares: Sequence[float]) -> str:
-    parts = "".join(
-        f'<div style="width:{share * 100:.1f}%;background:currentColor;opacity:{opacity}" title="{name}"></div>'
-        for share, opacity, name in zip(shares, _BAR_OPACITIES, _BAR_NAMES, strict=True)
-        if share > 0
-    )
+    parts = ""
+    for share, opacity, name in zip(shares, _BAR_OPACITIES, _BAR_NAMES, strict=True):
+        style = f"width:{share * 100:.1f}%;background:currentColor;opacity:{opacity}"
+        parts += f'<div style="{style}" title="{name}"></div>' if share > 0 else ""
     return f'<div style="display:flex;height:8px;border-radius:2px;overflow:hidden;background:{LINE}">{parts}</div>'

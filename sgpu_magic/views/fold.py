@@ -279,20 +279,6 @@ class RunView:
     def results(self) -> tuple[RankResult, ...]:
         return self.ended.results if self.ended else ()
 
-    def elapsed_s(self, now: float | None = None) -> float:
-        """Return seconds for which the run's ranks have run; 0 before they have started.
-
-        Args:
-            now: Time by the views' clock (`steady_time`); used while the run is active.
-        """
-        return self.times.running_s(now)
-
-    @property
-    def deadline(self) -> float | None:
-        """When its time limit is reached, by the views' clock; None before its ranks are being started."""
-        metered_at = self.times.metered_at
-        return metered_at + self.spec.timeout_s if metered_at is not None else None
-
     # ------------------------------------------------------------ output
 
     @property
@@ -313,7 +299,7 @@ class RunView:
     def _restarted(self, body: RanksRestarted) -> None:
         self._notes.add(run_notes.restart_note(body))
         if self.session is not None:
-            self.session.restarted(body)
+            self.session.dead = tuple(rank for rank in self.session.dead if rank not in body.ranks)
         for rank in body.ranks:
             self.rank_failures.pop(rank, None)
 

@@ -5,10 +5,8 @@ Without styles it is still the same sentences in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-
-from msgspec.structs import replace
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import failure_html
@@ -22,6 +20,7 @@ from sgpu_magic.views.html_style import (
     LINE,
     PANEL,
     PRE,
+    SANS,
     SCROLL_LINES,
     SOFT,
     WARN,
@@ -34,6 +33,7 @@ from sgpu_magic.views.live.schema import Tone
 from sgpu_magic.views.output import ShownDisplay, TextSegment, segments, share_of
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
+    MIN_BYTES,
     SHOWN_LINES,
     DisplayItem,
     GapItem,
@@ -56,7 +56,7 @@ from sgpu_magic.views.summary_words import (
     idle_lines,
     is_quiet,
     log_files,
-    quiet_html,
+    quiet_line,
     rank_label,
     rank_width,
     session_meta,
@@ -81,8 +81,6 @@ _COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "
 _PILL = f"border:1px solid {LINE};border-radius:9px;padding:0 7px;font-size:11px;{SOFT}"
 _MAX_LIVE_LINES = 100
 _LABEL = "output of the ranks"
-# bytes of a segment's lines, however little is left
-_MIN_BYTES = 500
 # bytes of a segment's box, and of the lines about dropped lines
 _FRAME_BYTES = len(BOX) + len(PRE) + 200
 _SCROLL_BYTES = len(boxed(scroll(fold("", ""), _LABEL))) + 3 * len(PRE)
@@ -91,15 +89,14 @@ _SCROLL_BYTES = len(boxed(scroll(fold("", ""), _LABEL))) + 3 * len(PRE)
 def render_html(view: RunView) -> str:
     """Return the whole run; displays are included as text, since only Jupyter's renderers may render them."""
     parts = segments(view)
-    drawn: list[str] = []
+    drawn = ""
     for at, part in enumerate(parts):
         if isinstance(part, ShownDisplay):
             rank, width = part.item.rank, rank_width(view)
-            text = "\n".join(_line(rank, line, width) for line in display_text(part.item).split("\n"))
-            drawn.append(f'<pre style="{PRE}">{text}</pre>')
+            drawn += _pre(_line(rank, line, width) for line in display_text(part.item).split("\n"))
         elif isinstance(part, TextSegment):
-            drawn.append(render_segment_html(view, part, at == 0, at == len(parts) - 1))
-    return "".join(drawn)
+            drawn += render_segment_html(view, part, at == 0, at == len(parts) - 1)
+    return drawn
 
 
 def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
@@ -114,27 +111,23 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
             HTML's part of `view.output_limit`.
     """
     if is_quiet(view):
-        return quiet_html(view) if first else ""
+        line = f'<div style="{SANS};font-size:12px;{SOFT};padding:1px 0">{safe(quiet_line(view))}</div>'
+        return line if first else ""
     top = _header(view) + _standing(view) + _notes(view) if first else ""
-    bottom = ended_ranks_html(view) + _footer(view) if last else ""
-    if limit is None:
-        footer = _footer(view) if last else ""
-        room = _share(view, segment) - len(top.encode()) - len(footer.encode())
-    else:
-        room = limit - len(top.encode()) - len(bottom.encode())
-    lines = _lines(view, segment, room, live=limit is not None)
-    if not (top or bottom or lines):
-        return ""
-    return boxed(f"{top}{lines}{bottom}")
+    ranks, footer = (ended_ranks_html(view), _footer(view)) if last else ("", "")
+    # the share of the final form leaves out the ended ranks already
+    room = _share(view, segment) if limit is None else limit - len(ranks.encode())
+    lines = _lines(view, segment, room - len((top + footer).encode()), live=limit is not None)
+    body = f"{top}{lines}{ranks}{footer}"
+    return boxed(body) if body else ""
 
 
 def _standing(view: RunView) -> str:
     """Return what is shown above the lines: the failure of an ended run, or an active run's ranks and stall."""
+    idle = idle_lines(view)
     if view.is_final:
-        return failure_html(view) + _warnings(idle_lines(view))
-    if view.left:
-        return ""
-    return live_ranks_html(view) + _warnings(idle_lines(view)) + stall_html(view)
+        return failure_html(view) + _sentences(idle, idle)
+    return "" if view.left else live_ranks_html(view) + _sentences(idle, idle) + stall_html(view)
 
 
 def _share(view: RunView, segment: TextSegment) -> int:
@@ -147,27 +140,18 @@ def _share(view: RunView, segment: TextSegment) -> int:
 
 def _header(view: RunView) -> str:
     word = state_word(view)
-    meta = [*place_words(view), attempt_text(view)]
-    if view.left:
-        pass
-    elif view.state is RunState.QUEUED:
-        meta += [f"position {view.position}"] if view.position else []
-        meta.append(view.waiting_for or view.reason)
-    else:
-        # a refused run has no duration
-        meta.append(view.times.text())
-        meta.append(cost_text(view))
-        if view.session is not None:
-            meta += session_meta(view)
-        elif view.reason and (view.state is RunState.CANCELLED or not view.is_final):
-            meta.append(view.reason)
-        meta += [billed_text(view), busy_text(view.usage)] if view.is_final and view.session is None else []
-    whole = '<span style="white-space:nowrap">'
-    said = " · ".join(
-        f"{whole}{safe(text)}</span>" if text == view.times.text() else safe(text) for text in meta if text
-    )
-    mark = mark_text(view)
-    pill = f'<span style="{_PILL}">{mark}</span> ' if mark else ""
+    # a refused run has no duration
+    meta, duration = [*place_words(view), attempt_text(view)], view.times.text()
+    if view.state is RunState.QUEUED and not view.left:
+        meta += [f"position {view.position}" if view.position else "", view.waiting_for or view.reason]
+    elif not view.left:
+        meta += [duration, cost_text(view), *session_meta(view)]
+        if view.session is None:
+            meta.append(view.reason if view.state is RunState.CANCELLED or not view.is_final else "")
+            meta += [billed_text(view), busy_text(view.usage)] if view.is_final else []
+    whole = f'<span style="white-space:nowrap">{safe(duration)}</span>'
+    said = " · ".join(whole if text == duration else safe(text) for text in meta if text)
+    pill = f'<span style="{_PILL}">{mark_text(view)}</span> ' if view.spec.auto else ""
     return (
         f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 10px;padding:6px 12px;'
         f'background:{PANEL};border-bottom:1px solid {LINE}">{pill}'
@@ -179,77 +163,55 @@ def _header(view: RunView) -> str:
 
 def _notes(view: RunView) -> str:
     """Return the notes: information in grey, and what asks the user for something as a warning."""
-    warned = frozenset(view.warnings)
-    notes = "".join(_sentence(note, f"color:{WARN}" if note in warned else SOFT) for note in view.notes)
-    grey = [*view.past_stall, *silence_lines(view)]
-    return notes + "".join(_sentence(line, SOFT) for line in grey) + _warnings(dead_rank_lines(view))
+    dead = dead_rank_lines(view)
+    return _sentences([*view.notes, *view.past_stall, *silence_lines(view), *dead], [*view.warnings, *dead])
 
 
-def _warnings(sentences: list[str]) -> str:
-    return "".join(_sentence(sentence, f"color:{WARN}") for sentence in sentences)
-
-
-def _sentence(sentence: str, style: str) -> str:
-    return (
+def _sentences(lines: Sequence[str], warned: Sequence[str]) -> str:
+    return "".join(
         f'<div style="padding:4px 12px;font-size:12px;border-bottom:1px solid {LINE}">'
-        f'<span style="{style}">{safe(sentence)}</span></div>'
+        f'<span style="{f"color:{WARN}" if line in warned else SOFT}">{safe(line)}</span></div>'
+        for line in lines
     )
 
 
 def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
-    if live and len(segment.items) > _MAX_LIVE_LINES:
-        segment = replace(segment, items=_newest(segment.items))
+    items: Sequence[Item] = segment.items
+    if live:
+        items = trim(items, [isinstance(item, LineItem) for item in items], _MAX_LIVE_LINES, head_share=0.0)
     width = rank_width(view)
     # keyed by the line object, so that kept lines are rendered only once
-    drawn = {id(item): _line(item.rank, item.text, width) for item in segment.items if isinstance(item, LineItem)}
-    sizes = [1 + text_bytes(drawn[id(item)]) if isinstance(item, LineItem) else 0 for item in segment.items]
+    drawn = {id(item): _line(item.rank, item.text, width) for item in items if isinstance(item, LineItem)}
+    sizes = [1 + text_bytes(drawn[id(item)]) if isinstance(item, LineItem) else 0 for item in items]
     room -= _SCROLL_BYTES if not live and len(sizes) > SCROLL_LINES else 0
-    kept = trim(segment.items, sizes, max(room, _MIN_BYTES), head_share=0.0 if live else HEAD_SHARE)
+    kept = trim(items, sizes, max(room, MIN_BYTES), head_share=0.0 if live else HEAD_SHARE)
+    dropped = next((item for item in kept if isinstance(item, GapItem)), GapItem(0, 0))
+    told = gap_lines(dropped, view.short_id, log_files(view))
+    gap = "\n".join(f'<span style="{FAINT}">{escape(line, quote=False)}</span>' for line in told)
 
     def pre(items: Sequence[Item], padding: str = "") -> str:
-        lines: list[str] = []
-        for item in items:
-            if isinstance(item, GapItem):
-                lines += [_faint(line) for line in gap_lines(item, view.short_id, log_files(view))]
-            elif isinstance(item, LineItem):
-                lines.append(drawn[id(item)])
-        newline = "\n"
-        return f'<pre style="{PRE}{padding}">{newline.join(lines)}</pre>' if lines else ""
+        return _pre((drawn[id(item)] if isinstance(item, LineItem) else gap for item in items), padding)
 
     rows = [1 + len(item.text) // ROW_CHARS for item in kept if isinstance(item, LineItem)]
     if live or sum(rows) <= SCROLL_LINES:
         return pre(kept)
     below = ""
-    gap = next((item for item in kept if isinstance(item, GapItem) and item.lines), None)
-    if gap is not None:
-        told = gap_lines(gap, view.short_id, log_files(view))[0]
+    if dropped.lines:
         style = f"padding:3px 12px 4px;font-size:12px;border-top:1px solid {LINE}"
-        below = f'<div style="{style}"><span style="{SOFT}">{safe(told)}</span></div>'
-    if len(rows) <= 2 * SHOWN_LINES:
-        return scroll(pre(kept), _LABEL) + below
-    first = _nth_line(kept, SHOWN_LINES)
-    last = len(kept) - _nth_line(kept[::-1], SHOWN_LINES)
-    between = kept[first:last]
-    more = count_of(sum(isinstance(item, LineItem) for item in between), "more line")
-    middle = fold(more, pre(between, padding=";padding:2px 0"), "padding:2px 12px")
-    body = pre(kept[:first], padding=";padding-bottom:0") + middle + pre(kept[last:], padding=";padding-top:0")
+        below = f'<div style="{style}"><span style="{SOFT}">{safe(told[0])}</span></div>'
+    body = pre(kept)
+    if len(rows) > 2 * SHOWN_LINES:
+        lines = [at for at, item in enumerate(kept) if isinstance(item, LineItem)]
+        first, last = lines[SHOWN_LINES - 1] + 1, lines[-SHOWN_LINES]
+        more = count_of(len(rows) - 2 * SHOWN_LINES, "more line")
+        middle = fold(more, pre(kept[first:last], padding=";padding:2px 0"), "padding:2px 12px")
+        body = pre(kept[:first], padding=";padding-bottom:0") + middle + pre(kept[last:], padding=";padding-top:0")
     return scroll(body, _LABEL) + below
 
 
-def _nth_line(items: Sequence[Item], number: int) -> int:
-    """Return the index after the first `number` lines."""
-    at = [at for at, item in enumerate(items) if isinstance(item, LineItem)]
-    return at[number - 1] + 1
-
-
-def _faint(text: str) -> str:
-    return f'<span style="{FAINT}">{escape(text, quote=False)}</span>'
-
-
-def _newest(items: tuple[LineItem | GapItem, ...]) -> tuple[LineItem | GapItem, ...]:
-    """Return one gap and the last lines, as a live form shows only the newest ones."""
-    kept = trim(items, [isinstance(item, LineItem) for item in items], _MAX_LIVE_LINES, head_share=0.0)
-    return tuple(item for item in kept if not isinstance(item, DisplayItem))
+def _pre(lines: Iterable[str], padding: str = "") -> str:
+    text = "\n".join(lines)
+    return f'<pre style="{PRE}{padding}">{text}</pre>' if text else ""
 
 
 def _line(rank: int, text: str, width: int) -> str:
@@ -264,21 +226,19 @@ def _footer(view: RunView) -> str:
     if not view.is_final and view.output.total_lines:
         parts.append(count_of(view.output.total_lines, "line"))
     parts.append(next_step(view) or f"run {view.short_id}")
-    said = [safe(ansi.plain(part)[:1000]) for part in parts if part]
-    text = " · ".join([*said[:-1], *_tracked(view), *said[-1:]])
+    *said, last = [safe(ansi.plain(part)[:1000]) for part in parts if part]
+    text = " · ".join(filter(None, [*said, _tracked(view) if view.is_final else "", last]))
     return (
         f'<div style="padding:4px 12px;font-size:12px;border-top:1px solid {LINE};background:{PANEL}">'
         f'<span style="{SOFT}">{text}</span></div>'
     )
 
 
-def _tracked(view: RunView) -> list[str]:
+def _tracked(view: RunView) -> str:
     """Return its MLflow run, as a link if it has a web page."""
-    if not view.is_final:
-        return []
     link = tracked_link(view)
     if link is None:
-        return [safe(text) for text in (tracked_text(view),) if text]
-    url, text = escape(link.url), safe(link.text)
+        return safe(tracked_text(view))
     style = "color:inherit;text-decoration:underline"
-    return [f'<a href="{url}" target="_blank" rel="noopener noreferrer" style="{style}">{text}</a>']
+    url, text = escape(link.url), safe(link.text)
+    return f'<a href="{url}" target="_blank" rel="noopener noreferrer" style="{style}">{text}</a>'

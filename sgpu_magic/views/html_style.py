@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import groupby
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import Row
@@ -52,9 +53,8 @@ _PRINTED = (
 
 def boxed(body: str) -> str:
     """Return HTML in the box of a run."""
-    if _SCROLLS in body:
-        return f'<div class="sgpu-box sgpu-scrolls" style="{BOX}">{_PRINTED}{body}</div>'
-    return f'<div class="sgpu-box" style="{BOX}">{body}</div>'
+    scrolls, printed = (" sgpu-scrolls", _PRINTED) if _SCROLLS in body else ("", "")
+    return f'<div class="sgpu-box{scrolls}" style="{BOX}">{printed}{body}</div>'
 
 
 _SCROLLS = 'class="sgpu-scroll"'
@@ -108,11 +108,8 @@ def table(
 
     head = cells(heads, "th", f";font-weight:400;{SOFT}")
     body = "".join(cells(row, "td", "") for row in rows)
-    return (
-        f'<table style="border-collapse:collapse;table-layout:auto;width:100%;margin:0;border:0;'
-        f"border-top:1px solid {LINE};"
-        f'font-size:12.5px"><thead>{head}</thead><tbody>{body}</tbody></table>'
-    )
+    style = f"border-collapse:collapse;table-layout:auto;width:100%;margin:0;border:0;border-top:1px solid {LINE}"
+    return f'<table style="{style};font-size:12.5px"><thead>{head}</thead><tbody>{body}</tbody></table>'
 
 
 def titled_box(title: str, beside: str, body: str, style: str = SOFT) -> str:
@@ -166,8 +163,7 @@ def sparkline(values: Sequence[float | None], top: float | None, title: str, col
         lines.append(f"M{drawn}")
         areas.append(f"M{xs[0]:.0f},{_UNITS} {drawn} {xs[-1]:.0f},{_UNITS}Z")
     return (
-        f'<svg role="img" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {_UNITS}" '
-        'preserveAspectRatio="none" '
+        f'<svg role="img" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {_UNITS}" preserveAspectRatio="none" '
         f'style="color:{colour};vertical-align:middle"><title>{escape(title)}</title>'
         f'<path d="{"".join(areas)}" fill="currentColor" opacity=".13"/>'
         f'<path d="{"".join(lines)}" fill="none" stroke="currentColor" stroke-width="1.3" '
@@ -175,17 +171,12 @@ def sparkline(values: Sequence[float | None], top: float | None, title: str, col
     )
 
 
-def _stretches(points: Sequence[float | None]) -> list[tuple[int, list[float]]]:
-    """Split the points where values are missing; return each stretch's first index and its values."""
-    cut: list[tuple[int, list[float]]] = []
-    before_was_told = False
-    for at, value in enumerate(points):
-        if value is not None:
-            if not before_was_told:
-                cut.append((at, []))
-            cut[-1][1].append(value)
-        before_was_told = value is not None
-    return cut
+def _stretches(points: Sequence[float | None]) -> Iterator[tuple[int, list[float]]]:
+    """Split the points where values are missing; yield each stretch's first index and its values."""
+    for is_missing, stretch in groupby(enumerate(points), lambda point: point[1] is None):
+        if not is_missing:
+            indexes, values = zip(*stretch, strict=True)
+            yield indexes[0], list(values)
 
 
 def _height(value: float, top: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,8 +35,7 @@ class LineAssembler:
 
     def feed(self, text: str) -> list[str]:
         """Add text; return the lines that it completes."""
-        if self._partial:
-            text = self._partial + text
+        text = self._partial + text
         if "\r" in text or "\b" in text or "\x1b[A" in text:
             lines = self._feed_controls(text)
         else:
@@ -46,9 +45,7 @@ class LineAssembler:
                 self.was_rewritten = False
         if len(self._partial) > MAX_LINE_CHARS:
             lines.append(self.flush())
-        if len(text) > MAX_LINE_CHARS and any(len(line) > MAX_LINE_CHARS for line in lines):
-            lines = [_shorten(line) for line in lines]
-        return lines
+        return [line if len(line) <= MAX_LINE_CHARS else _shorten(line) for line in lines]
 
     @property
     def partial(self) -> str:
@@ -91,8 +88,6 @@ def _step_back(line: str) -> str:
 
 
 def _shorten(line: str) -> str:
-    if len(line) <= MAX_LINE_CHARS:
-        return line
     return f"{line[:MAX_LINE_CHARS]} ... {len(line) - MAX_LINE_CHARS:,} more characters of this line in the log"
 
 
@@ -112,7 +107,7 @@ class RunOutput:
     def __init__(self, limit: int) -> None:
         self.rank_lines: Counter[int] = Counter()
         self._store = OutputStore(limit)
-        self._assemblers: dict[tuple[int, str], LineAssembler] = {}
+        self._assemblers: defaultdict[tuple[int, str], LineAssembler] = defaultdict(LineAssembler)
         self._last_stream: dict[int, str] = {}
         self._last_finished: dict[int, str] = {}
         self._clear_before_next: set[int] = set()
@@ -132,13 +127,10 @@ class RunOutput:
     def live_lines(self) -> dict[int, str]:
         """The unfinished line of each rank that has one, such as its progress bar."""
         lines: dict[int, str] = {}
-        for rank in sorted(self._last_stream):
-            stream = self._last_stream[rank]
-            for key in ((rank, stream), (rank, "stderr"), (rank, "stdout")):
-                text = self._assemblers[key].partial if key in self._assemblers else ""
-                if text and ansi.plain(text).strip():
-                    lines[rank] = text
-                    break
+        for rank, last in sorted(self._last_stream.items()):
+            texts = [self._assemblers[rank, stream].partial for stream in (last, "stderr", "stdout")]
+            if text := next((text for text in texts if ansi.plain(text).strip()), ""):
+                lines[rank] = text
         return lines
 
     @property
@@ -158,7 +150,7 @@ class RunOutput:
     def write(self, body: OutputWritten) -> None:
         rank = body.rank
         self._clear_if_due(rank)
-        assembler = self._assembler(rank, body.stream)
+        assembler = self._assemblers[rank, body.stream]
         text = body.text
         if body.skipped_lines:
             # the skipped text starts in the unfinished line and ends in the first line of the text
@@ -175,7 +167,7 @@ class RunOutput:
     def display(self, body: DisplayPublished) -> None:
         rank = body.rank
         self._clear_if_due(rank)
-        stdout = self._assembler(rank, "stdout")
+        stdout = self._assemblers[rank, "stdout"]
         if stdout.partial and not stdout.was_rewritten and not body.update:
             self._add_lines(rank, "stdout", [stdout.flush()])
         shown = DisplayItem(rank, _decode(body.bundle, rank), _decode(body.metadata, rank), body.display_id)
@@ -206,19 +198,13 @@ class RunOutput:
             self._fresh.extend([LineItem(rank, stream, text) for text in lines])
         self._store.add_lines(rank, stream, lines)
 
-    def _assembler(self, rank: int, stream: str) -> LineAssembler:
-        key = (rank, stream)
-        if key not in self._assemblers:
-            self._assemblers[key] = LineAssembler()
-        return self._assemblers[key]
-
     def _clear_if_due(self, rank: int) -> None:
         if rank in self._clear_before_next:
             self._clear_before_next.remove(rank)
             self._store.clear(rank)
             self._last_finished.pop(rank, None)
             for stream in ("stdout", "stderr"):
-                self._assembler(rank, stream).flush()
+                self._assemblers[rank, stream].flush()
 
 
 def _decode(raw: bytes, rank: int) -> dict[str, object]:
@@ -315,5 +301,5 @@ def _lines_then_displays(view: RunView) -> list[Part]:
 
 def share_of(view: RunView, segment: TextSegment, room: int) -> int:
     """Return a segment's share of `room` bytes, by the number of its lines."""
-    every = sum(1 for item in view.items if not isinstance(item, DisplayItem))
+    every = sum(not isinstance(item, DisplayItem) for item in view.items)
     return room * (len(segment.items) + 1) // (every + 1)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
+from sgpu_magic.views.units import count_of
+
 HEAD_SHARE = 0.4
 SHOWN_LINES = 40
 """Lines shown of the beginning and of the end of a long output where nothing scrolls."""
+MIN_BYTES = 500
+"""Bytes of a segment's lines, however little is left."""
 _TEXT_SHARE = 0.25
 LINE_OVERHEAD = 5  # bytes of "[0] " and the newline
 
@@ -80,18 +84,12 @@ def gap_lines(gap: GapItem, short_id: str, files: str = "") -> list[str]:
     """
     told: list[str] = []
     if gap.lines:
-        ranks = f"{gap.ranks} rank{'' if gap.ranks == 1 else 's'}"
-        lines = f"{gap.lines:,} line{'' if gap.lines == 1 else 's'}"
         command = f"sgpu logs {short_id}" + (f" · {files}" if files else "")
+        lines, ranks = count_of(gap.lines, "line"), count_of(gap.ranks, "rank")
         told.append(f"... {lines} of {ranks} in the run's log: {command}")
     if gap.displays:
         told.append(f"... the first {gap.displays:,} displays were dropped: there are too many to keep")
     return told
-
-
-def first_and_last(items: Sequence[Item]) -> list[Item]:
-    """Return the first and the last 40 lines, with a gap for those between them."""
-    return trim(items, [int(isinstance(item, LineItem)) for item in items], 2 * SHOWN_LINES, 0.5)
 
 
 def trim(items: Sequence[Item], sizes: Sequence[int], limit: int, head_share: float = HEAD_SHARE) -> list[Item]:
@@ -105,28 +103,20 @@ def trim(items: Sequence[Item], sizes: Sequence[int], limit: int, head_share: fl
     """
     if sum(sizes) <= limit:
         return list(items)
-    at = next((i for i, item in enumerate(items) if isinstance(item, GapItem)), None)
-    gap = items[at] if at is not None else None
-    known = gap if isinstance(gap, GapItem) else GapItem(0, 0)
-    before = range(len(items)) if at is None else range(at)
-    after = range(len(items)) if at is None else range(at + 1, len(items))
-    head = count_fitting((sizes[i] for i in before), int(limit * head_share))
-    head_bytes = sum(sizes[i] for i in before[:head])
-    tail = min(count_fitting((sizes[i] for i in reversed(after)), limit - head_bytes), len(after))
-    dropped = [items[i] for i in range(head, len(items) - tail) if i != at]
-    ranks = {item.rank for item in dropped if isinstance(item, LineItem)}
-    merged = GapItem(known.lines + len(dropped), max(known.ranks, len(ranks)), known.displays)
+    at = next((at for at, item in enumerate(items) if isinstance(item, GapItem)), None)
+    head = count_fitting(sizes[:at], int(limit * head_share))
+    after = sizes if at is None else sizes[at + 1 :]
+    tail = count_fitting(reversed(after), limit - sum(sizes[:head]))
+    dropped = items[head : len(items) - tail]
+    lines = [item.rank for item in dropped if isinstance(item, LineItem)]
+    known = next((item for item in dropped if isinstance(item, GapItem)), GapItem(0, 0))
+    merged = GapItem(known.lines + len(lines), max(known.ranks, len({*lines})), known.displays)
     return [*items[:head], merged, *items[len(items) - tail :]]
 
 
 def count_fitting(sizes: Iterable[int], limit: int) -> int:
     """Return how many of `sizes`, from the first one, fit into `limit`."""
-    count = 0
-    for total in accumulate(sizes):
-        if total > limit:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda total: total <= limit, accumulate(sizes)))
 
 
 def text_bytes(text: str) -> int:
@@ -208,12 +198,10 @@ class OutputStore:
     def add_skip(self, rank: int, lines: int) -> None:
         """Count lines that never arrived, and drop the rank's earlier lines in the tail with them."""
         self._sealed = True
-        for chunk in self._tail:
-            if isinstance(chunk, _Lines) and chunk.rank == rank:
-                self._gap[rank] += len(chunk.lines)
-                self._tail_size -= chunk.size
+        dropped = [chunk for chunk in self._tail if isinstance(chunk, _Lines) and chunk.rank == rank]
         self._tail = deque(chunk for chunk in self._tail if isinstance(chunk, int) or chunk.rank != rank)
-        self._gap[rank] += lines
+        self._tail_size -= sum(chunk.size for chunk in dropped)
+        self._gap[rank] += lines + sum(len(chunk.lines) for chunk in dropped)
 
     def display(self, shown: DisplayItem, size: int, *, update: bool) -> list[DisplayItem]:
         """Add a display, or replace the rank's displays with the same id; updating an unknown id changes nothing.
@@ -248,9 +236,8 @@ class OutputStore:
     def clear(self, rank: int) -> None:
         """Remove all output of one rank (`clear_output`)."""
         self._forget([serial for serial, (item, _) in self._displays.items() if item.rank == rank])
-        self._head = [chunk for chunk in self._head if isinstance(chunk, int) or chunk.rank != rank]
+        self._keep(lambda chunk: isinstance(chunk, int) or chunk.rank != rank)
         self._head_size = sum(chunk.size for chunk in self._head if isinstance(chunk, _Lines))
-        self._tail = deque(chunk for chunk in self._tail if isinstance(chunk, int) or chunk.rank != rank)
         self._tail_size = sum(chunk.size for chunk in self._tail if isinstance(chunk, _Lines))
         self._gap.pop(rank, None)
         if not (self._head or self._tail or self._gap or self._gap_displays):
@@ -258,32 +245,33 @@ class OutputStore:
 
     def items(self) -> list[Item]:
         """Return the kept items, with exactly one gap if anything was dropped."""
-        items: list[Item] = []
-        for chunk in self._head:
-            self._expand(chunk, items)
+        items: list[Item] = [item for chunk in self._head for item in self._expand(chunk)]
         gap = self._gap.copy()
         excess = self._tail_size - self._tail_limit
         rest: list[Item] = []
         for chunk in self._tail:
             if excess <= 0:
-                self._expand(chunk, rest)
+                rest += self._expand(chunk)
             elif isinstance(chunk, int):
-                self._expand(chunk, items)
+                items += self._expand(chunk)
             else:
                 dropped = _covering(chunk.lines, excess)
                 excess -= _size(chunk.lines[:dropped])
                 gap[chunk.rank] += dropped
-                self._expand(_Lines(chunk.rank, chunk.stream, chunk.lines[dropped:], 0), rest)
+                rest += self._expand(chunk)[dropped:]
         if gap or self._gap_displays:
             items.append(GapItem(gap.total(), len(gap), self._gap_displays))
         return [*items, *rest]
 
-    def _expand(self, chunk: _Chunk, into: list[Item]) -> None:
+    def _expand(self, chunk: _Chunk) -> Sequence[LineItem | DisplayItem]:
         if isinstance(chunk, int):
-            into.append(self._displays[chunk][0])
-        else:
-            rank, stream = chunk.rank, chunk.stream
-            into.extend([LineItem(rank, stream, text) for text in chunk.lines])
+            return [self._displays[chunk][0]]
+        rank, stream = chunk.rank, chunk.stream
+        return [LineItem(rank, stream, text) for text in chunk.lines]
+
+    def _keep(self, is_kept: Callable[[_Chunk], bool]) -> None:
+        self._head = [*filter(is_kept, self._head)]
+        self._tail = deque(filter(is_kept, self._tail))
 
     def _evict(self) -> None:
         while self._tail and self._tail_size > self._tail_limit:
@@ -301,9 +289,7 @@ class OutputStore:
         for serial in serials:
             self._display_bytes -= self._displays.pop(serial)[1]
         if serials:
-            self._head = [chunk for chunk in self._head if isinstance(chunk, _Lines) or chunk in self._displays]
-            kept = (chunk for chunk in self._tail if isinstance(chunk, _Lines) or chunk in self._displays)
-            self._tail = deque(kept)
+            self._keep(lambda chunk: isinstance(chunk, _Lines) or chunk in self._displays)
 
 
 def _size(lines: Sequence[str]) -> int:

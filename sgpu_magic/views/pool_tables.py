@@ -102,18 +102,14 @@ def _drawn(status: PoolStatus, now: float | None, notice: str) -> _Drawn:
     return _Drawn(_headline(status), quiet, loud, _devices(status), runs)
 
 
-def away_text(name: str, why: str) -> str:
-    """Return a pool without a status as text.
+def away_html(name: str, why: str, *, is_problem: bool) -> str:
+    """Return a pool without a status as HTML.
 
     Args:
         name: The pool's name.
         why: A sentence about why there is no status.
+        is_problem: The user has to do something.
     """
-    return f"{name} · {why}"
-
-
-def away_html(name: str, why: str, *, is_problem: bool) -> str:
-    """Return a pool without a status as HTML; arguments as for `away_text`, and whether something has to be done."""
     return titled_box(name, why, "", f"color:{WARN}" if is_problem else SOFT)
 
 
@@ -124,15 +120,12 @@ def _headline(status: PoolStatus) -> str:
     if types:
         counted = ", ".join(f"{count:,} {kind}" for kind, count in types.items())
         parts.append(counted + (" (simulated)" if simulates_all(status) else ""))
-    slots = count_of(inventory.cpu_slots, "cpu slot")
     free = "" if status.cpu_slots_free == inventory.cpu_slots else f" ({status.cpu_slots_free} free)"
-    parts.append(slots + free)
-    if not any(not device.simulated for device in inventory.devices):
+    parts.append(count_of(inventory.cpu_slots, "cpu slot") + free)
+    if all(device.simulated for device in inventory.devices):
         parts.append("no GPU there" if _has_nodes(status) else "no GPU on this machine")
-    parts.append(inventory.host)
-    if inventory.nodes:
-        parts.append(count_of(len(inventory.nodes), "node"))
-    return " · ".join(part for part in parts if part)
+    parts += [inventory.host, count_of(len(inventory.nodes), "node") if inventory.nodes else ""]
+    return " · ".join(filter(None, parts))
 
 
 def _waiting(status: PoolStatus) -> list[str]:
@@ -142,12 +135,11 @@ def _waiting(status: PoolStatus) -> list[str]:
     lines: list[str] = []
     for run in queued[:_MAX_WAITING]:
         whose = f"waiting: {run.user}'s" if several else "waiting:"
-        parts = [f"{whose} {_name(run) or 'cell'}", count_of(run.ranks, "rank"), run.waiting_for]
-        parts.append(f"position {run.position}" if run.position else "")
-        lines.append(", ".join(part for part in parts if part))
-    if len(queued) > _MAX_WAITING:
-        lines.append(f"waiting: {count_of(len(queued) - _MAX_WAITING, 'more run')}")
-    return lines
+        position = f"position {run.position}" if run.position else ""
+        parts = [f"{whose} {_name(run) or 'cell'}", count_of(run.ranks, "rank"), run.waiting_for, position]
+        lines.append(", ".join(filter(None, parts)))
+    more = len(queued) - _MAX_WAITING
+    return [*lines, f"waiting: {count_of(more, 'more run')}"] if more > 0 else lines
 
 
 def _several_users(status: PoolStatus) -> bool:
@@ -172,8 +164,11 @@ def _run_rows(status: PoolStatus, now: float) -> list[Row]:
     for run in status.runs:
         if run.session in sessions:
             cells.setdefault(run.session, []).append(run)
-    told_all = len(status.runs) < _RECENT
     rows: list[Row] = []
+
+    def further(words: str) -> None:
+        rows.append(("", words, *[""] * (len(_RUN_HEADS) - 2)))
+
     by_id = {run.run_id: run for run in status.runs}
     # a session is placed by its newest cell
     tops = dict.fromkeys(run.session if run.session in sessions else run.run_id for run in status.runs)
@@ -184,11 +179,10 @@ def _run_rows(status: PoolStatus, now: float) -> list[Row]:
         rows += [_run_row(status, cell, now, is_below=True) for cell in below[:_MAX_CELLS]]
         if len(below) > _MAX_CELLS:
             # the number of others is unknown if the status has only the newest runs
-            more = len(below) - _MAX_CELLS
-            words = f"{_BELOW}and {count_of(more, 'more cell') if told_all else 'more cells'}"
-            rows.append(("", words, *[""] * (len(_RUN_HEADS) - 2)))
+            count = count_of(len(below) - _MAX_CELLS, "more cell") if len(status.runs) < _RECENT else "more cells"
+            further(f"{_BELOW}and {count}")
     if len(tops) > _MAX_TOPS:
-        rows.append(("", f"and {count_of(len(tops) - _MAX_TOPS, 'more run')}", *[""] * (len(_RUN_HEADS) - 2)))
+        further(f"and {count_of(len(tops) - _MAX_TOPS, 'more run')}")
     return rows
 
 
@@ -243,15 +237,13 @@ def run_duration(run: RunSummary, now: float) -> str:
 def _run_row(
     status: PoolStatus, run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, is_below: bool = False
 ) -> Row:
-    if run.device_type in ("cpu", "any"):
-        ranks = f"{run.ranks} {TIMES} {run.device_type}" if run.device_type == "cpu" else f"{run.ranks}"
-    else:
-        ranks = f"{run.ranks} {TIMES} {run.device_type.upper()}{simulated_words(status, run.simulated)}"
-    notebook = PurePath(run.notebook).name
+    gpu = f"{run.device_type.upper()}{simulated_words(status, run.simulated)}"
+    kind = {"cpu": "cpu", "any": ""}.get(run.device_type, gpu)
+    ranks = f"{run.ranks} {TIMES} {kind}" if kind else f"{run.ranks}"
+    # the session's row has its notebook and ranks
+    name, notebook = _name(run), PurePath(run.notebook).name
     if is_below:
-        # the session's row has them
-        ranks, notebook = "", ""
-    name = f"{_BELOW if is_below else ''}{_name(run)}"
+        name, notebook, ranks = f"{_BELOW}{name}", "", ""
     cost = cost_so_far(run, now)
     paid = "" if cost is None else format_money(cost, run.currency)
     state = _state(run, cells, now)
@@ -273,7 +265,7 @@ class EnvironmentReport(msgspec.Struct, frozen=True):
         pending: What is installed but not used yet, with the remedy.
         broken: What will not work, with the remedy.
         compared_to: The environment that was compared with, "" for none.
-        differences: Rows of package, its version here, its version there, and a remark.
+        differences: From that environment: rows of package, its version here, its version there, and a remark.
     """
 
     title: str
@@ -290,33 +282,28 @@ def environment_text(report: EnvironmentReport) -> str:
     lines = [" · ".join((report.title, *report.facts)), *report.lines, *report.pending, *report.broken]
     if report.compared_to:
         lines += ["", _compared(report)]
-        if report.differences:
-            lines += aligned([_package_heads(report), *report.differences[:_MOST_ROWS]])
-            lines += _more(report)
+    if report.differences:
+        lines += [*aligned([_package_heads(report), *report.differences[:_MOST_ROWS]]), *_more(report)]
     return "\n".join(lines)
 
 
 def environment_html(report: EnvironmentReport) -> str:
     """Return the report as HTML with inline style."""
-    parts = [
-        sentences(report.lines),
-        sentences(report.pending, f"color:{WARN}"),
-        sentences(report.broken, f"color:{BAD}"),
-    ]
+    pending, broken = sentences(report.pending, f"color:{WARN}"), sentences(report.broken, f"color:{BAD}")
+    body = sentences(report.lines) + pending + broken
     if report.compared_to:
-        parts.append(f'<div style="padding:6px 12px 3px">{safe(_compared(report))}</div>')
-        if report.differences:
-            heads = _package_heads(report)
-            parts.append(table(heads, report.differences[:_MOST_ROWS], breaks=(len(heads) - 1,)))
-            parts.append(sentences(_more(report), SOFT))
-    return titled_box(report.title, " · ".join(report.facts), "".join(parts))
+        body += f'<div style="padding:6px 12px 3px">{safe(_compared(report))}</div>'
+    if report.differences:
+        heads = _package_heads(report)
+        body += table(heads, report.differences[:_MOST_ROWS], breaks=(len(heads) - 1,))
+        body += sentences(_more(report), SOFT)
+    return titled_box(report.title, " · ".join(report.facts), body)
 
 
 def _compared(report: EnvironmentReport) -> str:
     if not report.differences:
         return f"no difference from {report.compared_to}"
-    count = len(report.differences)
-    return f"{count} difference{'s' * (count > 1)} from {report.compared_to}"
+    return f"{count_of(len(report.differences), 'difference')} from {report.compared_to}"
 
 
 def _package_heads(report: EnvironmentReport) -> Row:

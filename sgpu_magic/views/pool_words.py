@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-
-import msgspec
+from collections.abc import Iterable, Mapping, Sequence
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.run_notes import run_name
@@ -78,19 +76,15 @@ def budget_words(status: PoolStatus, *, nearly_used: bool) -> list[str]:
 
 def idle_words(status: PoolStatus, now: float) -> list[str]:
     """Return when the idle pool stops, if that is within 15 min; `now` in seconds since the epoch."""
-    if status.idle_ends_at is None or status.idle_ends_at - now > _SOON_S:
-        return []
-    return [f"idle: ends its processes in {_rough(status.idle_ends_at - now)}"]
+    left_s = _SOON_S + 1 if status.idle_ends_at is None else max(status.idle_ends_at - now, 0.0)
+    # whole minutes from 90 s on
+    rough = f"{round(left_s / 60)} min" if left_s >= 90 else format_seconds(left_s)
+    return [f"idle: ends its processes in {rough}"] if left_s <= _SOON_S else []
 
 
 def failure_line(run: RunSummary) -> str:
     """Return the first line of a run's failure, at most 100 characters, "" for none."""
     return clipped(ansi.plain(run.failure.strip().split("\n", 1)[0]), _MAX_FAILURE)
-
-
-def _rough(seconds: float) -> str:
-    """Return whole minutes from 90 s on, else seconds."""
-    return f"{round(seconds / 60)} min" if seconds >= 90 else format_seconds(max(seconds, 0.0))
 
 
 TYPE_HEADS: Row = ("type", "total", "free", "busy", "memory", "memory in use", "utilization", "held by")
@@ -133,9 +127,7 @@ def _in_use(devices: Iterable[Device]) -> str:
 def _utilization(devices: Iterable[Device]) -> str:
     """Return `94 %`, where they differ the least and the most: `0-94 %`; "" if the driver reports none."""
     told = [round(device.utilization_pct) for device in devices if device.utilization_pct is not None]
-    if not told:
-        return ""
-    return f"{min(told)} %" if min(told) == max(told) else f"{min(told)}-{max(told)} %"
+    return "-".join(f"{each}" for each in sorted({min(told), max(told)})) + " %" if told else ""
 
 
 def _held(devices: Iterable[Device], holders: Holders) -> str:
@@ -149,8 +141,8 @@ def _held(devices: Iterable[Device], holders: Holders) -> str:
         elif device.outside_use:
             words.append(f"device {device.index} {outside_words(device)}")
     words = [*(f"{run} on {numbers_text(indices)}" for run, indices in runs.items()), *words]
-    more = len(words) - _MAX_HOLDERS
-    return "; ".join([*words[:_MAX_HOLDERS], *([f"{more} more"] if more > 0 else [])])
+    more = [f"{len(words) - _MAX_HOLDERS} more"] if len(words) > _MAX_HOLDERS else []
+    return "; ".join([*words[:_MAX_HOLDERS], *more])
 
 
 NODE_HEADS: Row = ("node", "devices", "free", "use", "runs")
@@ -159,26 +151,6 @@ NODE_RIGHT = (2, 3)
 # the most nodes that are listed
 _MAX_NODES = 16
 _MAX_RUNS = 3
-
-
-class _Node(msgspec.Struct):
-    """One node's devices.
-
-    Args:
-        host: Its host name.
-        kinds: Number of devices by label.
-        free: Number of free devices.
-        outside: Number of devices in use outside the pool.
-        used_pct: Utilization of each device that reports it.
-        runs: Number of devices that each run holds.
-    """
-
-    host: str
-    kinds: Counter[str] = msgspec.field(default_factory=Counter[str])
-    free: int = 0
-    outside: int = 0
-    used_pct: list[float] = msgspec.field(default_factory=list[float])
-    runs: Counter[str] = msgspec.field(default_factory=Counter[str])
 
 
 def type_words(status: PoolStatus) -> list[str]:
@@ -194,12 +166,10 @@ def type_words(status: PoolStatus) -> list[str]:
     lines: list[str] = []
     for kind, free in nodes.items():
         text = f"{kind}: {sum(free.values()):,} of {total[kind]:,} free on {count_of(len(free), 'node')}"
-        if len(free) > 1:
-            text += f", largest free node {max(free.values())}"
-        lines.append(text + _up_to(most.pop(kind, 0), total[kind]))
-    lines += [
-        f"{kind}: none available now{_up_to(count, 0)}" for kind, count in most.items() if count and kind != "cpu"
-    ]
+        largest = f", largest free node {max(free.values())}" if len(free) > 1 else ""
+        lines.append(text + largest + _up_to(most.pop(kind, 0), total[kind]))
+    most = {kind: count for kind, count in most.items() if count and kind != "cpu"}
+    lines += [f"{kind}: none available now{_up_to(count, 0)}" for kind, count in most.items()]
     coming = status.inventory.coming.strip()
     return [*lines, coming] if coming else lines
 
@@ -207,37 +177,33 @@ def type_words(status: PoolStatus) -> list[str]:
 def node_rows(status: PoolStatus) -> list[Row]:
     """Return a row for each node, in a large pool those with most free first, and one for the nodes left out."""
     holders = device_holders(status)
-    nodes = {node.node: _Node(node.host) for node in status.inventory.nodes}
+    known = {node.node: node for node in status.inventory.nodes}
+    nodes: dict[str, list[Device]] = {name: [] for name in known}
     for device in status.inventory.devices:
-        node = nodes.setdefault(device.node, _Node(device.node))
-        node.kinds[device.type.upper() + simulated_words(status, device.simulated)] += 1
-        if device.utilization_pct is not None:
-            node.used_pct.append(device.utilization_pct)
-        if device.uuid in holders:
-            node.runs[holders[device.uuid][0].run_id] += 1
-        elif device.outside_use:
-            node.outside += 1
-        else:
-            node.free += 1
-    slots = {node.node: node.cpu_slots for node in status.inventory.nodes}
+        nodes.setdefault(device.node, []).append(device)
+    free = {name: sum(is_free(device, holders) for device in devices) for name, devices in nodes.items()}
     # sort a large pool by free devices; keep the order of a small one
-    order = list(nodes) if len(nodes) <= _MAX_NODES else sorted(nodes, key=lambda name: -nodes[name].free)
-    rows = [_row(nodes[name], slots.get(name, 0)) for name in order[:_MAX_NODES]]
-    if left := [nodes[name] for name in order[_MAX_NODES:]]:
-        free = sum(node.free for node in left)
-        rows.append((f"and {count_of(len(left), 'more node')}", "", f"{free:,}", "", ""))
+    order = list(nodes) if len(nodes) <= _MAX_NODES else sorted(nodes, key=lambda name: -free[name])
+    rows: list[Row] = []
+    for name in order[:_MAX_NODES]:
+        host, slots = (known[name].host, known[name].cpu_slots) if name in known else (name, 0)
+        kinds = Counter(each.type.upper() + simulated_words(status, each.simulated) for each in nodes[name])
+        devices = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or count_of(slots, "cpu slot")
+        used = [each.utilization_pct for each in nodes[name] if each.utilization_pct is not None]
+        use = f"{sum(used) / len(used):.0f} %" if used else "-"
+        rows.append((host, devices, str(free[name]) if kinds else "-", use, _users(nodes[name], holders)))
+    if left := order[_MAX_NODES:]:
+        rows.append((f"and {count_of(len(left), 'more node')}", "", f"{sum(free[name] for name in left):,}", "", ""))
     return rows
 
 
-def _row(node: _Node, slots: int) -> Row:
-    devices = ", ".join(f"{count} {kind}" for kind, count in node.kinds.items()) or count_of(slots, "cpu slot")
-    use = f"{sum(node.used_pct) / len(node.used_pct):.0f} %" if node.used_pct else "-"
-    runs = [f"{short(run_id)} has {count}" for run_id, count in node.runs.most_common(_MAX_RUNS)]
-    if (more := len(node.runs) - len(runs)) > 0:
-        runs.append(f"{more} more")
-    if node.outside:
-        runs.append(f"{node.outside} in use outside the pool")
-    return node.host, devices, str(node.free) if node.kinds else "-", use, ", ".join(runs)
+def _users(devices: Sequence[Device], holders: Holders) -> str:
+    """Return the runs with most of a node's devices, and how many devices are in use outside the pool."""
+    held = Counter(holders[device.uuid][0].run_id for device in devices if device.uuid in holders)
+    runs = [f"{short(run_id)} has {count}" for run_id, count in held.most_common(_MAX_RUNS)]
+    runs += [f"{len(held) - _MAX_RUNS} more"] if len(held) > _MAX_RUNS else []
+    outside = sum(device.uuid not in holders and bool(device.outside_use) for device in devices)
+    return ", ".join([*runs, *([f"{outside} in use outside the pool"] if outside else [])])
 
 
 def _up_to(most: int, there: int) -> str:

@@ -14,7 +14,7 @@ from sgpu_magic.views.bundle import live_line, summary_line, unfinished_lines
 from sgpu_magic.views.cell_outputs import OutputSlots
 from sgpu_magic.views.failure import memory_lines
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, display_text, gap_lines
+from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, count_fitting, display_text, gap_lines
 from sgpu_magic.views.stacks import ending_stacks, stall_lines
 from sgpu_magic.views.summary_words import is_quiet, log_files, rank_label, rank_width, standing_warnings
 from sgpu_magic.views.units import count_of
@@ -91,19 +91,14 @@ class NotebookPublisher:
 
     def tick(self, now: float, final: bool = False) -> None:
         due = self._pace.is_due(now)
-        if self._finished or not (final or due):
-            return
-        if not final and self._view.version == self._drawn_version and now - self._drawn_at < CLOCK_S:
+        unchanged = self._view.version == self._drawn_version and now - self._drawn_at < CLOCK_S
+        if self._finished or not (final or (due and not unchanged)):
             return
         self._finished = final
-        self._drawn_version, self._drawn_at = self._view.version, now
-        if final:
-            sent, complete = self._slots.draw()
-        else:
-            sent, complete = self._slots.draw(MAX_MESSAGES_PER_TICK, MAX_LIVE_BYTES, self.remark)
+        draw = self._slots.draw
+        sent, complete = draw() if final else draw(MAX_MESSAGES_PER_TICK, MAX_LIVE_BYTES, self.remark)
         self._pace.sent(now, sent)
-        if not complete:
-            self._drawn_version = -1
+        self._drawn_version, self._drawn_at = self._view.version if complete else -1, now
 
 
 class Pace:
@@ -124,9 +119,6 @@ class Pace:
 
 
 # ---------------------------------------------------------------- a terminal or another stream
-
-REDRAW_S = 0.1
-HEADER_AFTER_S = 0.1
 
 
 class _Line(NamedTuple):
@@ -180,11 +172,13 @@ class TerminalPublisher:
         self._finished = final
         lines = self._new_lines(now - self._began, final)
         if self._errors is not None:
-            _write_apart(lines, self._stream, self._errors)
+            for is_output, group in groupby(lines, key=attrgetter("is_output")):
+                stream = self._stream if is_output else self._errors
+                stream.write("".join(f"{line.text}\n" for line in group))
+                stream.flush()
             return
         live = [] if final or not self._is_terminal else self._live_lines()
-        redraw = bool(lines) or final or (live != self._live and now - self._live_at >= REDRAW_S)
-        if not redraw:
+        if not (lines or final or (live != self._live and now - self._live_at >= MESSAGE_INTERVAL_S)):
             return
         erase = f"\x1b[{len(self._live)}A\r\x1b[J" if self._live else ""
         text = "".join(f"{line.text}\n" for line in lines)
@@ -194,41 +188,34 @@ class TerminalPublisher:
 
     def _new_lines(self, waited_s: float, final: bool) -> list[_Line]:
         view = self._view
-        fresh = self._pending + _fresh_lines(view)
-        self._pending = []
-        if view.spec.grouped:
-            if not final:
-                self._pending, fresh = fresh, []
+        fresh, self._pending = self._pending + _fresh_lines(view), []
+        if view.spec.grouped and not final:
+            self._pending, fresh = fresh, []
+        elif view.spec.grouped:
             fresh.sort(key=attrgetter("rank"))
         if is_quiet(view):
             return [_Line(summary_line(view))] if final else []
         lines: list[str] = []
         after: list[str] = []
-        placed = view.lease is not None
-        if not self._has_header and (placed or fresh or final):
+        if not self._has_header and (view.lease is not None or fresh or final):
             self._has_header = True
             lines.append(header_line(view))
-        elif not self._has_header and not self._is_terminal and waited_s >= HEADER_AFTER_S:
+        elif not self._has_header and not self._is_terminal and waited_s >= FIRST_AFTER_S:
             place = [f"{view.name} · {live_line(view)}"]
-            lines.extend(place if view.waiting_for and self._has_changed("queue", place) else [])
+            lines += place if view.waiting_for and self._has_changed("queue", place) else []
         if self._has_header:
-            notes = view.notes
-            lines.extend(f"note: {ansi.plain(note)}" for note in notes[self._notes :])
+            notes, warnings = view.notes, standing_warnings(view)
+            lines += [f"note: {ansi.plain(note)}" for note in notes[self._notes :]]
             self._notes = len(notes)
-            warnings = standing_warnings(view)
-            if self._has_changed("warnings", warnings):
-                lines.extend(f"note: {line}" for line in warnings)
+            lines += [f"note: {line}" for line in warnings] if self._has_changed("warnings", warnings) else []
         draw = ansi.colours_only if self._is_terminal else ansi.plain
         printed = [line._replace(text=draw(line.text)) for line in fresh]
-        if not final and not self._is_terminal:
-            stall = stall_lines(view)
-            after.extend((stall or ["progress resumed"]) if self._has_changed("stall", stall) else [])
         if final:
-            if not view.is_final:
-                after.extend(unfinished_lines(view))
-            after.extend(memory_lines(view, view.failure))
-            after.extend(ending_stacks(view))
-            after.append(summary_line(view))
+            after = [] if view.is_final else unfinished_lines(view)
+            after += [*memory_lines(view, view.failure), *ending_stacks(view), summary_line(view)]
+        elif not self._is_terminal:
+            stall = stall_lines(view)
+            after = (stall or ["progress resumed"]) if self._has_changed("stall", stall) else []
         return [*map(_Line, lines), *printed, *map(_Line, after)]
 
     def _has_changed(self, about: str, lines: list[str]) -> bool:
@@ -239,9 +226,8 @@ class TerminalPublisher:
     def _live_lines(self) -> list[str]:
         size = _terminal_size(self._stream)
         view = self._view
-        if not self._has_header:
-            lines = [f"{view.name} · {live_line(view)}"] if view.waiting_for else []
-        else:
+        lines = [f"{view.name} · {live_line(view)}"] if view.waiting_for else []
+        if self._has_header:
             lines = [*unfinished_lines(view), *stall_lines(view)]
         room = max(size.lines - 2, 1)
         if len(lines) > room:
@@ -262,12 +248,7 @@ def _fit(line: str, columns: int) -> str:
     line = line.replace("\t", "    ")
     if line.isascii():
         return line[:columns]
-    used = 0
-    for at, char in enumerate(line):
-        used += 2 if unicodedata.east_asian_width(char) in "WF" else 1
-        if used > columns:
-            return line[:at]
-    return line
+    return line[: count_fitting((1 + (unicodedata.east_asian_width(char) in "WF") for char in line), columns)]
 
 
 def _fresh_lines(view: RunView) -> list[_Line]:
@@ -284,10 +265,3 @@ def _fresh_lines(view: RunView) -> list[_Line]:
             case GapItem():
                 lines.extend(map(_Line, gap_lines(item, view.short_id, log_files(view))))
     return lines
-
-
-def _write_apart(lines: list[_Line], out: TextIO, errors: TextIO) -> None:
-    for is_output, group in groupby(lines, key=attrgetter("is_output")):
-        stream = out if is_output else errors
-        stream.write("".join(f"{line.text}\n" for line in group))
-        stream.flush()

@@ -139,17 +139,15 @@ class RankModels:
             self._forget(next(iter(self._models)))
 
     def _forget(self, key: ModelKey) -> None:
-        model = self._models.pop(key, None)
-        if model is not None:
-            self._bytes -= model.size
+        if key in self._models:
+            self._bytes -= self._models.pop(key).size
 
     def static(self, rank: int, bundle: Mapping[str, object]) -> dict[str, object]:
         """Return a rank's display with a live widget replaced by its current values as text and HTML."""
-        view = bundle.get(WIDGET_MIME)
+        key = widget_of(rank, bundle)
         rest = {mime: data for mime, data in bundle.items() if mime != WIDGET_MIME}
-        if not isinstance(view, dict):
+        if key is None:
             return rest
-        key = (rank, str(cast("State", view).get("model_id")))
         with self.lock:
             if key in self._closed:
                 # a closed widget disappears
@@ -159,6 +157,12 @@ class RankModels:
             except (TypeError, ValueError, AttributeError, LookupError):
                 # unexpected traits: a rank can send anything
                 return rest
+
+
+def widget_of(rank: int, bundle: Mapping[str, object]) -> ModelKey | None:
+    """Return the widget that a rank's display shows, None for another display."""
+    view = bundle.get(WIDGET_MIME)
+    return (rank, str(cast("State", view).get("model_id"))) if isinstance(view, dict) else None
 
 
 def _object(text: bytes) -> dict[str, Any]:
@@ -193,17 +197,14 @@ def _dict(value: object) -> dict[str, Any]:
 def _by_path(paths: object, buffers: Sequence[bytes]) -> dict[Path, bytes]:
     if not isinstance(paths, list):
         raise TypeError("no list of paths")
-    return {
-        tuple(path): part for path, part in zip(cast("list[list[str | int]]", paths), buffers, strict=False) if path
-    }
+    pairs = zip(cast("list[list[str | int]]", paths), buffers, strict=False)
+    return {tuple(path): part for path, part in pairs if path}
 
 
 def static_form(models: Mapping[ModelKey, Model], key: ModelKey) -> dict[str, object]:
     """Return a static MIME bundle for one of these widgets; empty for an unsupported widget type."""
     model = models.get(key)
-    if model is None:
-        return {}
-    if (figure := _figure(model)) is not None:
+    if model is not None and (figure := _figure(model)):
         return figure
     drawn = _drawn(models, key, _MOST_BOXES)
     if drawn is None:
@@ -247,15 +248,13 @@ def _drawn(models: Mapping[ModelKey, Model], key: ModelKey, depth: int) -> tuple
 
 def _box(models: Mapping[ModelKey, Model], rank: int, state: State, between: str, depth: int) -> tuple[str, str]:
     keys = [(rank, each.removeprefix(REFERENCE)) for each in cast("list[Any]", state["children"]) if refers(each)]
-    names = [str(model.state.get("_model_name")) if (model := models.get(key)) else "" for key in keys]
+    states = [models[key].state if key in models else {} for key in keys]
     drawn = [_drawn(models, key, depth - 1) or ("", "") for key in keys]
     inline = between != "\n"
-    if inline and [name.endswith("ProgressModel") for name in names] == [False, True, False]:
+    text = between.join(text for text, _ in drawn if text)
+    if inline and [str(each.get("_model_name")).endswith("ProgressModel") for each in states] == [False, True, False]:
         # the layout of tqdm, whose labels state the progress
-        bar = models[keys[1]].state
-        text = f"{drawn[0][0]}{_bar(bar)}{drawn[2][0]}"
-    else:
-        text = between.join(text for text, _ in drawn if text)
+        text = f"{drawn[0][0]}{_bar(states[1])}{drawn[2][0]}"
     style = "display:flex;gap:8px;align-items:center" if inline else ""
     return text, f'<div style="{style}">' + "".join(f"<div>{markup}</div>" for _, markup in drawn if markup) + "</div>"
 
@@ -280,8 +279,8 @@ def _number(value: object) -> float:
 
 
 def _bar(state: State) -> str:
-    low, high = _number(state.get("min")), _number(state.get("max"))
-    share = (_number(state.get("value")) - low) / (high - low) if high > low else 0.0
+    low, value, high = (_number(state.get(name)) for name in ("min", "value", "max"))
+    share = (value - low) / (high - low) if high > low else 0.0
     full = round(min(max(share, 0.0), 1.0) * _BAR_CHARS)
     return f"|{'█' * full}{' ' * (_BAR_CHARS - full)}|"
 
@@ -314,13 +313,12 @@ def _outputs(outputs: Sequence[State]) -> tuple[str, str]:
     return "\n".join(texts), "".join(markups)
 
 
-def _figure(model: Model) -> dict[str, object] | None:
-    """Return a plotly figure under plotly's MIME type; None for other widgets."""
-    data, layout = (model.state.get(name) for name in ("_widget_data", "_widget_layout"))
-    if not isinstance(data, list) or not isinstance(layout, dict):
-        return None
-    filled = _filled({"_widget_data": data, "_widget_layout": layout}, model.buffers, ())
-    figure = {"data": filled["_widget_data"], "layout": filled["_widget_layout"]}
+def _figure(model: Model) -> dict[str, object]:
+    """Return a plotly figure under plotly's MIME type; empty for other widgets."""
+    parts = {name: model.state.get(f"_widget_{name}") for name in ("data", "layout")}
+    if not isinstance(parts["data"], list) or not isinstance(parts["layout"], dict):
+        return {}
+    figure = {name: _filled(part, model.buffers, (f"_widget_{name}",)) for name, part in parts.items()}
     return {"application/vnd.plotly.v1+json": figure}
 
 

@@ -18,10 +18,10 @@ from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting,
 from sgpu_magic.views.run_notes import died_of, error_line, last_part, restart_command
 from sgpu_magic.views.summary_words import curve_text, is_low, measured_lines, whole_text
 from sgpu_magic.views.units import count_of
-from sgpu_magic.views.usage import Drawn, detail_lines, use_text
+from sgpu_magic.views.usage import Drawn, RankUsage, detail_lines, use_text
 from sgpu_magic.views.words import BEFORE_RANKS, new_host
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.rank_events import Failure, RankSample
+from sgpu_magic.wire.rank_events import Failure
 
 _MAX_LAST_CHARS = 160
 _MAX_SEEN_CHARS = 1000
@@ -39,28 +39,29 @@ def rank_cards(view: RunView) -> tuple[RankCard, ...]:
     if view.failure is not None and view.failure.rank is not None and view.state is not RunState.SUCCEEDED:
         failures[view.failure.rank] = view.failure
     said = view.output.last_lines
-    return tuple(
-        _card(view, at, failures.get(rank), ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]))
-        for at, rank in enumerate(view.rank_numbers)
-    )
+    seen = {rank: ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]) for rank in view.rank_numbers}
+    return tuple(_card(view, at, failures.get(rank), last) for at, (rank, last) in enumerate(seen.items()))
 
 
-def _card(view: RunView, at: int, failure: Failure | None, last: str) -> RankCard:
+def _card(view: RunView, at: int, failure: Failure | None, seen: str) -> RankCard:
     rank = view.rank_numbers[at]
     state, tone = _state(view, rank, failure)
-    usage = view.usage.ranks.get(rank)
-    latest = usage.latest if usage is not None else None
+    usage = view.usage.ranks.get(rank) or RankUsage(rank)
+    latest = usage.latest
+    last = without_bar(seen)
+    if not last and state == "running" and latest is not None and latest.line:
+        last = f"at {ansi.plain(latest.line)}"
     return RankCard(
         rank=rank,
         state=state,
         tone=tone,
         label=ansi.plain(_label(view, rank))[:_MAX_LABEL_CHARS],
-        last=_last(rank, state, failure, without_bar(last) or _place(state, latest))[:_MAX_LAST_CHARS],
-        bar=bar_of(last) if state == "running" else None,
+        last=_last(rank, state, failure, last)[:_MAX_LAST_CHARS],
+        bar=bar_of(seen) if state == "running" else None,
         use=use_text(latest) if latest is not None else "",
         details=tuple(ansi.plain(line)[:200] for line in detail_lines(latest)) if latest is not None else (),
-        curves=tuple(map(_curve, usage.curves())) if usage is not None else (),
-        idle=ansi.plain(usage.idle_text)[:200] if usage is not None else "",
+        curves=tuple(map(_curve, usage.curves())),
+        idle=ansi.plain(usage.idle_text)[:200],
         host=new_host(view, view.rank_numbers, at),
     )
 
@@ -100,20 +101,10 @@ def _last(rank: int, state: str, failure: Failure | None, last: str) -> str:
     return ansi.plain(died_of(failure) if silent else error_line(failure))
 
 
-def _place(state: str, latest: RankSample | None) -> str:
-    """Return `at line 3: import torch` for a rank that runs and has printed nothing."""
-    return f"at {ansi.plain(latest.line)}" if state == "running" and latest is not None and latest.line else ""
-
-
 def _curve(drawn: Drawn) -> Curve:
-    return Curve(
-        name=drawn.name,
-        unit=drawn.unit,
-        values=drawn.series.values,
-        began_s=round(drawn.series.began_s, 1),
-        step_s=drawn.series.step_s,
-        top=drawn.top,
-    )
+    name, unit, series, top = drawn
+    began_s = round(series.began_s, 1)
+    return Curve(name=name, unit=unit, values=series.values, began_s=began_s, step_s=series.step_s, top=top)
 
 
 # ---------------------------------------------------------------- as static HTML
@@ -141,20 +132,18 @@ def live_ranks_html(view: RunView) -> str:
     for at, rank in enumerate(ranks[:MAX_RANKS]):
         cells.append(_host_row(new_host(view, ranks, at)))
         latest = usage[rank].latest if rank in usage else None
-        label = use_text(latest) if latest is not None else _label(view, rank)
-        label = f" {escape(label)}"
         failure = view.rank_failures.get(rank)
         if rank in dead:
-            label, last = " ✕ dead", restart_command((rank,))
+            label, last = "✕ dead", restart_command((rank,))
         elif failure is not None:
-            label, last = f" ✕ {escape(last_part(failure.type_name) or failure.kind)}", failure.message
+            label, last = f"✕ {last_part(failure.type_name) or failure.kind}", failure.message
         else:
-            last = said.get(rank, "")
+            label, last = use_text(latest) if latest is not None else _label(view, rank), said.get(rank, "")
         colour = f";color:{BAD}" if failure or rank in dead else ""
         cells.append(
             f'<div style="padding:3px 12px 4px;min-width:0;box-shadow:0 0 0 .5px {LINE}">'
             f'<b style="font-weight:600;font-size:12px{colour}">rank {rank}</b>'
-            f'<span style="font-size:12px;{SOFT}">{label}</span>'
+            f'<span style="font-size:12px;{SOFT}"> {escape(label)}</span>'
             f'<div style="{MONO};font-size:11.5px;{SOFT};white-space:nowrap;overflow:hidden;'
             f'text-overflow:ellipsis;min-height:1.45em">{safe(ansi.plain(last)[:_MAX_LIVE_CHARS])}</div></div>'
         )
@@ -172,10 +161,11 @@ def ended_ranks_html(view: RunView) -> str:
     They are brief if there are too many ranks. Returns "" for one rank, and without measured usage when there are only
     few lines.
     """
-    known = _drawn.get(view)
-    if known is None or known[0] != view.version:
-        known = _drawn[view] = (view.version, _ended(view))
-    return known[1]
+    version, drawn = _drawn.get(view, (-1, ""))
+    if version != view.version:
+        drawn = _ended(view)
+        _drawn[view] = (view.version, drawn)
+    return drawn
 
 
 def _ended(view: RunView) -> str:
@@ -184,21 +174,20 @@ def _ended(view: RunView) -> str:
         return ""
     limit = int(html_limit(view.output_limit) * _SHARE)
     shows = Counter(item.rank for item in view.items if isinstance(item, DisplayItem))
-    parts = {rank: _Parts(view, rank, shows[rank]) for rank in _most_urgent(view)}
-    if sum(part.size for part in parts.values()) > limit:
-        parts = {rank: _Parts(view, rank, shows[rank], is_brief=True) for rank in parts}
-    fitting = count_fitting((part.size for part in parts.values()), limit)
-    kept = dict(list(parts.items())[:fitting])
-    rest = len(view.rank_numbers) - len(kept)
-    room = (limit - sum(part.size for part in kept.values())) // max(len(kept), 1)
-    lines = _last_lines(view, kept, room)
-    listed = sorted(kept)
-    drawn = "".join(
-        _host_row(new_host(view, listed, at)) + kept[rank].drawn(lines[rank]) for at, rank in enumerate(listed)
-    )
-    if rest:
+    ranks = _most_urgent(view)
+    frames = {rank: _frame(view, rank, shows[rank]) for rank in ranks}
+    if sum(map(_size, frames.values())) > limit:
+        frames = {rank: _frame(view, rank, shows[rank], is_brief=True) for rank in ranks}
+    listed = sorted(ranks[: count_fitting(map(_size, frames.values()), limit)])
+    room = (limit - sum(_size(frames[rank]) for rank in listed)) // max(len(listed), 1)
+    lines = _last_lines(view, listed, room)
+    drawn = ""
+    for at, rank in enumerate(listed):
+        head, foot = frames[rank]
+        drawn += _host_row(new_host(view, listed, at)) + head + _pre(lines[rank], view.output.rank_lines[rank]) + foot
+    if rest := len(view.rank_numbers) - len(listed):
+        what = f"and {count_of(rest, 'more rank')}" if listed else count_of(rest, "rank")
         command = f"sgpu logs {view.short_id} --rank N"
-        what = f"and {count_of(rest, 'more rank')}" if kept else count_of(rest, "rank")
         drawn += f'<div style="padding:3px 12px;font-size:12px;{SOFT}">{what}: {command}</div>'
     return f'<div style="border-top:1px solid {LINE};padding:2px 0">{drawn}</div>'
 
@@ -219,8 +208,8 @@ def _most_urgent(view: RunView) -> list[int]:
     return order[:MAX_RANKS]
 
 
-class _Parts:
-    """The parts of one rank's entry, except its lines.
+def _frame(view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> tuple[str, str]:
+    """Return what is before and after a rank's lines.
 
     Args:
         view: The run.
@@ -228,49 +217,41 @@ class _Parts:
         shows: Number of its displays.
         is_brief: Leave out its curve and what was measured.
     """
+    usage = view.usage.ranks.get(rank) or RankUsage(rank)
+    (state, colour), label = _ended_as(view, rank), _label(view, rank)
+    count = view.output.rank_lines.get(rank, 0)
+    said = [state, escape(whole_text(usage)), count_of(count, "line") if count else ""]
+    curve, curves = "", [] if is_brief else usage.curves()
+    if curves and not curves[0].is_flat_zero:
+        stroke, title = WARN if is_low(usage) else ACCENT, f"({curve_text(curves[0])})"
+        curve = " " + sparkline(curves[0].series.values, curves[0].top, title, stroke)
+    # the marker that opens it stays on its line
+    beside = "calc(100% - 1.5em)"
+    head = (
+        f'<details style="font-size:12px"><summary style="cursor:pointer;padding:3px 12px">'
+        f'<span style="display:inline-block;min-width:min(23em,{beside});max-width:{beside}">'
+        f'<b style="font-weight:600{colour}">rank {rank}</b>'
+        f"{''.join(f' · {part}' for part in said if part)}</span>{curve}</summary>"
+        f'<div style="padding:2px 12px 6px 28px;background:{PANEL}">'
+    )
+    told = [f"on {label}"] if label else []
+    told += [] if is_brief else measured_lines(usage)
+    told += [count_of(shows, "display")] if shows else []
+    foot = "".join(f"<div>{safe(line)}</div>" for line in told)
+    foot += f'<div style="overflow-wrap:anywhere">{escape(_log(view, rank))}</div>'
+    return head, f'<div style="{SOFT}">{foot}</div></div></details>'
 
-    def __init__(self, view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> None:
-        usage = view.usage.ranks.get(rank)
-        state, colour = _ended_as(view, rank)
-        label = _label(view, rank)
-        count = view.output.rank_lines.get(rank, 0)
-        use = escape(whole_text(usage)) if usage is not None else ""
-        said = [state, use, count_of(count, "line") if count else ""]
-        curve = ""
-        if usage is not None and not is_brief and (curves := usage.curves()):
-            first = curves[0]
-            stroke = WARN if is_low(usage) else ACCENT
-            if not first.is_flat_zero:
-                curve = " " + sparkline(first.series.values, first.top, f"({curve_text(first)})", stroke)
-        # the marker that opens it stays on its line
-        beside = "calc(100% - 1.5em)"
-        self._head = (
-            f'<details style="font-size:12px"><summary style="cursor:pointer;padding:3px 12px">'
-            f'<span style="display:inline-block;min-width:min(23em,{beside});max-width:{beside}">'
-            f'<b style="font-weight:600{colour}">rank {rank}</b>'
-            f"{''.join(f' · {part}' for part in said if part)}</span>{curve}</summary>"
-        )
-        told = [f"on {label}"] if label else []
-        told += measured_lines(usage) if usage is not None and not is_brief else []
-        told += [count_of(shows, "display")] if shows else []
-        self._foot = "".join(f"<div>{safe(line)}</div>" for line in told)
-        self._foot += f'<div style="overflow-wrap:anywhere">{escape(_log(view, rank))}</div>'
-        self._count = count
-        self.size = len(self._drawn("").encode())
 
-    def drawn(self, lines: list[str]) -> str:
-        if not lines:
-            return self._drawn("")
-        left_out = self._count - len(lines)
-        newline = "\n"
-        before = f'<span style="{FAINT}">... {count_of(left_out, "line")} before</span>\n' if left_out > 0 else ""
-        return self._drawn(f'<pre style="{PRE};padding:4px 0">{before}{newline.join(lines)}</pre>')
+def _size(frame: tuple[str, str]) -> int:
+    return len("".join(frame).encode())
 
-    def _drawn(self, lines: str) -> str:
-        inside = (
-            f'<div style="padding:2px 12px 6px 28px;background:{PANEL}">{lines}<div style="{SOFT}">{self._foot}</div>'
-        )
-        return f"{self._head}{inside}</div></details>"
+
+def _pre(lines: list[str], count: int) -> str:
+    """Return a rank's last lines, and how many of its `count` lines are before them."""
+    left_out = count - len(lines)
+    before = f'<span style="{FAINT}">... {count_of(left_out, "line")} before</span>\n' if left_out > 0 else ""
+    text = "\n".join(lines)
+    return f'<pre style="{PRE};padding:4px 0">{before}{text}</pre>' if lines else ""
 
 
 def _ended_as(view: RunView, rank: int) -> tuple[str, str]:
@@ -278,17 +259,15 @@ def _ended_as(view: RunView, rank: int) -> tuple[str, str]:
     if view.failure is not None and view.failure.rank == rank:
         return f'<span style="color:{BAD}">✕ failed</span>', f";color:{BAD}"
     other = next((other for other in view.others if other.rank == rank), None)
-    if other is None:
-        return "", ""
-    return ("released", "") if other.is_consequence else (f'<span style="color:{BAD}">✕ failed</span>', "")
+    if other is not None and not other.is_consequence:
+        return f'<span style="color:{BAD}">✕ failed</span>', ""
+    return "" if other is None else "released", ""
 
 
 def _log(view: RunView, rank: int) -> str:
     """Return where the rank's whole log is."""
-    command = f"sgpu logs {view.short_id} --rank {rank}"
-    if not view.directory:
-        return f"whole log: {command}"
-    return f"whole log: {command} · {shlex.quote(str(PurePath(view.directory) / f'rank-{rank}.log'))}"
+    file = f" · {shlex.quote(str(PurePath(view.directory) / f'rank-{rank}.log'))}" if view.directory else ""
+    return f"whole log: sgpu logs {view.short_id} --rank {rank}{file}"
 
 
 def _last_lines(view: RunView, ranks: Iterable[int], room: int) -> dict[int, list[str]]:

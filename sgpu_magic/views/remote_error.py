@@ -10,7 +10,14 @@ import msgspec
 from sgpu_magic import errors
 from sgpu_magic.views.failure import last_words
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.run_notes import death_sentence, error_line, last_part, other_lines, timeout_sentence
+from sgpu_magic.views.run_notes import (
+    death_sentence,
+    error_line,
+    last_part,
+    other_lines,
+    restart_command,
+    timeout_sentence,
+)
 from sgpu_magic.views.stacks import group_sentences, stack_lines, stacks_text, verdict
 from sgpu_magic.views.tracebacks import cut_lines, line_of_cell, source_of, traceback_body
 from sgpu_magic.views.units import clipped, format_ranks, format_seconds
@@ -90,9 +97,8 @@ def run_exception(
     if failure.kind is FailureKind.USER_CODE:
         hint = _name_hint(failure, notebook_names) or no_cuda_hint(failure)
         hint = hint or context_hint(failure, ended.others, view.spec)
-        raised = exception if isinstance(exception, Exception) else None
-        if raised is None:
-            raised = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")
+        own = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")
+        raised = exception if isinstance(exception, Exception) else own
         where = f"rank {failure.rank} of {view.ranks}" if failure.rank is not None else f"{view.ranks} ranks"
         heading = f"{where} on {failure.host} · {run}" if failure.host else f"{where} · {run}"
         # a coloured traceback is shown whole or not at all
@@ -143,9 +149,6 @@ def _dressed(exception: Exception, attributes: dict[str, object]) -> Exception:
     if refused:
         cls = type(exception)
         body: dict[str, object] = {"__module__": cls.__module__, "__slots__": (), **refused}
-        drawing = body.get("_render_traceback_")
-        if isinstance(drawing, _Drawing):
-            body["_render_traceback_"] = staticmethod(drawing)
         exception.__class__ = type(cls.__name__, (cls,), body)
     return exception
 
@@ -245,19 +248,14 @@ def context_hint(failure: Failure, others: Iterable[Failure], spec: RunSpec) -> 
     ranks = sorted(alike | {failure.rank})
     who, one = format_ranks(ranks), len(ranks) == 1
     fails = f"every further CUDA call in {'its process' if one else 'their processes'} fails"
-    parts = [f"This error destroyed the CUDA context of {who}: {fails}."]
+    remedy = "Fix the code and run it again: the next run gets new processes."
     if spec.in_session:
         new = "a new process in its place" if one else "new processes in their place"
-        numbers = ",".join(map(str, ranks))
-        parts.append(f"`%sgpu_restart --rank {numbers}` starts {new}; what {who} had in GPU memory is lost.")
-    else:
-        parts.append("Fix the code and run it again: the next run gets new processes.")
+        remedy = f"`{restart_command(ranks)}` starts {new}; what {who} had in GPU memory is lost."
     # the variable is read when the context is created, which ranks of a session and its standby ranks have done already
-    blocking = "with `--env CUDA_LAUNCH_BLOCKING=1`"
-    if spec.session:
-        blocking = "in a session connected with `%sgpu_connect --env CUDA_LAUNCH_BLOCKING=1`"
+    connect = "in a session connected with `%sgpu_connect " if spec.session else "with `"
+    blocking = f"{connect}--env CUDA_LAUNCH_BLOCKING=1`"
+    cause = f"CUDA reports errors late, so an earlier line may be the cause; {blocking} the line is exact."
     if _FROM_HARDWARE.search(failure.message[:_MOST_CHARS]):
-        parts.append("The GPU or its link may be at fault: see `nvidia-smi -q` and the Xid lines in `dmesg`.")
-    else:
-        parts.append(f"CUDA reports errors late, so an earlier line may be the cause; {blocking} the line is exact.")
-    return " ".join(parts)
+        cause = "The GPU or its link may be at fault: see `nvidia-smi -q` and the Xid lines in `dmesg`."
+    return f"This error destroyed the CUDA context of {who}: {fails}. {remedy} {cause}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sgpu_magic.system.processes import signal_name
@@ -88,10 +88,6 @@ class SessionState:
             self.idle_at = at
         self.cells, self.running, self.dead = body.cells, body.running, body.dead
 
-    def restarted(self, body: RanksRestarted) -> None:
-        """Remove restarted ranks from the dead ones."""
-        self.dead = tuple(rank for rank in self.dead if rank not in body.ranks)
-
 
 def renewal_note(body: GroupRenewed) -> str:
     """Return a sentence about renewed process groups and the objects that use them, or why they are not renewed."""
@@ -104,21 +100,19 @@ def renewal_note(body: GroupRenewed) -> str:
 
 def restart_note(body: RanksRestarted) -> str:
     """Return `rank 2 is a new process (4711): its variables are lost`."""
-    pids = ", ".join(str(pid) for pid in body.pids)
-    one = len(body.ranks) == 1
-    what = f"is a new process ({pids})" if one else f"are new processes ({pids})"
-    return f"{format_ranks(body.ranks)} {what}" + (f": {body.lost}" if body.lost else "")
+    what = "is a new process" if len(body.ranks) == 1 else "are new processes"
+    lost = f": {body.lost}" if body.lost else ""
+    return f"{format_ranks(body.ranks)} {what} ({', '.join(map(str, body.pids))}){lost}"
 
 
-def restart_command(ranks: tuple[int, ...]) -> str:
+def restart_command(ranks: Sequence[int]) -> str:
     """Return `%sgpu_restart --rank 2`."""
     return f"%sgpu_restart --rank {','.join(map(str, ranks))}"
 
 
 def unstopped_note(ranks: tuple[int, ...]) -> str:
     """Return a sentence about ranks that still run a stopped cell, and what to do."""
-    one = len(ranks) == 1
-    it, has, runs = ("it", "has", "runs") if one else ("them", "have", "run")
+    it, has, runs = ("it", "has", "runs") if len(ranks) == 1 else ("them", "have", "run")
     return (
         f"{format_ranks(ranks)} {has} not stopped and still {runs} this cell: the session's next cell waits for {it}. "
         f"Interrupt again within 5 s to kill {it}, or {restart_command(ranks)}, which replaces {it}"
@@ -174,9 +168,7 @@ def died_of(failure: Failure) -> str:
     status = failure.exit_status
     if status is None:
         return "died"
-    if status >= 0:
-        return f"ended with exit code {status}"
-    return f"was killed by {signal_name(-status)}"
+    return f"ended with exit code {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
 
 def death_sentence(failure: Failure, ranks: int) -> str:
@@ -188,12 +180,9 @@ def death_sentence(failure: Failure, ranks: int) -> str:
     subject = f"rank {failure.rank} of {ranks}{pid}" if failure.rank is not None else ""
     if failure.kind is not FailureKind.WORKER_DIED:
         return f"{subject}: {message}" if subject and message else message or subject or f"{failure.kind}"
-    died = died_of(failure)
-    if not message:
-        return f"{subject} {died}".strip()
-    if message.startswith(("was ", "died", "ended", "exited")):
-        return f"{subject} {message}".strip()
-    return f"{subject} {died}: {message}".strip()
+    if not message.startswith(("was ", "died", "ended", "exited")):
+        message = died_of(failure) + (f": {message}" if message else "")
+    return f"{subject} {message}".strip()
 
 
 def other_lines(others: Iterable[Failure], culprit: int | None = None) -> list[str]:
@@ -212,10 +201,10 @@ def other_lines(others: Iterable[Failure], culprit: int | None = None) -> list[s
 def attempt_note(body: AttemptFailed, seconds: float) -> str:
     """Return `attempt 1 of 3 failed after 9 s: rank 2 was killed by SIGKILL; started again`."""
     failure = body.failure
-    if failure.kind is FailureKind.WORKER_DIED and failure.rank is not None:
-        why = f"rank {failure.rank} {died_of(failure)}"
-    else:
-        why = (f"rank {failure.rank}: " if failure.rank is not None else "") + error_line(failure)
+    why = error_line(failure)
+    if failure.rank is not None:
+        died = failure.kind is FailureKind.WORKER_DIED
+        why = f"rank {failure.rank}{f' {died_of(failure)}' if died else f': {why}'}"
     after = f" after {format_seconds(seconds)}" if seconds else ""
     return f"attempt {body.attempt} of {body.attempts} failed{after}: {why}; started again"
 

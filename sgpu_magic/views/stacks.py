@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.views import ansi
-from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, PRE, SOFT, WARN, safe
+from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, PRE, SOFT, WARN, safe, sentences
 from sgpu_magic.views.run_notes import limit_of
 from sgpu_magic.views.tracebacks import NO_FUNCTION, Sources, caller_at, cut_lines
-from sgpu_magic.views.units import aligned, format_ranks, format_seconds
+from sgpu_magic.views.units import aligned, ends, format_ranks, format_seconds
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.rank_events import Collective, RankStack, StackFrame, Stalled
 from sgpu_magic.wire.run import CellSource
@@ -58,7 +58,7 @@ class StackGroup(msgspec.Struct, frozen=True):
         activity: What they are doing.
         place: Such as `Cell In[7], line 15`; "" when unknown.
         source: The notebook's source line there.
-        stack: The first rank's stack as a traceback, the most recent call last.
+        whole: The first rank's stack as a traceback, the most recent call last, or why there is none.
         problem: Why there is no stack.
     """
 
@@ -66,7 +66,7 @@ class StackGroup(msgspec.Struct, frozen=True):
     activity: Activity
     place: str
     source: str
-    stack: tuple[str, ...]
+    whole: Sequence[str]
     problem: str = ""
 
     @property
@@ -74,9 +74,8 @@ class StackGroup(msgspec.Struct, frozen=True):
         """Return `wait in all_reduce #41`, `is in load_batch`."""
         if not self.activity.name:
             return "can't be inspected" if self.problem else "have no Python stack"
-        one = len(self.ranks) == 1
-        verb = ("waits" if one else "wait") if self.activity.waits else ("is" if one else "are")
-        return f"{verb} in {self.activity.name}"
+        one, several = ("waits", "wait") if self.activity.waits else ("is", "are")
+        return f"{one if len(self.ranks) == 1 else several} in {self.activity.name}"
 
 
 def activity_of(stack: RankStack, sources: Sources) -> Activity:
@@ -105,10 +104,9 @@ def activity_of(stack: RankStack, sources: Sources) -> Activity:
     torch_function = next((each.function.strip("_") for each in called if _is_torch(each)), "")
     if torch_function:
         return Activity(torch_function, _MEETINGS.fullmatch(torch_function) is not None, None, frame)
-    if frame.function not in NO_FUNCTION:
-        return Activity(frame.function, False, None, frame)
     # at the cell's top level name the function that it called
-    return Activity(next((each.function for each in called), "the cell"), False, None, frame)
+    own = next((each.function for each in called), "the cell") if frame.function in NO_FUNCTION else frame.function
+    return Activity(own, frame=frame)
 
 
 def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGroup]:
@@ -126,30 +124,21 @@ def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGro
     for stack in sorted(stacks, key=lambda stack: stack.rank):
         activity = activity_of(stack, sources)
         lines = tuple(frame for frame in stack.frames if sources.is_notebook(frame)) or stack.frames
-        key = (activity.name, activity.waits, activity.collective, activity.frame, lines, stack.problem)
-        found.setdefault(key, []).append((stack, activity))
+        found.setdefault((activity, lines, stack.problem), []).append((stack, activity))
     groups: list[StackGroup] = []
     for members in found.values():
-        first, activity = members[0]
+        (first, activity), ranks = members[0], tuple(stack.rank for stack, _ in members)
         frame = activity.frame
-        groups.append(
-            StackGroup(
-                ranks=tuple(stack.rank for stack, _ in members),
-                activity=activity,
-                place=sources.place(frame) if frame is not None else first.problem,
-                source=sources.source(frame) if frame is not None else "",
-                stack=tuple(stack_lines(first.frames, cell)),
-                problem=first.problem,
-            )
-        )
+        place, source = (first.problem, "") if frame is None else (sources.place(frame), sources.source(frame))
+        whole = stack_lines(first.frames, cell) or [first.problem or "no Python stack"]
+        groups.append(StackGroup(ranks, activity, place, source, whole, first.problem))
     return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))
 
 
 def group_lines(groups: Sequence[StackGroup]) -> list[str]:
     """Return a line for each of the first groups, in columns, and one for the ranks of all others."""
     shown = groups[:_MAX_GROUPS]
-    rows = [(format_ranks(group.ranks), group.doing, group.place, group.source) for group in shown]
-    lines = aligned(rows)
+    lines = aligned([(format_ranks(group.ranks), group.doing, group.place, group.source) for group in shown])
     left_out = [rank for group in groups[_MAX_GROUPS:] for rank in group.ranks]
     return [*lines, f"{format_ranks(left_out)} elsewhere"] if left_out else lines
 
@@ -169,13 +158,12 @@ def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
             waiting.setdefault((entry.group, entry.seq), {}).setdefault(_numbered(entry), []).append(stack.rank)
     told: list[str] = []
     for (group, number), names in sorted(waiting.items()):
+        name, ranks = next(iter(names.items()))
+        absent = [stack.rank for stack in stacks if _has_not_come(stack, group, number, name, sources)]
         if len(names) > 1:
             parts = [f"{format_ranks(ranks)} in {name}" for name, ranks in sorted(names.items())]
             told.append(f"{', '.join(parts)}: they wait for each other, because their collectives differ")
-            continue
-        name, ranks = next(iter(names.items()))
-        absent = [stack.rank for stack in stacks if _has_not_come(stack, group, number, name, sources)]
-        if absent:
+        elif absent:
             verb = "has" if len(absent) == 1 else "have"
             told.append(f"{format_ranks(absent)} {verb} not reached {name}")
         elif len(ranks) == len(stacks) > 1:
@@ -187,11 +175,9 @@ def stack_lines(frames: Sequence[StackFrame], cell: CellSource) -> list[str]:
     """Return a stack as in a traceback, the most recent call last, starting at the notebook's first line."""
     sources = Sources(cell)
     entries = [sources.entry(frame) for frame in reversed(sources.own_frames(frames))]
-    if (left_out := len(entries) - _MAX_FRAMES) > 0:
-        # recursion: its beginning and its end are enough
-        half = _MAX_FRAMES // 2
-        entries = [*entries[:half], [f"... {left_out:,} more frames ..."], *entries[-half:]]
-    return [line for entry in entries for line in entry]
+    # of a recursion the beginning and the end are enough
+    left_out = [f"... {len(entries) - _MAX_FRAMES:,} more frames ..."]
+    return [line for entry in ends(entries, _MAX_FRAMES, left_out) for line in entry]
 
 
 def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
@@ -228,14 +214,10 @@ def stacks_text(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
     groups = group_stacks(stacks, cell)
     if not groups:
         return f"run {short(run_id)} has no ranks now"
-    lines = [
-        f"run {short(run_id)}{taken(stacks)}",
-        *(f"  {line}" for line in group_lines(groups)),
-        *verdict(stacks, cell),
-    ]
+    lines = [f"run {short(run_id)}{taken(stacks)}", *summary(stacks, cell)]
     for group in groups:
         lines += ["", f"{format_ranks(group.ranks)} {group.doing}"]
-        lines += [f"  {line}" for line in group.stack or (group.problem or "no Python stack",)]
+        lines += [f"  {line}" for line in group.whole]
     return "\n".join(ansi.plain(line) for line in lines)
 
 
@@ -244,17 +226,15 @@ def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
     groups = group_stacks(stacks, cell)
     rows = ""
     for group in groups:
-        whole = "\n".join(group.stack or (group.problem or "no Python stack",))
         rows += (
             f'<details style="padding:3px 12px"><summary style="cursor:pointer">'
             f'<b style="font-weight:600">{safe(format_ranks(group.ranks))}</b> {safe(group.doing)} '
             f'<span style="{SOFT}">{safe(group.place)}</span> '
             f'<code style="{MONO};font-size:12px;background:none">{safe(group.source)}</code></summary>'
-            f'<pre style="margin:0;padding:4px 0 4px 14px;{MONO};font-size:12px;white-space:pre-wrap">{safe(whole)}'
-            "</pre></details>"
+            f'<pre style="margin:0;padding:4px 0 4px 14px;{MONO};font-size:12px;white-space:pre-wrap">'
+            f"{safe(chr(10).join(group.whole))}</pre></details>"
         )
-    for sentence in verdict(stacks, cell):
-        rows += f'<div style="padding:3px 12px;color:{WARN}">{safe(sentence)}</div>'
+    rows += sentences(verdict(stacks, cell), f"color:{WARN}")
     head = f"run {short(run_id)}" + (taken(stacks) if groups else " has no ranks now")
     return (
         f'<div style="{BOX}"><div style="padding:6px 12px;background:{PANEL};'
@@ -277,8 +257,8 @@ def stall_lines(view: RunView, *, has_buttons: bool = False) -> list[str]:
     stacks, cell = view.stalled.stacks, view.spec.cell
     groups = [f"  {ansi.plain(line)}" for line in group_lines(group_stacks(stacks, cell))]
     everything = "the Stacks button" if has_buttons else f"`sgpu stacks {view.short_id}`"
-    told = [*map(ansi.plain, verdict(stacks, cell)), f"{everything} shows everything"]
-    return [f"no progress for {format_seconds(view.stalled.seconds)}{taken(stacks)}", *groups, " · ".join(told)]
+    told = " · ".join([*map(ansi.plain, verdict(stacks, cell)), f"{everything} shows everything"])
+    return [f"no progress for {format_seconds(view.stalled.seconds)}{taken(stacks)}", *groups, told]
 
 
 def ending_stacks(view: RunView) -> list[str]:
@@ -317,6 +297,5 @@ def _has_not_come(stack: RankStack, group: str, number: int, name: str, sources:
     if entry is not None and entry.group == group:
         return entry.seq < number
     # the members of other groups than the default one are unknown
-    if group or stack.problem:
-        return False
-    return activity_of(stack, sources).name != name.partition(" ")[0]
+    is_unknown = bool(group or stack.problem)
+    return not is_unknown and activity_of(stack, sources).name != name.partition(" ")[0]

@@ -5,20 +5,16 @@ from __future__ import annotations
 import shlex
 import time
 
-import msgspec
-
 from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.html_style import SANS, SOFT, safe
 from sgpu_magic.views.run_notes import restart_command
 from sgpu_magic.views.units import count_of, format_gb, format_ranks, format_seconds, format_span
-from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, device_line, use_text
+from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, device_line, idle_sentence, use_words
 from sgpu_magic.views.words import names_text, returned_bytes, session_text, tracked_text
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.costs import HOUR_S, cost_of, format_money
 from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.rank_events import IDLE_GPU_PCT
-from sgpu_magic.wire.run import OutputName
 
 # shorter idle times are normal at the start of a run
 _IDLE_S = 60.0
@@ -31,25 +27,14 @@ _IN_RECORD = ("utilization_pct", "own_utilization_pct", "power_w", "temperature_
 def busy_text(usage: RunUsage) -> str:
     """Return `GPUs busy 91 %`, "" when no GPU reports it."""
     busy = usage.busy_pct
-    if busy is None:
-        return ""
-    return f"{'GPU' if len(usage.ranks) == 1 else 'GPUs'} busy {busy:.0f} %"
+    return "" if busy is None else f"{'GPU' if len(usage.ranks) == 1 else 'GPUs'} busy {busy:.0f} %"
 
 
 def whole_text(usage: RankUsage) -> str:
     """Return `94 % · 18.2 GB`, mean utilization and peak memory; "" when nothing was reported."""
-    latest = usage.latest
-    if latest is None:
+    if usage.latest is None:
         return ""
-    whole = msgspec.structs.replace(
-        latest,
-        utilization_pct=usage.mean_utilization_pct,
-        used_bytes=usage.peak_used_bytes,
-        cpu_cores=usage.mean("cpu_cores"),
-        rss_bytes=usage.peak_used_bytes if latest.kind == "cpu" else latest.rss_bytes,
-        problem="",
-    )
-    return use_text(whole)
+    return use_words(usage.latest.kind, usage.mean_utilization_pct, usage.mean("cpu_cores"), usage.peak_used_bytes)
 
 
 def curve_text(drawn: Drawn) -> str:
@@ -76,17 +61,9 @@ def measured_lines(usage: RankUsage) -> list[str]:
 
 def idle_sentences(usage: RunUsage) -> list[str]:
     """Return sentences about idle GPUs of an ended run: `rank 3's GPU was under 5 % for 3 min 10 s`."""
-    idle: dict[int, float] = {}
-    for rank in sorted(usage.ranks):
-        seconds = _idle_s(usage.ranks[rank])
-        if is_low(usage.ranks[rank]) and seconds >= _IDLE_S:
-            idle[rank] = seconds
-    if not idle:
-        return []
-    lasted = f"under {IDLE_GPU_PCT:.0f} % for {format_seconds(min(idle.values()))}"
-    if len(idle) == 1:
-        return [f"rank {next(iter(idle))}'s GPU was {lasted}"]
-    return [f"the GPUs of {format_ranks(idle)} were {lasted} or longer"]
+    idle_s = {rank: _idle_s(each) for rank, each in sorted(usage.ranks.items()) if is_low(each)}
+    idle_s = {rank: seconds for rank, seconds in idle_s.items() if seconds >= _IDLE_S}
+    return [idle_sentence(idle_s, "was", "were") + (" or longer" if len(idle_s) > 1 else "")] if idle_s else []
 
 
 def idle_lines(view: RunView) -> list[str]:
@@ -119,9 +96,7 @@ def usage_record(usage: RunUsage, most: int) -> dict[str, object]:
             record[f"peak_{field}"] = [_rounded(curve.peak) if curve is not None else None for curve in curves]
     record["peak_bytes"] = [rank.peak_used_bytes for rank in ranks]
     own = [rank.peak_own_bytes for rank in ranks]
-    if any(count is not None for count in own):
-        record["peak_own_bytes"] = own
-    return record
+    return record | ({"peak_own_bytes": own} if any(count is not None for count in own) else {})
 
 
 def _rounded(value: float | None) -> float | None:
@@ -141,10 +116,8 @@ def _value(value: float, unit: str) -> str:
 
 def log_files(view: RunView) -> str:
     """Return the files with everything that the ranks printed, "" when their place is unknown."""
-    if not view.directory:
-        return ""
-    ranks = view.rank_numbers
-    return f"{shlex.quote(view.directory)}/rank-{ranks[0] if len(ranks) == 1 else '*'}.log"
+    which = view.rank_numbers[0] if len(view.rank_numbers) == 1 else "*"
+    return f"{shlex.quote(view.directory)}/rank-{which}.log" if view.directory else ""
 
 
 def rank_label(rank: int, width: int) -> str:
@@ -198,9 +171,7 @@ def billed_text(view: RunView) -> str:
 def device_time(view: RunView, seconds: float) -> str:
     """Return `0.24 GPU h`, `8 GPU s`, or the same for CPU slots; `seconds` is the sum over all devices."""
     device = "slot" if view.lease is not None and view.lease.device_type == CPU else "GPU"
-    if seconds < _IN_HOURS_S:
-        return f"{seconds:.0f} {device} s"
-    return device_hours(seconds, device)
+    return f"{seconds:.0f} {device} s" if seconds < _IN_HOURS_S else device_hours(seconds, device)
 
 
 def device_hours(seconds: float, device: str = "GPU") -> str:
@@ -218,7 +189,7 @@ def _share(view: RunView, now: float | None = None) -> str:
     """Return a run's share of its session's cost; the run itself costs nothing."""
     if view.hourly is None:
         return ""
-    seconds = view.elapsed_s(now)
+    seconds = view.times.running_s(now)
     cost = view.hourly * seconds / HOUR_S
     return f"{format_money(cost, view.currency)} of its session{mark(view)}" if cost >= _LEAST_SHARE else ""
 
@@ -236,16 +207,21 @@ def session_meta(view: RunView, now: float | None = None) -> list[str]:
     session = view.session
     if session is None:
         return []
-    cells = count_of(session.cells, "cell") if session.cells or view.is_final else ""
-    if view.is_final:
-        words = [cells, _gpu_hours(view), _cost(view), busy_text(view.usage), why_ended(view)]
+    cells = count_of(session.cells, "cell") if session.cells or view.ended is not None else ""
+    if view.ended is not None:
+        # a failure is shown elsewhere
+        badly = view.state not in (RunState.CANCELLED, RunState.SUCCEEDED)
+        why = "" if badly else view.ended.reason or view.reason
+        words = [cells, _gpu_hours(view), _cost(view), busy_text(view.usage), why]
     else:
-        words = [cells, idle_since(session.idle_at, now), _idle_end(view)]
+        idle_s = view.spec.idle_s
+        end = f"ends after {format_seconds(idle_s)} without a cell" if idle_s is not None else ""
+        words = [cells, idle_since(session.idle_at, now), end]
     return [word for word in words if word]
 
 
 def standing_warnings(view: RunView) -> list[str]:
-    """Return what is said of current problems: an unreachable pool, dead ranks and how to restart them."""
+    """Return current problems: an unreachable pool, dead ranks and how to restart them."""
     return [*silence_lines(view), *dead_rank_lines(view)]
 
 
@@ -256,18 +232,18 @@ def silence_lines(view: RunView) -> list[str]:
 
 def dead_rank_lines(view: RunView) -> list[str]:
     """Return which ranks of a session are dead and how to restart them."""
-    if view.session is None or view.is_final or not view.session.dead:
+    dead = view.session.dead if view.session is not None else ()
+    if view.is_final or not dead:
         return []
-    dead = view.session.dead
     verb, them = ("is", "it") if len(dead) == 1 else ("are", "them")
-    command = restart_command(dead)
-    return [f"{format_ranks(dead)} {verb} dead; {command} replaces {them}, and the others keep their state"]
+    told = f"{format_ranks(dead)} {verb} dead; {restart_command(dead)} replaces {them}"
+    return [f"{told}, and the others keep their state"]
 
 
 def session_summary(view: RunView) -> str:
     """Return a session's last line: how long it lasted, its number of cells, its usage, and why it ended."""
-    lasted = f"{view.name} ended after {format_span(view.elapsed_s())}"
-    return " · ".join([lasted, *session_meta(view), *filter(None, [tracked_text(view)]), f"run {view.short_id}"])
+    lasted = f"{view.name} ended after {format_span(view.times.running_s())}"
+    return " · ".join(filter(None, [lasted, *session_meta(view), tracked_text(view), f"run {view.short_id}"]))
 
 
 def _gpu_hours(view: RunView) -> str:
@@ -279,17 +255,9 @@ def _gpu_hours(view: RunView) -> str:
 
 
 def _cost(view: RunView) -> str:
-    ended = view.ended
-    if ended is None or ended.cost is None:
+    if view.ended is None or view.ended.cost is None:
         return ""
-    return format_money(ended.cost, ended.currency) + ("" if _gpu_hours(view) else mark(view))
-
-
-def why_ended(view: RunView) -> str:
-    """Return why it ended, "" for a failure."""
-    if view.ended is None or view.state not in (RunState.CANCELLED, RunState.SUCCEEDED):
-        return ""
-    return view.ended.reason or view.reason
+    return format_money(view.ended.cost, view.ended.currency) + ("" if _gpu_hours(view) else mark(view))
 
 
 def idle_since(at: float | None, now: float | None = None) -> str:
@@ -299,11 +267,6 @@ def idle_since(at: float | None, now: float | None = None) -> str:
     now = time.time() if now is None else now
     form = "%H:%M" if now - at < _A_DAY_S else "%b %d, %H:%M"
     return f"idle since {time.strftime(form, time.localtime(at))}"
-
-
-def _idle_end(view: RunView) -> str:
-    idle_s = view.spec.idle_s
-    return f"ends after {format_seconds(idle_s)} without a cell" if idle_s is not None else ""
 
 
 def is_quiet(view: RunView) -> bool:
@@ -322,13 +285,7 @@ def quiet_line(view: RunView) -> str:
     else:
         size = f" ({format_bytes(returned_bytes(view))})" if over else ""
         line = f"{'brought' if over else 'bringing'} {_origins(view)} of {session_text(view)}{size}"
-    waits = "" if over else view.waiting_for
-    return " · ".join([line, *([waits] if waits else []), *view.notes])
-
-
-def quiet_html(view: RunView) -> str:
-    """Return `quiet_line` as HTML."""
-    return f'<div style="{SANS};font-size:12px;{SOFT};padding:1px 0">{safe(quiet_line(view))}</div>'
+    return " · ".join(filter(None, [line, "" if over else view.waiting_for, *view.notes]))
 
 
 def _ranks(view: RunView) -> str:
@@ -337,8 +294,8 @@ def _ranks(view: RunView) -> str:
 
 def _origins(view: RunView) -> str:
     """Return `history from rank 0 and loss from 4 ranks`."""
-    origins: dict[str, list[OutputName]] = {}
+    origins: dict[str, list[str]] = {}
     for output in view.spec.outputs:
         of = _ranks(view) if output.all_ranks else format_ranks(view.rank_numbers[:1])
-        origins.setdefault(of, []).append(output)
-    return " and ".join(f"{names_text([each.name for each in names])} from {of}" for of, names in origins.items())
+        origins.setdefault(of, []).append(output.name)
+    return " and ".join(f"{names_text(names)} from {of}" for of, names in origins.items())

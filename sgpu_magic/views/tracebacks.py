@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from sgpu_magic.views.run_notes import error_text, last_part
-from sgpu_magic.views.units import ROW_CHARS, clipped
+from sgpu_magic.views.units import ROW_CHARS, clipped, ends
 from sgpu_magic.wire.base import FailureKind, RunKind
 from sgpu_magic.wire.rank_events import Failure, StackFrame
 from sgpu_magic.wire.run import CellSource, RunSpec
@@ -86,24 +87,21 @@ class Sources:
 
     def own_frames(self, frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
         """Return the frames without those that started the cell or called the function; innermost first."""
-        caller = caller_at(frames)
-        if caller:
-            return frames[:caller]
-        outermost = max((at for at, frame in enumerate(frames) if self.is_notebook(frame)), default=len(frames) - 1)
-        return frames[: outermost + 1]
+        own = [at for at, frame in enumerate(frames, 1) if self.is_notebook(frame)]
+        return frames[: caller_at(frames) or max(own, default=len(frames))]
 
     def _lines(self, frame: StackFrame) -> Sequence[str]:
-        own = self._cell if self._is_own(frame) else []
-        return self._others.get(frame.file, (own, None))[0]
+        return self._others.get(frame.file, (self._cell if self._is_own(frame) else [], None))[0]
 
     def _file(self, frame: StackFrame, otherwise: str) -> str:
         if frame.file in self._others:
             number = self._others[frame.file][1]
-            unnumbered = otherwise if os.path.isabs(frame.file) else "the notebook"
-            return unnumbered if number is None else f"Cell In[{number}]"
-        if _CELL_FILE.match(frame.file):
-            return f"Cell In[{self._number}]" if self._number is not None else "the cell"
-        return otherwise
+            otherwise = otherwise if os.path.isabs(frame.file) else "the notebook"
+        elif _CELL_FILE.match(frame.file):
+            number, otherwise = self._number, "the cell"
+        else:
+            return otherwise
+        return otherwise if number is None else f"Cell In[{number}]"
 
 
 def caller_at(frames: Sequence[StackFrame]) -> int:
@@ -157,9 +155,7 @@ def excerpt_of(failure: Failure, cell: CellSource) -> Excerpt:
     if frames is None and len(body) <= _MAX_CHAIN_LINES:
         code = body[: len(body) - len(message)]
     elif blocks:
-        half = _MAX_FRAMES // 2
-        blocks = blocks if len(blocks) <= _MAX_FRAMES else [*blocks[:half], ["..."], *blocks[-half:]]
-        code = [line for block in blocks for line in _bounded(block)]
+        code = [line for block in ends(blocks, _MAX_FRAMES, ["..."]) for line in _bounded(block)]
     else:
         code = line_of_cell(failure, cell) or (_bounded(frames[-1]) if frames else [])
         message = message or _error_lines(failure)
@@ -173,8 +169,7 @@ def _is_own(heading: str, cell: CellSource) -> bool:
     """Whether a frame of a traceback is in a cell, or in the run's script."""
     if _CELL_FRAME.match(heading):
         return True
-    found = _FILE_FRAME.match(heading) if cell.file else None
-    return found is not None and cell.file.endswith(found[1])
+    return bool(cell.file and (found := _FILE_FRAME.match(heading)) and cell.file.endswith(found[1]))
 
 
 def traceback_body(failure: Failure) -> list[str]:
@@ -188,8 +183,8 @@ def traceback_body(failure: Failure) -> list[str]:
 def split_traceback(failure: Failure) -> tuple[list[str], list[str]]:
     """Return the lines of a traceback before the message, and those of the message; both empty without a traceback."""
     body = traceback_body(failure)
-    _, message = _split(body, failure) if body else (None, [])
-    begun = max((at for at, line in enumerate(body) if message and line == message[0]), default=len(body))
+    first = _split(body, failure)[1][:1] if body else []
+    begun = max((at for at, line in enumerate(body) if [line] == first), default=len(body))
     frames = body[:begun]
     while frames and not frames[-1].strip():
         frames.pop()
@@ -218,8 +213,7 @@ def beginning(lines: Sequence[str]) -> tuple[list[str], bool]:
     for line in lines:
         needed = max(-(-len(line) // ROW_CHARS), 1)
         if rows == 0:
-            shown[-1] += " ..."
-            return shown, False
+            return [*shown[:-1], f"{shown[-1]} ..."], False
         if needed > rows:
             return [*shown, f"{line[: rows * ROW_CHARS]} ..."], False
         shown.append(line)
@@ -239,20 +233,13 @@ def _split(body: list[str], failure: Failure) -> tuple[list[list[str]] | None, l
     """Return the frames of a traceback, None for chained exceptions, and the lines of the message."""
     if not body:
         return [], _error_lines(failure)
-    blocks: list[list[str]] = [[]]
-    for line in body:
-        if line.strip():
-            blocks[-1].append(line)
-        elif blocks[-1]:
-            blocks.append([])
-    blocks = [block for block in blocks if block]
-    is_frame = [bool(_FRAME.match(block[0])) for block in blocks]
-    frames = [block for block, each in zip(blocks, is_frame, strict=True) if each]
+    blocks = [list(lines) for has_text, lines in groupby(body, lambda line: bool(line.strip())) if has_text]
+    frames = [block for block in blocks if _FRAME.match(block[0])]
     at = _message_at(body, failure)
     # frames come first, then the message: another order, or another heading, is a chain of exceptions
-    if is_frame != sorted(is_frame, reverse=True) or any(_HEADING.fullmatch(line.strip()) for line in body):
+    if blocks[: len(frames)] != frames or any(_HEADING.fullmatch(line.strip()) for line in body):
         return None, body[at:] if at is not None else []
-    message = [line for block, each in zip(blocks, is_frame, strict=True) if not each for line in block]
+    message = [line for block in blocks[len(frames) :] for line in block]
     if not frames or (not message and at is not None):
         # text of the exception's own, or a SyntaxError, whose message follows its line at once
         message = body[at:] if at is not None else _error_lines(failure)
@@ -275,6 +262,4 @@ def _error_lines(failure: Failure) -> list[str]:
 def _bounded(block: list[str]) -> list[str]:
     """Return a frame with its failed line and two lines before and after it."""
     at = next((at for at, line in enumerate(block) if line.startswith("--")), None)
-    if at is None:
-        return block[:6]
-    return [block[0], *block[max(at - 2, 1) : at + 3]]
+    return block[:6] if at is None else [block[0], *block[max(at - 2, 1) : at + 3]]

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import TypeVar
 
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure
+
+T = TypeVar("T")
 
 TIMES = "\u00d7"  # the multiplication sign of a number of devices
 ROW_CHARS = 85
@@ -102,14 +106,9 @@ class RunTimes:
 
     def fail(self, failure: Failure) -> RunEnded:
         """Return the final event of a run that fails now, with its durations."""
-        starting_s, running_s = self.starting_s(), self.running_s()
-        return RunEnded(
-            state=RunState.FAILED,
-            failure=failure,
-            starting_s=starting_s,
-            running_s=running_s,
-            total_s=starting_s + running_s,
-        )
+        start_s, run_s = self.starting_s(), self.running_s()
+        total_s = start_s + run_s
+        return RunEnded(state=RunState.FAILED, failure=failure, starting_s=start_s, running_s=run_s, total_s=total_s)
 
     def text(self, now: float | None = None) -> str:
         """Return `12 s · start 25 s`; "" in the queue, and for a run that was refused."""
@@ -174,32 +173,30 @@ def format_span(seconds: float) -> str:
 
 def format_clock(seconds: float) -> str:
     """Return `02:14`, from an hour on `1:02:14`: for running times."""
-    whole = int(max(seconds, 0))
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60:02d}:{rest % 60:02d}"
+    hours, rest = divmod(int(max(seconds, 0)), 3600)
+    return (f"{hours}:" if hours else "") + f"{rest // 60:02d}:{rest % 60:02d}"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return `rank 1`, `ranks 0, 2, 3`, `ranks 0-14, 16`."""
-    ordered = sorted(set(ranks))
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {numbers_text(ordered)}"
+    ranks = frozenset(ranks)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers_text(ranks)}"
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
     """Return `1`, `0, 2, 3`, `0-14, 16`."""
-    ordered = sorted(set(numbers))
     pieces: list[str] = []
-    at = 0
-    while at < len(ordered):
-        end = at
-        while end + 1 < len(ordered) and ordered[end + 1] == ordered[end] + 1:
-            end += 1
-        if end - at >= 3:
-            pieces.append(f"{ordered[at]}-{ordered[end]}")
-        else:
-            pieces.extend(str(rank) for rank in ordered[at : end + 1])
-        at = end + 1
+    # consecutive numbers have the same difference to their positions
+    for _, pairs in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in pairs]
+        pieces += [f"{found[0]}-{found[-1]}"] if len(found) > 3 else map(str, found)
     return ", ".join(pieces)
+
+
+def ends(items: Sequence[T], most: int, between: T) -> list[T]:
+    """Return at most `most` items: of more, the first and the last half with `between` in place of the others."""
+    half = most // 2
+    return list(items) if len(items) <= most else [*items[:half], between, *items[-half:]]
 
 
 def clipped(text: str, most: int = 200) -> str:
@@ -218,11 +215,8 @@ Row = tuple[str, ...]
 def aligned(rows: Sequence[Row], right: tuple[int, ...] = ()) -> list[str]:
     """Return the rows with aligned columns; those in `right` are right-aligned."""
     rows = [tuple(ansi.plain(cell) for cell in row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "   ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    columns: list[list[str]] = []
+    for at, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) if at in right else cell.ljust(width) for cell in column])
+    return ["   ".join(row).rstrip() for row in zip(*columns, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -56,10 +56,8 @@ class Series:
     @property
     def values(self) -> tuple[float | None, ...]:
         """The points, oldest first; None where nothing was reported."""
-        return tuple(
-            round(total / told, self._digits) if told else None
-            for total, told in zip(self._sums, self._told_s, strict=True)
-        )
+        pairs = zip(self._sums, self._told_s, strict=True)
+        return tuple(round(total / told, self._digits) if told else None for total, told in pairs)
 
     @property
     def mean(self) -> float | None:
@@ -187,11 +185,8 @@ class RankUsage:
             # a rank may use more than its share while others are idle
             tops["cpu_cores"] = max(float(self.latest.cores or 1), self.series["cpu_cores"].peak or 0.0)
         order = _CPU_CURVES if self.latest.kind == "cpu" else _GPU_CURVES
-        return [
-            Drawn(name, unit, self.series[field], tops.get(field))
-            for field, name, unit in order
-            if field in self.series
-        ]
+        there = [curve for curve in order if curve[0] in self.series]
+        return [Drawn(name, unit, self.series[field], tops.get(field)) for field, name, unit in there]
 
 
 class RunUsage:
@@ -217,10 +212,8 @@ class RunUsage:
                 end_s = self._until_s = max(end_s, begin_s + seconds)
                 for sample in samples:
                     self._of(sample.rank).sampled(sample, begin_s, end_s, at)
-            case DeviceIdle(rank=rank):
-                self._of(rank).turned_idle(body, at)
-            case DeviceBusy(rank=rank):
-                self._of(rank).turned_idle(None, at)
+            case DeviceIdle() | DeviceBusy():
+                self._of(body.rank).turned_idle(body if isinstance(body, DeviceIdle) else None, at)
 
     def start_again(self) -> None:
         """Discard everything, as a new attempt starts."""
@@ -241,12 +234,15 @@ class RunUsage:
     @property
     def idle_sentences(self) -> list[str]:
         """One sentence for each cause of idle GPUs: `rank 3's GPU has been under 5 % for 60 s: ...`."""
-        groups: dict[str, list[RankUsage]] = {}
-        for rank in sorted(self.ranks):
-            usage = self.ranks[rank]
+        groups: dict[str, dict[int, float]] = {}
+        for rank, usage in sorted(self.ranks.items()):
             if usage.idle is not None:
-                groups.setdefault(usage.idle.waits_in, []).append(usage)
-        return [_idle_sentence(waits_in, usages) for waits_in, usages in groups.items()]
+                groups.setdefault(usage.idle.waits_in, {})[rank] = usage.idle_s
+        said: list[str] = []
+        for waits_in, idle_s in groups.items():
+            cause = f": {'it waits' if len(idle_s) == 1 else 'they wait'} in {waits_in}" if waits_in else ""
+            said.append(idle_sentence(idle_s, "has been", "have been") + cause)
+        return said
 
     def _of(self, rank: int) -> RankUsage:
         return self.ranks.setdefault(rank, RankUsage(rank))
@@ -254,14 +250,17 @@ class RunUsage:
 
 def use_text(sample: RankSample) -> str:
     """Return a rank's usage in short: `94 % · 18.2 GB`, `MIG · 4.1 GB`, `1.9 cores · 0.4 GB`."""
-    if sample.kind == "cpu":
-        # of a simulated GPU too
-        return _joined(None if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores", sample.rss_bytes)
-    if sample.problem:
+    if sample.problem and sample.kind != "cpu":
         return "can't be read"
-    if sample.kind == "mig":
-        return _joined("MIG", sample.used_bytes)
-    return _joined(_or(sample.utilization_pct, "", _percent), sample.used_bytes)
+    held_bytes = sample.rss_bytes if sample.kind == "cpu" else sample.used_bytes
+    return use_words(sample.kind, sample.utilization_pct, sample.cpu_cores, held_bytes)
+
+
+def use_words(kind: str, utilization_pct: float | None, cpu_cores: float | None, held_bytes: int | None) -> str:
+    """Return `use_text` for these values of a rank and its kind of device; simulated GPUs are of the kind `cpu`."""
+    words = "MIG" if kind == "mig" else _or(utilization_pct, "", _percent)
+    words = _or(cpu_cores, "", _cores) if kind == "cpu" else words
+    return " · ".join(filter(None, [words, _or(held_bytes, "", format_gb)]))
 
 
 def device_line(sample: RankSample) -> str:
@@ -273,7 +272,7 @@ def device_line(sample: RankSample) -> str:
 
 def detail_lines(sample: RankSample) -> list[str]:
     """Return everything that was measured, one line each; values that are not reported are marked as absent."""
-    cores = "unknown" if sample.cpu_cores is None else f"{sample.cpu_cores:.1f} cores"
+    cores = _or(sample.cpu_cores, "unknown", _cores)
     if sample.kind == "cpu":
         held = _memory(sample.rss_bytes, sample.total_bytes, "unknown")
         return [device_line(sample), f"CPU: {cores}", f"memory: {held}"]
@@ -287,8 +286,8 @@ def detail_lines(sample: RankSample) -> list[str]:
         f"GPU, this run: {_or(sample.own_utilization_pct, absent, _percent)}",
         f"memory: {_memory(sample.used_bytes, sample.total_bytes, _NOT_TOLD)}",
         f"memory, this run: {_or(sample.own_bytes, _NOT_TOLD, format_gb)}",
-        f"power: {_or(sample.power_w, absent, lambda watts: f'{watts:.0f} W')}",
-        f"temperature: {_or(sample.temperature_c, absent, lambda degrees: f'{degrees:.0f} °C')}",
+        f"power: {_or(sample.power_w, absent, '{:.0f} W'.format)}",
+        f"temperature: {_or(sample.temperature_c, absent, '{:.0f} °C'.format)}",
         *own,
     ]
 
@@ -309,13 +308,18 @@ _GPU_CURVES = (
 _CPU_CURVES = (("cpu_cores", "CPU", "cores"), ("rss_bytes", "memory", "GB"))
 
 
-def _idle_sentence(waits_in: str, usages: list[RankUsage]) -> str:
-    lasts = format_seconds(min(usage.idle_s for usage in usages))
-    idle = f"been under {IDLE_GPU_PCT:.0f} % for {lasts}"
-    if len(usages) == 1:
-        return f"rank {usages[0].rank}'s GPU has {idle}" + (f": it waits in {waits_in}" if waits_in else "")
-    ranks = format_ranks(usage.rank for usage in usages)
-    return f"the GPUs of {ranks} have {idle}" + (f": they wait in {waits_in}" if waits_in else "")
+def idle_sentence(idle_s: Mapping[int, float], one: str, several: str) -> str:
+    """Return `rank 3's GPU was under 5 % for 3 min 10 s`, `the GPUs of ranks 2, 3 have been under 5 % for 60 s`.
+
+    Args:
+        idle_s: Idle seconds by rank; the shortest time is named.
+        one: The verb for one GPU.
+        several: The verb for several.
+    """
+    lasts = f"under {IDLE_GPU_PCT:.0f} % for {format_seconds(min(idle_s.values()))}"
+    if len(idle_s) == 1:
+        return f"rank {next(iter(idle_s))}'s GPU {one} {lasts}"
+    return f"the GPUs of {format_ranks(idle_s)} {several} {lasts}"
 
 
 def _memory(used_bytes: int | None, total_bytes: int | None, absent: str) -> str:
@@ -323,12 +327,7 @@ def _memory(used_bytes: int | None, total_bytes: int | None, absent: str) -> str
     return used if used == absent or not total_bytes else f"{used.removesuffix(' GB')} of {format_gb(total_bytes)}"
 
 
-def _joined(words: str | None, count: int | None) -> str:
-    return " · ".join(filter(None, [words, _or(count, "", format_gb)]))
-
-
-def _percent(value: float) -> str:
-    return f"{value:.0f} %"
+_percent, _cores = "{:.0f} %".format, "{:.1f} cores".format
 
 
 def _or(value: float | None, absent: str, said: Callable[[float], str]) -> str:

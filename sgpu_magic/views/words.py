@@ -15,13 +15,9 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import Link, Tone
 from sgpu_magic.views.run_notes import death_sentence, error_line, limit_of, timeout_sentence
 from sgpu_magic.views.units import TIMES, clipped, count_of, format_seconds
-from sgpu_magic.wire.attachments import Payload
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.rank_events import Failure
-
-AUTO = "auto"
-"""Marks a plain cell that `%sgpu_auto` submitted."""
 
 
 def header_line(view: RunView) -> str:
@@ -33,7 +29,7 @@ def header_line(view: RunView) -> str:
 
 def mark_text(view: RunView) -> str:
     """Return `auto` for a cell that `%sgpu_auto` submitted, else ""."""
-    return AUTO if view.spec.auto else ""
+    return "auto" if view.spec.auto else ""
 
 
 def ranks_text(view: RunView) -> str:
@@ -79,13 +75,6 @@ def device_words(view: RunView) -> str:
     return f"{lease.ranks} {TIMES} {lease.device_type.upper()}{simulated}, {backend(lease)}"
 
 
-def device_text(lease: Lease) -> str:
-    """Return `cpu`, `4 x a10` or `4 x a10 (simulated on cpu)`."""
-    if lease.device_type == "cpu":
-        return "cpu"
-    return f"{lease.ranks} x {lease.device_type}" + (" (simulated on cpu)" if lease.simulated else "")
-
-
 def shipped_text(view: RunView) -> str:
     """Return `shipped model, loader, cfg (45.1 MB in 38 ms)`, "" when nothing was shipped."""
     shipped = view.spec.shipped
@@ -99,17 +88,17 @@ def returned_text(view: RunView) -> str:
     """Return `returned history (1.2 kB)`, "" when nothing was requested or the run has not succeeded."""
     if view.state is not RunState.SUCCEEDED:
         return ""
+    what = names_text(name.name for name in view.spec.outputs)
     if view.spec.kind is RunKind.CALL:
         values = sum(result.payload is not None for result in view.results)
-        return f"returned {count_of(values, 'value')} ({format_bytes(returned_bytes(view))})" if values else ""
-    names = [name.name for name in view.spec.outputs]
-    return f"returned {names_text(names)} ({format_bytes(returned_bytes(view))})" if names else ""
+        what = count_of(values, "value") if values else ""
+    return f"returned {what} ({format_bytes(returned_bytes(view))})" if what else ""
 
 
 def values_left_there(view: RunView) -> list[str]:
     """Return why the last values of ranks could not be returned."""
-    problems = [result for result in view.results if result.value_problem]
-    return [f"rank {each.rank}'s last value could not be sent: {each.value_problem}" for each in problems[:4]]
+    problems = [each for each in view.results if each.value_problem][:4]
+    return [f"rank {each.rank}'s last value could not be sent: {each.value_problem}" for each in problems]
 
 
 def returned_bytes(view: RunView) -> int:
@@ -117,7 +106,8 @@ def returned_bytes(view: RunView) -> int:
     everywhere = view.spec.kind is RunKind.CALL or any(name.all_ranks for name in view.spec.outputs)
     first = view.rank_numbers[0]
     payloads = [result.payload for result in view.results if everywhere or result.rank == first]
-    return sum(_payload_bytes(payload) for payload in payloads if payload is not None)
+    layouts = [payload.layout for payload in payloads if payload is not None]
+    return sum(layout.pickle_size + sum(size for _, size in layout.buffers) for layout in layouts)
 
 
 def attempt_text(view: RunView) -> str:
@@ -128,25 +118,20 @@ def attempt_text(view: RunView) -> str:
 def names_text(names: Iterable[str], most: int = 8) -> str:
     """Return `model, loader, cfg`; for many names the first ones and the number of others."""
     listed = list(names)
-    if len(listed) <= most:
-        return ", ".join(listed)
-    return f"{', '.join(listed[:most])} and {len(listed) - most} more"
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
 
 
 def _where(view: RunView) -> str:
-    ranks = ranks_text(view)
+    """Return `4 ranks on local (4 x a10, nccl)`, `4 ranks on local, 4 x a10 (simulated on cpu), gloo`."""
+    lease, place = view.lease, f"{ranks_text(view)} on {view.pool}"
     if view.spec.in_session:
-        return f"{ranks} in {session_text(view)}"
-    beside = f", beside {session_text(view)}" if view.spec.session else ""
-    if view.lease is None:
-        return f"{ranks} on {view.pool}{beside}"
-    device = device_text(view.lease)
-    joint = f", {device}" if view.lease.simulated else f" ({device}"
-    return f"{ranks} on {view.pool}{joint}, {backend(view.lease)}{'' if view.lease.simulated else ')'}{beside}"
-
-
-def _payload_bytes(payload: Payload) -> int:
-    return payload.layout.pickle_size + sum(size for _, size in payload.layout.buffers)
+        return f"{ranks_text(view)} in {session_text(view)}"
+    if lease is not None:
+        device = "cpu" if lease.device_type == "cpu" else f"{lease.ranks} x {lease.device_type}"
+        simulated = f", {device} (simulated on cpu), {backend(lease)}"
+        place += simulated if lease.simulated else f" ({device}, {backend(lease)})"
+    return f"{place}, beside {session_text(view)}" if view.spec.session else place
 
 
 _MAX_NAMED = 4
@@ -168,10 +153,8 @@ def new_host(view: RunView, ranks: Sequence[int], at: int) -> str:
 def hosts_text(view: RunView) -> str:
     """Return `2 nodes: ml-1, ml-2`, only the number for many nodes, "" for one."""
     hosts = _hosts(view)
-    if not hosts:
-        return ""
-    count = count_of(len(hosts), "node")
-    return f"{count}: {', '.join(hosts)}" if len(hosts) <= _MAX_NAMED else count
+    count = count_of(len(hosts), "node") if hosts else ""
+    return f"{count}: {', '.join(hosts)}" if 0 < len(hosts) <= _MAX_NAMED else count
 
 
 def _hosts(view: RunView) -> list[str]:
@@ -188,15 +171,13 @@ class StateWord(NamedTuple):
     shape: str = "●"
 
 
-_WORDS: dict[RunState, StateWord] = {
-    RunState.QUEUED: StateWord("queued", "plain", "○"),
-    RunState.PREPARING: StateWord("preparing", "busy"),
-    RunState.STARTING: StateWord("starting", "busy"),
-    RunState.RUNNING: StateWord("running", "busy"),
-    RunState.CANCELLING: StateWord("cancelling", "warn", "■"),
-    RunState.SUCCEEDED: StateWord("succeeded", "good", "✓"),
-    RunState.FAILED: StateWord("failed", "bad", "✕"),
-    RunState.CANCELLED: StateWord("cancelled", "warn", "■"),
+# the word is the state
+_WORDS: dict[RunState, tuple[Tone, str]] = {
+    RunState.QUEUED: ("plain", "○"),
+    RunState.CANCELLING: ("warn", "■"),
+    RunState.SUCCEEDED: ("good", "✓"),
+    RunState.FAILED: ("bad", "✕"),
+    RunState.CANCELLED: ("warn", "■"),
 }
 _OF_SESSIONS: dict[RunState, StateWord] = {
     RunState.QUEUED: StateWord("waits for devices", "plain", "○"),
@@ -215,18 +196,15 @@ def state_word(view: RunView) -> StateWord:
         return _LEFT
     if view.state is RunState.TIMED_OUT:
         return StateWord(limit_of(view.failure).word, "bad", "✕")
+    word = StateWord(f"{view.state}", *_WORDS.get(view.state, ("busy", "●")))
     if view.session is None:
-        return _WORDS[view.state]
+        return word
+    if view.session.running and view.state is RunState.RUNNING:
+        cells = [clipped(name or "a cell", _MAX_NAME) for name in view.session.running]
+        return StateWord(f"runs {names_text(cells, 1)}", "busy")
     if view.state is RunState.RUNNING:
-        if view.session.running:
-            return StateWord(f"runs {_names(view.session.running)}", "busy")
         return StateWord("connected", "warn" if view.session.dead else "good")
-    return _OF_SESSIONS.get(view.state) or _WORDS[view.state]
-
-
-def _names(running: tuple[str, ...]) -> str:
-    name = clipped(running[0] or "a cell", _MAX_NAME)
-    return name if len(running) == 1 else f"{name} and {len(running) - 1} more"
+    return _OF_SESSIONS.get(view.state, word)
 
 
 def failed_line(view: RunView, brief: bool = False) -> str:
@@ -248,11 +226,9 @@ def failed_line(view: RunView, brief: bool = False) -> str:
 def failure_sentence(view: RunView) -> str:
     """Return why a run ended, for a failure without a traceback of the user's code."""
     failure = view.failure
-    if failure is None:
-        return ""
-    if failure.kind is FailureKind.TIMEOUT:
+    if failure is not None and failure.kind is FailureKind.TIMEOUT:
         return failure.message.strip() or timeout_sentence(view.spec.timeout_s)
-    return death_sentence(failure, view.ranks)
+    return death_sentence(failure, view.ranks) if failure is not None else ""
 
 
 def _place(failure: Failure, ranks: int) -> str:
@@ -286,17 +262,15 @@ def packages_text(view: RunView) -> str:
         return f"{name}: ready after {format_seconds(moved.seconds)}" if moved.built else ""
     if view.state not in BEFORE_RANKS:
         return ""
-    count = f"{moved.done} of {count_of(moved.packages, 'package')}" if moved.packages else ""
-    step = ", ".join(part for part in (moved.step, count.removesuffix(" packages").removesuffix(" package")) if part)
-    said = " · ".join(part for part in (step, format_seconds(moved.seconds), moved.host) if part)
-    return f"{name}: {said}"
+    count = f"{moved.done} of {moved.packages:,}" if moved.packages else ""
+    step = ", ".join(filter(None, [moved.step, count]))
+    return f"{name}: {' · '.join(filter(None, [step, format_seconds(moved.seconds), moved.host]))}"
 
 
 def moved_words(view: RunView) -> list[str]:
     """Return what was returned and shipped, and the environment; nothing for a run that has not succeeded."""
-    if view.is_final and view.state is not RunState.SUCCEEDED:
-        return []
-    return [returned_text(view), shipped_text(view), label_text(view)]
+    badly = view.is_final and view.state is not RunState.SUCCEEDED
+    return [] if badly else [returned_text(view), shipped_text(view), label_text(view)]
 
 
 def next_step(view: RunView) -> str:
@@ -319,10 +293,8 @@ def tracked_text(view: RunView) -> str:
     tracked = view.tracked
     if tracked is None:
         return ""
-    if _is_page(tracked.url):
-        return f"MLflow run {tracked.url}"
     where = f"{tracked.experiment}/" if tracked.experiment else ""
-    return f"MLflow run {where}{tracked.mlflow_run_id}"
+    return f"MLflow run {tracked.url if _is_page(tracked.url) else where + tracked.mlflow_run_id}"
 
 
 def _is_page(url: str) -> bool:

@@ -60,9 +60,8 @@ def bar_of(line: str) -> Bar | None:
         line: A line without escape sequences.
     """
     found = _found(line)
-    if found is None:
-        return None
-    return Bar(fraction=None if found.fraction is None else round(found.fraction, 4), text=found.text)
+    fraction = None if found is None or found.fraction is None else round(found.fraction, 4)
+    return None if found is None else Bar(fraction=fraction, text=found.text)
 
 
 def without_bar(line: str) -> str:
@@ -70,9 +69,7 @@ def without_bar(line: str) -> str:
 
     Other lines are returned as they are.
     """
-    if bar_of(line) is None:
-        return line
-    text, bars = _DRAWN.subn(" ", line)
+    text, bars = _DRAWN.subn(" ", line) if bar_of(line) is not None else (line, 0)
     return " ".join(_PERCENT.sub("", text).split()) if bars else line
 
 
@@ -92,8 +89,7 @@ def _found(line: str) -> _Found | None:
     if found is not None and (counts := _whole(found["done"], found["total"])):
         fraction, label = counts[0] / counts[1], _label(found["label"])
         return _Found(label, fraction, _joined(label or f"{counts[0]}/{counts[1]}", f"{int(fraction * 100)} %"), counts)
-    found = _TQDM_ENDLESS.match(text)
-    if found is not None:
+    if found := _TQDM_ENDLESS.match(text):
         label = _label(found["label"])
         return _Found(label, None, _joined(label, found["count"]))
     found = _WORDS.search(text)
@@ -121,19 +117,19 @@ def _joined(label: str, rest: str) -> str:
 
 # ---------------------------------------------------------------- the progress of a run
 
-# of a batch only its end is read: a flood has no progress bars
+# only the end of a batch is parsed: a flood has no progress bars
 _READ_CHARS = 4_000
 _MAX_PIECES = 8
 _PIECES = re.compile(r"[\r\n]+")
 _NAME = re.compile(r"[^\W\d_]+")
-# a bar that is drawn less far than this after it was nearly full has begun again
+# a bar below `_NEW` that was above `_NEARLY_FULL` before has restarted
 _NEARLY_FULL = 0.9
 _NEW = 0.5
 _MAX_BARS = 20
 
 
 class RunProgress:
-    """How far a run is, by the bars of its ranks. It does not fall back at each epoch.
+    """The progress of a run by the bars of its ranks. It does not fall back at each epoch.
 
     An epoch's bar counts as a part of all epochs where their number is known: from the bar's label (`epoch 2/3`), from
     a bar around it, or from lines (`Epoch 2/3`).
@@ -145,13 +141,13 @@ class RunProgress:
         self._rest: dict[tuple[int, str], str] = {}
 
     def write(self, body: OutputWritten) -> None:
-        """Take in what a rank has written."""
+        """Parse what a rank has written."""
         key, text = (body.rank, body.stream), body.text[-_READ_CHARS:]
         if not text:
             return
         rest = self._rest.pop(key, "")
         if text.startswith("\n"):
-            # a line has ended that was looked at for a bar before
+            # completes a line that was parsed for a bar before
             self._take(body.rank, rest, bars=False)
         *pieces, unfinished = _PIECES.split(text if text.startswith(("\r", "\n")) else rest + text)
         for piece in [piece for piece in pieces if piece][-_MAX_PIECES:]:
@@ -172,7 +168,7 @@ class RunProgress:
     def bar(self, ranks: Sequence[int]) -> Bar | None:
         """Return `epoch 2 of 3, 43 %`: the mean of the ranks if more than half of them have a bar, else None.
 
-        The label is that of the rank that is least far. Without a fraction, the number of epochs is unknown.
+        The label is that of the slowest rank. Without a fraction, the number of epochs is unknown.
         """
         told = [progress for rank in ranks if (progress := self._ranks.get(rank)) is not None and progress.is_known]
         if 2 * len(told) <= len(ranks):
@@ -198,7 +194,7 @@ class _Outer(NamedTuple):
 
 
 class _RankProgress:
-    """How far one rank is.
+    """The progress of one rank.
 
     Attributes:
         total: 0 to 1; None when it counts the same again and it is unknown how often.
@@ -209,14 +205,14 @@ class _RankProgress:
         self.total: float | None = None
         self.part = 0.0
         self._outer: _Outer | None = None
-        # the bar that is drawn around the inner one, None if lines or labels say it
+        # the bar that is drawn around the inner one, "" if only lines or labels name it
         self._outer_bar: str = ""
         self._bar: str = ""
         self._label = ""
         self._counts: tuple[int, int] | None = None
         # how often each bar has begun
         self._passes: dict[str, int] = {}
-        # lines say what is done, not what begins
+        # lines report finished epochs, not starting ones
         self._is_said_afterwards = False
 
     @property
@@ -235,41 +231,30 @@ class _RankProgress:
         return ", ".join(filter(None, [self._label, f"pass {passes}" if passes > 1 else ""]))
 
     def take(self, found: _Found) -> None:
-        """Take in a bar or words."""
+        """Update it from a bar or words."""
         if found.fraction is None:
             return
         words = found.words or _WORDS.search(found.label)
-        if found.words is not None and found.label not in _OUTER_WORDS:
-            self._drawn(found, found.label)
-        elif words is None or words["label"].lower() not in _OUTER_WORDS:
-            self._drawn(found, _key(found))
-        elif found.words is None:
-            self._contains(words, found.fraction)
-        else:
-            rest = _WORDS.search(words.string, words.end())
-            inner = None if rest is None else _whole(rest["done"], rest["total"])
-            if inner is None:
-                self._said(words)
+        name = words["label"].lower() if words is not None else ""
+        if words is None or name not in _OUTER_WORDS:
+            self._drawn(found, _key(found) if found.words is None else found.label)
+        elif (counts := _whole(words["done"], words["total"])) is not None:
+            rest = _WORDS.search(words.string, words.end()) if found.words is not None else None
+            inner = _whole(rest["done"], rest["total"]) if rest is not None else None
+            if found.words is None or inner is not None:
+                # `epoch 2/3` with a bar in it
+                self._is_in(_Outer(name, max(counts[0] - 1, 0), counts[1]))
+                self._bar, self.part = "in words", found.fraction if inner is None else inner[0] / inner[1]
             else:
-                self._contains(words, inner[0] / inner[1])
+                self._said(name, *counts)
         self._add_up()
 
-    def _contains(self, words: re.Match[str], fraction: float) -> None:
-        """Take in `epoch 2/3` with a bar in it."""
-        counts = _whole(words["done"], words["total"])
-        if counts is not None:
-            self._is_in(_Outer(words["label"].lower(), max(counts[0] - 1, 0), counts[1]))
-            self._bar, self.part = "in words", fraction
-
-    def _said(self, words: re.Match[str]) -> None:
-        """Take in a line about an epoch: its first one, or its last one."""
-        counts = _whole(words["done"], words["total"])
-        if counts is None:
-            return
+    def _said(self, name: str, done: int, of: int) -> None:
+        """Update it from a line about an epoch: its first or its last one."""
         if self._outer is None and self._bar:
             self._is_said_afterwards = self.part >= _NEARLY_FULL
-        done = counts[0] - (1 if self._bar and not self._is_said_afterwards else 0)
-        self._is_in(_Outer(words["label"].lower(), max(done, 0), counts[1]))
+        done -= 1 if self._bar and not self._is_said_afterwards else 0
+        self._is_in(_Outer(name, max(done, 0), of))
 
     def _is_in(self, outer: _Outer) -> None:
         before, self._outer = self._outer, outer
@@ -279,7 +264,7 @@ class _RankProgress:
             self.part = 0.0
 
     def _drawn(self, found: _Found, bar: str) -> None:
-        """Take in a bar without an epoch in its label."""
+        """Update it from a bar without an epoch in its label."""
         fraction = found.fraction or 0.0
         if self._outer_bar and bar == self._outer_bar:
             if found.counts is not None:
@@ -287,7 +272,7 @@ class _RankProgress:
             return
         if not self._bar:
             if self._outer is not None:
-                # a line has said `Epoch 1/3`, and the epoch begins
+                # the epoch of the line `Epoch 1/3` begins
                 self._outer = self._outer._replace(done=max(self._outer.done - 1, 0))
                 self.total = None
         elif bar == self._bar or self._is_renamed(found):
@@ -311,15 +296,12 @@ class _RankProgress:
         return found.counts[0] > self._counts[0] or not (found.label and self._label)
 
     def _add_up(self) -> None:
+        now = self.part
         if self._outer is not None:
             inside = min(self.part, 1.0) if self._bar else 0.0
             now = min((self._outer.done + inside) / self._outer.of, 1.0)
-        elif any(passes > 1 for passes in self._passes.values()):
-            self.total = None
-            return
-        else:
-            now = self.part
-        self.total = now if self.total is None else max(self.total, now)
+        is_unknown = self._outer is None and any(passes > 1 for passes in self._passes.values())
+        self.total = None if is_unknown else max(self.total or 0.0, now)
 
 
 def _key(found: _Found) -> str:

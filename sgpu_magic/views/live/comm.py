@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import msgspec
 
-from sgpu_magic.views.live import messages
 from sgpu_magic.views.live.messages import Answer, AskCancel, AskHello, Question, Refusal
 
 REQUEST = "sgpu_request"
@@ -134,8 +133,7 @@ class Channels:
         """Handle a request in the control channel's thread."""
 
         def send(answer: dict[str, object]) -> None:
-            reply = {"status": "ok", "answer": answer}
-            self._kernel.session.send(stream, REPLY, reply, parent, ident)
+            self._kernel.session.send(stream, REPLY, {"status": "ok", "answer": answer}, parent, ident)
 
         asked = parent["content"]
         self._take(str(asked.get("model_id")), asked.get("question"), send)
@@ -146,44 +144,35 @@ class Channels:
         if take is not None:
             take(content, send)
         elif (question := question_of(content, send)) is not None:
-            send(messages.to_builtins(Refusal(n=question.n, text=_CLOSED)))
+            send(msgspec.to_builtins(Refusal(n=question.n, text=_CLOSED)))
 
     def _is_taken(self, model_id: str, content: object) -> bool:
         """Whether this widget's request has arrived before on the other channel, where it is answered."""
         number = _number_of(content)
         with self._lock:
-            if (model_id, number) in self._taken:
-                return True
-            if number is not None:
+            is_taken = (model_id, number) in self._taken
+            if not is_taken and number is not None:
                 self._taken.append((model_id, number))
-            return False
+            return is_taken
 
     def _ask(self, answer: Answerer, content: object, send: Send) -> None:
         question = question_of(content, send)
         if isinstance(question, _AT_ONCE):
             send(self._answered(answer, question))
         elif question is not None:
-            self._hand_over(answer, question, send)
-
-    def _hand_over(self, answer: Answerer, question: Question, send: Send) -> None:
-        send_here = _from_any_thread(send)
-
-        def work() -> None:
-            send_here(self._answered(answer, question))
-
-        with self._lock:
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, thread_name_prefix="sgpu-answers")
-            self._worker.submit(work)
+            send_here = _from_any_thread(send)
+            with self._lock:
+                self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="sgpu-answers")
+                self._worker.submit(lambda: send_here(self._answered(answer, question)))
 
     def _answered(self, answer: Answerer, question: Question) -> dict[str, object]:
         try:
-            return messages.to_builtins(answer(question))
+            return msgspec.to_builtins(answer(question))
         except Exception as error:
             # top of a thread, and a front end waits for a reply
             self._kernel.log.exception("sgpu-magic can't answer %r", question)
             text = f"The request failed: {type(error).__name__}: {error}"
-            return messages.to_builtins(Refusal(n=question.n, text=text))
+            return msgspec.to_builtins(Refusal(n=question.n, text=text))
 
 
 def _number_of(content: object) -> object:
@@ -193,10 +182,10 @@ def _number_of(content: object) -> object:
 def question_of(content: object, send: Send) -> Question | None:
     """Return a run view's request; refuse anything else and return None."""
     try:
-        return messages.question_of(content)
+        return msgspec.convert(content, Question)
     except msgspec.ValidationError as error:
         if isinstance(number := _number_of(content), int):
-            send(messages.to_builtins(Refusal(n=number, text=f"This request is not valid: {error}")))
+            send(msgspec.to_builtins(Refusal(n=number, text=f"This request is not valid: {error}")))
         return None
 
 
@@ -252,8 +241,7 @@ class OwnSubshell:
     def _route(self, data: object, asked: str | None) -> str | None:
         """Return the shell for a message; called in the shell channel's thread, which may create subshells."""
         if asked is None and self._id is None:
-            create = getattr(self._thread.manager, "_create_subshell", None)
-            self._id = create() if create is not None else None
+            self._id = getattr(self._thread.manager, "_create_subshell", lambda: None)()
         return asked if asked is not None else self._id
 
 

@@ -101,9 +101,8 @@ class Feed:
             now: Monotonic time in seconds.
         """
         drawn = (self._view.version, _stage(self._view))
-        if drawn == self._drawn or not self._may_send(now):
-            return None
-        if drawn[1] == self._drawn[1] and now < self._snapshot_at + _SNAPSHOT_EVERY_S:
+        is_early = drawn[1] == self._drawn[1] and now < self._snapshot_at + _SNAPSHOT_EVERY_S
+        if drawn == self._drawn or is_early or not self._may_send(now):
             return None
         self._drawn, self._snapshot_at = drawn, now
         self._sent.append(now)
@@ -184,7 +183,7 @@ _MAX_LOG_LINES = 5000
 T = TypeVar("T")
 
 
-class Answers:
+class Answers(msgspec.Struct, frozen=True):
     """Answers requests about one run. Thread-safe, also while another thread applies events.
 
     State that events change is read through the feed, under its lock; the reader has a separate lock for its index.
@@ -198,21 +197,11 @@ class Answers:
         stacks: Returns the stacks of the ranks as lines.
     """
 
-    def __init__(
-        self,
-        view: RunView,
-        feed: Feed,
-        reader: LogReader,
-        cancel: Callable[[], str],
-        stacks: Callable[[], Sequence[str]],
-    ) -> None:
-        self._short_id = view.short_id
-        self._ranks = view.rank_numbers
-        self._world_size = view.ranks
-        self._feed = feed
-        self._reader = reader
-        self._cancel = cancel
-        self._stacks = stacks
+    view: RunView
+    feed: Feed
+    reader: LogReader
+    cancel: Callable[[], str]
+    stacks: Callable[[], Sequence[str]]
 
     def answer(self, question: Question) -> Answer:
         """Return the reply, or a `Refusal` with the reason; it is smaller than 64 kB."""
@@ -226,16 +215,14 @@ class Answers:
 
     def _answer(self, question: Question) -> Answer:
         rank = question.rank if isinstance(question, AskLines | AskFind | AskLog) else None
-        if rank is not None and rank not in self._ranks:
-            has = format_ranks(self._ranks)
-            if len(self._ranks) == self._world_size > 1:
-                has = f"ranks 0 to {self._world_size - 1}"
-            elif len(self._ranks) == 1:
-                has = f"only {has}"
-            return Refusal(n=question.n, text=f"run {self._short_id} has {has}, not {rank}.")
+        ranks, world_size = self.view.rank_numbers, self.view.ranks
+        if rank is not None and rank not in ranks:
+            has = f"ranks 0 to {world_size - 1}" if len(ranks) == world_size else format_ranks(ranks)
+            has = f"only {format_ranks(ranks)}" if len(ranks) == 1 else has
+            return Refusal(n=question.n, text=f"run {self.view.short_id} has {has}, not {rank}.")
         match question:
             case AskHello(n=n):
-                return self._feed.hello(n)
+                return self.feed.hello(n)
             case AskLines():
                 return self._lines(question)
             case AskFind():
@@ -243,15 +230,15 @@ class Answers:
             case AskLog():
                 return self._log(question)
             case AskCancel(n=n):
-                return TextAnswer(n=n, lines=(_cut(self._cancel()),))
+                return TextAnswer(n=n, lines=(_cut(self.cancel()),))
             case AskStacks(n=n):
-                return TextAnswer(n=n, lines=_bounded(self._stacks()))
+                return TextAnswer(n=n, lines=_bounded(self.stacks()))
 
     def _lines(self, ask: AskLines) -> Answer:
-        totals = self._feed.totals
+        totals = self.feed.totals
         total = sum(totals) if ask.rank is None else totals[ask.rank]
         count = min(ask.count, MAX_LINES, total - ask.first)
-        if ask.first < 0 or ask.first > total:
+        if not 0 <= ask.first <= total:
             has = f"rank {ask.rank} has" if ask.rank is not None else "there are"
             text = f"line {ask.first:,} is not in the log: {has} {total:,} so far. {self._where()}"
             return Refusal(n=ask.n, text=text)
@@ -264,13 +251,13 @@ class Answers:
     def _find(self, ask: AskFind) -> Answer:
         if not ask.text or len(ask.text) > _MAX_SOUGHT_CHARS:
             return Refusal(n=ask.n, text=f"the text to search for must have 1 to {_MAX_SOUGHT_CHARS:,} characters.")
-        totals = self._feed.totals
-        every: list[list[int]] = []
-        total = 0
-        for rank in range(len(totals)) if ask.rank is None else (ask.rank,):
-            found = self._reader.find(rank, ask.text, totals[rank], MAX_MATCHES)
-            every.append(self._feed.numbers_of(rank, found.numbers) if ask.rank is None else found.numbers)
-            total += found.total
+        totals = self.feed.totals
+        ranks = range(len(totals)) if ask.rank is None else (ask.rank,)
+        found = {rank: self.reader.find(rank, ask.text, totals[rank], MAX_MATCHES) for rank in ranks}
+        every = [numbers for numbers, _ in found.values()]
+        if ask.rank is None:
+            every = [self.feed.numbers_of(rank, numbers) for rank, (numbers, _) in found.items()]
+        total = sum(count for _, count in found.values())
         return FindAnswer(n=ask.n, matches=tuple(merge(*every))[-MAX_MATCHES:], total=total)
 
     def _log(self, ask: AskLog) -> Answer:
@@ -278,37 +265,37 @@ class Answers:
             return Refusal(n=ask.n, text=f"a log starts at offset 0, not at {ask.offset:,}.")
         if ask.rank is None:
             return self._log_of_all(ask)
-        if ask.offset == 0 and self._feed.totals[ask.rank] and not self._reader.exists(ask.rank):
+        if ask.offset == 0 and self.feed.totals[ask.rank] and not self.reader.exists(ask.rank):
             return Refusal(n=ask.n, text=self._gone(0, ask.rank))
         size = MAX_LOG_BYTES
-        while True:
-            text, following = self._reader.piece(ask.rank, ask.offset, size)
-            # in JSON every control character of a log takes six bytes
-            if json_bytes(text) <= _MAX_JSON_BYTES:
-                return LogAnswer(n=ask.n, text=text, next_offset=following)
+        text, following = self.reader.piece(ask.rank, ask.offset, size)
+        # in JSON every control character of a log takes six bytes
+        while json_bytes(text) > _MAX_JSON_BYTES:
             size = size * 2 // 3
+            text, following = self.reader.piece(ask.rank, ask.offset, size)
+        return LogAnswer(n=ask.n, text=text, next_offset=following)
 
     def _log_of_all(self, ask: AskLog) -> Answer:
         """Return lines of all ranks in order of arrival; the offset is the number of a line."""
-        total = sum(self._feed.totals)
+        total = sum(self.feed.totals)
         with closing(self._rows(ask.offset, min(_MAX_LOG_LINES, total - ask.offset), None)) as found:
             pieces = _fitting((f"[{rank}] {text}\n" for rank, _, text in found), MAX_LOG_BYTES)
-        following = ask.offset + len(pieces)
         if ask.offset < total and not pieces:
             return Refusal(n=ask.n, text=self._gone(ask.offset, None))
+        following = ask.offset + len(pieces)
         return LogAnswer(n=ask.n, text="".join(pieces), next_offset=following if following < total else None)
 
     def _rows(self, first: int, count: int, rank: int | None) -> Generator[LineRow]:
         """Yield lines with their rank and number, up to the first that is missing in its log."""
         if count <= 0:
             return
-        pieces = self._feed.locate(first, count) if rank is None else [Piece(rank, first, count)]
+        pieces = self.feed.locate(first, count) if rank is None else [Piece(rank, first, count)]
         # a rank's lines are consecutive in its log, so one reader per rank is enough
         with ExitStack() as opened:
             readers: dict[int, Iterator[str]] = {}
             for piece in pieces:
                 if piece.rank not in readers:
-                    lines = self._reader.lines_from(piece.rank, piece.first)
+                    lines = self.reader.lines_from(piece.rank, piece.first)
                     readers[piece.rank] = opened.enter_context(closing(lines))
                 for number in range(piece.first, piece.first + piece.lines):
                     text = next(readers[piece.rank], None)
@@ -318,23 +305,22 @@ class Answers:
 
     def _gone(self, first: int, rank: int | None) -> str:
         if rank is None:
-            rank, first, _ = self._feed.locate(first, 1)[0]
-        path = self._reader.path(rank)
-        if not self._reader.exists(rank):
+            rank, first, _ = self.feed.locate(first, 1)[0]
+        path = self.reader.path(rank)
+        if not self.reader.exists(rank):
             return f"the log of rank {rank} is gone: {path}. {self._where()}"
         return f"line {first:,} of rank {rank} is not in its log {path}, which ends before it. {self._where()}"
 
     def _where(self) -> str:
-        return f"`sgpu logs {self._short_id}` shows what there is."
+        return f"`sgpu logs {self.view.short_id}` shows what there is."
 
 
 def _fitting(items: Iterable[T], most: int) -> list[T]:
     """Return the first items whose JSON takes at most `most` bytes in total."""
     kept: list[T] = []
-    size = 0
     for item in items:
-        size += json_bytes(item) + 1
-        if size > most:
+        most -= json_bytes(item) + 1
+        if most < 0:
             break
         kept.append(item)
     return kept

@@ -6,7 +6,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,7 +14,6 @@ import msgspec
 from sgpu_magic.views.bundle import interrupted_bundle
 from sgpu_magic.views.cell_outputs import OutputSlots
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.live import messages
 from sgpu_magic.views.live.comm import Channels, Taker
 from sgpu_magic.views.live.feed import Answers, Feed
 from sgpu_magic.views.live.log_reader import LogReader
@@ -32,15 +30,6 @@ _NO_HELLO = (
     "The live view did not open in this front end. JupyterLab and Notebook show it when anywidget 0.11 is installed "
     "where they run: pip install 'anywidget==0.11.*', then reload the page."
 )
-
-
-class _Form(Enum):
-    """The form that is shown now."""
-
-    NOTHING = auto()
-    WIDGET = auto()
-    HTML = auto()
-    FINAL = auto()
 
 
 class WidgetPublisher:
@@ -71,7 +60,7 @@ class WidgetPublisher:
         self._slots = OutputSlots(view, lambda item, final: widgets.bundle(item, final=final))
         self._pace = Pace()
         self._static = NotebookPublisher(view, self._slots, self._pace)
-        self._form = _Form.NOTHING
+        self._is_static = False
         self._widget: Any = None
         self._began: float | None = None
         self._opened_at = 0.0
@@ -83,43 +72,39 @@ class WidgetPublisher:
         due = self._pace.is_due(now)
         if final:
             self._finish(now)
-        elif self._form is _Form.NOTHING and due:
-            self._open(now)
-        elif self._form is _Form.WIDGET:
-            self._tell(now, due)
-        elif self._form is _Form.HTML:
+        elif self._is_static:
             self._static.tick(now)
+        elif self._widget is not None:
+            self._tell(now, due)
+        elif due:
+            self._open(now)
         self._widgets.tick(now)
 
     def _open(self, now: float) -> None:
         widget_class = self._kernel.widget_class
         if widget_class is None:
-            if not self._kernel.is_importing or now - (self._began or now) > _IMPORT_S:
-                self._form = _Form.HTML
+            self._is_static = not self._kernel.importing.is_alive() or now - (self._began or now) > _IMPORT_S
             return
         channels = self._channels
         # prefer a new snapshot, as the feed's last one may be from the run's start
-        drawn = messages.to_builtins(self._feed.snapshot(now) or self._feed.hello(0).snapshot)
+        drawn = msgspec.to_builtins(self._feed.snapshot(now) or self._feed.hello(0).snapshot)
         self._widget = widget_class(snapshot=drawn, comms="subshell" if channels.serve_comms else "blocking")
-        self._form, self._opened_at = _Form.WIDGET, now
+        self._opened_at = now
         channels.opened(self._widget, self._answer)
         self._slots.open({**interrupted_bundle(self._view), **self._widget.view_bundle})
         self._pace.sent(now, 1)
 
     def _tell(self, now: float, due: bool) -> None:
         if due and not self._greeted and self._kernel.expects_hello and now - self._opened_at > HELLO_S:
-            self._static.remark = _NO_HELLO
-            self._form = _Form.HTML
+            self._static.remark, self._is_static = _NO_HELLO, True
             self._static.tick(now)
             self._close()
             return
         self._widget.tell(self._feed, now)
         if due and self._view.version != self._displays_version:
-            self._displays_version = self._view.version
             sent, complete = self._slots.draw_displays(MAX_MESSAGES_PER_TICK)
             self._pace.sent(now, sent)
-            if not complete:
-                self._displays_version = -1
+            self._displays_version = self._view.version if complete else -1
 
     def _answer(self, question: Question) -> Answer:
         """Answer a request; may be called by any thread."""
@@ -127,12 +112,9 @@ class WidgetPublisher:
         return self._answers.answer(question)
 
     def _finish(self, now: float) -> None:
-        if self._form is _Form.FINAL:
-            return
-        self._form = _Form.FINAL
+        self._is_static = True
         try:
             # before the widget is closed, so that there is never a view without its model
-            self._static.remark = ""
             self._static.tick(now, final=True)
         finally:
             self._close()
@@ -188,6 +170,7 @@ class LiveViews:
     Attributes:
         channels: The channels to this kernel's views; None without a Jupyter kernel.
         widget_class: The ipywidget's class once it is imported; None before, and if it can't be imported.
+        importing: The thread that imports it.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -197,9 +180,9 @@ class LiveViews:
         self.widget_class: Any = None
         self._of_sessions: dict[str, RankWidgets] = {}
         # takes 50 ms, so in the background
-        self._importing = threading.Thread(target=self._import, name="sgpu-widget", daemon=True)
+        self.importing = threading.Thread(target=self._import, name="sgpu-widget", daemon=True)
         if self.channels is not None:
-            self._importing.start()
+            self.importing.start()
 
     def publisher_for(self, ui: str, view: RunView, stream: TextIO, buttons: Buttons) -> Publisher:
         """Return the publisher for `--ui`: `none`, `text`, `streams`, `widget`, or by the front end (`auto`).
@@ -212,7 +195,13 @@ class LiveViews:
         """
         widgets = self._widgets_for(view, buttons)
         view.models = widgets.models
-        publisher = self._publisher_for(ui, view, stream, buttons, widgets)
+        draws = self._kernel is not None and not self.is_console
+        is_live = draws and not is_quiet(view) and (ui == "widget" or (ui == "auto" and self.is_watched))
+        if self.channels is not None and is_live:
+            feed = Feed(view)
+            publisher = WidgetPublisher(view, feed, buttons.answers(view, feed), widgets, self.channels, self)
+        else:
+            publisher = publisher_for(ui, view, stream, notebook=draws)
         if view.spec.kind is RunKind.SESSION and widgets.stays:
             return SessionWidgets(publisher, widgets, lambda: self._of_sessions.pop(view.run_id, None))
         return publisher
@@ -221,39 +210,22 @@ class LiveViews:
         """Return the comms of the widgets of a run's ranks; the cells of a session share one object."""
         channels = self.channels if self.is_watched else None
         spec = view.spec
-        if spec.kind is RunKind.SESSION and buttons.owned:
-            found = self._of_sessions[spec.run_id] = RankWidgets(channels, buttons.tell, spec.run_id, stays=True)
-            return found
         session = spec.session if spec.in_session else ""
         if session in self._of_sessions and buttons.owned:
             return self._of_sessions[session]
-        return RankWidgets(channels, buttons.tell, session or spec.run_id, stays=False)
-
-    def _publisher_for(
-        self, ui: str, view: RunView, stream: TextIO, buttons: Buttons, widgets: RankWidgets
-    ) -> Publisher:
-        channels = self.channels if not is_quiet(view) else None
-        draws = self._kernel is not None and not self.is_console
-        if (
-            channels is None
-            or ui in ("none", "text", "streams")
-            or not draws
-            or not (ui == "widget" or self.is_watched)
-        ):
-            return publisher_for(ui, view, stream, notebook=draws)
-        feed = Feed(view)
-        return WidgetPublisher(view, feed, buttons.answers(view, feed), widgets, channels, self)
-
-    @property
-    def is_importing(self) -> bool:
-        """The import of the widget's class is in progress."""
-        return self._importing.is_alive()
+        stays = spec.kind is RunKind.SESSION and buttons.owned
+        widgets = RankWidgets(channels, buttons.tell, session or spec.run_id, stays=stays)
+        if stays:
+            self._of_sessions[spec.run_id] = widgets
+        return widgets
 
     @property
     def expects_hello(self) -> bool:
         """Whether a front end that can show the view sends `AskHello` within 5 s, also while the cell blocks."""
-        serves = self.channels is not None and self.channels.serve_every_comm
-        return serves or not self._has_no_subshells
+        if self.channels is not None and self.channels.serve_every_comm:
+            return True
+        # the widgets of these front ends can't reach a busy kernel on any channel
+        return "__vsc_ipynb_file__" not in self._kernel.shell.user_ns and "google.colab" not in sys.modules
 
     def serve(self, model_id: str, take: Taker | None) -> None:
         """Pass requests to a model that is not a run's view to `take`; None ends that."""
@@ -286,14 +258,8 @@ class LiveViews:
     @property
     def _takes_input(self) -> bool:
         """Whether the front end of the running cell can prompt the user."""
-        if self.channels is None:
-            return False
-        return bool(self._kernel.get_parent("shell").get("content", {}).get("allow_stdin"))
-
-    @property
-    def _has_no_subshells(self) -> bool:
-        """Whether the front end is one whose widgets can't reach a busy kernel on any channel."""
-        return "__vsc_ipynb_file__" in self._kernel.shell.user_ns or "google.colab" in sys.modules
+        parent: dict[str, Any] = self._kernel.get_parent("shell") if self.channels is not None else {}
+        return bool(parent.get("content", {}).get("allow_stdin"))
 
     def _import(self) -> None:
         try:

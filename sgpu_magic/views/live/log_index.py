@@ -131,8 +131,8 @@ class LogOrder:
 
 
 def _join(pieces: list[Piece], piece: Piece) -> None:
-    last = pieces[-1] if pieces else None
-    if last is not None and last.rank == piece.rank and last.first + last.lines == piece.first:
+    last = pieces[-1] if pieces else Piece(-1, 0, 0)
+    if (last.rank, last.first + last.lines) == piece[:2]:
         pieces[-1] = Piece(last.rank, last.first, last.lines + piece.lines)
     else:
         pieces.append(piece)
@@ -186,37 +186,30 @@ class RecentLines:
 
     def write(self, body: OutputWritten) -> None:
         """Add a batch."""
-        with self.lock:
-            self._write(body)
-
-    def _write(self, body: OutputWritten) -> None:
         rank, text = body.rank, body.text
-        head = self._begun[rank]
-        skipped = body.skipped_lines
-        if body.skipped_bytes:
-            # the position of the text within its line is unknown
-            head = None
-        at, first = self.order.total, self.order.totals[rank]
-        lines = self.order.write(body) - skipped
-        end = text.rfind("\n") + 1 if lines else 0
-        if lines:
-            if len(text) > _KEPT_CHARS:
-                cut = text.find("\n", end - _KEPT_CHARS if end > _KEPT_CHARS else 0) + 1
+        # after skipped bytes the position of the text within its line is unknown
+        head = None if body.skipped_bytes else self._begun[rank]
+        with self.lock:
+            at, first, skipped = self.order.total, self.order.totals[rank], body.skipped_lines
+            lines = self.order.write(body) - skipped
+            end = text.rfind("\n") + 1 if lines else 0
+            if lines and len(text) > _KEPT_CHARS:
+                cut = text.find("\n", max(end - _KEPT_CHARS, 0)) + 1
                 left_out = text.count("\n", 0, cut)
                 skipped, lines, head, text, end = skipped + left_out, lines - left_out, "", text[cut:], end - cut
-            self._keep(_Batch(rank, first + skipped, at + skipped, lines, head, text))
-            head = ""
-        begun = None if head is None else last_rewrite(head + text[end:])
-        self._begun[rank] = None if begun is not None and len(begun) > MAX_RAW_CHARS else begun
+            if end:
+                self._keep(_Batch(rank, first + skipped, at + skipped, lines, head, text))
+                head = ""
+            begun = None if head is None else last_rewrite(head + text[end:])
+            self._begun[rank] = None if begun is not None and len(begun) > MAX_RAW_CHARS else begun
 
     def finish(self) -> None:
         """Count unfinished lines as lines, as the run has ended."""
         with self.lock:
-            at = self.order.total
-            for rank in self.order.finish():
+            total = self.order.total
+            for at, rank in enumerate(self.order.finish(), total):
                 self._keep(_Batch(rank, self.order.totals[rank] - 1, at, 1, self._begun[rank], "\n"))
                 self._begun[rank] = ""
-                at += 1
 
     def rows_since(self, first: int) -> tuple[int, Rows]:
         """Return the lines from number `first` among all lines on: the newest ones that fit, and skips for the others.
@@ -232,19 +225,16 @@ class RecentLines:
                 break
             _put_before(rows, row)
             end = row_at
-        if first >= end:
-            return first, rows[::-1]
         before = self.order.locate(first, end - first, _MAX_SKIPS)
         if sum(piece.lines for piece in before) < end - first:
             return end, rows[::-1]
         for piece in reversed(before):
-            _put_before(rows, (piece.rank, piece.first, piece.lines))
+            _put_before(rows, piece)
         return first, rows[::-1]
 
     def _keep(self, batch: _Batch) -> None:
-        if batch.lines:
-            self._batches.append(batch)
-            self._chars += len(batch.text)
+        self._batches.append(batch)
+        self._chars += len(batch.text)
         while self._chars > _KEPT_CHARS and len(self._batches) > 1:
             self._chars -= len(self._batches.popleft().text)
 
@@ -258,27 +248,24 @@ class RecentLines:
             lines = ((batch.head or "") + batch.text).split("\n")
             for index in range(batch.lines - 1, max(first - batch.at, 0) - 1, -1):
                 number, raw = batch.first + index, lines[index]
-                if (index == 0 and batch.head is None) or (
-                    len(raw) > MAX_RAW_CHARS and len(raw := last_rewrite(raw)) > MAX_RAW_CHARS
-                ):
-                    yield batch.at + index, (batch.rank, number, 1)
-                else:
-                    yield batch.at + index, (batch.rank, number, line_text(raw))
+                raw = last_rewrite(raw) if len(raw) > MAX_RAW_CHARS else raw
+                is_in_log_only = (index == 0 and batch.head is None) or len(raw) > MAX_RAW_CHARS
+                row = (batch.rank, number, 1) if is_in_log_only else (batch.rank, number, line_text(raw))
+                yield batch.at + index, row
             end = batch.at
 
     def _skipped(self, begin: int, end: int) -> Iterator[tuple[int, LineSkip]]:
         """Yield skips for lines between two batches, from the last to the first."""
         for piece in reversed(self.order.locate(begin, end - begin)):
             end -= piece.lines
-            yield end, (piece.rank, piece.first, piece.lines)
+            yield end, piece
 
 
 def _put_before(rows: Rows, row: LineRow | LineSkip) -> None:
     """Add a row to rows in reverse order; adjacent skips are merged."""
     rank, first, what = row
-    if rows and not isinstance(what, str):
-        after = rows[-1]
-        if not isinstance(after[2], str) and (after[0], after[1]) == (rank, first + what):
-            rows[-1] = (rank, first, what + after[2])
-            return
-    rows.append(row)
+    after = rows[-1] if rows else (-1, 0, 0)
+    if not isinstance(what, str) and not isinstance(after[2], str) and after[:2] == (rank, first + what):
+        rows[-1] = (rank, first, what + after[2])
+    else:
+        rows.append(row)

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.live.messages import json_bytes
@@ -30,9 +29,7 @@ _SURELY_SMALL_CHARS = MAX_JSON_BYTES // 4
 def line_text(raw: str) -> str:
     """Return a raw line of a log as a terminal shows it: colours stay, other escape sequences are removed."""
     text = collapse(raw).rstrip("\b")
-    if len(text) <= _SURELY_SMALL_CHARS:
-        return ansi.colours_only(text)
-    return cut_line(text, len(text))
+    return ansi.colours_only(text) if len(text) <= _SURELY_SMALL_CHARS else cut_line(text, len(text))
 
 
 def cut_line(text: str, length: int) -> str:
@@ -69,13 +66,6 @@ _SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1
 _CONTROLS = bytes([*range(9), *range(11, 32), 127])
 
 
-class Matches(NamedTuple):
-    """Lines that contain a text: the numbers of the last ones, ascending, and the number of all."""
-
-    numbers: list[int]
-    total: int
-
-
 class LogReader:
     """Reads the logs in a run's directory, which may not exist yet and may grow.
 
@@ -96,8 +86,8 @@ class LogReader:
         return self.directory / f"rank-{rank}.log"
 
     def exists(self, rank: int) -> bool:
-        self._brought(rank)
-        return self.path(rank).exists()
+        with self._opened(rank) as file:
+            return file is not None
 
     def lines_from(self, rank: int, first: int) -> Generator[str]:
         """Yield the lines from number `first` on, as views show them, including a last one without a newline.
@@ -109,11 +99,10 @@ class LogReader:
                 return
             with self._lock:
                 begin = self._index(rank, file).line_start(file, first)
-            if begin is None:
-                return
-            yield from _lines_at(file, begin)
+            if begin is not None:
+                yield from _lines_at(file, begin)
 
-    def find(self, rank: int, text: str, lines: int, most: int) -> Matches:
+    def find(self, rank: int, text: str, lines: int, most: int) -> tuple[list[int], int]:
         """Find a text, ignoring case, in the visible part of the lines.
 
         Args:
@@ -121,22 +110,21 @@ class LogReader:
             text: The text to find.
             lines: Number of lines to search, from the first.
             most: Maximum number of line numbers to return.
+
+        Returns:
+            The numbers of the last lines that contain it, ascending, and the number of all.
         """
         found: deque[int] = deque(maxlen=most)
         total = at = 0
         with self._opened(rank) as file:
-            if file is None:
-                return Matches([], 0)
-            wanted = text.lower()
-            for chunk in _whole_lines(file):
+            for chunk in _whole_lines(file) if file is not None else ():
                 if at >= lines:
                     break
-                count = chunk.count(b"\n") + (not chunk.endswith(b"\n"))
-                numbers = [at + index for index in _matches(chunk, wanted) if at + index < lines]
+                numbers = [at + index for index in _matches(chunk, text.lower()) if at + index < lines]
                 found.extend(numbers)
                 total += len(numbers)
-                at += count
-        return Matches(list(found), total)
+                at += chunk.count(b"\n") + (not chunk.endswith(b"\n"))
+        return list(found), total
 
     def piece(self, rank: int, offset: int, size: int) -> tuple[str, int | None]:
         """Return at most `size` bytes of the raw log, and the offset of the next piece, None at the log's end."""
@@ -149,16 +137,12 @@ class LogReader:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(data[:size])
         # a character that is cut by the end of the piece belongs to the next piece
-        held = len(decoder.getstate()[0])
-        return text, offset + size - held
-
-    def _brought(self, rank: int) -> None:
-        if self._bring is not None:
-            self._bring(self.path(rank).name)
+        return text, offset + size - len(decoder.getstate()[0])
 
     @contextmanager
     def _opened(self, rank: int) -> Generator[int | None]:
-        self._brought(rank)
+        if self._bring is not None:
+            self._bring(self.path(rank).name)
         try:
             file = os.open(self.path(rank), os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -170,8 +154,7 @@ class LogReader:
             os.close(file)
 
     def _index(self, rank: int, file: int) -> _Index:
-        status = os.fstat(file)
-        index = self._indexes.get(rank)
+        status, index = os.fstat(file), self._indexes.get(rank)
         identity = (status.st_dev, status.st_ino)
         if index is None or index.identity != identity or status.st_size < index.size:
             # the file was replaced or truncated, so the index is invalid
@@ -192,13 +175,12 @@ class _Index:
 
     def line_start(self, file: int, line: int) -> int | None:
         """Return the offset of a line, None when the log has no such line; a last line without newline counts."""
-        if line > self._lines:
-            self._extend(file, line)
+        self._extend(file, line)
         if line == 0:
             return 0
         step = bisect_left(self._before, line) - 1
-        data = os.pread(file, _STEP_BYTES, step * _STEP_BYTES) if step >= 0 else b""
-        missing = line - self._before[step] if step >= 0 else 0
+        data = os.pread(file, _STEP_BYTES, step * _STEP_BYTES)
+        missing = line - self._before[step]
         parts = data.split(b"\n", missing)
         if len(parts) <= missing:
             return None
@@ -213,11 +195,9 @@ class _Index:
                 self._before.append(self._lines)
             data = os.pread(file, _STEP_BYTES, step * _STEP_BYTES)
             self._lines = self._before[step] + data.count(b"\n")
-            size = step * _STEP_BYTES + len(data)
-            if size == self.size or len(data) < _STEP_BYTES:
-                self.size = size
+            before, self.size = self.size, step * _STEP_BYTES + len(data)
+            if self.size == before or len(data) < _STEP_BYTES:
                 return
-            self.size = size
 
 
 def _lines_at(file: int, at: int) -> Iterator[str]:
@@ -261,10 +241,7 @@ def _long_line(file: int, begin: int) -> tuple[str, int]:
 
 def _characters(file: int, begin: int, end: int) -> int:
     count = 0
-    while begin < end:
-        data = os.pread(file, min(_FIND_BYTES, end - begin), begin)
-        if not data:
-            break
+    while data := os.pread(file, min(_FIND_BYTES, end - begin), begin):
         count += len(data.translate(None, _CONTINUATIONS))
         begin += len(data)
     return count

@@ -187,17 +187,3 @@ _encoder = msgspec.json.Encoder()
 def json_bytes(value: object) -> int:
     """Return the size of a value as JSON in bytes."""
     return len(_encoder.encode(value))
-
-
-def to_builtins(message: Message) -> dict[str, object]:
-    """Convert a message to builtin types, which a comm can encode."""
-    return msgspec.to_builtins(message)
-
-
-def question_of(content: object) -> Question:
-    """Convert a front end's message to a request.
-
-    Raises:
-        msgspec.ValidationError: It is not a valid request.
-    """
-    return msgspec.convert(content, Question)

@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import msgspec
+
 from sgpu_magic.views.live.comm import Channels
 from sgpu_magic.views.output_buffer import DisplayItem
-from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, Publisher
-from sgpu_magic.views.rank_models import REFERENCE, WIDGET_MIME, ModelKey, Moved, RankModels, inside, refers
+from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, MESSAGE_INTERVAL_S, Publisher
+from sgpu_magic.views.rank_models import REFERENCE, WIDGET_MIME, ModelKey, Moved, RankModels, inside, refers, widget_of
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.client import TellComms
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
 
-INTERVAL_S = 0.1
 # maximum number of unsent messages of one widget; older ones are dropped
 _MOST_UNSENT = 200
 # maximum number of cells whose displays become static when their session ends
@@ -68,15 +69,13 @@ class RankWidgets:
             item: The display.
             final: Its run has ended.
         """
-        view = item.bundle.get(WIDGET_MIME)
-        if self._closed or not isinstance(view, dict) or (final and not self.stays):
-            return self.models.static(item.rank, item.bundle)
-        key = (item.rank, str(cast("dict[str, object]", view).get("model_id")))
+        key = widget_of(item.rank, item.bundle)
         with self._lock:
-            if not self._open(key):
+            if self._closed or key is None or (final and not self.stays) or not self._open(key):
                 return self.models.static(item.rank, item.bundle)
             self._left_live |= final
-        return {**item.bundle, WIDGET_MIME: {**cast("dict[str, object]", view), "model_id": self._id(key)}}
+        view = cast("dict[str, object]", item.bundle[WIDGET_MIME])
+        return {**item.bundle, WIDGET_MIME: {**view, "model_id": self._id(key)}}
 
     def leave(self, redraw: Callable[[], object]) -> None:
         """Call `redraw` for an ended cell when its live widgets are closed, to replace them by static forms."""
@@ -88,7 +87,7 @@ class RankWidgets:
 
     def tick(self, now: float) -> None:
         """Send at most 10 messages every 0.1 s, new widgets first."""
-        if now - self._sent_at < INTERVAL_S or not (self._unopened or self._unsent):
+        if now - self._sent_at < MESSAGE_INTERVAL_S or not (self._unopened or self._unsent):
             return
         self._sent_at = now
         with self._lock:
@@ -137,12 +136,11 @@ class RankWidgets:
                 self._unopened[key] = None
             return
         unsent = self._unsent.setdefault(key, deque(maxlen=_MOST_UNSENT))
-        if moved.kind == "update" and unsent and unsent[-1].kind == "update":
-            last = unsent[-1]
-            if can_merge(last.content, moved.content, None):
-                parts = {path: part for path, part in last.parts.items() if path[0] not in moved.content}
-                moved = Moved(key, "update", {**last.content, **moved.content}, {**parts, **moved.parts})
-                unsent.pop()
+        last = unsent[-1] if unsent else None
+        if last and last.kind == moved.kind == "update" and can_merge(last.content, moved.content, None):
+            parts = {path: part for path, part in last.parts.items() if path[0] not in moved.content}
+            moved = Moved(key, "update", {**last.content, **moved.content}, {**parts, **moved.parts})
+            unsent.pop()
         unsent.append(moved)
 
     def _open(self, key: ModelKey) -> bool:
@@ -162,13 +160,8 @@ class RankWidgets:
         if model.state:
             paths = list(map(list, model.buffers))
             data |= {"state": with_prefix(model.state, self._prefix(key)), "buffer_paths": paths}
-        made: Any = create_comm(
-            target_name=model.target,
-            comm_id=self._id(key),
-            data=data,
-            metadata=model.metadata,
-            buffers=list(model.buffers.values()),
-        )
+        identity = {"target_name": model.target, "comm_id": self._id(key)}
+        made: Any = create_comm(**identity, data=data, metadata=model.metadata, buffers=[*model.buffers.values()])
         self._comms[key] = made
         made.on_msg(partial(self._heard, key))
         self._channels.take(made)
@@ -178,16 +171,12 @@ class RankWidgets:
         comm = self._comms.get(key)
         if comm is None:
             return
-        content = with_prefix(dict(moved.content), self._prefix(key))
-        if moved.kind == "custom":
-            comm.send(data=content, buffers=list(moved.buffers))
-            return
-        for other in references(moved.content):
-            self._open((key[0], other))
-        paths = list(map(list, moved.parts))
-        comm.send(
-            data={"method": "update", "state": content, "buffer_paths": paths}, buffers=list(moved.parts.values())
-        )
+        data: dict[str, object] = with_prefix(dict(moved.content), self._prefix(key))
+        if moved.kind == "update":
+            for other in references(moved.content):
+                self._open((key[0], other))
+            data = {"method": "update", "state": data, "buffer_paths": list(map(list, moved.parts))}
+        comm.send(data=data, buffers=[*moved.buffers, *moved.parts.values()])
 
     def _prefix(self, key: ModelKey) -> str:
         return f"{self._token}-{key[0]}-"
@@ -210,7 +199,7 @@ class RankWidgets:
         self._tell(TellComms(run_id=self._run_id, rank=key[0], messages=(said,)), buffers)
 
 
-class SessionWidgets:
+class SessionWidgets(msgspec.Struct, frozen=True):
     """Shows a session and keeps its widgets up to date between cells, until it ends.
 
     Args:
@@ -219,18 +208,17 @@ class SessionWidgets:
         ended: Called when the session is not followed any more.
     """
 
-    def __init__(self, publisher: Publisher, widgets: RankWidgets, ended: Callable[[], object]) -> None:
-        self._publisher = publisher
-        self._widgets = widgets
-        self._ended = ended
+    publisher: Publisher
+    widgets: RankWidgets
+    ended: Callable[[], object]
 
     def tick(self, now: float, final: bool = False) -> None:
-        self._publisher.tick(now, final)
+        self.publisher.tick(now, final)
         if final:
-            self._widgets.close()
-            self._ended()
+            self.widgets.close()
+            self.ended()
         else:
-            self._widgets.tick(now)
+            self.widgets.tick(now)
 
 
 def references(value: object) -> Iterator[str]:

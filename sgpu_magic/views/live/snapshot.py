@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -12,7 +11,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import failure_block
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.messages import json_bytes
-from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, Link, RankCard, Snapshot
+from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, RankCard, Snapshot
 from sgpu_magic.views.ranks import rank_cards
 from sgpu_magic.views.run_notes import other_lines
 from sgpu_magic.views.stacks import stall_lines
@@ -27,7 +26,7 @@ from sgpu_magic.views.summary_words import (
     silence_lines,
 )
 from sgpu_magic.views.tracebacks import cut_lines
-from sgpu_magic.views.units import clipped, format_elapsed, format_seconds, steady_time
+from sgpu_magic.views.units import clipped, ends, format_elapsed, format_seconds, steady_time
 from sgpu_magic.views.usage import thinned
 from sgpu_magic.views.words import (
     BEFORE_RANKS,
@@ -82,7 +81,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
     warned = frozenset(view.warnings)
     notes = [*(note for note in view.notes if note not in warned), *(silence_lines(view) if goes_on else [])]
     left_out = len(notes) - _MAX_NOTES
-    word = state_word(view)
+    word, link = state_word(view), tracked_link(view)
     # a cell in a session names the session, whose view shows the location
     session = " · ".join(place_words(view)) if view.spec.in_session else ""
     return fitted(
@@ -100,7 +99,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             pool="" if session else _plain(view.pool),
             host="" if session else _plain(view.host),
             attempt=attempt_text(view),
-            elapsed_s=round(view.elapsed_s(now), 3),
+            elapsed_s=round(view.times.running_s(now), 3),
             starting_s=round(view.times.starting_s(now), 3),
             ticking=goes_on and view.times.placed_at is not None,
             cost=_cost(view, now),
@@ -116,10 +115,10 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
                 *map(_plain, notes[-_MAX_NOTES:]),
             ),
             stall=tuple(cut_lines(list(map(ansi.plain, stall_lines(view, has_buttons=True))), _MAX_STALL_CHARS)),
-            failure=_failure(view, failure),
+            failure=_failure(view, failure) if failure is not None else None,
             others=tuple(map(_plain, others)),
             footer=tuple(map(_plain, _footer(view))),
-            tracked=_tracked(view),
+            tracked=replace(link, text=_plain(link.text)) if link is not None else None,
             lines=tuple(log_lines),
             can_cancel=goes_on and view.state is not RunState.CANCELLING,
             stop="Cancel" if view.session is None else "End session",
@@ -143,31 +142,15 @@ def _cost(view: RunView, now: float) -> Cost | None:
     return Cost(text=text, per_s=per_s, seconds=round(seconds, 3), currency=view.currency, mark=mark(view))
 
 
-def _tracked(view: RunView) -> Link | None:
-    link = tracked_link(view)
-    return None if link is None else replace(link, text=_plain(link.text))
-
-
 def _first_failure(view: RunView) -> Failure | None:
     """Return the root cause; while the run is still stopping, the first failure that a rank has reported."""
-    if view.is_final:
+    # a session continues when one of its ranks dies
+    if view.is_final or view.session is not None:
         return view.failure if view.state is not RunState.SUCCEEDED else None
-    if view.session is not None:
-        # a session continues when one of its ranks dies
-        return None
-    told = list(view.rank_failures.values())
-    return next((failure for failure in told if not failure.is_consequence), told[0] if told else None)
+    return min(view.rank_failures.values(), key=lambda failure: failure.is_consequence, default=None)
 
 
-def _failure(view: RunView, failure: Failure | None) -> FailureBlock | None:
-    """Return the block that shows a failure, None without one.
-
-    Args:
-        view: The run.
-        failure: Its `_first_failure`.
-    """
-    if failure is None:
-        return None
+def _failure(view: RunView, failure: Failure) -> FailureBlock:
     block = failure_block(view, failure, _MAX_EXCERPT_CHARS, _MAX_WHOLE_CHARS)
     return replace(block, lines=_begun(block.lines), whole=_begun(block.whole))
 
@@ -182,24 +165,21 @@ def _meta(view: RunView, now: float) -> list[str]:
         return session_meta(view, now)
     words = [f"beside {session_text(view)}"] if view.spec.session and not view.spec.in_session else []
     if view.ended is not None:
+        queued_s, reason = view.ended.queued_s, view.ended.reason or view.reason
         words += [billed_text(view), busy_text(view.usage)]
-        if view.ended.queued_s >= _WORTH_TELLING_S:
-            words.append(f"{format_seconds(view.ended.queued_s)} in the queue")
-        reason = view.ended.reason or view.reason
-        words += [reason if view.state is RunState.CANCELLED else ""]
+        words += [f"{format_seconds(queued_s)} in the queue"] if queued_s >= _WORTH_TELLING_S else []
+        words += [reason] if view.state is RunState.CANCELLED else []
     elif not view.left:
-        words += [_time_left(view, now)]
-        words += [view.reason if view.state not in _BEFORE_RUNNING else ""]
+        words += [_time_left(view, now), view.reason if view.state not in _BEFORE_RUNNING else ""]
     return [word for word in words if word]
 
 
 def _time_left(view: RunView, now: float) -> str:
     """Return `7 min 12 s left` when a time limit was set, or when less than a quarter of it is left."""
-    limit = view.spec.timeout_s
-    if view.deadline is None or view.is_final:
-        return ""
-    left = max(view.deadline - now, 0.0)
-    return f"{_until(left)} left" if limit < SEVEN_DAYS_S or left < limit / 4 else ""
+    limit, began = view.spec.timeout_s, view.times.metered_at
+    left = max(began + limit - now, 0.0) if began is not None else limit
+    is_near = began is not None and (limit < SEVEN_DAYS_S or left < limit / 4)
+    return f"{_until(left)} left" if is_near else ""
 
 
 def _preparing(view: RunView, now: float) -> list[str]:
@@ -207,43 +187,32 @@ def _preparing(view: RunView, now: float) -> list[str]:
     is_there = view.spec.in_session and view.state is not RunState.QUEUED
     if view.state not in _BEFORE_RUNNING or is_there:
         return []
-    lines: list[str] = []
+    lines = [view.reason]
     if view.state is RunState.QUEUED:
         place = f"position {view.position} in the queue" if view.position else ""
-        lines.append(": ".join(filter(None, [place, view.waiting_for or view.reason])))
-        lines.append(_patience(view, now))
-    elif view.reason:
-        lines.append(view.reason)
+        lines = [": ".join(filter(None, [place, view.waiting_for or view.reason])), _patience(view, now)]
     lines += [packages_text(view), shipped_text(view)]
     if view.state is RunState.STARTING:
-        lines.append(f"starting {ranks_text(view)}{_steps(view)}")
+        steps = f": processes, torch, then the {backend(view.lease)} process group" if view.lease else ""
+        lines.append(f"starting {ranks_text(view)}{steps}")
     return [line for line in lines if line]
-
-
-def _steps(view: RunView) -> str:
-    """Return what a start does: `: processes, torch, then the nccl process group`."""
-    if view.lease is None:
-        return ""
-    return f": processes, torch, then the {backend(view.lease)} process group"
 
 
 def _footer(view: RunView) -> list[str]:
     """Return what was returned and shipped, values that could not be returned, and what to do next."""
     # before the ranks run, a part of it is in `_preparing`
     is_told_above = view.state in _BEFORE_RUNNING and not view.spec.in_session
-    parts = [*values_left_there(view), *([] if is_told_above else moved_words(view))]
-    if view.is_final and tracked_link(view) is None:
-        # a web page is shown as a link
-        parts.append(tracked_text(view))
-    parts += [next_step(view), f"run {view.short_id}"]
+    moved = [] if is_told_above else moved_words(view)
+    # a web page is shown as a link
+    tracked = tracked_text(view) if view.is_final and tracked_link(view) is None else ""
+    parts = [*values_left_there(view), *moved, tracked, next_step(view), f"run {view.short_id}"]
     return [part for part in parts if part]
 
 
 def _patience(view: RunView, now: float) -> str:
     if view.spec.wait_s is None or not view.spec.submitted_at:
         return ""
-    left = view.submitted_at + view.spec.wait_s - now
-    return f"gives up in {_until(left)} (--wait)"
+    return f"gives up in {_until(view.submitted_at + view.spec.wait_s - now)} (--wait)"
 
 
 def _until(left_s: float) -> str:
@@ -259,8 +228,6 @@ _MAX_TEXT_BYTES = 30_000
 _TEXT_LEVELS = ((200, 400), (60, 200), (20, 120), (8, 80))
 _TEXTS = ("meta", "preparing", "idle", "warnings", "notes", "stall", "others", "footer")
 
-T = TypeVar("T")
-
 
 def fitted(snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with texts and cards reduced until it fits into one message."""
@@ -269,9 +236,9 @@ def fitted(snapshot: Snapshot) -> Snapshot:
             break
         snapshot = _shorter(snapshot, lines, characters)
     for smaller in _SMALLER_CARDS:
-        snapshot = replace(snapshot, ranks=tuple(map(smaller, snapshot.ranks)))
         if json_bytes(snapshot) <= MAX_SNAPSHOT_BYTES:
             return snapshot
+        snapshot = replace(snapshot, ranks=tuple(map(smaller, snapshot.ranks)))
     return _fewer(snapshot)
 
 
@@ -279,26 +246,19 @@ def _shorter(snapshot: Snapshot, lines: int, characters: int) -> Snapshot:
     """Cut each list of texts to its beginning and end, and each text to its beginning."""
 
     def cut(block: tuple[FailureLine, ...]) -> tuple[FailureLine, ...]:
-        kept = _ends(block, lines, FailureLine(text="...", kind="text"))
+        kept = ends(block, lines, FailureLine(text="...", kind="text"))
         return tuple(replace(line, text=clipped(line.text, characters)) for line in kept)
 
     failure = snapshot.failure
     if failure is not None:
         failure = replace(failure, lines=cut(failure.lines), whole=cut(failure.whole))
-    texts = {name: _ends(getattr(snapshot, name), lines, "...") for name in _TEXTS}
+    texts = {name: ends(getattr(snapshot, name), lines, "...") for name in _TEXTS}
     cut_texts = {name: tuple(clipped(text, characters) for text in kept) for name, kept in texts.items()}
     return replace(snapshot, failure=failure, **cut_texts)
 
 
-def _ends(items: tuple[T, ...], most: int, between: T) -> tuple[T, ...]:
-    if len(items) <= most:
-        return items
-    return (*items[: most // 2], between, *items[-(most // 2) :])
-
-
 # each step reduces the result of the previous one: curves and their points, the last line, details
 _SMALLER_CARDS: tuple[Callable[[RankCard], RankCard], ...] = (
-    lambda card: card,
     lambda card: replace(card, curves=card.curves[:2]),
     lambda card: replace(card, curves=tuple(_coarse(curve, 60) for curve in card.curves[:1]), last=card.last[:100]),
     lambda card: replace(card, curves=tuple(_coarse(curve, 30) for curve in card.curves)),
@@ -309,17 +269,15 @@ _SMALLER_CARDS: tuple[Callable[[RankCard], RankCard], ...] = (
 
 def _fewer(snapshot: Snapshot) -> Snapshot:
     """Leave out cards from the end until it fits, first those without a warning or failure."""
-    cards = list(snapshot.ranks)
-    while len(cards) > 1:
+    cards, smaller = snapshot.ranks, snapshot
+    while len(cards) > 1 and json_bytes(smaller) > MAX_SNAPSHOT_BYTES:
         dull = [card for card in cards if card.tone not in ("bad", "warn") and not card.idle]
         gone = {card.rank for card in (dull or cards)[-max(len(cards) // 8, 1) :]}
-        cards = [card for card in cards if card.rank not in gone]
+        cards = tuple(card for card in cards if card.rank not in gone)
         left_out = len(snapshot.ranks) - len(cards)
         note = f"{left_out} of {len(snapshot.ranks)} ranks are not drawn: too many for one view"
-        smaller = replace(snapshot, ranks=tuple(cards), notes=(*snapshot.notes, note))
-        if json_bytes(smaller) <= MAX_SNAPSHOT_BYTES:
-            return smaller
-    return replace(snapshot, ranks=tuple(cards))
+        smaller = replace(snapshot, ranks=cards, notes=(*snapshot.notes, note))
+    return smaller
 
 
 def _coarse(curve: Curve, most: int) -> Curve:

@@ -14,9 +14,9 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import anywidget
+import msgspec
 import traitlets
 
-from sgpu_magic.views.live import messages
 from sgpu_magic.views.live.comm import question_of
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.rank_models import WIDGET_MIME
@@ -80,10 +80,10 @@ class RunViewWidget(KeyedWidget):
     def tell(self, feed: Feed, now: float) -> None:
         """Send the updates that are due now, a monotonic time."""
         for told in feed.told(now):
-            self.send(messages.to_builtins(told))
+            self.send(msgspec.to_builtins(told))
         snapshot = feed.snapshot(now)
         if snapshot is not None:
-            self.snapshot = messages.to_builtins(snapshot)
+            self.snapshot = msgspec.to_builtins(snapshot)
 
 
 class PanelWidget(KeyedWidget):
@@ -117,7 +117,7 @@ class WidgetAsValue:
     def __init__(self, view: RunView, buttons: Buttons) -> None:
         self._feed = Feed(view)
         self._answers = buttons.answers(view, self._feed)
-        drawn = messages.to_builtins(self._feed.hello(0).snapshot)
+        drawn = msgspec.to_builtins(self._feed.hello(0).snapshot)
         self.widget = RunViewWidget(snapshot=drawn, comms="blocking")
         self.widget.on_msg(self._asked)
 
@@ -129,4 +129,4 @@ class WidgetAsValue:
     def _asked(self, widget: Any, content: object, buffers: object) -> None:
         question = question_of(content, widget.send)
         if question is not None:
-            widget.send(messages.to_builtins(self._answers.answer(question)))
+            widget.send(msgspec.to_builtins(self._answers.answer(question)))

@@ -29,7 +29,6 @@ from sgpu_magic.views.live.messages import (
     Refusal,
     TextAnswer,
     json_bytes,
-    question_of,
 )
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.wire import events as ev
@@ -240,7 +239,7 @@ def test_pages_that_ask_again_and_again_get_what_they_lack(tmp_path: Path) -> No
 
 def ask(run: LiveRun, kind: str, **fields: object) -> Answer:
     """Ask as a front end does, and check the answer's number and size."""
-    question = question_of({"kind": kind, "n": 5, **fields})
+    question = msgspec.convert({"kind": kind, "n": 5, **fields}, Question)
     answer = run.answers.answer(question)
     assert answer.n == 5
     assert json_bytes(answer) <= MOST_BYTES
@@ -309,7 +308,7 @@ def test_what_can_not_be_answered_says_why_and_where_to_look(tmp_path: Path) -> 
 def test_what_is_no_question_is_refused_where_it_is_read() -> None:
     for content in ({}, {"kind": "lines"}, {"kind": "sing", "n": 1}, {"kind": "lines", "n": 1, "first": "0"}, 7):
         with pytest.raises(msgspec.ValidationError):
-            question_of(content)
+            msgspec.convert(content, Question)
 
 
 def test_the_buttons_say_what_came_of_them(tmp_path: Path) -> None:

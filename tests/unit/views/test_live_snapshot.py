@@ -14,7 +14,7 @@ import pytest
 from live_log import LiveRun
 from stories import TRACKED
 
-from sgpu_magic.views.live.messages import json_bytes, to_builtins
+from sgpu_magic.views.live.messages import json_bytes
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.units import TIMES
@@ -362,7 +362,7 @@ def test_nothing_but_plain_text_is_in_a_snapshot(tmp_path: Path) -> None:
     results = (RankResult(rank=0, value_problem=evil),)
     snapshots.append(drawn(run.end(RunState.FAILED, failure=failure, others=(other,), reason=evil, results=results)))
     for snapshot in snapshots:
-        text = json.dumps(to_builtins(snapshot), ensure_ascii=False)
+        text = json.dumps(msgspec.to_builtins(snapshot), ensure_ascii=False)
         assert "<script>" in text, "it is the front end that escapes"
         assert not re.search(r"\\u00[01]|\\[rbt]|[\x7f-\x9f]", text)
 
