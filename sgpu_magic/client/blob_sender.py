@@ -260,7 +260,7 @@ class Sending:
             return
         self._due = now + _EVERY_S
         self._told = True
-        silent_s = self._link.silent_s
+        silent_s = self._link.wire.silent_s
         silent = (
             f"; the link has been silent for {silent_s:.0f} s, sending continues when it is back" if silent_s else ""
         )

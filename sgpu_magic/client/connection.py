@@ -156,7 +156,7 @@ class LocalConnection(Connection):
                 "first run after these restarts it with the new settings; `sgpu pool stop --force` ends the pool and "
                 "its runs now."
             )
-        wait_for_exit(link.pid)
+        wait_for_exit(link.welcome.pid)
         link.lost.wait(REPLY_TIMEOUT_S)
         self.made(start=True)
         return ""
@@ -203,8 +203,8 @@ class LocalConnection(Connection):
         except PoolVersionError:
             if link.welcome.busy:
                 raise
-            os.kill(link.pid, signal.SIGTERM)
-            wait_for_exit(link.pid)
+            os.kill(link.welcome.pid, signal.SIGTERM)
+            wait_for_exit(link.welcome.pid)
             return with_known_version(self._new_link(start_pool(self._settings, Warm(interpreter=this_interpreter()))))
 
 
@@ -304,7 +304,7 @@ def ask_this_or_next(connection: Connection, asking: Callable[[PoolLink], T], *,
 
 def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:
     if not link.welcome.same_host:
-        silent = f": it has been silent for {link.silent_s:.0f} s" if link.silent_s else ""
+        silent = f": it has been silent for {link.wire.silent_s:.0f} s" if link.wire.silent_s else ""
         return PoolError(
             f"{link.title} did not answer within {timeout_s:.0f} s{silent}. Check your network; active runs there "
             "are not affected."

@@ -194,7 +194,7 @@ def _found(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | No
                 return answer.of(kind, wait_s)
             except TimeoutError:
                 # a broken link reconnects and repeats the request; a working but silent one does not
-                if patience_s is not None or not link.silent_s:
+                if patience_s is not None or not link.wire.silent_s:
                     raise PoolError(
                         f"{link.title} did not send a run's file within {wait_s:.0f} s. Check your network; what is "
                         "stored there is not affected."

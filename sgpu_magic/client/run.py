@@ -78,7 +78,7 @@ class Run:
     @property
     def silent_s(self) -> float:
         """Seconds since a remote pool last sent anything; 0 until the silence is long enough to report."""
-        return self._link.silent_s
+        return self._link.wire.silent_s
 
     def wake(self, woken: Callable[[], None]) -> None:
         """Call `woken` after every event, in the link's thread; it must only wake another thread."""

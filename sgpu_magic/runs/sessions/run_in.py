@@ -243,6 +243,7 @@ def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[Run, Pr
     Raises:
         SgpuError: As in `run_in`.
     """
+    session.checked()
     with session.lock:
         try:
             prepared = prepare()

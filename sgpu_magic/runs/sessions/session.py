@@ -64,6 +64,7 @@ class Session(Lifetime, RankCollection):
         self.interrupts = Interrupts()
         self.lock = threading.RLock()
         super().__init__(place, followed, variables)
+        self.whole, self.numbers = self, tuple(range(self.ranks))
 
     # ------------------------------------------------------------ running code and moving names
 
@@ -106,12 +107,10 @@ class Session(Lifetime, RankCollection):
 
     def run_cell(self, magic_line: str, body: str, options: RunOptions) -> RunResult:
         """Run a cell on the session's ranks, as `run` does."""
-        self.checked()
         return run_in.run_in(self, lambda: run_in.prepare_cell(self, magic_line, body, options), options.ui)
 
     def begin_cell(self, magic_line: str, body: str, options: RunOptions) -> Run[Any]:
         """Run a cell on the session's ranks and return its handle immediately. Cells run one after the other."""
-        self.checked()
         return run_in.begin_in(self, lambda: run_in.prepare_cell(self, magic_line, body, options), options.ui)
 
     def call(
@@ -136,7 +135,6 @@ class Session(Lifetime, RankCollection):
         Raises:
             Exception: As for `run`, and TypeError if the arguments do not match the function's signature.
         """
-        self.checked()
         options = RunOptions(only=self.only(ranks))
         return run_in.run_in(self, lambda: run_in.prepare_call(self, function, args, kwargs, options)).values
 
@@ -162,7 +160,6 @@ class Session(Lifetime, RankCollection):
             TypeError: The arguments do not match the function's signature.
             SerializationError: The function or an argument can't be pickled.
         """
-        self.checked()
         options = RunOptions(only=self.only(ranks))
         return run_in.begin_in(self, lambda: run_in.prepare_call(self, function, args, kwargs, options), "none")
 
@@ -180,7 +177,6 @@ class Session(Lifetime, RankCollection):
         """
         if not names and not values:
             raise UsageError('push() takes names or values to set: push("cfg"), push(lr=0.1).')
-        self.checked()
         only = self.only(ranks)
         run_in.run_in(self, lambda: run_in.prepare_push(self, names, values, only), "auto" if names else "none")
         self.shipping.set_on_ranks(values, self.place.namespace, self.ranks_of(only), pushed=True)
@@ -208,7 +204,6 @@ class Session(Lifetime, RankCollection):
         self, into: dict[str, Any] | None, outputs: tuple[OutputName, ...], only: tuple[int, ...], ui: str
     ) -> None:
         """Bring names back into `into`, or into the notebook if it is None."""
-        self.checked()
         run_in.run_in(self, lambda: run_in.prepare_pull(self, outputs, only), ui, into)
 
     def restart(self, *ranks: int) -> str:
@@ -238,23 +233,12 @@ class Session(Lifetime, RankCollection):
 
     def set_on_one(self, rank: int, name: str, value: Any) -> None:
         """Set a name on one rank to a value of its own, which a restarted rank does not get again."""
-        self.checked()
         run_in.run_in(self, lambda: run_in.prepare_push(self, (), {name: value}, (rank,)), "none")
         self.shipping.set_on_ranks((name,), self.place.namespace, (rank,))
 
-    @property
-    def whole(self) -> Session:
-        """The session itself."""
-        return self
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of all ranks."""
-        return self.ranks_of(())
-
     def ranks_of(self, only: tuple[int, ...]) -> tuple[int, ...]:
         """Return the numbers of the selected ranks; an empty `only` selects all."""
-        return only or tuple(range(self.ranks))
+        return only or self.numbers
 
     def wishes_with(self, wishes: Wishes) -> Wishes:
         """Return the wishes for a cell on the session's devices.
