@@ -1,4 +1,4 @@
-"""The handle of a submitted run: its events, cancellation and results."""
+"""The handle of a submitted run: its events, cancellation and results; the attachments of a submission."""
 
 from __future__ import annotations
 
@@ -16,11 +16,57 @@ from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.client.wires import EventQueue
 from sgpu_magic.errors import PoolError, RunFileUnknown, SerializationError
 from sgpu_magic.payload import unpack
-from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource, SharedPayload
+from sgpu_magic.wire.attachments import (
+    CodeBundle,
+    Environment,
+    FilePayload,
+    InlinePayload,
+    PackedLayout,
+    Payload,
+    PayloadSource,
+    SharedPayload,
+    Upload,
+)
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.client import Cancel, ResultsReceived, Submit, TellComms, Unfollow
 from sgpu_magic.wire.events import Event, Placed, RunEnded
-from sgpu_magic.wire.run import RunSpec
+from sgpu_magic.wire.run import CellSource, Interpreter, RunSpec
+from sgpu_magic.wire.tracking import Tracking
+
+
+class Stand(msgspec.Struct, frozen=True):
+    """Working directory and `sys.path` of ranks, where they differ from this process's."""
+
+    cwd: str
+    sys_path: tuple[str, ...]
+
+
+class Attachments(msgspec.Struct, frozen=True):
+    """What is submitted with a run: packages, code, uploads and the MLflow target, as in `wire.client.Submit`.
+
+    Args:
+        environment: The packages.
+        code: Bundles of local code.
+        tracking: Where the run is tracked.
+        interpreter: The ranks' Python; None means this process's.
+        stand: The ranks' working directory and `sys.path`; None means this process's.
+        elsewhere: The pool's nodes do not see this machine's files.
+        cell: As `RankContext.cell`.
+        uploads: Folders and files of this machine.
+    """
+
+    environment: Environment | None = None
+    code: tuple[CodeBundle, ...] = ()
+    tracking: Tracking | None = None
+    interpreter: Interpreter | None = None
+    stand: Stand | None = None
+    elsewhere: bool = False
+    cell: CellSource | None = None
+    uploads: tuple[Upload, ...] = ()
+
+
+Submitted = tuple[Submit, Sequence[bytes]]
+"""The message and frames that a run was submitted with."""
 
 
 class Run:
@@ -50,7 +96,7 @@ class Run:
         link: PoolLink,
         events: EventQueue,
         directory: Path,
-        submission: tuple[Submit, Sequence[bytes]] | None = None,
+        submission: Submitted | None = None,
     ) -> None:
         self.spec = spec
         self.run_id = spec.run_id

@@ -1,4 +1,4 @@
-"""This machine, for pools: describes this process to them and to the ranks, and finds and starts the local pool."""
+"""Describes this process to pools and ranks, and finds and starts the local pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
 from sgpu_magic import __version__
 from sgpu_magic.config import (
@@ -161,42 +160,6 @@ def _begins(name: str, prefixes: Iterable[str]) -> bool:
     return name not in _NOT_OURS and name.startswith(tuple(prefixes))
 
 
-# ---------------------------------------------------------------- settings that follow %env
-
-
-class CurrentSettings:
-    """Settings whose per-run values follow the environment; the pool's directories do not change.
-
-    `%env SGPU_TRACK=off` in a running kernel applies from the next run on. Thread-safe.
-
-    Args:
-        settings: The settings just read from the environment.
-    """
-
-    _OF_RUNS = ("env_version", "variables", "track", "tracking_uri", "code_warn_bytes", "code_limit_bytes")
-    _VARIABLES = tuple(f"SGPU_{name.upper()}" for name in _OF_RUNS)
-
-    def __init__(self, settings: Settings) -> None:
-        self._read = (self._variables(), settings)
-
-    def now(self) -> Settings:
-        """Return the current settings. Takes microseconds while the variables are unchanged.
-
-        Raises:
-            UsageError: As `load_settings`.
-        """
-        read, settings = self._read
-        variables = self._variables()
-        if variables != read:
-            anew = load_settings()
-            settings = replace(settings, **{name: getattr(anew, name) for name in self._OF_RUNS})
-            self._read = (variables, settings)
-        return settings
-
-    def _variables(self) -> list[str | None]:
-        return [os.environ.get(name) for name in self._VARIABLES]
-
-
 # ---------------------------------------------------------------- the local pool
 
 _START_TIMEOUT_S = 30.0
@@ -331,8 +294,7 @@ def _first_line(process: subprocess.Popen[bytes], order: bytes) -> bytes | None:
 
 
 def _last_line(path: Path) -> str:
-    try:
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
         lines = path.read_text(errors="replace").strip().splitlines()
-    except OSError:
-        return "it printed nothing."
     return f"{lines[-1]}." if lines else "it printed nothing."

@@ -34,7 +34,7 @@ from sgpu_magic.wire.attachments import (
 from sgpu_magic.wire.files import PIECE_BYTES
 
 if TYPE_CHECKING:
-    from sgpu_magic.client.submitter import Attachments
+    from sgpu_magic.client.run import Attachments
 
 FILE = ".sgpuignore"
 

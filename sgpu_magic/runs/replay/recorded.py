@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.client.submitter import Stand
+from sgpu_magic.client.run import Stand
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.run_directory import EventFile

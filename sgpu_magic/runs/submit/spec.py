@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgpu_magic.client.submitter import Stand
+from sgpu_magic.client.run import Stand
 from sgpu_magic.config import Settings
 from sgpu_magic.options.asked import RunOptions, Wishes
 from sgpu_magic.packages.secrets import is_secret

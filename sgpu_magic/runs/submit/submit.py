@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.run import Run
-from sgpu_magic.client.submitter import Attachments
+from sgpu_magic.client.run import Attachments, Run
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.options import notebook_job

@@ -13,7 +13,8 @@ from waiting import eventually
 
 from sgpu_magic.client import submitter as module
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.submitter import Attachments, PayloadMemory, Submitter
+from sgpu_magic.client.run import Attachments
+from sgpu_magic.client.submitter import PayloadMemory, Submitter
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.payload.buffers import INLINE_LIMIT
