@@ -9,7 +9,6 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from sgpu_magic.client.link import PoolLink, PoolLost
@@ -27,7 +26,7 @@ from sgpu_magic.client.this_machine import (
 from sgpu_magic.client.wires import A, LocalWire
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
-from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, read_key_pair
+from sgpu_magic.system.secure_sockets import Endpoint, read_key_pair
 from sgpu_magic.wire.base import Record, short
 from sgpu_magic.wire.client import Accepted, AskStacks, Attach, Goodbye, StopPool, Warm
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, PoolAddress, PoolStatus, socket_file
@@ -74,15 +73,13 @@ class Connection(ABC):
             PoolError: The pool can't be reached or started.
         """
         with self._lock:
-            link = self.alive
-            if link is not None:
-                return link
-            if self._link is not None:
-                self._link.close()
-                self._link = None
-                self._on_lost()
-            self._link = self._made_anew(start)
-            return self._link
+            if (link := self.alive) is None:
+                if self._link is not None:
+                    self._link.close()
+                    self._link = None
+                    self._on_lost()
+                link = self._link = self._made_anew(start)
+            return link
 
     @property
     def exists(self) -> bool:
@@ -226,14 +223,16 @@ class FarConnection(Connection):
         self._key_path = own_key_path()
 
     def _made_anew(self, start: bool) -> PoolLink:
-        name = self._entry.name
-        wire = RemoteWire(
-            name,
-            Endpoint(self._entry.address, self._entry.key),
-            _own_keys(self._key_path, name),
-            this_hello(instance=secrets.token_hex(16)),
-            self._settings.link_timeout_s,
-        )
+        name, endpoint = self._entry.name, Endpoint(self._entry.address, self._entry.key)
+        try:
+            keys = read_key_pair(self._key_path)
+        except FileNotFoundError:
+            raise PoolError(
+                f"the pool {name} admits listed keys only, and you have no key on this machine ({self._key_path}). "
+                "Create one with `sgpu pool keygen` and send the public half, which it prints, to the pool's operator."
+            ) from None
+        hello = this_hello(instance=secrets.token_hex(16))
+        wire = RemoteWire(name, endpoint, keys, hello, self._settings.link_timeout_s)
         return with_known_version(PoolLink(wire, self._on_notice))
 
 
@@ -326,23 +325,3 @@ def _stopped_unless_used(link: PoolLink) -> list[str]:
         going = [f"run {short(run.run_id)} ({run.name})" for run in runs if not run.state.is_final]
         return going or ["ranks of runs that have ended"]
     return []
-
-
-def _own_keys(path: Path, pool: str) -> KeyPair:
-    """Read the user's key pair.
-
-    Args:
-        path: The key file.
-        pool: Name of the pool that the key is for, used in the error message.
-
-    Raises:
-        PoolError: There is no key.
-        UsageError: The file can't be trusted.
-    """
-    try:
-        return read_key_pair(path)
-    except FileNotFoundError:
-        raise PoolError(
-            f"the pool {pool} admits listed keys only, and you have no key on this machine ({path}). Create one with "
-            "`sgpu pool keygen` and send the public half, which it prints, to the pool's operator."
-        ) from None

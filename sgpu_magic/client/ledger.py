@@ -251,21 +251,20 @@ def _put(sums: dict[str, float], currency: str, amount: float) -> None:
 
 def _naming(by: str, rows: Sequence[RunSummary], now: float) -> Callable[[RunSummary], str]:
     """Return a function that names a run's group."""
-    if by == "session":
-        names = {row.run_id: f"{row.name} ({short(row.run_id)})".strip() for row in rows if row.kind is RunKind.SESSION}
+    names = {row.run_id: f"{row.name} ({short(row.run_id)})".strip() for row in rows if row.kind is RunKind.SESSION}
 
-        def session(row: RunSummary) -> str:
-            own = row.run_id if row.kind is RunKind.SESSION else row.session
-            return names.get(own, short(own)) if own else "(no session)"
+    def session(row: RunSummary) -> str:
+        own = row.run_id if row.kind is RunKind.SESSION else row.session
+        return names.get(own, short(own)) if own else "(no session)"
 
-        return session
-    if by == "day":
-        return lambda row: time.strftime("%Y-%m-%d", time.localtime(row.ended_at or now))
-    if by == "type":
-        return lambda row: row.device_type + (" (simulated)" if row.simulated else "")
-    if by == "notebook":
-        return lambda row: row.notebook or "(no notebook)"
-    return lambda row: row.user or "(unknown)"
+    namings: dict[str, Callable[[RunSummary], str]] = {
+        "session": session,
+        "day": lambda row: time.strftime("%Y-%m-%d", time.localtime(row.ended_at or now)),
+        "type": lambda row: row.device_type + (" (simulated)" if row.simulated else ""),
+        "notebook": lambda row: row.notebook or "(no notebook)",
+        "user": lambda row: row.user or "(unknown)",
+    }
+    return namings[by]
 
 
 def _idle_times(rows: Iterable[RunSummary], now: float) -> Callable[[RunSummary], float]:

@@ -259,11 +259,7 @@ def sent_run(settings: Settings, run_id: str) -> SentRun | None:
 
 def sent_run_ids(settings: Settings) -> list[str]:
     """Return the ids of all recorded runs, in no particular order."""
-    try:
-        names = os.listdir(_sent_folder(settings))
-    except OSError:
-        return []
-    return [name.removesuffix(_SENT_END) for name in names if name.endswith(_SENT_END)]
+    return [path.stem for path in _sent_folder(settings).glob(f"*{_SENT_END}")]
 
 
 def _sent_folder(settings: Settings) -> Path:

@@ -236,7 +236,7 @@ def choose(answers: Sequence[Asked], wanted: Wanted, money: Money) -> Choice:
         # a reserved pool is paid for, whether its devices are free or not
         order = (not entry.reserved, busy, price is None, price or 0.0)
         ways.append((order, each, kind))
-    asks = f"{_what(wanted)}"
+    asks = _what(wanted)
     if not ways:
         return _for_local(answers, wanted, asks, without, unreached)
     order, chosen, kind = min(ways, key=lambda way: way[0])

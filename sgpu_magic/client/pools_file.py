@@ -233,6 +233,7 @@ def _by_type(prices: Prices) -> dict[str, float]:
 
 
 def _line_of(text: str, name: str) -> int:
+    """Return the number of the line where the table or value of that name begins, 0 if there is none."""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.partition("#")[0].strip().strip("[]").strip(" \"'") == name or line.split("=")[0].strip() == name:
             return number

@@ -10,6 +10,8 @@ A cell in a session       waits up to 2.8 s, as its ranks stay alive and have to
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -207,11 +209,9 @@ class Interrupts:
 def _cancel(run: Run) -> None:
     """Cancel a run, even if interrupted again meanwhile; otherwise it would continue unattended."""
     while True:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             run.cancel(_REASON)
             return
-        except KeyboardInterrupt:
-            continue
 
 
 def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Ending | None:
@@ -222,10 +222,9 @@ def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Endin
         interrupts: Interrupts of the session that it runs in; None for a run with its own ranks.
     """
     if interrupts is None:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             return _wait(followed, time.monotonic() + _PATIENCE_S)
-        except KeyboardInterrupt:
-            return None
+        return None
     run = followed.run
     deadline = time.monotonic() + _SESSION_PATIENCE_S
     if followed.view.warm:
@@ -233,14 +232,13 @@ def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Endin
     else:
         # the cell has not started, perhaps because it waits for ranks that an earlier interrupt has not stopped
         interrupts.kill_before()
+    ending = None
     try:
         ending = _wait(followed, deadline)
     except KeyboardInterrupt:
         interrupts.kill(run)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             ending = _wait(followed, max(deadline, time.monotonic() + _KILL_PATIENCE_S))
-        except KeyboardInterrupt:
-            ending = None
     if ending is not None and not ending[0].unstopped:
         interrupts.stopped(run)
     return ending
@@ -258,14 +256,9 @@ def _not_yet_stopped(run: Run) -> str:
 
 def _wait(followed: Followed, until: float) -> Ending | None:
     """Wait for a cancelled run's end. If its pool service is gone, the run is cancelled in the background."""
-    asked = threading.Event()
-
-    def lost(_: Followed) -> None:
-        if not asked.is_set():
-            asked.set()
-            followed.pool.cancel_in_background(followed.run, _REASON)
-
-    return follow(followed, until=until, lost=lost)
+    # once, although `follow` calls it again and again
+    cancel = functools.cache(lambda: followed.pool.cancel_in_background(followed.run, _REASON))
+    return follow(followed, until=until, lost=lambda _: cancel())
 
 
 # ---------------------------------------------------------------- results and errors
@@ -316,8 +309,6 @@ def _result(
     else:
         values = [rank.value for rank in returned]
         for output in run.spec.outputs:
-            if output.all_ranks:
-                into[output.name] = [rank.names[output.name] for rank in returned]
-            else:
-                into[output.name] = returned[0].names[output.name]
+            found = [rank.names[output.name] for rank in (returned if output.all_ranks else returned[:1])]
+            into[output.name] = found if output.all_ranks else found[0]
     return RunResult(run.spec, ended, values, run.directory, run.mirror, run.ask_tracked)

@@ -157,8 +157,7 @@ def without_an_end(followed: Followed) -> Ending:
     """Return a substitute for the final event of an ended run whose last events were not kept."""
     run = followed.run
     where = f"is in {run.directory}" if run.mirror is None else f"is shown by `sgpu logs {short(run.run_id)}`"
-    message = f"its last events were not kept; its ranks' output {where}"
-    return _lost(followed, message, FailureKind.NODE_LOST)
+    return _lost(followed, f"its last events were not kept; its ranks' output {where}")
 
 
 def find_again(followed: Followed) -> Ending | None:
@@ -172,15 +171,12 @@ def find_again(followed: Followed) -> Ending | None:
             return None
         except (RunUnknown, PoolVersionError) as error:
             message = f"{died}, and the run with it: {error.message.rstrip('.')}. Run the cell again"
-            return _lost(followed, message, FailureKind.NODE_LOST)
+            return _lost(followed, message)
         except KeyRefused as error:
-            return _lost(
-                followed, f"this notebook can no longer follow the run: {error.message}", FailureKind.NODE_LOST
-            )
+            return _lost(followed, f"this notebook can no longer follow the run: {error.message}")
         except PoolError as error:
             if time.monotonic() > deadline:
-                message = f"{died}, and no other could be reached: {error.message.rstrip('.')}"
-                return _lost(followed, message, FailureKind.NODE_LOST)
+                return _lost(followed, f"{died}, and no other could be reached: {error.message.rstrip('.')}")
         except SgpuError as error:
             # the run was still queued, and the next service rejects it
             kind = FailureKind.CAPACITY if isinstance(error, CapacityError) else FailureKind.NODE_LOST
@@ -189,11 +185,10 @@ def find_again(followed: Followed) -> Ending | None:
         time.sleep(_FIND_PAUSE_S)
 
 
-def _lost(followed: Followed, message: str, kind: FailureKind) -> Ending:
-    run, view = followed.run, followed.view
+def _lost(followed: Followed, message: str, kind: FailureKind = FailureKind.NODE_LOST) -> Ending:
+    run = followed.run
     followed.pool.run_left(run.run_id)
-    failure = Failure(kind=kind, message=message, at=time.time())
-    ended = view.times.fail(failure)
+    ended = followed.view.times.fail(Failure(kind=kind, message=message, at=time.time()))
     followed.apply(Event(run_id=run.run_id, seq=run.last_seq + 1, at=time.time(), body=ended), ())
     return ended, ()
 
@@ -234,16 +229,14 @@ class Follower:
         """
         until = time.monotonic() + HISTORY_PATIENCE_S if has_ended else None
         with self._lock:
-            closed = self._closed
-            if not closed:
+            if not self._closed:
                 self._entries.append(_Entry(followed, ended, until))
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._work, name="sgpu-runs", daemon=True)
                     self._thread.start()
-        if closed:
-            ended(None)
-            return
-        followed.run.wake(self._woken.set)
+                followed.run.wake(self._woken.set)
+                return
+        ended(None)
 
     @property
     def following(self) -> list[Followed]:
@@ -285,15 +278,10 @@ class Follower:
         ending = advance(entry.followed)
         if ending is None and entry.until is not None and time.monotonic() > entry.until:
             ending = without_an_end(entry.followed)
-        if ending is not None and self._remove(entry):
-            # in a thread, because it unpickles results and may fetch them from a remote pool
-            work = threading.Thread(target=entry.ended, args=(ending,), name="sgpu-ended", daemon=True)
-            work.start()
-
-    def _remove(self, entry: _Entry) -> bool:
         with self._lock:
-            if entry not in self._entries:
-                # closed meanwhile, and `close` has called `ended`
-                return False
+            # if closed meanwhile, `close` has called `ended`
+            if ending is None or entry not in self._entries:
+                return
             self._entries.remove(entry)
-            return True
+        # in a thread, because it unpickles results and may fetch them from a remote pool
+        threading.Thread(target=entry.ended, args=(ending,), name="sgpu-ended", daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -67,15 +68,15 @@ def read_recorded(directory: Path) -> Recorded:
         UsageError: The run can't be replayed; the message says what is missing and why.
     """
     run = short(directory.name)
-    record = _read_record(directory)
-    if _is_under_way(record) and _is_coming(record, _told(directory)):
+    record, told = _read_record(directory), _told(directory)
+    if told.ended and (told.started or record is not None):
         # these files are written after the result has been sent, so as not to delay it
         deadline = time.monotonic() + _PATIENCE_S
         while _is_under_way(record) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
             record = _read_record(directory)
     if record is None:
-        if _told(directory).started:
+        if told.started:
             raise UsageError(
                 f"run {run} can't be replayed yet: its directory {directory} has no {RUN_RECORD}, which a cell of a "
                 "session gets when it has ended."
@@ -119,11 +120,6 @@ def _is_under_way(record: RunRecord | None) -> bool:
     return record is None or (not record.payload_kept and record.payload_note == UNDER_WAY)
 
 
-def _is_coming(record: RunRecord | None, told: _Told) -> bool:
-    """Whether the missing files will be written soon."""
-    return told.ended and (told.started or record is not None)
-
-
 def _packed(directory: Path, layout: PackedLayout, names: tuple[str, ...]) -> Packed:
     whole = memoryview(map_kept(directory, layout))
     end = max((offset + length for offset, length in layout.buffers), default=layout.pickle_size)
@@ -147,20 +143,13 @@ class _Told(msgspec.Struct):
 
 def _told(directory: Path) -> _Told:
     told = _Told()
-    try:
+    # of a damaged log, the events before the damage are used
+    with contextlib.suppress(OSError, ValueError, msgspec.DecodeError):
         for event, _ in EventFile(directory).new_events():
-            match event.body:
-                case Described(tags=tags):
-                    told.tags.update(tags)
-                case RanksStarted():
-                    told.started = True
-                case RunEnded():
-                    told.ended = True
-                case _:
-                    pass
-    except (OSError, ValueError, msgspec.DecodeError):
-        # use the events before the damaged part of the log
-        return told
+            told.started |= isinstance(event.body, RanksStarted)
+            told.ended |= isinstance(event.body, RunEnded)
+            if isinstance(event.body, Described):
+                told.tags.update(event.body.tags)
     return told
 
 
