@@ -121,25 +121,21 @@ class Pools:
         """Return the current notices of all pools, "" for none."""
         return " ".join(pool.notice for pool in self.made() if pool.notice)
 
-    def asked(
-        self, entries: Iterable[PoolEntry], *, local: bool, recent: int = 0, start: bool = False, again: bool = False
-    ) -> list[Asked]:
+    def asked(self, entries: Iterable[PoolEntry], *, local: bool, recent: int = 0, again: bool = False) -> list[Asked]:
         """Ask several pools for their status in parallel and return the answers in order, the local pool first.
 
-        Takes at most 2 s, plus the time to start a local pool.
+        Takes at most 2 s. Does not start the local pool.
 
         Args:
             entries: The pools to ask.
             local: Also ask the local pool.
             recent: Number of newest runs to include, besides all active ones; 0 for no runs.
-            start: Start the local pool if there is none.
             again: Also ask pools that could not be reached in the last 20 s.
         """
-        entries = list(entries)
         waits = [(entry, self._ask_in_background(entry, recent, again)) for entry in entries]
         answers: list[Asked] = []
         if local:
-            answers.append(_answer(LOCAL, None, lambda: self.local.status(recent, start=start)))
+            answers.append(_answer(LOCAL, None, lambda: self.local.status(recent, start=False)))
         deadline = time.monotonic() + PATIENCE_S
         for entry, answer in waits:
             try:

@@ -301,15 +301,15 @@ def remove_pool(name: str, path: Path | None = None) -> PoolEntry:
 
 
 def _table(entry: PoolEntry) -> str:
-    lines = [f"[{entry.name}]", f"address = {json.dumps(entry.address)}", f"key = {json.dumps(entry.key)}"]
-    if entry.reserved:
-        lines.append("reserved = true")
-    if entry.types:
-        lines.append(f"types = [{', '.join(json.dumps(kind) for kind in entry.types)}]")
-    if entry.prices:
-        prices = ", ".join(f"{json.dumps(kind)} = {price!r}" for kind, price in entry.prices.items())
-        lines.append(f"prices = {{{prices}}}")
-    return "\n".join(lines) + "\n"
+    prices = ", ".join(f"{json.dumps(kind)} = {price!r}" for kind, price in entry.prices.items())
+    values = {
+        "address": json.dumps(entry.address),
+        "key": json.dumps(entry.key),
+        "reserved": "true" if entry.reserved else "",
+        "types": json.dumps(entry.types) if entry.types else "",
+        "prices": f"{{{prices}}}" if prices else "",
+    }
+    return f"[{entry.name}]\n" + "".join(f"{name} = {value}\n" for name, value in values.items() if value)
 
 
 def _without(text: str, name: str) -> str:

@@ -185,15 +185,14 @@ class Run:
             SerializationError: A value can't be rebuilt in the notebook, or no copy of it is left.
         """
         inline = iter(frames)
-        loaded: list[RankValues] = []
         received = True
         try:
-            for result in ended.results:
-                if result.payload is None:
-                    loaded.append(RankValues({}, None))
-                else:
-                    found = self._unpack_result(result.rank, result.payload, inline, namespace)
-                    loaded.append(RankValues.of(found, result.rank))
+            return [
+                RankValues({}, None)
+                if result.payload is None
+                else RankValues.of(self._unpack_result(result.rank, result.payload, inline, namespace), result.rank)
+                for result in ended.results
+            ]
         except PoolError:
             # they can be fetched later
             received = False
@@ -201,7 +200,6 @@ class Run:
         finally:
             if received:
                 self._link.send(ResultsReceived(run_id=self.run_id))
-        return loaded
 
     def _unpack_result(
         self, rank: int, payload: Payload, inline: Iterator[bytes], namespace: dict[str, object]

@@ -175,9 +175,7 @@ class Submitter:
         with Sending(self.name, link, self._on_sending) as sending:
             payload, frames = self._memory.place(packed, spec.run_id, link, self._settings, sending)
             along, notes = sent(along, link, self._settings.state_path, sending)
-        if notes:
-            shipped = msgspec.structs.replace(spec.shipped, notes=(*spec.shipped.notes, *notes))
-            spec = msgspec.structs.replace(spec, shipped=shipped)
+        spec = spec.with_notes(notes)
         events = link.follow(spec.run_id)
         try:
             self._memory.submitted(spec.run_id, link)

@@ -202,17 +202,15 @@ class Run(Future[list[R]], Generic[R]):
         heard_at = time.monotonic()
         try:
             while True:
-                item = run.next_event(_EVENT_S)
+                # once the link is lost, all events that came over it are in the queue
+                is_lost = run.link_lost
+                item = run.next_event(0 if is_lost else _EVENT_S)
                 if item is not None:
                     heard_at = time.monotonic()
                     yield item[0]
                     if isinstance(item[0].body, RunEnded):
                         return
-                elif run.link_lost:
-                    while (item := run.next_event(0)) is not None:
-                        yield item[0]
-                        if isinstance(item[0].body, RunEnded):
-                            return
+                elif is_lost:
                     if run_loop.find_again(followed) is not None:
                         return
                 elif state.is_final and time.monotonic() - heard_at > run_loop.HISTORY_PATIENCE_S:
@@ -295,7 +293,7 @@ class Run(Future[list[R]], Generic[R]):
         error: BaseException | None = None
         values: list[object] = []
         try:
-            values = outcome.deliver(run, self._followed.view, *ending, place.namespace).values
+            values = outcome.deliver(self._followed, ending, place.namespace).values
         except BaseException as raised:  # noqa: BLE001  whatever it is, it belongs to who asks for the result
             error = raised
         try:

@@ -159,13 +159,14 @@ def git_tags(directory: str) -> Tags:
     commit, branch = heads.get("branch.oid", ""), heads.get("branch.head", "")
     if commit in ("", "(initial)"):
         return ()
-    tags = [("mlflow.source.git.commit", commit)]
-    if branch and branch != "(detached)":
-        tags.append(("mlflow.source.git.branch", branch))
-    tags.append(("mlflow.source.git.dirty", "true" if any(not line.startswith("#") for line in lines) else "false"))
-    if url := _git(directory, "config", "--get", "remote.origin.url"):
-        tags.append(("mlflow.source.git.repoURL", without_url_credentials(url[0])))
-    return tuple(tags)
+    url = _git(directory, "config", "--get", "remote.origin.url")
+    tags = {
+        "mlflow.source.git.commit": commit,
+        "mlflow.source.git.branch": branch if branch != "(detached)" else "",
+        "mlflow.source.git.dirty": "true" if any(not line.startswith("#") for line in lines) else "false",
+        "mlflow.source.git.repoURL": without_url_credentials(url[0]) if url else "",
+    }
+    return tuple((name, value) for name, value in tags.items() if value)
 
 
 def _git(directory: str, *arguments: str) -> list[str] | None:
@@ -176,8 +177,7 @@ def _git(directory: str, *arguments: str) -> list[str] | None:
             cwd=directory,
             env={**os.environ, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
             text=True,
             errors="replace",
             timeout=_TIMEOUT_S,

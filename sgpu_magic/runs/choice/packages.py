@@ -37,6 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _COMPLETE = "# Complete: these lines are all that is installed."
 _MOST_NAMED = 2
 _INSTALL_S = 1800.0
+_UV_PLACE = ("--python", sys.executable)
 _WOULD = re.compile(r"^Would install (\d+) package", re.MULTILINE)
 _COMES = re.compile(r"^ \+ (\S+)==(\S+)", re.MULTILINE)
 
@@ -208,6 +209,8 @@ def missing(lines: Iterable[str], installed: dict[str, str]) -> tuple[str, ...]:
 
 # ---------------------------------------------------------------- the kernel's own environment
 
+# `--` precedes requirements and names, so that the installer does not read them as options
+
 
 def install(settings: Settings, added: Sequence[str], removed: Sequence[str]) -> None:
     """Install and uninstall packages; the kernel finds new ones at the next import.
@@ -221,10 +224,10 @@ def install(settings: Settings, added: Sequence[str], removed: Sequence[str]) ->
         EnvironmentFailed: The installer failed; the message has its reason.
     """
     if added:
-        _check(_installer(settings, ["install", *_after_options(added)]), f"{', '.join(added)} can't be installed")
+        _check(_installer(settings, ["install", "--", *added]), f"{', '.join(added)} can't be installed")
     if removed:
         flags = [] if _takes_uv() else ["-y"]
-        done = _installer(settings, ["uninstall", *flags, *_after_options(removed)])
+        done = _installer(settings, ["uninstall", *flags, "--", *removed])
         _check(done, f"{', '.join(removed)} can't be removed")
     importlib.invalidate_caches()
 
@@ -236,11 +239,9 @@ def would_install(settings: Settings, added: Sequence[str], timeout_s: float) ->
         TimeoutError: The answer takes longer than `timeout_s`.
         EnvironmentFailed: The packages can't be installed.
     """
-    options = [*_uv_place(), "--dry-run"]
+    command = ["pip", "install", *_UV_PLACE, "--dry-run", "--", *added]
     try:
-        done = call_uv(
-            ["pip", "install", *options, *_after_options(added)], index_variables(settings.index_url), timeout_s
-        )
+        done = call_uv(command, index_variables(settings.index_url), timeout_s)
     except EnvironmentFailed as error:
         raise TimeoutError(error.message) from error
     _check(done, f"{', '.join(added)} can't be installed")
@@ -252,7 +253,7 @@ def would_install(settings: Settings, added: Sequence[str], timeout_s: float) ->
 def _installer(settings: Settings, arguments: Sequence[str]) -> Done:
     if _takes_uv():
         command, *rest = arguments
-        return call_uv(["pip", command, *_uv_place(), *rest], index_variables(settings.index_url), _INSTALL_S)
+        return call_uv(["pip", command, *_UV_PLACE, *rest], index_variables(settings.index_url), _INSTALL_S)
     variables = {"PIP_INDEX_URL": settings.index_url} if settings.index_url else {}
     return call_pip(arguments, variables, _INSTALL_S)
 
@@ -260,15 +261,6 @@ def _installer(settings: Settings, arguments: Sequence[str]) -> Done:
 def _takes_uv() -> bool:
     """Whether to use uv: this Python runs in a writable virtual environment. Otherwise pip is used."""
     return sys.prefix != sys.base_prefix and os.access(sysconfig.get_path("purelib"), os.W_OK)
-
-
-def _uv_place() -> list[str]:
-    return ["--python", sys.executable]
-
-
-def _after_options(words: Sequence[str]) -> list[str]:
-    """Put `--` before the words, so that the installer does not read them as options."""
-    return ["--", *words]
 
 
 def _check(done: Done, what: str) -> None:

@@ -22,7 +22,6 @@ from sgpu_magic.client.run import Run
 from sgpu_magic.errors import NodeLost, RunCancelled, SgpuError
 from sgpu_magic.runs.follow.run_loop import HISTORY_PATIENCE_S, Ending, Followed, follow
 from sgpu_magic.runs.notebook import RestartWatch
-from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import unstopped_note
 from sgpu_magic.wire.base import RunKind, RunState, short
@@ -91,7 +90,7 @@ def bring_back(
     followed.publisher.tick(time.monotonic(), final=True)
     if ending is None:
         raise RunCancelled(_not_yet_stopped(run), run_id=run.run_id)
-    return deliver(run, followed.view, *ending, namespace, into)
+    return deliver(followed, ending, namespace, into)
 
 
 def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> RunResult | None:
@@ -116,7 +115,7 @@ def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> Run
         followed.publisher.tick(time.monotonic(), final=True)
         return None
     followed.publisher.tick(time.monotonic(), final=True)
-    return deliver(run, followed.view, *ending, namespace) if ending is not None else None
+    return deliver(followed, ending, namespace) if ending is not None else None
 
 
 def show(followed: Followed, state: RunState, stopped: threading.Event) -> None:
@@ -265,20 +264,13 @@ def _wait(followed: Followed, until: float) -> Ending | None:
 
 
 def deliver(
-    run: Run,
-    view: RunView,
-    ended: RunEnded,
-    frames: Sequence[bytes],
-    namespace: dict[str, Any],
-    into: dict[str, Any] | None = None,
+    followed: Followed, ending: Ending, namespace: dict[str, Any], into: dict[str, Any] | None = None
 ) -> RunResult:
     """Set the names of `--out` and return the run's result.
 
     Args:
-        run: The run.
-        view: Its view.
-        ended: Its final event.
-        frames: Raw frames of the final event.
+        followed: The run.
+        ending: Its final event.
         namespace: The notebook's namespace.
         into: Receives the names instead of the namespace.
 
@@ -286,6 +278,7 @@ def deliver(
         RunCancelled: The run was cancelled.
         Exception: The exception of the rank that failed first, in its own type if that exists here.
     """
+    run, (ended, frames) = followed.run, ending
     if ended.state is RunState.SUCCEEDED:
         return _result(run, ended, frames, namespace, namespace if into is None else into)
     if ended.state is RunState.CANCELLED:
@@ -296,7 +289,7 @@ def deliver(
     if failure is None:
         raise NodeLost(f"run {short(run.run_id)} ended without a reason.", run_id=run.run_id)
     exception = run.load_exception(failure.exception, frames, namespace)
-    raise run_exception(view, ended, failure, exception, namespace) from None
+    raise run_exception(followed.view, ended, failure, exception, namespace) from None
 
 
 def _result(

@@ -28,6 +28,8 @@ from sgpu_magic.wire.files import KEY, REQUIREMENTS
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord, RunSpec
 
 _REPLAYABLE = (RunKind.CELL, RunKind.CALL)
+# options that a replay takes from the recorded spec
+_AS_RECORDED = ("grace_s", "retries", "retry_any", "profile", "max_cost", "ray")
 # a payload is copied about 2 s after the run's end
 _PATIENCE_S = 10.0
 _PAUSE_S = 0.05
@@ -206,14 +208,9 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
         options,
         variables={**given, **options.variables},
         timeout_s=options.timeout_s or spec.timeout_s or SEVEN_DAYS_S,
-        grace_s=spec.grace_s,
-        retries=spec.retries,
-        retry_any=spec.retry_any,
         wishes=Wishes(env_version=chosen.env_version, allow_build=True) if chosen.env_version else Wishes(),
-        profile=spec.profile,
-        max_cost=spec.max_cost,
         group=spec.grouped,
-        ray=spec.ray,
+        **{name: getattr(spec, name) for name in _AS_RECORDED},
     )
     submission = describe(place, code, asked, Found(place.pool, placement, tuple(notes)))
     # the digest of another interpreter's packages is already known

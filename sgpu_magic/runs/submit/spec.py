@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 Parameters = tuple[tuple[str, str], ...]
 
+# fields of a spec that are options of the same names
+_SAME = ("timeout_s", "wait_s", "grace_s", "retries", "retry_any", "detach", "auto", "max_cost", "profile", "ray")
 _NO_NAMES = Shipped()
 _HEAVY_BYTES = 100_000_000
 _MOST_SCALARS = 100
@@ -172,12 +174,6 @@ def describe(
         placement=found.placement,
         outputs=code.outputs,
         owner=owner(place.shell, of_cell=of_cell),
-        timeout_s=options.timeout_s,
-        wait_s=options.wait_s,
-        grace_s=options.grace_s,
-        retries=options.retries,
-        retry_any=options.retry_any,
-        detach=options.detach,
         env_names=tuple(variables),
         shipped=msgspec.structs.replace(code.shipped, notes=(*found.notes, *code.shipped.notes)),
         kind=code.kind,
@@ -186,13 +182,10 @@ def describe(
         fresh=session is not None and options.fresh,
         only=options.only if len(options.only) < found.placement.ranks else (),
         reload=stays and options.reload,
-        auto=options.auto,
         idle_s=options.idle_s or None,
         parameters=code.parameters,
-        max_cost=options.max_cost,
-        profile=options.profile,
         grouped=options.group,
-        ray=options.ray,
+        **{name: getattr(options, name) for name in _SAME},
     )
     environ = {**os.environ, **variables}
     return Submission(spec, code.packed, code.key, environ, wishes, frozenset(variables), pool=found.pool.name)

@@ -147,7 +147,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         if environment is not None and not environment.resolve:
             # the ranks see this machine's files but have other packages: only check the imports
             _local_code(submission, source, environment)
-        return _noted(spec, notes), submission.environ, along
+        return spec.with_notes(notes), submission.environ, along
     variables = travelling(submission.environ, given=submission.given, chosen=settings.variables)
     code = _local_code(submission, source, environment, modules, projects)
     if spec.in_session or spec.kind is RunKind.SESSION:
@@ -161,7 +161,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         variable_names=tuple(sorted(variables.values)),
         secret_names=tuple(sorted(variables.secrets)),
     )
-    return _noted(spec, (*notes, *told)), variables.values, replace(along, code=bundles, elsewhere=True)
+    return spec.with_notes((*notes, *told)), variables.values, replace(along, code=bundles, elsewhere=True)
 
 
 def _without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec, CellSource | None]:
@@ -191,13 +191,6 @@ def _without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec
     if shown == cell and parameters == spec.parameters and name == spec.name:
         return spec, None
     return replace(spec, cell=shown, parameters=parameters, name=name), cell
-
-
-def _noted(spec: RunSpec, notes: tuple[str, ...]) -> RunSpec:
-    if not notes:
-        return spec
-    shipped = replace(spec.shipped, notes=(*spec.shipped.notes, *notes))
-    return replace(spec, shipped=shipped)
 
 
 def _without_effect(wishes: Wishes) -> tuple[str, ...]:

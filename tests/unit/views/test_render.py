@@ -1215,7 +1215,7 @@ def test_a_traceback_is_cut_at_output_limit_by_the_kernel_and_by_the_server(kind
     view = Run(limit=2000).tell(rank_events.RankFailed(failure=failure), ended).view
     run: Any = SimpleNamespace(run_id=RUN_ID, spec=view.spec, load_exception=lambda *_: None)
     with pytest.raises(Exception, match="NaN") as caught:
-        deliver(run, view, ended, (), {})
+        deliver(Followed(run, view, SilentPublisher(), None), (ended, ()), {})
     assert caught.value.remote_traceback == long, "all of it is there for who asks"  # type: ignore[attr-defined]
     of_kernel = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
     output = next(one for one in cell_outputs(view, tmp_path) if one["output_type"] == "error")
