@@ -146,8 +146,7 @@ class BlobSender:
         data: memoryview | None = None
         while held < piece.size:
             data = piece.load() if data is None else data
-            held = self._send_rest(data, digest, held)
-            if held < piece.size:
+            if (held := self._send_rest(data, digest, held)) < piece.size:
                 # a reply was lost with the link, or another client is sending the same blob
                 (held,) = self._ask([(digest, piece.size)])
         self._there += piece.size

@@ -188,8 +188,7 @@ class BulkConnection:
             OSError: It can't be made.
             ValueError: The offer is not usable.
         """
-        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if found:
+        if found := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(found, os.strerror(found))
         try:
             connection.getpeername()

@@ -135,8 +135,7 @@ class LocalConnection(Connection):
             link.send(Warm(interpreter=this_interpreter()))
 
     def settings_applied(self) -> str:
-        stated = stated_settings()
-        if not stated:
+        if not (stated := stated_settings()):
             return ""
         link = self.made(start=True)
         has = dict(link.welcome.settings)
@@ -159,8 +158,7 @@ class LocalConnection(Connection):
         return ""
 
     def stop(self, *, force: bool) -> bool:
-        address = find_pool(self._settings)
-        if address is None:
+        if (address := find_pool(self._settings)) is None:
             return False
         try:
             super().stop(force=force)
@@ -182,8 +180,7 @@ class LocalConnection(Connection):
         return True
 
     def _made_anew(self, start: bool) -> PoolLink:
-        address = find_pool(self._settings)
-        if address is None:
+        if (address := find_pool(self._settings)) is None:
             if not start:
                 raise PoolError("no local pool is running.")
             address = start_pool(self._settings, Warm(interpreter=this_interpreter()))

@@ -218,8 +218,7 @@ class FilesElsewhere(Mirror):
         self._asked_at = 0.0
         self._row: RunSummary | None = None
         self.run_id = prefix
-        found = self.row()
-        if found is None:
+        if (found := self.row()) is None:
             # too old to be listed
             found, _ = pool.attach(prefix)
             found.close()

@@ -240,8 +240,7 @@ def note_sent(settings: Settings, pool: str, spec: RunSpec) -> None:
 
 def note_end(settings: Settings, run_id: str, state: RunState, ended_at: float) -> None:
     """Record how a run ended, if it has a record without an end."""
-    sent = sent_run(settings, run_id)
-    if sent is not None and sent.ended_at is None:
+    if (sent := sent_run(settings, run_id)) is not None and sent.ended_at is None:
         with contextlib.suppress(OSError):
             _write_sent(settings, msgspec.structs.replace(sent, state=state, ended_at=ended_at))
 

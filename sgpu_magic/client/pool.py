@@ -93,8 +93,7 @@ class Pool(Submitter):
         Raises:
             UsageError: A variable has an invalid value.
         """
-        variables = _variables_of_runs()
-        if variables != self._variables:
+        if (variables := _variables_of_runs()) != self._variables:
             anew = load_settings()
             self._current = replace(self._current, **{name: getattr(anew, name) for name in _OF_RUNS})
             self._variables = variables
@@ -279,8 +278,7 @@ class Pool(Submitter):
             question: What to ask.
             timeout_s: Time to wait for the answer, in seconds; the user is typing meanwhile.
         """
-        link = self._connection.alive
-        if link is None:
+        if (link := self._connection.alive) is None:
             return RankAnswer(problem=f"the {self.name} pool is not connected.")
         with link.ask(AskRank(request=0, session=session, question=question)) as answer:
             try:

@@ -114,8 +114,7 @@ def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount
     held = {uuid for run in status.runs if not run.state.is_final for uuid in run.uuids}
     found: dict[str, TypeCount] = {}
     for device in status.inventory.devices:
-        memory = memory_bytes(device)
-        if memory < min_memory_bytes:
+        if (memory := memory_bytes(device)) < min_memory_bytes:
             continue
         known = found.get(device.type)
         free = device.uuid not in held and not device.outside_use
@@ -151,8 +150,7 @@ def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
         raise CapacityError(f"the pool {asked.name} does not report which devices it has. Name one with --type.")
     fitting = _left(asked.status, wanted.min_memory_bytes)
     ranks = wanted.ranks or 1
-    enough = [kind for kind, count in fitting.items() if count.total >= ranks]
-    if not enough:
+    if not (enough := [kind for kind, count in fitting.items() if count.total >= ranks]):
         raise CapacityError(
             f"the pool {asked.name} has no {ranks} device{'s' * (ranks > 1)} of one type with "
             f"{format_bytes(wanted.min_memory_bytes)} of memory each. It has: {has_words(asked.status)}. Ask for "

@@ -191,8 +191,7 @@ def _entry(name: str, table: Mapping[str, object]) -> PoolEntry:
         raise ValueError(f"`--pool {name.lower()}` means any pool of that kind; choose another name")
     if name.lower() == LOCAL:
         raise ValueError(f"{LOCAL!r} is the name of this machine's own pool; choose another name")
-    unknown = sorted(table.keys() - set(_KNOWN))
-    if unknown:
+    if unknown := sorted(table.keys() - set(_KNOWN)):
         raise ValueError(f"{unknown[0]!r} is not a field of a pool; the fields are {', '.join(_KNOWN)}")
     address, key, reserved = table.get("address"), table.get("key"), table.get("reserved", False)
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None

@@ -211,8 +211,7 @@ class Run:
             )
         source = payload.source
         if isinstance(source, InlinePayload):
-            data = next(inline, None)
-            if data is None:
+            if (data := next(inline, None)) is None:
                 raise self._results_gone(rank)
             return unpack.unpack(memoryview(bytearray(data)), payload.layout, self._key, namespace)
         if self.mirror is not None:

@@ -249,8 +249,7 @@ class PayloadMemory:
         if not link.welcome.near:
             return Payload(source=send_packed(packed, link, sending), layout=packed.layout), []
         with self._lock:
-            slot = self._reusable(packed.total_bytes, link)
-            if slot is None:
+            if (slot := self._reusable(packed.total_bytes, link)) is None:
                 path = private_dir(settings.state_path / "uploads") / f"{run_id}.bin"
                 write_file(packed, path)
                 return Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout), []

@@ -192,8 +192,7 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> PoolAddress:
         raise PoolError(why_no_run(settings.runs_path, str(error))) from error
     deadline = time.monotonic() + _EXIT_S
     while time.monotonic() < deadline:
-        address = find_pool(settings)
-        if address is not None:
+        if (address := find_pool(settings)) is not None:
             return address
         # another client's pool is about to write its address
         time.sleep(0.01)
@@ -221,8 +220,7 @@ def _start(settings: Settings, warm: Warm | None) -> None:
             cwd="/",
             start_new_session=True,
         )
-    answer = _first_line(process, codec.encode(warm) if warm else b"")
-    if answer is None:
+    if (answer := _first_line(process, codec.encode(warm) if warm else b"")) is None:
         raise PoolError(
             f"the local pool did not start within {_START_TIMEOUT_S:.0f} s. Its log is {log_path}; `sgpu doctor` "
             "looks for the reason."
@@ -284,8 +282,7 @@ def _first_line(process: subprocess.Popen[bytes], order: bytes) -> bytes | None:
                 process.kill()
                 process.wait()
                 return None
-            chunk = os.read(stdout.fileno(), 4096)
-            if not chunk:
+            if not (chunk := os.read(stdout.fileno(), 4096)):
                 break
             answer += chunk
     # this process has forked the pool and exits at once

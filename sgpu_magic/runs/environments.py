@@ -66,8 +66,7 @@ def lock_of(described: Described, *, make: bool = True, gently: bool = False) ->
         failed_at, lock = _failed.get(key, (-_FAILED_STAYS_S, None))
         if lock is not None and time.monotonic() - failed_at < _FAILED_STAYS_S:
             return lock
-        lock = _make_lock(described, settings, gently=gently)
-        if lock.problem:
+        if (lock := _make_lock(described, settings, gently=gently)).problem:
             _failed[key] = (time.monotonic(), lock)
         else:
             keep_lock(root, key, lock)
@@ -160,8 +159,7 @@ def since_connected(now: Snapshot, sessions: Iterable[Session]) -> list[str]:
         if session.spec.environment_label:
             # the session has its own packages, which do not change here
             continue
-        found = changes(versions(session.packages), versions(now))
-        if found:
+        if found := changes(versions(session.packages), versions(now)):
             words = [change.words for change in found[:_MOST_CHANGES]]
             words += [f"{len(found) - _MOST_CHANGES} more"] if len(found) > _MOST_CHANGES else []
             lines.append(

@@ -204,8 +204,7 @@ class Run(Future[list[R]], Generic[R]):
             while True:
                 # once the link is lost, all events that came over it are in the queue
                 is_lost = run.link_lost
-                item = run.next_event(0 if is_lost else _EVENT_S)
-                if item is not None:
+                if (item := run.next_event(0 if is_lost else _EVENT_S)) is not None:
                     heard_at = time.monotonic()
                     yield item[0]
                     if isinstance(item[0].body, RunEnded):

@@ -126,8 +126,7 @@ def tell_git_state(directory: str, told: Callable[[Tags], None]) -> None:
     def find() -> None:
         # if many runs are submitted at once, only the first asks git
         with _asking:
-            tags = _known(directory)
-            if tags is None:
+            if (tags := _known(directory)) is None:
                 tags = git_tags(directory)
                 _seen[directory] = (time.monotonic(), tags)
         if tags:

@@ -83,8 +83,7 @@ class Packages:
         The run's directory receives its files in either case. Never waits.
         """
         self._touched_at = time.monotonic()
-        snapshot = snapshots.kept_snapshot()
-        if snapshot is None:
+        if (snapshot := snapshots.kept_snapshot()) is None:
             with self._lock:
                 self._late.append(run_id)
                 del self._late[:-_MOST_LATE_RUNS]
@@ -237,8 +236,7 @@ class Packages:
         while self._wait_for_quiet(_LOCK_QUIET_S) and not self._hurries.is_set():
             with self._lock:
                 described = self._unlocked.pop(next(iter(self._unlocked)))
-            lock = lock_of(described, gently=True)
-            if lock is not None and not self._closed.is_set():
+            if (lock := lock_of(described, gently=True)) is not None and not self._closed.is_set():
                 self._send(described, lock, ())
             with self._lock:
                 if not self._unlocked:

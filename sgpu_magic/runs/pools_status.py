@@ -113,8 +113,7 @@ class StatusBoard:
         if previous is not None:
             previous.stop()
             previous.say_stopped()
-        answers = self._asked(name)
-        if not answers:
+        if not (answers := self._asked(name)):
             return
         output = _LiveStatus(self._pools, self._idle_s, name, answers)
         if live:

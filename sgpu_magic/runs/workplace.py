@@ -264,8 +264,7 @@ class RunWindows:
         if live and not state.is_final:
             self._open = {run_id: window for run_id, window in self._open.items() if window.is_alive}
             # stop the run's view below an earlier cell, so that there is one thread per run
-            earlier = self._open.pop(followed.run.run_id, None)
-            if earlier is not None:
+            if (earlier := self._open.pop(followed.run.run_id, None)) is not None:
                 earlier.stop()
             work = Background("sgpu-view", lambda stopped: _follow(followed, state, stopped))
             self._open[followed.run.run_id] = work

@@ -80,8 +80,7 @@ def own_key(state: Path) -> bytes:
         OSError: The key can't be written.
         UsageError: The directory belongs to another user.
     """
-    key = read_key(state)
-    if key is not None:
+    if (key := read_key(state)) is not None:
         return key
     file = private_dir(state) / KEY_FILE
     temporary = file.with_name(f".{KEY_FILE}.{secrets.token_hex(8)}")
@@ -264,8 +263,7 @@ class ChoiceKeeper:
         return kept
 
     def _look(self) -> None:
-        path = self._notebook()
-        if not path:
+        if not (path := self._notebook()):
             return
         status = os.stat(path)
         seen = (path, status.st_mtime_ns, status.st_size)

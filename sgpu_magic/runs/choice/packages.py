@@ -59,8 +59,7 @@ class Base(msgspec.Struct, frozen=True):
 def problem_of_packages(choice: Choice) -> str:
     """Return why the packages of a choice are invalid, a sentence; "" if they are valid."""
     for line in choice.dependencies:
-        problem = problem_of_requirement(line)
-        if problem:
+        if problem := problem_of_requirement(line):
             return problem
     for name in choice.removed:
         if _NAME.fullmatch(name) is None:
@@ -118,8 +117,7 @@ def base_of(settings: Settings, name: str) -> Base:
         found = read_file(path)
         local = tuple(f"{of} @ {there.resolve().as_uri()}" for of, there in found.local)
         return Base((*found.lines, *local), not found.resolve, found.python)
-    kept = named_environments.load(settings, name)
-    if kept is None:
+    if (kept := named_environments.load(settings, name)) is None:
         order.chosen(settings, name)
         raise UsageError(f"there is no environment named {name!r}.")
     wheels = tuple(f"{distribution_name(wheel)} @ {Path(wheel.path).as_uri()}" for wheel in kept.wheels)

@@ -69,8 +69,7 @@ def bring_back(
     run = followed.run
     ending: Ending | None
     try:
-        ending = follow(followed, until_detached=True)
-        if ending is None:
+        if (ending := follow(followed, until_detached=True)) is None:
             leave(followed)
             return None
     except KeyboardInterrupt:
@@ -285,8 +284,7 @@ def deliver(
         note = unstopped_note(ended.unstopped) if ended.unstopped else ""
         still = f" {note[:1].upper()}{note[1:]}." if note else ""
         raise RunCancelled(f"run {short(run.run_id)} was cancelled: {ended.reason}.{still}", run_id=run.run_id)
-    failure = ended.failure
-    if failure is None:
+    if (failure := ended.failure) is None:
         raise NodeLost(f"run {short(run.run_id)} ended without a reason.", run_id=run.run_id)
     exception = run.load_exception(failure.exception, frames, namespace)
     raise run_exception(followed.view, ended, failure, exception, namespace) from None

@@ -66,8 +66,7 @@ class Followed(msgspec.Struct, frozen=True):
 
     def take(self, patience_s: float = 0.0) -> tuple[Event, Sequence[bytes]] | None:
         """Wait for the next event and apply it to the view; None on timeout."""
-        item = self.run.next_event(patience_s)
-        if item is not None:
+        if (item := self.run.next_event(patience_s)) is not None:
             self.apply(*item)
         return item
 
@@ -107,8 +106,7 @@ def follow(
     while (now := time.monotonic()) < until and (stopped is None or not stopped.is_set()):
         patience_s = min(_TICK_S if now - told_at < _LIVELY_S else _IDLE_TICK_S, until - now)
         for turn in range(_BATCH):
-            item = followed.take(0 if turn else patience_s)
-            if item is None:
+            if (item := followed.take(0 if turn else patience_s)) is None:
                 break
             heard_at = time.monotonic()
             body = item[0].body
@@ -119,8 +117,7 @@ def follow(
             if until_detached and isinstance(body, Detached):
                 return None
         if run.link_lost:
-            ending = last_words(followed) or (lost or find_again)(followed)
-            if ending is not None:
+            if (ending := last_words(followed) or (lost or find_again)(followed)) is not None:
                 return ending
             heard_at = time.monotonic()
         followed.look_at_link()
@@ -138,8 +135,7 @@ def advance(followed: Followed) -> Ending | None:
     Returns:
         The run's final event, None while it is active.
     """
-    ending = last_words(followed)
-    if ending is not None:
+    if (ending := last_words(followed)) is not None:
         return ending
     followed.look_at_link()
     return (last_words(followed) or find_again(followed)) if followed.run.link_lost else None

@@ -116,8 +116,7 @@ class Lifetime:
     @property
     def ending(self) -> str:
         """Who ended the session and why; `""` while it has not ended."""
-        ended = self._view.ended
-        if ended is None:
+        if (ended := self._view.ended) is None:
             return self._view.left
         if ended.failure is not None:
             return ended.failure.message.rstrip(".")

@@ -121,8 +121,7 @@ def begin(
     """
     with _beginning:
         name = options.name
-        known = find(name)
-        if known is not None:
+        if (known := find(name)) is not None:
             raise UsageError(
                 f"session {name} is already connected ({known.ranks} ranks). End it first (`%sgpu_disconnect {name}`, "
                 "or close()), or give the new one another name."
@@ -201,8 +200,7 @@ def chosen(name: str = "") -> Session:
         UsageError: There is no such session.
         SessionError: The session has ended.
     """
-    session = current(name)
-    if session is None:
+    if (session := current(name)) is None:
         raise UsageError("no session is connected: start one with %sgpu_connect --gpus N, or sgpu_magic.connect(N).")
     return session
 

@@ -192,8 +192,7 @@ class Session(Lifetime, RankCollection):
             UsageError: A rank has no such name.
             SerializationError: A value can't be pickled.
         """
-        outputs = outputs_from(names)
-        if not outputs:
+        if not (outputs := outputs_from(names)):
             raise UsageError('pull() takes names to bring back: pull("history"), pull("loss:all").')
         found: dict[str, Any] = {}
         self.pull_into(found, outputs, self.only(ranks), "none")
@@ -266,8 +265,7 @@ def _restarted(session: Session, only: tuple[int, ...]) -> str:
     session.pool.restart_ranks(session.run_id, only)
     again: set[str] = set()
     for names, some in session.shipping.restarted(ranks).items():
-        there = [name for name in names if name in place.namespace]
-        if there:
+        if there := [name for name in names if name in place.namespace]:
             push(session, there, some if len(some) < session.ranks else ())
             again.update(there)
     if pushed:
@@ -278,8 +276,7 @@ def _restarted(session: Session, only: tuple[int, ...]) -> str:
     sent = f"sent again from the notebook: {listed(sorted(again))}" if again else "the notebook had shipped nothing"
     if pushed:
         sent += f"; from another rank: {listed(sorted(pushed))}"
-    gone = sorted(lost - again - set(pushed))
-    if not gone:
+    if not (gone := sorted(lost - again - set(pushed))):
         return f"{what}; {sent}; no name that a cell had set was lost."
     again_on = f" with --ranks {','.join(map(str, only))}" if only else ""
     return f"{what}; {sent}; lost, as cells had set it there: {listed(gone)}. Run those cells again{again_on}."
@@ -300,8 +297,7 @@ def _names_lost(session: Session, ranks: tuple[int, ...]) -> frozenset[str]:
     own = session.shipping.own_names(ranks)
     living = [rank for rank in range(session.ranks) if rank not in session.dead]
     for rank in sorted(living, key=lambda rank: rank in ranks):
-        there = names_on(session, rank)
-        if there is not None:
+        if (there := names_on(session, rank)) is not None:
             # only names that no rank is known to have: for the others, the records per rank decide
             return own | session.shipping.unknown(there)
     return own

@@ -147,8 +147,7 @@ def check_outputs(cell: Cell, outputs: Iterable[OutputName]) -> None:
     Raises:
         UsageError: It never sets one of them.
     """
-    stored = cell.names.stored
-    if stored is None:
+    if (stored := cell.names.stored) is None:
         return
     for output in outputs:
         if output.name not in stored and output.name not in cell.read:
@@ -180,8 +179,7 @@ def _without_value(word: str, before: str) -> str:
 
 def _name_of(cell: Cell) -> str:
     """Return a cell's name: the first function or class that it defines, else its number."""
-    found = _DEFINITION.search(cell.body)
-    if found is not None:
+    if (found := _DEFINITION.search(cell.body)) is not None:
         return found[1]
     return "cell" if cell.number is None else f"cell {cell.number}"
 

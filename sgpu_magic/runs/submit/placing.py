@@ -190,8 +190,7 @@ def with_choice(place: Workplace, asked: R, ways: str) -> R:
     """
     asked = with_job(asked)
     held = place.choice.now()
-    choice = held.choice
-    if choice is None:
+    if (choice := held.choice) is None:
         return asked
     devices = asked.devices
     ranks = choice.gpus if devices.ranks is None else 0

@@ -132,8 +132,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
     environment: Environment | None = None
     notes: tuple[str, ...] = ()
     if not spec.in_session and (elsewhere or submission.interpreter is None):
-        wished = _wished(pool, settings, submission.wishes)
-        if wished is not None:
+        if (wished := _wished(pool, settings, submission.wishes)) is not None:
             environment, notes = wished
         elif elsewhere:
             environment, notes, projects = _own(pool, submission.wishes)
