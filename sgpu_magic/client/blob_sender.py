@@ -16,7 +16,7 @@ from typing import cast
 import msgspec
 
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.wires import A, Answer
+from sgpu_magic.client.wires import A, Answer, Tell
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.files.content_store import blob_digest
 from sgpu_magic.files.whole_file import format_bytes
@@ -230,7 +230,7 @@ class Sending:
         tell: Called with a sentence about once a second, and with "" at the end if there was one; None for no reports.
     """
 
-    def __init__(self, pool: str, link: PoolLink, tell: Callable[[str], None] | None) -> None:
+    def __init__(self, pool: str, link: PoolLink, tell: Tell | None) -> None:
         self._pool = pool
         self._link = link
         self._tell = tell

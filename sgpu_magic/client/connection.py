@@ -23,7 +23,7 @@ from sgpu_magic.client.this_machine import (
     this_interpreter,
     wait_for_exit,
 )
-from sgpu_magic.client.wires import A, LocalWire
+from sgpu_magic.client.wires import A, LocalWire, Tell
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
 from sgpu_magic.system.secure_sockets import Endpoint, read_key_pair
@@ -49,7 +49,7 @@ class Connection(ABC):
         on_notice: Called in a link's thread with each notice of the pool.
     """
 
-    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: Tell) -> None:
         self._settings = settings
         self._on_lost = on_lost
         self._on_notice = on_notice
@@ -212,9 +212,7 @@ class FarConnection(Connection):
         entry: The pool's entry in `pools.toml`.
     """
 
-    def __init__(
-        self, settings: Settings, on_lost: Callable[[], None], on_notice: Callable[[str], None], entry: PoolEntry
-    ) -> None:
+    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: Tell, entry: PoolEntry) -> None:
         super().__init__(settings, on_lost, on_notice)
         self._entry = entry
         self._key_path = own_key_path()
@@ -258,11 +256,7 @@ def with_known_version(link: PoolLink) -> PoolLink:
 
 
 def ask(
-    link: PoolLink,
-    question: Record,
-    kind: type[A],
-    timeout_s: float = REPLY_TIMEOUT_S,
-    frames: Sequence[bytes] = (),
+    link: PoolLink, question: Record, kind: type[A], timeout_s: float = REPLY_TIMEOUT_S, frames: Sequence[bytes] = ()
 ) -> A:
     """Send a request to the pool and return its reply.
 

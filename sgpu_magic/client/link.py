@@ -17,7 +17,7 @@ import msgspec
 
 from sgpu_magic import errors
 from sgpu_magic.client.this_machine import this_hello
-from sgpu_magic.client.wires import Answer, EventQueue, FilePart, LocalWire, Outgoing, Parcel, Reply
+from sgpu_magic.client.wires import Answer, EventQueue, FilePart, LocalWire, Outgoing, Parcel, Reply, Tell
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
@@ -62,7 +62,7 @@ class PoolLink:
         PoolError: The pool does not answer, or does not admit this user.
     """
 
-    def __init__(self, wire: LocalWire | RemoteWire, on_notice: Callable[[str], None] | None = None) -> None:
+    def __init__(self, wire: LocalWire | RemoteWire, on_notice: Tell | None = None) -> None:
         self.wire = wire
         self.title = wire.title
         self._on_notice = on_notice

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -21,6 +20,7 @@ from sgpu_magic.client.mirror import note_end
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Attachments, Run
 from sgpu_magic.client.submitter import PayloadMemory, Submitter
+from sgpu_magic.client.wires import Tell
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
@@ -67,9 +67,9 @@ class Pool(Submitter):
     def __init__(
         self,
         settings: Settings,
-        on_notice: Callable[[str], None] | None = None,
+        on_notice: Tell | None = None,
         entry: PoolEntry | None = None,
-        on_sending: Callable[[str], None] | None = None,
+        on_sending: Tell | None = None,
     ) -> None:
         self._current = settings
         self._variables = _variables_of_runs()

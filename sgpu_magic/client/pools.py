@@ -12,6 +12,7 @@ import msgspec
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, read_pools, unknown_pool
+from sgpu_magic.client.wires import Tell
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.wire.pool_status import PoolStatus
@@ -50,12 +51,7 @@ class Pools:
         local: The local pool.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        on_notice: Callable[[str], None] | None = None,
-        on_sending: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, on_notice: Tell | None = None, on_sending: Tell | None = None) -> None:
         self._settings = settings
         self._on_notice = on_notice
         self._on_sending = on_sending

@@ -20,7 +20,7 @@ from sgpu_magic.client.mirror import mirror_path, note_sent
 from sgpu_magic.client.run import Attachments, Run, Submitted
 from sgpu_magic.client.this_machine import this_context, this_interpreter
 from sgpu_magic.client.upload_files import sent
-from sgpu_magic.client.wires import EventQueue
+from sgpu_magic.client.wires import EventQueue, Tell
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunUnknown, SgpuError
 from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, write_file
@@ -55,12 +55,7 @@ class Submitter:
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        memory: PayloadMemory,
-        settings: Settings,
-        name: str,
-        on_sending: Callable[[str], None] | None,
+        self, connection: Connection, memory: PayloadMemory, settings: Settings, name: str, on_sending: Tell | None
     ) -> None:
         self.name = name
         self._on_sending = on_sending

@@ -33,6 +33,8 @@ _NO_PIDFD_POLL_MS = 1000
 # ---------------------------------------------------------------- queues to and from the link's thread
 
 EventItem = tuple[Event, Sequence[bytes]]
+Tell = Callable[[str], None]
+"""Takes a sentence for the user, "" to withdraw the last one."""
 
 
 class Parcel(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, SessionError
 from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.options.values import format_ranks
+from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.namespace import collect
 from sgpu_magic.runs.handle import Run as Handle
@@ -76,13 +77,7 @@ def prepare_cell(session: Session, magic_line: str, body: str, options: RunOptio
     return _prepared(session, code, options, plan, Effects(cell.names.stored, cell.names.deleted))
 
 
-def prepare_call(
-    session: Session,
-    function: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    options: RunOptions,
-) -> Prepared:
+def prepare_call(session: Session, call: FunctionCall, options: RunOptions) -> Prepared:
     """Check and pack a function call.
 
     Raises:
@@ -90,11 +85,11 @@ def prepare_call(
         SerializationError: The function or an argument can't be pickled.
     """
     place = session.place
-    needed = Fingerprint((function, args, dict(kwargs)), place.namespace)
+    needed = Fingerprint((call.function, call.args, call.kwargs), place.namespace)
     needed.forget_parts()
     ranks = session.ranks_of(options.only)
     plan = session.shipping.plan(needed.needs, place.namespace, ranks, options.exclude)
-    code = pack_call(place, function, args, kwargs, options, stay=plan.stay)
+    code = pack_call(place, call, options, stay=plan.stay)
     return _prepared(session, code, options, plan, Effects(needed.stores))
 
 

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.options.asked import RunOptions, Wishes
-from sgpu_magic.options.values import Duration, format_ranks, outputs_from, ranks_from, timeout_s
+from sgpu_magic.options.values import Duration, Ranks, format_ranks, outputs_from, ranks_from, timeout_s
 from sgpu_magic.packages.distributions import Snapshot
+from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.runs.follow.outcome import Interrupts
 from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.runs.handle import Run
@@ -51,12 +52,7 @@ class Session(Lifetime, RankCollection):
     """
 
     def __init__(
-        self,
-        place: Workplace,
-        followed: Followed,
-        variables: Mapping[str, str],
-        wishes: Wishes,
-        packages: Snapshot,
+        self, place: Workplace, followed: Followed, variables: Mapping[str, str], wishes: Wishes, packages: Snapshot
     ) -> None:
         self.wishes = wishes
         self.packages = packages
@@ -72,7 +68,7 @@ class Session(Lifetime, RankCollection):
         self,
         code: str,
         *,
-        ranks: Iterable[int] | int | str | None = None,
+        ranks: Ranks | None = None,
         out: str | Iterable[str] = (),
         name: str = "",
         reload: bool = False,
@@ -113,14 +109,7 @@ class Session(Lifetime, RankCollection):
         """Run a cell on the session's ranks and return its handle immediately. Cells run one after the other."""
         return run_in.begin_in(self, lambda: run_in.prepare_cell(self, magic_line, body, options), options.ui)
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        ranks: Iterable[int] | int | str | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
+    def call(self, function: Callable[..., Any], /, *args: Any, ranks: Ranks | None = None, **kwargs: Any) -> list[Any]:
         """Call a function on the session's ranks and return the list of results, by rank.
 
         Each rank fills in the parameters `rank`, `local_rank`, `world_size` and `device` if you omit them and they
@@ -135,16 +124,11 @@ class Session(Lifetime, RankCollection):
         Raises:
             Exception: As for `run`, and TypeError if the arguments do not match the function's signature.
         """
-        options = RunOptions(only=self.only(ranks))
-        return run_in.run_in(self, lambda: run_in.prepare_call(self, function, args, kwargs, options)).values
+        call, options = FunctionCall(function, args, kwargs), RunOptions(only=self.only(ranks))
+        return run_in.run_in(self, lambda: run_in.prepare_call(self, call, options)).values
 
     def call_async(
-        self,
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        ranks: Iterable[int] | int | str | None = None,
-        **kwargs: Any,
+        self, function: Callable[..., Any], /, *args: Any, ranks: Ranks | None = None, **kwargs: Any
     ) -> Run[Any]:
         """Call a function as `call` does and return the run's handle immediately; `.result()` waits for the results.
 
@@ -160,10 +144,10 @@ class Session(Lifetime, RankCollection):
             TypeError: The arguments do not match the function's signature.
             SerializationError: The function or an argument can't be pickled.
         """
-        options = RunOptions(only=self.only(ranks))
-        return run_in.begin_in(self, lambda: run_in.prepare_call(self, function, args, kwargs, options), "none")
+        call, options = FunctionCall(function, args, kwargs), RunOptions(only=self.only(ranks))
+        return run_in.begin_in(self, lambda: run_in.prepare_call(self, call, options), "none")
 
-    def push(self, *names: str, ranks: Iterable[int] | int | str | None = None, **values: Any) -> None:
+    def push(self, *names: str, ranks: Ranks | None = None, **values: Any) -> None:
         """Set names on the session's ranks, overwriting existing values.
 
         Args:
@@ -181,7 +165,7 @@ class Session(Lifetime, RankCollection):
         run_in.run_in(self, lambda: run_in.prepare_push(self, names, values, only), "auto" if names else "none")
         self.shipping.set_on_ranks(values, self.place.namespace, self.ranks_of(only), pushed=True)
 
-    def pull(self, *names: str, ranks: Iterable[int] | int | str | None = None) -> Any:
+    def pull(self, *names: str, ranks: Ranks | None = None) -> Any:
         """Return the value of a name on the lowest rank, or with `"x:all"` the list of all ranks' values.
 
         Args:
@@ -222,7 +206,7 @@ class Session(Lifetime, RankCollection):
 
     # ------------------------------------------------------------ for the preparation of cells
 
-    def only(self, ranks: Iterable[int] | int | str | None) -> tuple[int, ...]:
+    def only(self, ranks: Ranks | None) -> tuple[int, ...]:
         """Return the selected ranks in ascending order; empty for all.
 
         Raises:

@@ -9,6 +9,7 @@ import pytest
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.asked import Devices, RunOptions, check_call, check_cell
+from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.runs.submit.cell_source import check_outputs, pack_cell, read_cell
 from sgpu_magic.runs.submit.pack_call import pack_call
 from sgpu_magic.runs.submit.placing import Found
@@ -57,7 +58,7 @@ def test_a_call_returns_each_rank_and_a_driver_one():
         return lr
 
     for ray, all_ranks in ((False, True), (True, False)):
-        code = pack_call(PLACE, train, (0.5,), {}, RunOptions(ray=ray))
+        code = pack_call(PLACE, FunctionCall(train, (0.5,), {}), RunOptions(ray=ray))
         assert (code.kind, code.name, code.parameters) == (RunKind.CALL, "train", (("lr", "0.5"),))
         assert [output.all_ranks for output in code.outputs] == [all_ranks]
 
