@@ -23,7 +23,6 @@ from sgpu_magic.wire.attachments import (
     InlinePayload,
     PackedLayout,
     Payload,
-    PayloadSource,
     SharedPayload,
     Upload,
 )
@@ -217,8 +216,11 @@ class Run:
         if self.mirror is not None:
             return unpack.unpack(self._brought(rank, self.mirror), payload.layout, self._key, namespace)
         kept = str(self.directory / f"result-{rank}.bin")
-        in_memory = _path_of(source)
-        inode = source.inode if isinstance(source, SharedPayload) else 0
+        in_memory, inode = "", 0
+        if isinstance(source, FilePayload):
+            in_memory = source.path
+        elif isinstance(source, SharedPayload):
+            in_memory, inode = f"/proc/{source.pid}/fd/{source.fd}", source.inode
         # the descriptor of a run that ended long ago may belong to another file by now, so the copy on disk is tried
         # first (and once more at the end: the memory is freed as soon as the copy is written)
         for path in (in_memory, kept) if self.owned else (kept, in_memory, kept):
@@ -293,17 +295,6 @@ def _is_signed(data: memoryview, layout: PackedLayout, key: bytes) -> bool:
     if layout.pickle_size > data.nbytes:
         return False
     return hmac.compare_digest(unpack.compute_mac(key, data[: layout.pickle_size], layout.buffers), layout.mac)
-
-
-def _path_of(source: PayloadSource) -> str:
-    """Return the path of the bytes on this machine, "" if there is none."""
-    match source:
-        case FilePayload(path=path):
-            return path
-        case SharedPayload(pid=pid, fd=fd):
-            return f"/proc/{pid}/fd/{fd}"
-        case _:
-            return ""
 
 
 def map_file(path: str, inode: int = 0) -> memoryview:

@@ -299,9 +299,7 @@ class PayloadMemory:
     def _reusable(self, size: int, link: PoolLink) -> _Slot | None:
         for slot in sorted(self._slots, key=lambda slot: -slot.buffer.size):
             if slot.released.is_set() or (slot.run_over and self._reclaim(slot, link)):
-                if slot.buffer.size >= size or fits_memory(size - slot.buffer.size):
-                    return slot
-                return None
+                return slot if slot.buffer.size >= size or fits_memory(size - slot.buffer.size) else None
         if not fits_memory(size):
             return None
         slot = _Slot(SharedBuffer(), "", threading.Event())

@@ -171,7 +171,7 @@ class DistributedMagics(Magics):
 
         if options.nowait:
             return Run(self.place, run, RunState.QUEUED, over, options.ui)
-        return self.place.bring_back(run, options.ui, detach=options.detach, over=over)
+        return self.place.bring_back(run, options.ui, over=over)
 
     @line_magic
     @takes(
@@ -201,7 +201,7 @@ class DistributedMagics(Magics):
         except KeyboardInterrupt:
             raise RunCancelled(_NOT_SUBMITTED) from None
         run = submit(place.pool_of(submission), submission)
-        return place.bring_back(run, options.ui, detach=options.detach)
+        return place.bring_back(run, options.ui)
 
     @line_magic
     @takes("Show a run from its beginning as if its cell had run here, and bring its results back.", _add_attached)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +17,9 @@ from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.client.run import Run as PoolRun
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.runs.follow import outcome, run_loop
-from sgpu_magic.runs.follow.run_loop import Ending, Followed
+from sgpu_magic.runs.follow.run_loop import Ending, Followed, Settle
 from sgpu_magic.runs.submit.submit import let_go
 from sgpu_magic.runs.workplace import Workplace, workplace
-from sgpu_magic.views.fold import RunView
 from sgpu_magic.wire.base import RunState, short
 from sgpu_magic.wire.events import Event, RunEnded
 
@@ -59,12 +58,7 @@ class Run(Future[list[R]], Generic[R]):
     """
 
     def __init__(
-        self,
-        place: Workplace,
-        run: PoolRun,
-        state: RunState,
-        settle: Callable[[RunView], None] | None = None,
-        ui: str = "auto",
+        self, place: Workplace, run: PoolRun, state: RunState, settle: Settle | None = None, ui: str = "auto"
     ) -> None:
         """Create a handle. Use `submit` or `from_id` instead.
 

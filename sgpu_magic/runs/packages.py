@@ -212,7 +212,10 @@ class Packages:
             wanted = dict(self._wanted)
         if late:
             wanted[snapshot.digest] = snapshot
-        has_pool = bool(wanted) and self._has_pool()
+        if wanted:
+            # the submission of a run starts the pool
+            self._wait(lambda: self._pool.connected is not None or self._hurries.is_set(), _POOL_PATIENCE_S)
+        has_pool = self._pool.connected is not None
         for digest, described in wanted.items():
             if has_pool:
                 self._tell(described, late if digest == snapshot.digest else ())
@@ -254,11 +257,6 @@ class Packages:
                 self._told_to = link
                 self._told.clear()
             self._told.add(described.digest)
-
-    def _has_pool(self) -> bool:
-        """Wait for the pool, which the submission of a run starts."""
-        self._wait(lambda: self._pool.connected is not None or self._hurries.is_set(), _POOL_PATIENCE_S)
-        return self._pool.connected is not None
 
     def _wait_for_quiet(self, quiet_s: float) -> bool:
         """Wait until no run was submitted for `quiet_s`, or this process is about to exit; False if closed."""

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from sgpu_magic.client import find_run
@@ -22,7 +22,8 @@ from sgpu_magic.options.asked import Devices
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice.keeper import keeper_of
 from sgpu_magic.runs.follow import outcome
-from sgpu_magic.runs.follow.run_loop import Followed, Follower
+from sgpu_magic.runs.follow.outcome import Interrupts, Names
+from sgpu_magic.runs.follow.run_loop import Followed, Follower, Settle
 from sgpu_magic.runs.notebook import Background, NoticeBoard, SendingBoard, publish, watch_restarts
 from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.submit.placing import Found
@@ -168,17 +169,15 @@ class Workplace:
         run: Run,
         ui: str,
         *,
-        detach: bool = False,
-        interrupts: outcome.Interrupts | None = None,
-        into: dict[str, Any] | None = None,
-        over: Callable[[RunView], None] | None = None,
+        interrupts: Interrupts | None = None,
+        into: Names | None = None,
+        over: Settle | None = None,
     ) -> RunResult | None:
         """Show a run until it ends, set the names that it brings back, and return its result.
 
         Args:
             run: The run, just submitted. It is released here.
             ui: As in `followed`.
-            detach: Detach the run at once.
             interrupts: Interrupts of the session that it runs in; None for a run with its own ranks.
             into: Receives the names instead of the notebook.
             over: Called when this process is done with the run, whatever the outcome.
@@ -196,7 +195,7 @@ class Workplace:
             except KeyboardInterrupt:
                 raise interrupted(run) from None
             try:
-                if detach:
+                if run.spec.detach:
                     outcome.leave(followed)
                     return None
                 return outcome.bring_back(followed, self.namespace, self.restarts, interrupts, into)

@@ -66,9 +66,7 @@ def problem_of_packages(choice: Choice) -> str:
             return f"{name[:60]!r} is not a package name."
     added = [normalised(name_of(line)) for line in choice.dependencies]
     twice = next((name for name in added if added.count(name) > 1), "")
-    if twice:
-        return f"{twice} is added twice."
-    return ""
+    return f"{twice} is added twice." if twice else ""
 
 
 def problem_of_requirement(line: str) -> str:

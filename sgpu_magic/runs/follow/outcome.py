@@ -28,6 +28,9 @@ from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.run import RunSpec
 
+Names = dict[str, Any]
+"""Variables by name."""
+
 # without an event for this long, all stored events of an active run have arrived
 _CAUGHT_UP_S = 0.3
 # an interrupted cell returns after this, whatever the ranks do (documented limit: 3 s)
@@ -44,10 +47,10 @@ _AGAIN = "it was interrupted again"
 
 def bring_back(
     followed: Followed,
-    namespace: dict[str, Any],
+    namespace: Names,
     restarts: RestartWatch | None,
-    interrupts: Interrupts | None = None,
-    into: dict[str, Any] | None = None,
+    interrupts: Interrupts | None,
+    into: Names | None,
 ) -> RunResult | None:
     """Show a run that this cell submitted until it ends, set the names of `--out`, and return its result.
 
@@ -262,9 +265,7 @@ def _wait(followed: Followed, until: float) -> Ending | None:
 # ---------------------------------------------------------------- results and errors
 
 
-def deliver(
-    followed: Followed, ending: Ending, namespace: dict[str, Any], into: dict[str, Any] | None = None
-) -> RunResult:
+def deliver(followed: Followed, ending: Ending, namespace: Names, into: Names | None = None) -> RunResult:
     """Set the names of `--out` and return the run's result.
 
     Args:
@@ -290,9 +291,7 @@ def deliver(
     raise run_exception(followed.view, ended, failure, exception, namespace) from None
 
 
-def _result(
-    run: Run, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, Any], into: dict[str, Any]
-) -> RunResult:
+def _result(run: Run, ended: RunEnded, frames: Sequence[bytes], namespace: Names, into: Names) -> RunResult:
     returned = run.load_results(ended, frames, namespace)
     if run.spec.kind is RunKind.CALL:
         # a call returns one value per rank and sets no names

@@ -23,6 +23,9 @@ from sgpu_magic.wire.rank_events import Failure, Sampled
 Ending = tuple[RunEnded, Sequence[bytes]]
 """A run's final event, with its raw frames."""
 
+Settle = Callable[[RunView], None]
+"""Called when this process is done with a run."""
+
 _TICK_S = 0.05
 # with samples at most, the view changes slowly, and every wake-up takes CPU time from the ranks
 _IDLE_TICK_S = 0.25

@@ -72,8 +72,7 @@ class Lifetime:
 
     def lends(self, ranks: int | None) -> Found:
         """Return the place for `ranks` new processes on the session's devices; None means one per rank."""
-        placement = replace(self.placement, ranks=ranks or self.ranks)
-        return Found(self.pool, placement)
+        return Found(self.pool, replace(self.placement, ranks=ranks or self.ranks))
 
     @property
     def device_type(self) -> str:

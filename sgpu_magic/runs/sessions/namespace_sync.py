@@ -305,6 +305,4 @@ def _looked_at(names: Iterable[str], namespace: dict[str, object], exclude: Coll
 def _digest(name: str, prints: Mapping[str, Fingerprint], namespace: dict[str, object]) -> bytes | None:
     if name in prints:
         return prints[name].digest
-    if name not in namespace:
-        return _ABSENT
-    return Fingerprint(namespace[name], namespace).digest
+    return Fingerprint(namespace[name], namespace).digest if name in namespace else _ABSENT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from sgpu_magic.options.values import format_ranks
 from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.namespace import collect
+from sgpu_magic.runs.follow.outcome import Names
 from sgpu_magic.runs.handle import Run as Handle
 from sgpu_magic.runs.sessions.namespace_sync import Effects, Plan
 from sgpu_magic.runs.submit.cell_source import pack_cell, read_cell
@@ -152,9 +154,7 @@ def _prepared(
 # ---------------------------------------------------------------- running
 
 
-def run_in(
-    session: Session, prepare: Callable[[], Prepared], ui: str = "auto", into: dict[str, Any] | None = None
-) -> RunResult:
+def run_in(session: Session, prepare: Callable[[], Prepared], ui: str = "auto", into: Names | None = None) -> RunResult:
     """Submit a run to a session's ranks, wait for its end and return its result.
 
     Args:
@@ -171,13 +171,8 @@ def run_in(
     place = session.place
     run, prepared = start_in(session, prepare)
     try:
-        result = place.bring_back(
-            run,
-            ui,
-            interrupts=session.interrupts,
-            into=into,
-            over=lambda view: settle(session, prepared, view),
-        )
+        over = functools.partial(settle, session, prepared)
+        result = place.bring_back(run, ui, interrupts=session.interrupts, into=into, over=over)
     except RunCancelled as error:
         raise _with_the_dead(session, error) from None
     except SessionError:

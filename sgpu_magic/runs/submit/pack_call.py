@@ -71,7 +71,9 @@ def pack_call(
     shipped = replace(
         code.shipped,
         names=_shipped_names(code.packed, name, has_arguments=bool(call.args or call.kwargs)),
-        heavy=tuple((_shown(label, name), size) for label, size in code.shipped.heavy),
+        heavy=tuple(
+            (f"the arguments of {name}" if label == CALL_NAME else label, size) for label, size in code.shipped.heavy
+        ),
     )
     return replace(code, shipped=shipped, parameters=scalars(arguments(call)))
 
@@ -178,10 +180,6 @@ def _refuse(call: FunctionCall, signature: inspect.Signature, filled: Iterable[s
 
 
 # ---------------------------------------------------------------- messages
-
-
-def _shown(label: str, name: str) -> str:
-    return f"the arguments of {name}" if label == CALL_NAME else label
 
 
 def _shipped_names(packed: Packed, name: str, *, has_arguments: bool) -> tuple[str, ...]:

@@ -294,17 +294,13 @@ def scalars(values: Mapping[str, object]) -> Parameters:
         # exact types, because subclasses may have any repr
         if type(value) not in (int, float, bool, str) or name.startswith("_"):
             continue
-        text = value if isinstance(value, str) else _number(value)
-        if text is not None and 0 < len(text) <= _LONGEST_TEXT and not is_secret(name, text):
+        try:
+            text = value if isinstance(value, str) else repr(value)
+        except ValueError:
+            # an int with more digits than Python converts to text
+            continue
+        if 0 < len(text) <= _LONGEST_TEXT and not is_secret(name, text):
             found.append((name, text))
             if len(found) == _MOST_SCALARS:
                 break
     return tuple(found)
-
-
-def _number(value: object) -> str | None:
-    try:
-        return repr(value)
-    except ValueError:
-        # an int with more digits than Python converts to text
-        return None
