@@ -251,20 +251,19 @@ class Sending:
             what: The part, such as `variables`.
             total: Size of the part in bytes.
         """
-        return lambda there: self._progress(what, there, total)
+        wire = self._link.wire
 
-    def _progress(self, what: str, there: int, total: int) -> None:
-        now = time.monotonic()
-        if self._tell is None or now < self._due:
-            return
-        self._due = now + _EVERY_S
-        self._told = True
-        silent_s = self._link.wire.silent_s
-        silent = (
-            f"; the link has been silent for {silent_s:.0f} s, sending continues when it is back" if silent_s else ""
-        )
-        slow = f"; it takes the slower way: {self._link.wire.slow_why}" if self._link.wire.slow_why else ""
-        self._tell(f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} sent{silent}{slow}")
+        def progress(there: int) -> None:
+            now = time.monotonic()
+            if self._tell is None or now < self._due:
+                return
+            self._due, self._told = now + _EVERY_S, True
+            sent = f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} sent"
+            if wire.silent_s:
+                sent += f"; the link has been silent for {wire.silent_s:.0f} s, sending continues when it is back"
+            self._tell(f"{sent}; it takes the slower way: {wire.slow_why}" if wire.slow_why else sent)
+
+        return progress
 
 
 def send_packed(packed: Packed, link: PoolLink, sending: Sending) -> StoredPayload:

@@ -57,8 +57,7 @@ class Pools:
         self._on_sending = on_sending
         self.local = Pool(settings, on_notice)
         self._lock = threading.Lock()
-        # with the whole entry: a pool whose address was changed is a different pool
-        self._made: dict[str, tuple[PoolEntry, Pool]] = {}
+        self._made: dict[str, Pool] = {}
         self._replaced: list[Pool] = []
         self._avoided: dict[str, tuple[float, str]] = {}
 
@@ -102,12 +101,12 @@ class Pools:
         """
         with self._lock:
             made = self._made.get(name)
-        return made[1] if made is not None else self.named(name)
+        return made if made is not None else self.named(name)
 
     def made(self) -> list[Pool]:
         """Return the pools that this process has used, the local one first."""
         with self._lock:
-            return [self.local, *(pool for _, pool in self._made.values())]
+            return [self.local, *self._made.values()]
 
     def connected(self) -> list[Pool]:
         """Return the pools that this process is connected to, the local one first."""
@@ -159,7 +158,7 @@ class Pools:
     def close(self) -> None:
         """Close all links; each pool cancels the runs that this process follows."""
         with self._lock:
-            made = [*(pool for _, pool in self._made.values()), *self._replaced]
+            made = [*self._made.values(), *self._replaced]
             self._made.clear()
             self._replaced.clear()
         for pool in [self.local, *made]:
@@ -170,19 +169,18 @@ class Pools:
     def _of(self, entry: PoolEntry) -> Pool:
         with self._lock:
             known = self._made.get(entry.name)
-            if known is not None and known[0] == entry:
-                return known[1]
-            if known is not None:
-                # kept until its runs have ended
-                self._replaced.append(known[1])
-            pool = Pool(self._settings, self._on_notice, entry, self._on_sending)
-            self._made[entry.name] = (entry, pool)
-            return pool
+            # a pool whose address was changed is a different pool
+            if known is None or known.entry != entry:
+                if known is not None:
+                    # kept until its runs have ended
+                    self._replaced.append(known)
+                known = self._made[entry.name] = Pool(self._settings, self._on_notice, entry, self._on_sending)
+            return known
 
     def _let_go_of_others(self, entries: Collection[PoolEntry]) -> None:
         """Close idle links to pools whose entries were removed or changed."""
         with self._lock:
-            others = [*(pool for entry, pool in self._made.values() if entry not in entries), *self._replaced]
+            others = [*(pool for pool in self._made.values() if pool.entry not in entries), *self._replaced]
         for pool in others:
             pool.close_if_unused()
 

@@ -156,7 +156,7 @@ class RemoteWire:
                         if self._service not in ("", message.service):
                             return False
                         self._service = message.service
-                        self._bulk.welcomed(message)
+                        self._bulk.port = message.bulk_port
                         self._send_again(connection, link)
                     elif isinstance(message, BulkOffered):
                         self._bulk.offered(message, connection.address, connection.send)

@@ -82,6 +82,7 @@ class Run:
 
     Attributes:
         last_seq: Sequence number of the last event returned.
+        link: The link to its pool.
         owned: Whether this process submitted the run.
         pool: Name of its pool.
         ask_tracked: Asks the pool to create the MLflow run; None if the run is not to be tracked.
@@ -105,25 +106,11 @@ class Run:
         self.submission = submission
         self.pool = "local"
         self.ask_tracked: Callable[[], None] | None = None
-        self.mirror = None if link.welcome.same_host else Mirror(directory, spec.run_id, lambda: self._link)
+        self.mirror = None if link.welcome.same_host else Mirror(directory, spec.run_id, lambda: self.link)
         self._key = key
-        self._link = link
+        self.link = link
         self._events = events
         self._woken: Callable[[], None] | None = None
-
-    @property
-    def link_lost(self) -> bool:
-        return self._link.lost.is_set()
-
-    @property
-    def pool_title(self) -> str:
-        """The pool's name for use in messages."""
-        return self._link.title
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since a remote pool last sent anything; 0 until the silence is long enough to report."""
-        return self._link.wire.silent_s
 
     def wake(self, woken: Callable[[], None]) -> None:
         """Call `woken` after every event, in the link's thread; it must only wake another thread."""
@@ -158,7 +145,7 @@ class Run:
             events: The queue of the run's events.
             from_start: Whether the run was submitted again, so its events are numbered from the start.
         """
-        self._link, self._events = link, events
+        self.link, self._events = link, events
         if from_start:
             self.last_seq = 0
         if self._woken is not None:
@@ -171,11 +158,11 @@ class Run:
             reason: Who or what cancels it.
             kill: Send SIGKILL to ranks that were asked before and have not stopped, even after the run's end.
         """
-        self._link.ask(Cancel(request=0, run=self.run_id, reason=reason, kill=kill))
+        self.link.ask(Cancel(request=0, run=self.run_id, reason=reason, kill=kill))
 
     def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
         """Forward a front-end message to a rank's widgets, without waiting for a reply."""
-        self._link.send(message, frames)
+        self.link.send(message, frames)
 
     def load_results(self, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, object]) -> list[RankValues]:
         """Unpack the ranks' results, in order of rank, then let the pool free its copies.
@@ -198,7 +185,7 @@ class Run:
             raise
         finally:
             if received:
-                self._link.send(ResultsReceived(run_id=self.run_id))
+                self.link.send(ResultsReceived(run_id=self.run_id))
 
     def _unpack_result(
         self, rank: int, payload: Payload, inline: Iterator[bytes], namespace: dict[str, object]
@@ -270,9 +257,9 @@ class Run:
 
     def close(self) -> None:
         """Stop receiving events. The pool keeps sending the run's owner the events that it needs."""
-        last = self._link.unfollow(self.run_id, self._events)
-        if last and not self.owned and not self.link_lost:
-            self._link.send(Unfollow(run_id=self.run_id))
+        last = self.link.unfollow(self.run_id, self._events)
+        if last and not self.owned and not self.link.lost.is_set():
+            self.link.send(Unfollow(run_id=self.run_id))
 
 
 class RankValues(msgspec.Struct):

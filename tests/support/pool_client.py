@@ -126,7 +126,7 @@ class ClientRun:
                 self.events.append(item[0].body)
                 if isinstance(item[0].body, RunEnded):
                     self._frames = item[1]
-            elif self.run.link_lost:
+            elif self.run.link.lost.is_set():
                 self._client.find_again(self.run)
         return found[count - 1]
 

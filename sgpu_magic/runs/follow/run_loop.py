@@ -57,11 +57,11 @@ class Followed(msgspec.Struct, frozen=True):
 
     def look_at_link(self) -> None:
         """Show or clear the note that a remote pool is silent."""
-        silent_s = self.run.silent_s
+        silent_s = self.run.link.wire.silent_s
         if silent_s and not self.view.silence:
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
             self.view.not_heard(
-                f"reconnecting: {self.run.pool_title} has been silent since {since}; the run continues there, and the "
+                f"reconnecting: {self.run.link.title} has been silent since {since}; the run continues there, and the "
                 "view catches up when the link is back"
             )
         elif not silent_s:
@@ -119,7 +119,7 @@ def follow(
                 return body, item[1]
             if until_detached and isinstance(body, Detached):
                 return None
-        if run.link_lost:
+        if run.link.lost.is_set():
             if (ending := last_words(followed) or (lost or find_again)(followed)) is not None:
                 return ending
             heard_at = time.monotonic()
@@ -141,7 +141,7 @@ def advance(followed: Followed) -> Ending | None:
     if (ending := last_words(followed)) is not None:
         return ending
     followed.look_at_link()
-    return (last_words(followed) or find_again(followed)) if followed.run.link_lost else None
+    return (last_words(followed) or find_again(followed)) if followed.run.link.lost.is_set() else None
 
 
 def last_words(followed: Followed) -> Ending | None:
@@ -162,7 +162,7 @@ def without_an_end(followed: Followed) -> Ending:
 def find_again(followed: Followed) -> Ending | None:
     """Attach to the run through its next pool service; return a final event if that is not possible."""
     run = followed.run
-    died = f"{run.pool_title} ended while the run was active"
+    died = f"{run.link.title} ended while the run was active"
     deadline = time.monotonic() + _FIND_PATIENCE_S
     while True:
         try:

@@ -202,10 +202,10 @@ class Lifetime:
                 f"session {self.name} has ended{why}. Its ranks' variables are lost. Start another with %sgpu_connect "
                 "or sgpu_magic.connect(...)."
             )
-        if self._run.link_lost:
+        if self._run.link.lost.is_set():
             # its pool service died; the next one takes the session over
             with self._moved:
-                self._moved.wait_for(lambda: self.has_ended or not self._run.link_lost, _ADOPTION_PATIENCE_S)
+                self._moved.wait_for(lambda: self.has_ended or not self._run.link.lost.is_set(), _ADOPTION_PATIENCE_S)
         return self
 
     def _is_decided(self) -> bool:

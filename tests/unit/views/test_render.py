@@ -680,17 +680,18 @@ def test_only_notes_that_ask_for_something_are_warnings() -> None:
 
 
 def test_a_silent_link_is_reported_once() -> None:
-    silent = SimpleNamespace(silent_s=20.0, pool_title="the pool team")
+    wire = SimpleNamespace(silent_s=20.0)
+    silent = SimpleNamespace(link=SimpleNamespace(title="the pool team", wire=wire))
     view = Run().start().view
     followed = Followed(silent, view, SilentPublisher(), SimpleNamespace())  # type: ignore[arg-type]
     followed.look_at_link()
     said, version = view.silence, view.version
     assert re.match(r"reconnecting: the pool team has been silent since \d\d:\d\d:\d\d; the run continues there", said)
     for seconds in (40.0, 80.0, 3600.0):
-        silent.silent_s = seconds
+        wire.silent_s = seconds
         followed.look_at_link()
     assert (view.silence, view.version) == (said, version)
-    silent.silent_s = 0.0
+    wire.silent_s = 0.0
     followed.look_at_link()
     assert view.silence == ""
 
