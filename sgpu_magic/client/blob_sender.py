@@ -123,22 +123,13 @@ class BlobSender:
                         sent.add(digest)
                         digests.append(digest)
             except OSError as error:
-                raise _unreadable(error) from error
+                raise SerializationError(
+                    f"what the run ships can't be read: {error}. Run the cell again; if that fails too, remove "
+                    f"{error.filename or 'the file'}, which is then created again."
+                ) from error
             finally:
                 # also on an interrupt: cancel the remaining hashing
                 threads.shutdown(wait=False, cancel_futures=True)
-
-    def send_file(self, path: Path | str) -> list[str]:
-        """Send the pieces of a file that the pool lacks and return the digests of all in order.
-
-        Raises:
-            SerializationError: The file can't be read.
-        """
-        try:
-            size = os.stat(path).st_size
-        except OSError as error:
-            raise _unreadable(error) from error
-        return self.send(pieces_of(path, size))
 
     # ------------------------------------------------------------ within
 
@@ -200,13 +191,6 @@ def _found(answer: Answer, kind: type[A]) -> A | None:
         return answer.of(kind, _ANSWER_S)
     except TimeoutError:
         return None
-
-
-def _unreadable(error: OSError) -> SerializationError:
-    return SerializationError(
-        f"what the run ships can't be read: {error}. Run the cell again; if that fails too, remove "
-        f"{error.filename or 'the file'}, which is then created again."
-    )
 
 
 def _digest(piece: Piece) -> str:

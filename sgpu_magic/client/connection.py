@@ -81,11 +81,6 @@ class Connection(ABC):
                 link = self._link = self._made_anew(start)
             return link
 
-    @property
-    def exists(self) -> bool:
-        """Whether the pool exists, as far as can be known without connecting to it."""
-        return True
-
     def warmed(self) -> None:
         """Prepare the pool for a first run: connect, and with a local pool start this interpreter's zygote.
 
@@ -123,13 +118,9 @@ class Connection(ABC):
 class LocalConnection(Connection):
     """The connection to the local pool, which it starts if needed."""
 
-    @property
-    def exists(self) -> bool:
-        return find_pool(self._settings) is not None
-
     def warmed(self) -> None:
         with self._lock:
-            fresh = self.alive is None and not self.exists
+            fresh = self.alive is None and find_pool(self._settings) is None
             link = self.made(start=True)
         if not fresh:
             link.send(Warm(interpreter=this_interpreter()))

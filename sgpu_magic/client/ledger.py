@@ -53,8 +53,7 @@ def find_run(settings: Settings, run_id: str) -> RunSummary | None:
     Raises:
         PoolError: There is a ledger but it can't be read.
     """
-    rows = _read(settings, "WHERE run_id = ?", (run_id,))
-    return rows[0] if rows else None
+    return next(iter(_read(settings, "WHERE run_id = ?", (run_id,))), None)
 
 
 def _read(settings: Settings, rest: str, values: Sequence[str | int | float]) -> list[RunSummary]:

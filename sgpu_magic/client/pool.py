@@ -20,6 +20,7 @@ from sgpu_magic.client.mirror import note_end
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Attachments, Run
 from sgpu_magic.client.submitter import PayloadMemory, Submitter
+from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.client.wires import Tell
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
@@ -42,7 +43,7 @@ from sgpu_magic.wire.client import (
     Warm,
 )
 from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, with_changes
-from sgpu_magic.wire.run import Interpreter, RankAnswer, RankQuestion, RunSpec
+from sgpu_magic.wire.run import RankAnswer, RankQuestion, RunSpec
 
 # the replacement processes join a process group: the same limit as for a session's start when a rank is missing
 RESTART_TIMEOUT_S = 120.0
@@ -104,10 +105,6 @@ class Pool(Submitter):
         thread = threading.Thread(target=self._warm, name="sgpu-warm", daemon=True)
         thread.start()
         return thread
-
-    def warm(self, interpreter: Interpreter, ranks: int) -> None:
-        """Request the interpreter's zygote and a standby group of `ranks`, without waiting; a no-op without a link."""
-        self.tell(Warm(interpreter=interpreter, ranks=ranks))
 
     def submit(
         self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments = _NOTHING
@@ -222,7 +219,7 @@ class Pool(Submitter):
         Raises:
             PoolError: The pool can't be started or reached, or does not answer.
         """
-        if not start and self._connection.alive is None and not self._connection.exists:
+        if not start and self.entry is None and self.connected is None and find_pool(self._settings) is None:
             return None
         return ask_this_or_next(self._connection, lambda link: self._status(link, recent, timeout_s), start=start)
 

@@ -290,7 +290,7 @@ def sent(along: Attachments, link: PoolLink, state: Path, sending: Sending) -> t
 
 
 def _blobs_of(each: CodeBundle | Wheel, sender: BlobSender) -> tuple[str, ...]:
-    return tuple(sender.send_file(each.path))
+    return tuple(sender.send(pieces_of(each.path, each.size)))
 
 
 def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tuple[Upload, str]:

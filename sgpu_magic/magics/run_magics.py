@@ -110,7 +110,7 @@ class DistributedMagics(Magics):
     def sgpu_auto_cell(self, line: str, cell_body: str) -> RunResult:
         """Run a plain cell in the session; `%sgpu_auto` rewrites plain cells to this magic."""
         session = registry.chosen()
-        self.place.notices.clear()
+        self.place.notices.show("")
         return session.run_cell("", cell_body, RunOptions(auto=True))
 
     def _run(self, magic: str, line: str, cell_body: str) -> Launched:
@@ -125,7 +125,7 @@ class DistributedMagics(Magics):
         magic_line = f"{magic} {line}".strip()
         session = registry.current(options.session) if options.session != NO_SESSION else None
         check_cell(session, options, magic)
-        self.place.notices.clear()
+        self.place.notices.show("")
         if options.here:
             self._run_here(cell_body)
         if session is None or options.fresh:
@@ -193,7 +193,7 @@ class DistributedMagics(Magics):
 
         options = read_replay(values, values.ui)
         place = self.place
-        place.notices.clear()
+        place.notices.show("")
         try:
             with recorded_directory(place.current_settings(), values.run) as directory:
                 recorded = read_recorded(directory)

@@ -95,7 +95,7 @@ class SessionMagics(Magics):
             known.shown_in = cell_number(self.place.shell)
             return known
         ui = options.ui
-        self.place.notices.clear()
+        self.place.notices.show("")
         is_drawn = self.place.is_notebook and self.place.live_views.is_watched and ui != "text"
         try:
             session = begin(self.place, options, ui if is_drawn else "none")

@@ -27,11 +27,8 @@ R = TypeVar("R")
 _EVENT_S = 0.25
 
 
-class FramesLeftOut:
+class FramesLeftOut(contextlib.AbstractContextManager["FramesLeftOut"]):
     """Context manager that removes this package's frames from an exception, however often it is raised."""
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -240,11 +240,6 @@ class NoticeBoard:
         if self._shown and (text or self._display_id):
             threading.Thread(target=self.show, args=(text,), name="sgpu-notice", daemon=True).start()
 
-    def clear(self) -> None:
-        """Remove the notice, which is outdated once a run starts."""
-        if self._display_id:
-            self.show("")
-
     def show(self, text: str) -> None:
         """As `notice`, in the calling thread."""
         with self._lock:

@@ -65,7 +65,7 @@ def test_a_call_returns_each_rank_and_a_driver_one():
 
 def test_values_of_env_are_not_in_the_line_that_is_written_down():
     cell = read_cell(PLACE, "%%distributed --env TOKEN=hush", "pass", RunOptions())
-    assert cell.magic_line == "%%distributed --env TOKEN=***"
+    assert cell.source.magic_line == "%%distributed --env TOKEN=***"
 
 
 def test_what_a_cell_never_sets_can_not_be_brought_back():
